@@ -1,0 +1,61 @@
+# Everything starts from a bare clone with Python 3.11 and a C++ compiler.
+# `make demo` trains a small model, `make test` runs what CI runs.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH  ?= 2.13.0
+DEMO   ?=
+RESULTS ?= runs/bench
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+READY := $(VENV)/.ready-torch-$(TORCH)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint matrix bench format clean
+
+help:
+	@echo "make demo    train a small GPT on two processes (options: DEMO='--strategy zero2')"
+	@echo "make test    linters, types, floors and the test suite"
+	@echo "make matrix  the larger sweeps of the test suite"
+	@echo "make bench   the benchmarks; figures as JSON under $(RESULTS)/"
+	@echo "make format  rewrite the sources as ruff likes them"
+	@echo "make clean   remove the environment, caches and runs"
+
+# torch comes first and by its exact version: a bare `torch>=2.11` would let pip
+# choose the newest build. The stamp makes a second run skip all of this.
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "torch==$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[cli,plot,dev]" "torch==$(TORCH)"
+	rm -f $(VENV)/.ready-torch-*
+	touch $@
+
+setup: $(READY)
+
+demo: $(READY)
+	$(BIN)/python tutorials/01_train_gpt.py $(DEMO)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest
+
+matrix: $(READY)
+	$(BIN)/python -m pytest -m matrix
+
+bench: $(READY)
+	mkdir -p $(RESULTS)
+	for name in overhead step compile; do \
+	    $(BIN)/python bench/$$name.py --json $(RESULTS)/$$name.json || exit 1; \
+	done
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis runs
