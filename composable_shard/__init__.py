@@ -1,0 +1,44 @@
+"""Composable, per-module parameter sharding for PyTorch."""
+
+import sys as _sys
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
+from importlib.metadata import version as _version
+
+from ._api import fully_shard as fully_shard
+from ._api import last_record as last_record
+from ._api import make_plan as make_plan
+from ._clip import clip_grad_norm_ as clip_grad_norm_
+from ._compile import compile as compile  # noqa: A004 - for torch.compile
+from ._compile import keep_from_dynamo as _keep_from_dynamo
+from ._debug import set_debug as set_debug
+from ._errors import CompiledGraphWarning as CompiledGraphWarning
+from ._errors import ComposableShardError as ComposableShardError
+from ._errors import PhaseError as PhaseError
+from ._errors import SavedTensorModifiedError as SavedTensorModifiedError
+from ._errors import ShardConfigError as ShardConfigError
+from ._errors import ShardConfigStateError as ShardConfigStateError
+from ._errors import ShardConfigTypeError as ShardConfigTypeError
+from ._errors import ShardConfigValueError as ShardConfigValueError
+from ._errors import StaleStateError as StaleStateError
+from ._methods import GradientReductionHandle as GradientReductionHandle
+from ._methods import share_comm_ctx as share_comm_ctx
+from ._module import FSDPModule as FSDPModule
+from ._module import UnshardHandle as UnshardHandle
+from ._module import register_fsdp_forward_method as register_fsdp_forward_method
+from ._plan import ShardPlan as ShardPlan
+from ._policies import CPUOffloadPolicy as CPUOffloadPolicy
+from ._policies import MixedPrecisionPolicy as MixedPrecisionPolicy
+from ._policies import OffloadPolicy as OffloadPolicy
+from ._record import Record as Record
+from ._schedule import Action as Action
+from ._wrap import shard_auto as shard_auto
+from ._wrap import shard_by_class as shard_by_class
+from ._wrap import shard_by_size as shard_by_size
+
+try:
+    __version__ = _version("composable-shard")
+except _PackageNotFoundError:  # run from a checkout that was never installed
+    __version__ = "0.0.0"
+
+_keep_from_dynamo(_sys.modules, __name__)
+__all__ = sorted(name for name in globals() if not name.startswith("_"))

@@ -1,0 +1,204 @@
+"""Issuing actions: the one place that starts a collective, waits for one, or gives weights up, and writes it down."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ._bucket import GatherBucket
+from ._errors import ShardConfigStateError
+from ._group import Gradients, ParamGroup, Reduction, Runtime
+from ._node import Entries
+from ._phases import ParamPhase
+from ._record import Record
+from ._schedule import Action, Kind
+
+StrayHook = Callable[[torch.Tensor, ParamGroup, int], None]
+
+
+class Actions:
+    """What is done to the groups of one engine, and the record of it.
+
+    Args:
+        groups: all groups, with the entries of the modules that each belongs to.
+        runtime: pool and lanes that the groups were built with.
+        watch_leaf: called once with every leaf that users may find in a module outside of its forward.
+
+    Attributes:
+        changed: the event behind the last change of the parameters; gathers start behind it.
+        repeated: groups that get gradients from several uses in the backward that runs now.
+        seen: groups in the order in which their forwards began in this iteration.
+    """
+
+    def __init__(self, groups: Sequence[tuple[ParamGroup, Entries]], runtime: Runtime, watch_leaf: StrayHook) -> None:
+        self.groups = [group for group, _ in groups]
+        self.pool = runtime.pool
+        self.changed: torch.Event | None = None
+        self.repeated: frozenset[ParamGroup] = frozenset()
+        self._runtime = runtime
+        self._entries = {group: weakref.ref(entries) for group, entries in groups}
+        self._watch_leaf = watch_leaf
+        self._by_bucket: dict[GatherBucket, ParamGroup] = {}
+        self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
+        self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}  # for hooks, which see all uses at once
+        self.seen: list[ParamGroup] = []
+        self._done: list[Any] = []
+        self._last: tuple[list[Any], list[ParamGroup]] | None = None
+        self._last_record: Record | None = None
+
+    # ---- the record
+
+    def roll_record(self) -> None:
+        """An iteration has ended: what was done becomes the last record, unless nothing was."""
+        if self._done:
+            self._last = self._done, self.seen
+            self._last_record = None
+            self._done, self.seen = [], []
+
+    @property
+    def last_record(self) -> Record | None:
+        """What the last iteration did; made up when asked for."""
+        if self._last_record is None and self._last is not None:
+            done, seen = self._last
+            self._last_record = Record(
+                actions=tuple(Action(kind, fqn) for kind, fqn in zip(done[::3], done[1::3], strict=True)),
+                live_bytes=tuple(done[2::3]),
+                order=tuple(group.fqn for group in seen),
+            )
+        return self._last_record
+
+    def _note(self, kind: Kind, group: ParamGroup) -> None:
+        """Write down what was done; flat, for a tuple each would keep the cycle collector busy."""
+        self._done += (kind, group.fqn, self.pool.live_bytes)
+
+    # ---- issuing
+
+    def parameters_changed(self, at: torch.Event | None = None) -> None:
+        """Whatever gathers from now on waits for `at`, or for what the current stream has been given so far."""
+        self.changed = at or self._runtime.gather_lane.mark()
+
+    def ahead(self, group: ParamGroup | None) -> None:
+        """Issue the gather of a group that will be needed soon."""
+        if group is not None and group.away:
+            group.start_gather(self.changed)
+            self._note(Kind.UNSHARD, group)
+
+    def need(self, group: ParamGroup) -> None:
+        """Make the weights of a group readable."""
+        self.ahead(group)
+        if group.phase is ParamPhase.GATHERING:
+            group.finish_gather()
+            self._note(Kind.WAIT, group)
+
+    def drop(self, group: ParamGroup, after_forward: bool = False) -> None:
+        """Give the weights of a group up, wherever they are."""
+        self.hide(group)
+        if group.phase is ParamPhase.GATHERING:
+            group.finish_gather()
+            self._note(Kind.WAIT, group)
+        if group.phase is not ParamPhase.SHARDED:
+            group.reshard(after_forward)
+            self._note(Kind.RESHARD, group)
+
+    def give_up(self, group: ParamGroup) -> None:
+        """Forward is over: give the weights of a group up, or keep them among a few ranks."""
+        if not group.shrinks:
+            self.drop(group, after_forward=torch.is_grad_enabled())
+        elif group.phase is ParamPhase.UNSHARDED:
+            self.hide(group)
+            group.shrink()
+            self._note(Kind.SHRINK, group)
+            if (entries := self.entries(group)) is not None:
+                entries.show(group.pieces())
+
+    def reduce(self, group: ParamGroup, gradients: Gradients) -> None:
+        """Issue the reduction of a group's gradients; `.grad` is set when it is waited for."""
+        while len(self._reductions) >= group.options.max_reductions:
+            self._settle_oldest()
+        self._start_reduce(group, gradients)
+
+    def _start_reduce(self, group: ParamGroup, gradients: Gradients) -> None:
+        self._reductions.append((group, group.start_reduce(gradients)))
+        self._note(Kind.REDUCE, group)
+
+    def _finish_oldest(self) -> tuple[ParamGroup, dict[int, torch.Tensor]]:
+        group, reduction = self._reductions.popleft()
+        pieces = group.finish_reduce(reduction)
+        self._note(Kind.REDUCED, group)
+        return group, pieces
+
+    def reduce_now(self, group: ParamGroup, gradients: Gradients) -> dict[int, torch.Tensor]:
+        """Reduce and wait; returns this rank's piece of each gradient, by index, and sets no `.grad`."""
+        self.settle()
+        self._start_reduce(group, gradients)
+        return self._finish_oldest()[1]
+
+    def settle(self) -> None:
+        """Wait for all reductions and set `.grad`."""
+        while self._reductions:
+            self._settle_oldest()
+        sums, self._sums = self._sums, {}
+        for group, pieces in sums.items():
+            self._accumulate(group, pieces)
+
+    def _settle_oldest(self) -> None:
+        group, pieces = self._finish_oldest()
+        if group in self.repeated and any(param.has_hooks for param in group.params):
+            sums = self._sums.setdefault(group, {})
+            for index, piece in pieces.items():
+                sums[index] = sums[index] + piece if index in sums else piece
+        else:
+            self._accumulate(group, pieces)
+
+    def _accumulate(self, group: ParamGroup, pieces: dict[int, torch.Tensor]) -> None:
+        for index, piece in pieces.items():
+            group.params[index].accumulate(piece)
+
+    def discard(self) -> None:
+        """Wait for all reductions and throw their results away."""
+        self._sums.clear()
+        while self._reductions:
+            self._finish_oldest()
+
+    def group_of(self, bucket: GatherBucket) -> ParamGroup:
+        """Whose bucket it is.
+
+        Raises:
+            ShardConfigStateError: nobody's any more.
+        """
+        group = self._by_bucket.get(bucket)
+        if group is None:
+            self._by_bucket = {b: g for g in self.groups for b in g.buckets}
+            group = self._by_bucket.get(bucket)
+        if group is None:
+            raise ShardConfigStateError(
+                f"parameters {', '.join(bucket.fqns)}: were converted or replaced between forward and backward; "
+                "run backward first, or run forward again"
+            )
+        return group
+
+    # ---- entries
+
+    def entries(self, group: ParamGroup) -> Entries | None:
+        """Where the modules of a group look their parameters up; None if they are gone."""
+        return self._entries[group]()
+
+    def hide(self, group: ParamGroup) -> None:
+        """Let the modules of a group have their sharded parameters."""
+        if (entries := self.entries(group)) is not None:
+            entries.hide()
+
+    def show_leaves(self, group: ParamGroup) -> None:
+        """Let the modules of a group have unsharded leaves, without history."""
+        if (entries := self.entries(group)) is None:
+            return
+        leaves = group.leaves()
+        for index, leaf in enumerate(leaves):
+            if leaf.requires_grad and "_watched" not in leaf.__dict__:
+                leaf.__dict__["_watched"] = True
+                self._watch_leaf(leaf, group, index)
+        entries.show(leaves)

@@ -1,0 +1,286 @@
+"""`fully_shard`, and what can be asked of a sharded model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar, overload
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ._entries import ModuleEntries, check_use
+from ._errors import ShardConfigTypeError, ShardConfigValueError
+from ._facade import state_facade
+from ._mesh import MeshInfo, default_mesh, mesh_info, small_mesh
+from ._module import FSDPModule, number, post_forward, pre_forward
+from ._parallel import Parallel, parallel_of
+from ._param import SHARDED_IN, ShardedParam, check_can_shard, check_dim, shard_parameter
+from ._plan import ShardPlan
+from ._policies import MixedPrecisionPolicy, OffloadPolicy, Options, Settings
+from ._record import Record
+from ._state import PLACE, STATE, Declaration, ShardState, declared_plan, named_states, state_of
+from ._state_dict import watch_state_dict
+from ._torch import local_tensor
+
+M = TypeVar("M", bound=nn.Module)
+PlacementFn = Callable[[nn.Parameter], Shard | None]
+_classes: dict[type, type] = {}
+
+
+@overload
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+) -> M: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+) -> list[nn.Module]: ...
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen, and the signature users know
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - never written to, and the signature users know
+    ignored_params: set[nn.Parameter] | None = None,
+) -> Any:
+    """Shard the parameters of a module, in place.
+
+    The parameters of `module` that no earlier call has sharded become one group: DTensors cut along dim 0, whose
+    pieces are gathered by one all-gather before the module's forward and again before its backward, and whose
+    gradients are averaged by one reduce-scatter. So call it on the inner modules first (each block, say) and on the
+    whole model last; whatever runs forward first is the root.
+
+    Args:
+        module: a module with a forward, or a list of modules that share one group.
+        mesh: 1D: shard over it. 2D with named axes: replicate over the first, shard over the second (HSDP). By
+            default, all ranks of the default process group, which is initialised if it is not yet (as a world of one
+            process if no launcher has set its environment).
+        reshard_after_forward: True gives the unsharded parameters up after forward and gathers them again in backward
+            (ZeRO-3), False keeps them until backward is over (ZeRO-2). None is False for the root and True elsewhere.
+            A number of ranks that divides that of the shard axis keeps them cut among so many neighbouring ranks (those
+            of one node, say), and backward gathers among these only.
+        shard_placement_fn: called with each parameter; gives the `Shard` along whose dim it is cut, or None for dim 0.
+            Another dim than 0 must divide by the number of ranks.
+        mp_policy: dtypes of the gathered parameters, of the reduction, and of inputs and outputs of forward.
+        offload_policy: `CPUOffloadPolicy` keeps shards, gradients and with them the optimizer's state on the CPU, and
+            copies shards to the accelerator before each gather. Without an accelerator it changes nothing.
+        ignored_params: parameters to leave as they are.
+
+    Returns:
+        `module`, whose class is now a subclass of `FSDPModule` and of its own.
+
+    Raises:
+        ShardConfigTypeError: an argument of a wrong type (also a TypeError).
+        ShardConfigValueError: a module or a parameter that cannot be sharded (also a ValueError).
+    """
+    modules = _modules(module)
+    _check_arguments(reshard_after_forward, shard_placement_fn, mp_policy, ignored_params)
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise ShardConfigTypeError(f"offload_policy: expected an OffloadPolicy, got {type(offload_policy).__name__}")
+    info = mesh_info(mesh if mesh is not None else default_mesh(), offload_policy)
+    ignored = {id(p) for p in ignored_params or ()}
+    managed = [found for each in modules for found in _managed(each)]
+    places = [place for prefix, owner in managed for place in _places(prefix, owner, ignored)]
+    for owner, name, fqn, _ in places:
+        check_use(owner, name, fqn)
+    params, spots = _shard_all(places, info, shard_placement_fn or _default_placement)
+    entries = ModuleEntries(spots, params, [(name, m._parameters, m._modules) for name, m in managed])
+    reshard, small = _small(reshard_after_forward, info)
+    settings = Settings(Options(reshard_after_forward=reshard, mp_policy=mp_policy))
+    declaration = Declaration(len(modules), tuple(params), info, settings, small)
+    state = ShardState(declaration, entries)
+    _move_buffers(modules, info)
+    for place, each in enumerate(modules):
+        _attach(each, state, place)
+    for owner in {id(owner): owner for owner, _, _, _ in places}.values():
+        watch_state_dict(owner, state)
+    return module
+
+
+fully_shard.state = state_facade  # type: ignore[attr-defined]  # as torch's, for those who ask for it
+
+
+def _modules(module: Any) -> list[nn.Module]:
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    if not modules:
+        raise ShardConfigValueError("module: the list is empty; pass the modules that shall share a group")
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise ShardConfigTypeError(f"module: expected an nn.Module or a list of them, got {type(each).__name__}")
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
+            raise ShardConfigValueError(
+                f"module: a {type(each).__name__} has no forward to attach to; call fully_shard on each of its members"
+            )
+        if state_of(each) is not None:
+            raise ShardConfigValueError(
+                f"module: this {type(each).__name__} is sharded already; call fully_shard once on each module"
+            )
+    inner = {id(child) for each in modules for child in each.modules() if child is not each}
+    outermost = {id(each): each for each in modules if id(each) not in inner}
+    return list(outermost.values())
+
+
+def _check_arguments(reshard_after_forward: Any, placement_fn: Any, mp_policy: Any, ignored_params: Any) -> None:
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
+        raise ShardConfigTypeError(
+            f"reshard_after_forward: expected True, False, None or a number of ranks, got {reshard_after_forward!r}"
+        )
+    if placement_fn is not None and not callable(placement_fn):
+        raise ShardConfigTypeError(f"shard_placement_fn: expected a function, got {type(placement_fn).__name__}")
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise ShardConfigTypeError(f"mp_policy: expected a MixedPrecisionPolicy, got {type(mp_policy).__name__}")
+    if ignored_params is not None and (
+        isinstance(ignored_params, nn.Parameter)
+        or not isinstance(ignored_params, Iterable)
+        or not all(isinstance(p, nn.Parameter) for p in ignored_params)
+    ):
+        raise ShardConfigTypeError("ignored_params: expected a set of nn.Parameter")
+
+
+def _small(reshard: bool | int | None, info: MeshInfo) -> tuple[bool | int | None, MeshInfo | None]:
+    """What is meant by a number of ranks, and the mesh of so many."""
+    if reshard is None or isinstance(reshard, bool):
+        return reshard, None
+    if reshard < 1 or info.shard_size % reshard:
+        raise ShardConfigValueError(
+            f"reshard_after_forward: {reshard} ranks do not divide the {info.shard_size} of the shard axis; "
+            "give a divisor between, for example the number of accelerators of a node, or True or False"
+        )
+    if reshard == 1:
+        warnings.warn("reshard_after_forward=1 keeps the unsharded parameters, as False does; say False", stacklevel=3)
+        return False, None
+    return (True, None) if reshard == info.shard_size else (reshard, small_mesh(info, reshard))
+
+
+Place = tuple[nn.Module, str, str, nn.Parameter]  # owner, name in it, name in the sharded module, parameter
+Spot = tuple[dict[str, nn.Parameter | None], str, int]  # where it is looked up, by which name, its index
+
+
+def _managed(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules whose parameters this call takes, with the prefix of their names."""
+    seen: set[int] = set()
+    to_do = [("", root)]
+    while to_do:
+        name, module = to_do.pop()
+        if id(module) in seen or state_of(module) is not None:
+            continue
+        seen.add(id(module))
+        yield name, module
+        to_do += [(f"{name}.{child}" if name else child, at) for child, at in reversed(list(module.named_children()))]
+
+
+def _places(name: str, module: nn.Module, ignored: set[int]) -> Iterator[Place]:
+    for own, param in module._parameters.items():
+        if param is not None and id(param) not in ignored:
+            yield module, own, f"{name}.{own}" if name else own, param
+
+
+def _check_unmanaged(name: str, param: nn.Parameter) -> None:
+    other = param.__dict__.get(SHARDED_IN)
+    if other is None:
+        return
+    if isinstance(param, DTensor):
+        raise ShardConfigValueError(
+            f"parameter {name}: was sharded with a module around this one (there as {other}); "
+            "call fully_shard on inner modules before outer ones"
+        )
+    raise ShardConfigValueError(
+        f"parameter {name}: is tied to {other}, which another call has sharded; tied parameters must be sharded by one "
+        "call: shard only the module that contains both, or pass the modules that use them as one list"
+    )
+
+
+def _default_placement(param: nn.Parameter) -> None:
+    """Dim 0."""
+
+
+def _shard_all(places: list[Place], info: MeshInfo, placement_fn: PlacementFn) -> tuple[list[ShardedParam], list[Spot]]:
+    dims: dict[int, int] = {}
+    parallels: dict[int, Parallel | None] = {}
+    for _, _, fqn, param in places:
+        _check_unmanaged(fqn, param)
+        check_can_shard(fqn, param, info)
+        if id(param) not in dims:
+            dims[id(param)] = check_dim(fqn, param, placement_fn(param), info)
+            parallels[id(param)] = parallel_of(fqn, param, info)
+    sharded: dict[int, int] = {}
+    params: list[ShardedParam] = []
+    spots: list[Spot] = []
+    for owner, name, fqn, param in places:
+        if id(param) not in sharded:
+            sharded[id(param)] = len(params)
+            dim = dims[id(param)]
+            parallel = parallels[id(param)]
+            whole = param if parallel is None else local_tensor(param)
+            made = shard_parameter(param, info, dim, parallel)
+            params.append(ShardedParam(fqn, made, dim, parallel, tuple(whole.shape)))
+            params[-1].sharded.__dict__[SHARDED_IN] = param.__dict__[SHARDED_IN] = fqn
+        spots.append((owner._parameters, name, sharded[id(param)]))
+    for names, name, index in spots:
+        names[name] = params[index].sharded
+    return params, spots
+
+
+def _move_buffers(modules: list[nn.Module], info: MeshInfo) -> None:
+    for module in modules:
+        for child in module.modules():
+            for name, buffer in child._buffers.items():
+                if buffer is not None and buffer.device.type not in ("meta", info.device.type):
+                    child._buffers[name] = buffer.to(info.device)
+
+
+def _attach(module: nn.Module, state: ShardState, place: int) -> None:
+    cls = type(module)
+    if cls not in _classes:
+        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    module.__class__ = _classes[cls]
+    module.__dict__[STATE] = state
+    module.__dict__[PLACE] = place
+    number(module)
+    module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(post_forward)
+
+
+def make_plan(model: nn.Module) -> ShardPlan:
+    """The plan of a sharded model: what has been learned if it has run, else what its modules declare.
+
+    Nothing is run, and parameters may be on the meta device.
+
+    Raises:
+        ShardConfigValueError: the model holds no sharded module.
+    """
+    states = [state for _, state in named_states(model)]
+    if not states:
+        raise ShardConfigValueError(f"model: {type(model).__name__} holds no sharded module; call fully_shard first")
+    bound = states[0].bound
+    return bound.engine.order.plan if bound is not None else declared_plan(model)
+
+
+def last_record(model: nn.Module) -> Record | None:
+    """What the last finished iteration of a sharded model did; None if it has not run, or is not sharded."""
+    for _, state in named_states(model):
+        if state.bound is not None:
+            return state.bound.engine.last_record
+    return None

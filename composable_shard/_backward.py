@@ -1,0 +1,112 @@
+"""What is known of a backward pass while it runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from ._group import Gradients, ParamGroup
+from ._node import Use
+from ._torch import node_will_run, queue_backward_callback
+
+
+class Token:
+    """Held by what autograd drops at the end of a backward pass, be it a good or a bad end."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _end(token: Token) -> None:
+    """A nested pass has ended; its token goes with it."""
+
+
+class BackwardPass:
+    """The outermost backward pass on this thread, with those that run inside of it.
+
+    Passes are numbered, nested ones higher. A reentrant checkpoint runs a pass of its own inside of a pass.
+
+    Attributes:
+        number: that of the outermost pass.
+        repeated: groups of which it runs the nodes of several uses.
+    """
+
+    def __init__(
+        self, number: int, token: Token, uses: Iterable[Use], on_end: Callable[[], None] = lambda: None
+    ) -> None:
+        self.number = number
+        self._token = weakref.ref(token, lambda _: on_end())
+        self._stack: list[tuple[int, weakref.ref[Token]]] = []
+        live = [(use, use.node()) for use in uses]
+        self._expected = [use for use, node in live if node is not None and node_will_run(node)]
+        self._waiting = deque(reversed(self._expected))
+        # Frozen groups have no node; while one of their handles lives, their weights may be asked for.
+        self._will_fire = set(self._expected)
+        upcoming = [use for use, node in live if node is None or use in self._will_fire]
+        self._upcoming = deque(reversed(upcoming))
+        self._ready: dict[Use, Gradients] = {}
+        counts = Counter(use.group for use in self._expected)
+        self.repeated = frozenset(group for group, count in counts.items() if count > 1)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self._token() is not None
+
+    def is_of(self, token: Token) -> bool:
+        """Whether this is the pass that holds `token`."""
+        return self._token() is token
+
+    def note(self, number: int) -> int:
+        """Take notice that the pass `number` runs now; returns how deep it is nested, 0 for the outermost."""
+        if self._stack and self._stack[-1][0] == number:
+            return len(self._stack) - 1
+        self._stack = [(each, token) for each, token in self._stack if token() is not None]
+        if all(each != number for each, _ in self._stack):
+            token = Token()
+            queue_backward_callback(partial(_end, token))
+            self._stack.append((number, weakref.ref(token)))
+        return self._depth(number)
+
+    def _depth(self, number: int) -> int:
+        numbers = [each for each, _ in self._stack]
+        return numbers.index(number) if number in numbers else -1
+
+    def completes(self, use: Use, number: int) -> bool:
+        """Whether gradients that come in the pass `number` are the last of `use`.
+
+        They are in the pass right inside the one in which the forward ran (the outermost, if it ran in none). Deeper
+        ones come from checkpoints inside of the module, and others may follow.
+        """
+        return self.note(number) <= self._depth(use.made_in) + 1
+
+    def will_fire(self, use: Use) -> bool:
+        """Whether the outermost pass itself runs the node of `use`."""
+        return use in self._will_fire
+
+    def next_group(self) -> ParamGroup | None:
+        """The group whose backward is expected next."""
+        while self._upcoming and self._upcoming[0].entered == self.number:
+            self._upcoming.popleft()
+        return self._upcoming[0].group if self._upcoming else None
+
+    # Ranks must issue reductions in one order. Autograd runs nodes in the reverse order of their creation, but with
+    # several devices only roughly so: a use that is early waits for those before it.
+
+    def in_turn(self, use: Use, gradients: Gradients) -> list[tuple[Use, Gradients]]:
+        """Take the complete gradients of a use; returns those whose turn has come, in order."""
+        if use not in self._will_fire:
+            return [(use, gradients)]
+        self._ready[use] = gradients
+        out = []
+        while self._waiting and self._waiting[0] in self._ready:
+            first = self._waiting.popleft()
+            out.append((first, self._ready.pop(first)))
+        return out
+
+    def left_over(self) -> list[tuple[Use, Gradients]]:
+        """At the end: what is ready and has waited in vain, in order."""
+        out = [(use, self._ready[use]) for use in self._waiting if use in self._ready]
+        self._ready.clear()
+        return out

@@ -1,0 +1,220 @@
+"""What one all-gather moves: weights of one dtype. Views are made once per slot and kept: a step only replays them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ._collectives import Transport
+from ._debug import checksum, debugging
+from ._errors import ShardConfigStateError
+from ._layout import BucketLayout, bucket_layout, goes_direct
+from ._mesh import MeshInfo
+from ._param import ShardedParam, by_rank
+from ._pool import BufferPool, Slot
+from ._streams import Job, Lane, Steps
+from ._torch import current_backward, local_tensors
+
+LEAF_OF = "_unsharded_copy_of"  # marks a leaf, for whoever takes it for the parameter
+
+
+class _Views(NamedTuple):
+    """One slot, seen as the gathered bucket or as the unsharded parameters."""
+
+    flat: torch.Tensor
+    chunk: torch.Tensor  # this rank's part of it
+    own: list[torch.Tensor]  # where this rank's pieces go
+    pieces: list[torch.Tensor]  # (world, piece) per parameter, strided by rank; or (world, *local shape)
+    places: list[torch.Tensor]  # the same of the parameters themselves
+    wholes: list[torch.Tensor]  # the unsharded parameters, to write to
+    weights: list[torch.Tensor]  # ... to read
+
+
+def _views(slot: Slot, dtype: torch.dtype, layout: BucketLayout, rank: int) -> _Views:
+    with torch.inference_mode(False), torch.no_grad():
+        flat = slot.typed(dtype, written=True)[: layout.total]
+        read = slot.typed(dtype)
+        chunks = flat.view(layout.world, layout.numel)
+        own, pieces, places, wholes, weights = [], [], [], [], []
+        for param in layout.params:
+            local = param.local_shape(rank)
+            begin = layout.world * param.offset
+            whole = flat[begin : begin + param.numel].view(param.shape)
+            piece = chunks[:, param.offset : param.offset + param.piece]
+            own.append(chunks[rank, param.offset : param.offset + param.rows_of(rank) * param.row].view(local))
+            if param.dim == 0:
+                pieces.append(piece)
+                places.append(flat[begin : begin + layout.world * param.piece].view(layout.world, param.piece))
+            else:
+                pieces.append(piece.view(layout.world, *local))
+                places.append(by_rank(whole, param))
+            wholes.append(whole)
+            weights.append(read[begin : begin + param.numel].view(param.shape))
+    return _Views(flat, chunks[rank], own, pieces, places, wholes, weights)
+
+
+class GatherBucket:
+    """Parameters of one group that are gathered in one dtype.
+
+    Attributes:
+        params: its members.
+        slot: where they are now, or will be when the gather is done; None if nowhere.
+        readable: whether they are there.
+        generation: how often an optimizer has changed the sharded parameters.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        dtype: torch.dtype,
+        info: MeshInfo,
+        transport: Transport | None,
+        pool: BufferPool,
+        lane: Lane,
+    ) -> None:
+        self.params = list(params)
+        self.fqns = [p.fqn for p in params]
+        self._sharded = [p.sharded for p in params]
+        self.dtype = dtype
+        dims = [p.dim for p in params]
+        self.layout = bucket_layout([p.shape for p in params], info.shard_size, dtype.itemsize, dims)
+        self._transport = transport
+        self._pool = pool
+        self._lane = lane
+        casts = info.offloads or any(p.dtype != dtype for p in params)
+        self._direct = transport is not None and transport.direct and goes_direct(self.layout, casts)
+        self._offloads = info.offloads
+        self._packs = transport is not None and self.layout.packs
+        self.nbytes = self.layout.total * dtype.itemsize
+        self.slot: Slot | None = None
+        self.readable = False
+        self.generation = 0
+        self._others = 0  # tensors over the slot that were not made here, when the weights arrived
+        self._borrowed = False
+        self._sum: int | None = None  # of their bytes, when debugging
+        self._last: Slot | None = None  # where they were before
+        self._reserved: Slot | None = None  # where they will be again
+        self._rank = info.shard_rank
+        self._seen: dict[Slot, _Views] = {}
+        self._leaves: dict[Slot, list[torch.nn.Parameter]] = {}
+
+    def _views_of(self, slot: Slot) -> _Views:
+        views = self._seen.get(slot)
+        if views is None:
+            views = self._seen[slot] = _views(slot, self.dtype, self.layout, self._rank)
+        return views
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """The unsharded parameters, without autograd history."""
+        assert self.slot is not None
+        return self._views_of(self.slot).weights
+
+    def leaves(self) -> list[torch.nn.Parameter]:
+        """The unsharded parameters as leaves; the same objects whenever the bucket is in the same slot."""
+        assert self.slot is not None
+        leaves = self._leaves.get(self.slot)
+        if leaves is None:
+            with torch.inference_mode(False):
+                # `.data` gives each a version counter of its own, which `release` moves.
+                pairs = zip(self.weights, self.params, strict=True)
+                wholes = [p.parallel.wrap(w.data) if p.parallel else w.data for w, p in pairs]
+                leaves = [torch.nn.Parameter(whole, requires_grad=False) for whole in wholes]
+            for leaf, fqn in zip(leaves, self.fqns, strict=True):
+                leaf.__dict__[LEAF_OF] = fqn
+            self._leaves[self.slot] = leaves
+        return leaves
+
+    def open(self) -> Slot:
+        """Lease the slot into which weights will be gathered."""
+        if self._reserved is None:
+            slot = self._pool.lease(self.nbytes, self, self._last)
+        else:
+            slot, self._reserved = self._reserved, None
+            slot.owner = weakref.ref(self)
+        self.slot = self._last = slot
+        return slot
+
+    def wholes_in(self, slot: Slot) -> list[torch.Tensor]:
+        """The unsharded parameters in a slot, to write to."""
+        return self._views_of(slot).wholes
+
+    def start(self, after: torch.Event | None) -> Job[None]:
+        """Lease a slot and begin to gather into it, behind the event `after` (the parameters' last change)."""
+        slot = self.open()
+        if self._direct:
+            assert self._transport is not None
+            steps = self._transport.all_gather_each(self._views_of(slot).wholes, local_tensors(self._sharded))
+            return self._lane.start(steps, (after, slot.free_after))
+        landing = self._pool.lease(self.nbytes) if self._packs else slot
+        return self._lane.start(self._packed(slot, landing), (after, slot.free_after, landing.free_after))
+
+    def _packed(self, slot: Slot, landing: Slot) -> Steps[None]:
+        """Gather all parameters as one, and bring each of them together."""
+        landed = self._views_of(landing)
+        torch._foreach_copy_(landed.own, local_tensors(self._sharded), non_blocking=self._offloads)
+        if self._transport is None:
+            return
+        yield from self._transport.all_gather(landed.flat, landed.chunk)
+        if landing is not slot:
+            torch._foreach_copy_(self._views_of(slot).places, landed.pieces)
+            self._pool.release(landing, self._lane.mark())
+
+    def release(self, after: torch.Event | None, reserve: bool = False) -> None:
+        """Give the slot back, or reserve it for the next gather.
+
+        Leaves over it can have been used, and saved, outside of a forward, where no handle stands for them: from now
+        on autograd refuses to read those.
+        """
+        assert self.slot is not None
+        if self._sum is not None:
+            self._check_unchanged(self.slot)
+        if self.slot in self._leaves:
+            torch.autograd.graph.increment_version(self._leaves[self.slot])
+        if current_backward() >= 0:
+            self._borrowed = False
+        if reserve or self._borrowed:
+            self._reserved, self.slot.owner, self.slot.free_after = self.slot, None, after
+        else:
+            self._pool.release(self.slot, after)
+        self.slot, self.readable = None, False
+
+    def arrived(self) -> None:
+        """The weights can be read."""
+        self.readable = True
+        self._others = self._tensors_over_slot()
+        self._sum = checksum(self._bytes_in(self.slot)) if debugging() and self.slot is not None else None
+
+    def _tensors_over_slot(self) -> int:
+        assert self.slot is not None
+        return self.slot.others - len(self._leaves.get(self.slot, ()))
+
+    def note_borrowed(self, outputs: int) -> None:
+        """After a forward with gradients: notice whether somebody keeps views of the weights of which no handle knows.
+
+        A selective checkpoint does, or a function that keeps them on its ``ctx``. They must stay until backward.
+
+        Args:
+            outputs: how many outputs of the forward's node lie here; these move with the weights.
+        """
+        self._borrowed = self._tensors_over_slot() - self._others > outputs
+
+    def _bytes_in(self, slot: Slot) -> torch.Tensor:
+        return slot.typed(torch.uint8)[: self.nbytes]
+
+    def _check_unchanged(self, slot: Slot) -> None:
+        before, self._sum = self._sum, None
+        if checksum(self._bytes_in(slot)) != before:
+            raise ShardConfigStateError(
+                f"unsharded parameters of the group with {', '.join(self.fqns)}: were written to while gathered; such "
+                "a change is lost. Change the sharded parameters instead, outside of forward and backward"
+            )
+
+    def forget(self) -> None:
+        """Reserve nothing any more; this bucket will not be used again."""
+        if self._reserved is not None:
+            self._pool.release(self._reserved, self._reserved.free_after)
+            self._reserved = None

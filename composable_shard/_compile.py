@@ -1,0 +1,113 @@
+"""`compile`: `torch.compile` for a sharded model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from types import FunctionType, ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+
+from ._errors import ShardConfigTypeError
+from ._guard import guard_pass, guarded
+from ._module import FSDPModule
+from ._torch import never_compile
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def compile(  # noqa: A001 - the name of the function in torch that it stands for
+    model: M, *, fullgraph: bool = True, backend: str | Callable[..., Any] = "inductor", **torch_compile_kwargs: Any
+) -> M:
+    """`torch.compile` for a sharded model: one whole graph by default, and read by the guard under every backend.
+
+    ``torch.compile(model, fullgraph=True)`` alone is right and whole too. What this adds, for this model only:
+
+    - ``fullgraph=True`` is the default, so that a graph break is an error that shows the frame.
+    - The guard reads the graphs also under ``aot_eager``, and for a callable that `torch._dynamo` knows as a backend of
+      AOTAutograd; with plain `torch.compile` it does so under Inductor only.
+
+    Args:
+        model: the model, sharded before or after this call; its parameters, its optimizer and its state dict stay as
+            they are.
+        fullgraph: see `torch.compile`. With False a graph may break: results stay right, a warning names the frame.
+        backend: ``inductor``, ``aot_eager``, or another backend, which is then used as it is.
+        torch_compile_kwargs: the other arguments of `torch.compile`: ``dynamic``, ``mode``, ``options``. Under Inductor
+            a ``post_grad_custom_post_pass`` among the options runs before the guard.
+
+    Returns:
+        what `torch.compile` returns: a module that shares everything with `model`.
+
+    Raises:
+        ShardConfigTypeError: `model` is no module.
+
+    Warns:
+        CompiledGraphWarning: a graph, once compiled, keeps gathered weights that should be gathered again, gathers some
+            twice, or is not whole; see `composable_shard.CompiledGraphWarning`.
+
+    Example:
+        >>> run = cs.compile(model)
+        >>> loss = run(batch).mean()
+        >>> loss.backward()
+    """
+    if not isinstance(model, nn.Module):
+        raise ShardConfigTypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if backend == "inductor":
+        torch_compile_kwargs["options"] = _options(torch_compile_kwargs)
+    elif backend == "aot_eager":
+        backend = aot_eager()
+    compiled: M = torch.compile(model, fullgraph=fullgraph, backend=backend, **torch_compile_kwargs)  # type: ignore[assignment]
+    return compiled
+
+
+def _options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Inductor's options, with those of a mode, which torch does not take beside options, and with the guard."""
+    options = dict(kwargs.pop("options", None) or {})
+    mode = kwargs.pop("mode", None)
+    if mode is not None:
+        options = {**torch._inductor.list_mode_options(mode, kwargs.get("dynamic")), **options}
+    options["post_grad_custom_post_pass"] = guard_pass(options.get("post_grad_custom_post_pass"))
+    return options
+
+
+@functools.cache  # one backend for all, so that equal layers share code
+def aot_eager() -> Callable[..., Any]:
+    """The backend ``aot_eager`` with the guard."""
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def run_as_it_is(module: fx.GraphModule, inputs: Any) -> Any:
+        return make_boxed_func(module.forward)
+
+    backend: Callable[..., Any] = aot_autograd(
+        fw_compiler=guarded(run_as_it_is),
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )
+    return backend
+
+
+def keep_from_dynamo(modules: Mapping[str, ModuleType], package: str) -> None:
+    """Have none of the runtime's functions compiled when they are called under compiled code.
+
+    Saved-tensor hooks, for one, are called by autograd while a compiled part of a module runs. The only function that
+    is compiled is the call of a sharded module; whatever that needs of the runtime is traced with it.
+    """
+    for name, module in list(modules.items()):
+        if name == package or name.startswith(f"{package}."):
+            for value in list(vars(module).values()):
+                if getattr(value, "__module__", None) == name:
+                    _keep(value)
+
+
+def _keep(value: object) -> None:
+    if isinstance(value, FunctionType):
+        never_compile(value.__code__)
+    elif isinstance(value, type):
+        for member in list(vars(value).values()):
+            function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+            if isinstance(function, FunctionType) and function is not FSDPModule.__call__:
+                never_compile(function.__code__)

@@ -1,0 +1,398 @@
+"""The engine: one per root. Events come in from modules and autograd; actions on groups go out.
+
+It is the only holder of iteration state. It holds groups, never modules nor graphs: a graph may hold the engine, so
+that backward works after the model is gone, and a model is freed without the cycle collector.
+
+    the outermost forward begins    enter: recover from a failure, drop weights that are out of date
+    forward of a module begins      before_forward: gather, make the node, gather the next one ahead
+    ... ends                        after_forward: reshard
+    the outermost forward ends      leave: learn the order, drop what was gathered in vain
+    backward reaches its outputs    before_backward: gather, show the node's outputs, gather the next one ahead
+    backward asks for a weight      fetch: gather
+    its gradients are there         on_gradients: end the use (reshard), hand the gradients on (see `_gradients`)
+    backward ends                   _end_backward: wait, set `.grad`, reshard what is left
+
+What else it hears of: the end of a graph (`on_node_gone`), of the saved weights of a frozen group, which has no node
+(`on_handles_gone`), and gradients of weights that were read outside of a forward (`on_stray_gradient`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ._actions import Actions
+from ._backward import BackwardPass, Token
+from ._bucket import GatherBucket
+from ._gradients import GradientFlow, watch_leaf
+from ._group import Gradients, ParamGroup, Runtime
+from ._node import Entries, Keeper, Use, unshard
+from ._optimizers import watch_steps
+from ._order import Order
+from ._phases import ParamPhase
+from ._plan import ShardPlan
+from ._pool import BufferPool
+from ._record import Record
+from ._torch import Fate, any_gradient_hooks, current_backward, gradient_fates, local_tensor, queue_backward_callback
+
+Outputs = tuple[torch.Tensor, ...]
+
+
+class Engine:
+    """Runs the groups of one root.
+
+    Args:
+        groups: all groups, with the entries of the modules that each belongs to.
+        plan: order and predictions.
+        runtime: pool and lanes that the groups were built with.
+
+    Attributes:
+        order: what comes next, by the plan or by the user.
+        has_run: whether a module has run forward.
+        is_last_backward: whether backward waits, at its end, for the reductions that it has issued.
+        ends_by_hand: whether the caller ends backward (`end_backward_by_hand`).
+        changed_at: an event behind the last change of the parameters, from a user; good for one forward.
+    """
+
+    def __init__(self, groups: Sequence[tuple[ParamGroup, Entries]], plan: ShardPlan, runtime: Runtime) -> None:
+        this = weakref.ref(self)
+        self.groups = [group for group, _ in groups]
+        self.order = Order(plan, self.groups)
+        self._do = Actions(groups, runtime, partial(watch_leaf, this))
+        self._gradients = GradientFlow(self._do)
+        self._uses: dict[int, Use] = {}  # those whose graph lives, in the order of creation
+        self.has_run = False
+        self.is_last_backward = True
+        self.ends_by_hand = False
+        self.changed_at: torch.Event | None = None
+        self._count = 0
+        self._depth = 0  # forwards of sharded modules that run inside one another
+        self._first_seen = 0  # where, in the record, this forward began
+        self._pass: BackwardPass | None = None
+        self._active: dict[ParamGroup, Use] = {}  # uses whose backward has begun and not ended
+        self._open: dict[ParamGroup, Use] = {}  # uses whose forward runs now
+        self.keepers: dict[GatherBucket, Keeper] = {}  # and what the handles of frozen ones hold
+        watch_steps(self)
+
+    @property
+    def pool(self) -> BufferPool:
+        """The memory of all groups."""
+        return self._do.pool
+
+    @property
+    def last_record(self) -> Record | None:
+        """What the last finished iteration did; None if there was none yet."""
+        if self._depth == 0 and self._pass is None and all(use.fired for use in self._uses.values()):
+            self._do.roll_record()
+        return self._do.last_record
+
+    # ---- forward
+
+    def enter(self) -> None:
+        """A sharded module is called. The outermost call begins a forward."""
+        if self._depth == 0 and current_backward() < 0:
+            self._begin_forward()
+        self._depth += 1
+
+    def _begin_forward(self) -> None:
+        if self._pass is not None:
+            self._recover()
+        waiting = {use.group for use in self._uses.values() if not use.fired}
+        if not waiting:
+            self._do.roll_record()
+        self._do.parameters_changed(self.changed_at)
+        self.changed_at = None
+        adopted = False
+        for group in self.groups:
+            entries = self._do.entries(group)
+            adopted |= entries is not None and entries.adopt()
+            if group.phase is ParamPhase.SHARDED or group.running:
+                continue
+            kept = group.pinned or group in waiting or not group.options.reshard_after_backward
+            if adopted or not kept or group.is_stale():
+                self._do.drop(group)
+        if adopted:
+            for group in self.groups:
+                if group.phase is ParamPhase.SHARDED:
+                    group.rebuild()
+            self.pool.empty()
+        self.order.begin()
+        self._first_seen = len(self._do.seen)
+
+    def leave(self, learn_order: bool) -> None:
+        """The call has ended; the order of its groups is learned if it was a whole forward of the root."""
+        self._depth -= 1
+        if self._depth or current_backward() >= 0:
+            return
+        grad = torch.is_grad_enabled()
+        for group in self.groups:
+            if group.running:  # a group of several modules, not all of which have run
+                group.running = 1
+                self.after_forward(group)
+            unused = group.phase is ParamPhase.GATHERING or not grad
+            if unused and group.phase is not ParamPhase.SHARDED and not group.pinned:
+                self._do.drop(group)  # no prefetch, and no copy of a forward without gradients, outlives its forward
+        if learn_order and grad:
+            self.order.learn(self._do.seen[self._first_seen :])
+
+    def before_forward(self, group: ParamGroup, entries: Entries) -> tuple[Use, Outputs] | None:
+        """Show the unsharded parameters to a module that is about to run.
+
+        Returns:
+            the use, and the outputs of its node, if there will be a backward for it.
+        """
+        if group.running:
+            group.running += 1
+            return None
+        made_in = current_backward()
+        if made_in >= 0:
+            self._open_pass(made_in)
+        if made_in < 0 or group not in self._active:
+            self._do.need(group)
+        group.running = 1
+        self.has_run = True
+        if made_in >= 0 and group in self._active:
+            return None  # recomputed in its own backward: the node's outputs are on show already
+        found: tuple[Use, Outputs] | None = None
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            self._count += 1
+            use = Use(group, self._count, made_in, entries)
+            found = (use, ())
+            self._open[group] = self._uses[use.number] = use
+            if group.trains:
+                found = (use, unshard(self, use))
+                entries.show(found[1])
+            else:
+                self.keepers |= dict.fromkeys(group.buckets, Keeper(self, use))
+        if found is None or not found[1]:
+            self._do.show_leaves(group)
+        if made_in < 0:
+            self._do.seen.append(group)
+            for each in self.order.after(group):
+                self._do.ahead(each)
+        return found
+
+    def after_forward(self, group: ParamGroup) -> None:
+        """A module has run, or failed."""
+        group.running -= 1
+        if group.running:
+            return
+        if group in self._open:
+            self._open.pop(group).last = self._count
+        for bucket in group.buckets if self.keepers else ():
+            self.keepers.pop(bucket, None)
+        if group in self._active:
+            return
+        if group.reshard_after_forward:
+            self._do.give_up(group)
+        else:
+            self._do.show_leaves(group)
+
+    # ---- backward
+
+    def _open_pass(self, number: int) -> BackwardPass:
+        """The pass that runs now; its end is queued when it is first heard of."""
+        if self._pass is not None and not self._pass.alive:
+            self._recover()
+        if self._pass is None:
+            token = Token()
+            self._pass = BackwardPass(number, token, self._uses.values(), partial(_on_end, weakref.ref(self)))
+            self._do.repeated = self._pass.repeated
+            queue_backward_callback(partial(self._end_backward, token))
+        self._pass.note(number)
+        return self._pass
+
+    def before_backward(self, use: Use, outputs: Outputs) -> None:
+        """Backward has reached an output of a use."""
+        now = self._open_pass(current_backward())
+        if use.entered == now.number:
+            return
+        use.entered = now.number
+        self._finish_later_uses(now, use)
+        group = use.group
+        self._active[group] = use
+        if group.options.unshard_in_backward or not group.away:
+            self._show_again(group, use, outputs)
+        for each in self.order.before(group, now.next_group()):
+            self._do.ahead(each)
+
+    def _show_again(self, group: ParamGroup, use: Use, outputs: Outputs) -> None:
+        """Let the modules of a group have what its forward gave them, for a recomputation."""
+        self._do.need(group)
+        if use.slots != group.slots:
+            for out, weight in zip(outputs, group.weights(), strict=False):
+                (local_tensor(out) if group.wraps and isinstance(out, DTensor) else out).data = weight
+            use.slots = group.slots
+        entries = use.entries()
+        if outputs and entries is not None:
+            entries.show(outputs)
+        elif entries is not None:
+            self._do.show_leaves(group)
+
+    def _finish_later_uses(self, now: BackwardPass, use: Use) -> None:
+        """Complete the uses that get no more gradients.
+
+        Backward goes from late uses to early ones. One that began after the forward of `use` was over has been passed;
+        if its own node does not run in this pass, nothing more will come.
+        """
+        for later in [u for u in self._active.values() if u.number > use.last and not now.will_fire(u)]:
+            self._complete(now, later, later.add([None] * len(later.group.params)))
+
+    def fetch(self, bucket: GatherBucket) -> None:
+        """Backward asks for a saved weight."""
+        group = self._do.group_of(bucket)
+        if group.phase is ParamPhase.UNSHARDED:
+            return
+        number = current_backward()
+        if number >= 0:
+            self._open_pass(number)
+        self._do.need(group)
+
+    def on_gradients(self, use: Use, leaf_nodes: Sequence[Any], gradients: Gradients) -> list[torch.Tensor | None]:
+        """The node of a use runs."""
+        number = current_backward()
+        now = self._open_pass(number)
+        if any_gradient_hooks(use.group.shards):
+            for param in use.group.params:
+                param.take_hooks()
+        fates = gradient_fates(leaf_nodes)
+        wanted = gradients
+        if fates is not None:
+            wanted = [None if fate is Fate.DROPPED else g for fate, g in zip(fates, gradients, strict=True)]
+            if Fate.RETURNED in fates:
+                self._end_use(now, use)
+                return self._gradients.returned(use, fates, wanted)
+        if now.completes(use, number):
+            self._complete(now, use, use.add(wanted))
+        else:
+            use.partial = use.add(wanted)
+        return [None] * len(gradients)
+
+    def _complete(self, now: BackwardPass, use: Use, gradients: Gradients) -> None:
+        """All gradients of a use are there."""
+        use.fired = True
+        self._end_use(now, use)
+        self._gradients.take(now, use, gradients)
+
+    def _end_use(self, now: BackwardPass, use: Use) -> None:
+        """The backward of a use is over: reshard, unless its weights are about to be needed again."""
+        group = use.group
+        if self._active.get(group) is use:
+            del self._active[group]
+        if group.running or now.next_group() is group:
+            return
+        if group.options.reshard_after_backward:
+            self._do.drop(group)
+        else:
+            self._do.hide(group)  # the weights stay, but what clips or steps must find the sharded parameters
+
+    def _end_backward(self, token: Token) -> None:
+        """The outermost pass has ended well."""
+        now = self._pass
+        if now is None or not now.is_of(token):
+            return
+        with torch.no_grad():
+            for use in list(self._active.values()):
+                self._complete(now, use, use.add([None] * len(use.group.params)))
+            self._gradients.finish(now, self.groups, wait=self.is_last_backward and not self.ends_by_hand)
+        self._reshard_after_backward()
+        self._forget_pass()
+
+    def _reshard_after_backward(self) -> None:
+        for group in self.groups:
+            if group.phase is ParamPhase.SHARDED or group.pinned or group.running:
+                continue
+            if group.options.reshard_after_backward or group.phase is ParamPhase.GATHERING:
+                self._do.drop(group)
+            else:
+                self._do.hide(group)
+
+    def end_backward_by_hand(self, wait: bool = True) -> None:
+        """Reduce what is kept, wait (or leave that to `settle`), and reshard."""
+        with torch.no_grad():
+            self._gradients.finish(None, self.groups, wait)
+        self._reshard_after_backward()
+
+    def reset(self) -> None:
+        """Give up whatever a failed forward or backward has left behind, and all gradients that are kept."""
+        self._depth = 0
+        for group in self.groups:
+            group.running = 0
+            group.forget_gradients()
+        self._open.clear()
+        self._recover()
+
+    def _forget_pass(self) -> None:
+        self._pass = None
+        self._active.clear()
+
+    def on_pass_gone(self) -> None:
+        """A pass has ended, or failed: then modules get their sharded parameters back; `_recover` does the rest."""
+        if self._pass is not None and not self._pass.alive:
+            for group in self.groups:
+                if not group.running:
+                    self._do.hide(group)
+
+    def _recover(self) -> None:
+        """A backward has failed: give up what it left behind."""
+        self._gradients.discard()
+        self._forget_pass()
+        for use in self._uses.values():
+            use.partial = None
+        for group in self.groups:
+            if not group.running and not group.pinned:
+                self._do.drop(group)
+
+    def on_node_gone(self, use: Use) -> None:
+        """The graph of a use was freed."""
+        self._uses.pop(use.number, None)
+
+    def on_handles_gone(self, use: Use) -> None:
+        """The last saved weight of a use of a group without gradients was freed."""
+        self._uses.pop(use.number, None)
+        if self._active.get(use.group) is use and self._pass is not None and self._pass.alive:
+            self._end_use(self._pass, use)
+
+    def on_stray_gradient(self, group: ParamGroup, index: int, gradient: torch.Tensor) -> None:
+        """A gradient came to an unsharded parameter that was read outside of its module's forward."""
+        self._open_pass(current_backward())
+        self._gradients.add_stray(group, index, gradient)
+
+    # ---- what users ask for
+
+    def unshard(self, group: ParamGroup, wait: bool) -> None:
+        """Gather a group and keep it until `reshard`, its next use, or a change of its parameters."""
+        if group.away:
+            self._do.parameters_changed()
+        group.pinned = True
+        self._do.ahead(group)
+        if wait:
+            self._do.need(group)
+            self._do.show_leaves(group)
+
+    def reshard(self, group: ParamGroup) -> None:
+        """Give the weights of a group up, unless a forward reads them now."""
+        if not group.running and group.phase is not ParamPhase.SHARDED:
+            self._do.drop(group)
+
+    def before_optimizer_step(self, theirs: set[int]) -> None:
+        """No unsharded copy outlives the values that it was made of, and no graph may ask for them any more."""
+        for group in self.groups:
+            if theirs.isdisjoint(map(id, group.shards)):
+                continue
+            if self._pass is None:
+                self._do.settle()  # of a backward that was not the last one
+            group.stepped()
+            if group.phase is not ParamPhase.SHARDED and not group.running:
+                self._do.drop(group)
+
+
+def _on_end(engine: weakref.ref[Engine]) -> None:
+    there = engine()
+    if there is not None:
+        there.on_pass_gone()

@@ -1,0 +1,172 @@
+"""Where modules look up a group's parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from operator import is_not
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ._errors import ShardConfigStateError, ShardConfigValueError
+from ._param import ShardedParam
+
+
+def check_use(owner: nn.Module, name: str, fqn: str) -> None:
+    """Refuse a parameter of which the module that owns it makes a use that sharding cannot serve.
+
+    Raises:
+        ShardConfigValueError: an embedding that writes to its weight in forward, or gives it a sparse gradient.
+    """
+    if name != "weight" or not isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
+        return
+    where = f"parameter {fqn}: is the weight of an {type(owner).__name__} with"
+    if owner.max_norm is not None:
+        raise ShardConfigValueError(
+            f"{where} max_norm, which writes to it in forward, and what is written to an unsharded copy is lost; "
+            "set max_norm=None and clip the rows after the optimizer's step, or pass the weight in ignored_params"
+        )
+    if owner.sparse and owner.weight.requires_grad:
+        raise ShardConfigValueError(
+            f"{where} sparse=True, and a sparse gradient cannot be reduced into shards; set sparse=False, "
+            "or pass the weight in ignored_params"
+        )
+
+
+class ModuleEntries:
+    """Every place where modules look up a group's parameters: their `_parameters`, by name.
+
+    It holds those dictionaries, never the modules, so that a module is not kept alive by its own state.
+
+    Args:
+        places: dictionary, name in it, and index of the parameter.
+        params: the sharded parameters, tied ones once.
+        watched: name, `_parameters` and `_modules` of every module of the call: nothing may be added to them that
+            nobody shards.
+
+    Attributes:
+        shown: whether other tensors are in the place of the sharded parameters.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[tuple[dict[str, nn.Parameter | None], str, int]],
+        params: Sequence[ShardedParam],
+        watched: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = (),
+    ) -> None:
+        self.places = list(places)
+        self.params = params
+        self._watched = [(name, own, set(own), children, dict(children)) for name, own, children in watched]
+        self._note_watched()
+        self.converted = False
+        self.shown = False
+        self._lists: list[dict[str, Any]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_lists": []}  # a copy finds those of its own modules
+
+    def keep_lists(self, root: nn.Module) -> None:
+        """Look for recurrent modules: they keep their parameters in lists, too, which shall follow the entries."""
+        ours = {id(names) for names, _, _ in self.places}
+        of_ours = [vars(module) for module in root.modules() if id(module._parameters) in ours]
+        recurrent = [it for it in of_ours if "_flat_weights_names" in it]
+        self._lists = [it for it in recurrent if it["_parameters"].keys() >= {*it["_flat_weights_names"]}]
+
+    def _list_anew(self) -> None:
+        """As the recurrent module itself would, which would also move its weights to memory of its own on CUDA."""
+        for attributes in self._lists:
+            params = attributes["_parameters"]
+            flat = attributes["_flat_weights"] = [params[name] for name in attributes["_flat_weights_names"]]
+            attributes["_flat_weight_refs"] = [weakref.ref(weight) for weight in flat]
+
+    def follow(self) -> None:
+        """`adopt`, while Dynamo traces; the eager runtime still hears of it at its next forward."""
+        if self.shown:
+            return
+        if any([names.get(name) is not self.params[index].sharded for names, name, index in self.places]):  # noqa: C419
+            self.adopt()
+            self.converted = True
+
+    def show(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Put these tensors in the place of the sharded parameters."""
+        self.shown = True
+        for names, name, index in self.places:
+            names[name] = tensors[index]  # type: ignore[assignment]
+        if self._lists:
+            self._list_anew()
+
+    def hide(self) -> None:
+        """Put the sharded parameters back."""
+        if self.shown:
+            self.shown = False
+            for names, name, index in self.places:
+                names[name] = self.params[index].sharded
+            if self._lists:
+                self._list_anew()
+
+    def adopt(self) -> bool:
+        """Take over parameters that a load or a conversion has put in the place of sharded ones.
+
+        Returns:
+            whether there are any.
+
+        Raises:
+            ShardConfigStateError: one of them is no DTensor placed alike, or is gone; or others were added, which
+                nobody shards.
+        """
+        self._check_added()
+        found, self.converted = self.converted, False
+        if self.shown:
+            return found
+        replaced: dict[int, nn.Parameter] = {}
+        for names, name, index in self.places:
+            param, now = self.params[index], names.get(name)
+            if now is param.sharded:
+                continue
+            if not isinstance(now, DTensor) or _spec(now) != _spec(param.sharded):
+                self.converted = found
+                raise ShardConfigStateError(
+                    f"parameter {param.fqn}: was replaced by {_kind(now)} after sharding; "
+                    "change the values of the DTensor parameter in place, or replace it by one placed alike"
+                )
+            replaced[index] = now
+        for index, now in replaced.items():
+            self.params[index].sharded = now
+        for names, name, index in self.places if replaced else ():
+            names[name] = self.params[index].sharded
+        return found or len(replaced) > 0  # Dynamo of torch 2.11 knows no bool of a dict
+
+    def _note_watched(self) -> None:
+        """What `_check_added` looks at first, for it runs in every forward: sizes, and the children of each parent."""
+        self._sized = [entries for _, own, _, children, _ in self._watched for entries in (own, children)]
+        self._sizes = [len(entries) for entries in self._sized]
+        self._parents = [(children, list(known.values())) for *_, children, known in self._watched if known]
+
+    def _check_added(self) -> None:
+        same_sizes = list(map(len, self._sized)) == self._sizes
+        if same_sizes and not any([any(map(is_not, now.values(), before)) for now, before in self._parents]):  # noqa: C419
+            return
+        for at, (module, own, names, children, known) in enumerate(self._watched):
+            new = [(n, p) for n, p in own.items() if n not in names and p is not None]
+            for name, child in children.items():
+                if child is not None and child is not known.get(name):
+                    new += [(f"{name}.{n}", p) for n, p in child.named_parameters()]
+            plain = [f"{module}.{n}" if module else n for n, p in new if not isinstance(p, DTensor)]
+            if plain:
+                raise ShardConfigStateError(
+                    f"parameters {', '.join(plain)}: were added after fully_shard, so nobody shards them or reduces "
+                    "their gradients; build the whole module first, or shard what is added before adding it"
+                )
+            self._watched[at] = (module, own, set(own), children, dict(children))
+        self._note_watched()
+
+
+def _spec(tensor: Any) -> tuple[object, ...]:
+    return tuple(tensor.shape), tensor.device_mesh, tensor.placements
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"

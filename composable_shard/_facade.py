@@ -1,0 +1,62 @@
+"""What other code of torch reads of the state of an FSDP module: names it relies on, and nothing more.
+
+`torch.distributed.pipelining` runs backward without `Tensor.backward`, asks each group for its `post_backward` when the
+last micro-batch is through, and then ends the backward by hand.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ._errors import ShardConfigStateError
+from ._state import ShardState, named_states, state_of
+
+
+class GroupFacade:
+    """A group of parameters."""
+
+    def post_backward(self) -> None:
+        """Nothing: what is kept is reduced in plan order, by `StateFacade._root_post_backward_final_callback`."""
+
+
+class ContextFacade:
+    """What the states of one root share."""
+
+    def __init__(self, states: list[StateFacade]) -> None:
+        self.all_states = states
+
+
+class StateFacade:
+    """The state of a sharded module."""
+
+    def __init__(self, module: nn.Module, state: ShardState) -> None:
+        self._module = module
+        self._state = state
+
+    @property
+    def _fsdp_param_groups(self) -> list[GroupFacade]:
+        return [GroupFacade()] if self._state.declaration.params else []
+
+    @property
+    def _fsdp_param_group(self) -> GroupFacade | None:
+        return next(iter(self._fsdp_param_groups), None)
+
+    @property
+    def _state_ctx(self) -> ContextFacade:
+        return ContextFacade([StateFacade(self._module, state) for _, state in named_states(self._module)])
+
+    def _root_post_backward_final_callback(self) -> None:
+        if self._state.bound is not None:
+            self._state.bound.engine.end_backward_by_hand()
+
+
+def state_facade(module: nn.Module) -> StateFacade:
+    """The state of a sharded module, as `torch.distributed.fsdp.fully_shard.state` gives it.
+
+    Raises:
+        ShardConfigStateError: the module is not sharded.
+    """
+    state = state_of(module)
+    if state is None:
+        raise ShardConfigStateError(f"{type(module).__name__} is not sharded; call fully_shard on it first")
+    return StateFacade(module, state)

@@ -1,0 +1,180 @@
+"""What a compiled graph does, read from its nodes: its sequence as short text, its gathers, what it saves for backward.
+
+A sequence has a letter for each node that counts, in the order of the graph: G all-gather, R reduce-scatter, A
+all-reduce, X all-to-all, w a wait for one of them, m a matrix product, k gradients kept for a later backward.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ._schedule import ROOT_NAME
+from ._torch import size_hint
+
+_LETTERS = {
+    "_c10d_functional.all_gather_into_tensor": "G",
+    "_c10d_functional.reduce_scatter_tensor": "R",
+    "_c10d_functional.all_reduce": "A",
+    "_c10d_functional.all_reduce_": "A",
+    "_c10d_functional.all_to_all_single": "X",
+    "_c10d_functional.wait_tensor": "w",
+    "composable_shard.keep": "k",
+    **dict.fromkeys(("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "mkldnn._linear_pointwise"), "m"),
+}
+# What only moves or casts data: its result is still the gathered weight.
+_MOVES = frozenset(
+    f"aten.{name}"
+    for name in [
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "alias",
+        "detach",
+        "clone",
+        "t",
+        "transpose",
+        "permute",
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "split_with_sizes_copy",
+        "as_strided",
+        "expand",
+        "squeeze",
+        "unsqueeze",
+        "narrow",
+        "cat",
+        "_to_copy",
+    ]
+) | {"_c10d_functional.wait_tensor", "prims.convert_element_type", "prims.view_of"}
+
+
+def _name_of(node: fx.Node) -> str:
+    """Name of the operator without its overload, as ``aten.mm``; empty for what is no operator."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target).rpartition(".")[0]
+    return ""
+
+
+def sequence(graph: fx.Graph) -> str:
+    """The graph as a sequence of letters."""
+    return "".join(_LETTERS.get(_name_of(node), "") for node in graph.nodes if node.op == "call_function")
+
+
+@dataclass(frozen=True)
+class Gather:
+    """An all-gather of a graph.
+
+    Attributes:
+        fqn: the module that gathers.
+        again: whether backward shall gather again.
+        saved: what of the gathered weights is saved for backward all the same, in bytes.
+    """
+
+    fqn: str
+    again: bool
+    saved: int
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One compiled graph.
+
+    Attributes:
+        direction: ``forward``, ``backward`` or ``inference``.
+        sequence: its letters.
+        gathers: its all-gathers, in order.
+        saved: bytes of the tensors that a forward graph saves for backward and that are not its inputs.
+    """
+
+    direction: str
+    sequence: str
+    gathers: tuple[Gather, ...]
+    saved: int
+
+    def __str__(self) -> str:
+        return f"{self.direction} {self.sequence}"
+
+
+def report_graph(graph: fx.Graph, outputs: int | None) -> GraphReport:
+    """Read a graph as AOTAutograd hands it to a compiler.
+
+    Args:
+        graph: forward or backward, after the partitioner.
+        outputs: how many outputs of a forward graph come before those that are saved for backward; None if there is no
+            backward.
+    """
+    backward = any(n.op == "placeholder" and "tangents" in n.name for n in graph.nodes)
+    direction = "backward" if backward else "inference" if outputs is None else "forward"
+    saved = _saved(graph, outputs) if outputs is not None and not backward else []
+    gathers = [n for n in graph.nodes if n.op == "call_function" and _LETTERS.get(_name_of(n)) == "G"]
+    found = tuple(_gather(node, saved) for node in gathers)
+    return GraphReport(direction, sequence(graph), found, sum(map(_nbytes, saved)))
+
+
+def _saved(graph: fx.Graph, outputs: int) -> list[fx.Node]:
+    last = next(node for node in reversed(graph.nodes) if node.op == "output")
+    listed = last.args[0]
+    assert isinstance(listed, (list, tuple))
+    return [n for n in dict.fromkeys(listed[outputs:]) if isinstance(n, fx.Node) and n.op != "placeholder"]
+
+
+def _nbytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return math.prod(map(size_hint, value.shape)) * value.itemsize if isinstance(value, torch.Tensor) else 0
+
+
+def _gather(node: fx.Node, saved: list[fx.Node]) -> Gather:
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = next(reversed(list(stack.values())))[0] if stack else ""
+    policy = str(node.meta.get("recompute"))
+    kept = set(_weights_of(node)) & set(saved)
+    return Gather(_fqn(path), "RECOMPUTE" in policy, sum(map(_nbytes, kept)))
+
+
+def _fqn(path: str) -> str:
+    """``L['self'].blocks.0`` -> ``blocks.0``."""
+    return path.partition(".")[2].replace("_orig_mod.", "") or ROOT_NAME
+
+
+def _weights_of(gather: fx.Node) -> Iterator[fx.Node]:
+    """All nodes that hold what was gathered."""
+    to_do, seen = [gather], {gather}
+    while to_do:
+        node = to_do.pop()
+        yield node
+        for user in node.users:
+            moves = _name_of(user) in _MOVES or user.target is operator.getitem
+            if moves and user not in seen:
+                seen.add(user)
+                to_do.append(user)
+
+
+def faults(forward: GraphReport) -> list[str]:
+    """In words, what of the promise a forward graph does not hold."""
+    return [
+        f"{gather.fqn}: its weights should be gathered again in backward, but the compiled forward keeps "
+        f"{gather.saved} bytes of them"
+        for gather in forward.gathers
+        if gather.again and gather.saved
+    ]
+
+
+def repeated_gathers(forward: GraphReport, backward: GraphReport) -> list[str]:
+    """In words, what a backward graph gathers that it should not."""
+    wanted = Counter(gather.fqn for gather in forward.gathers if gather.again)
+    there = Counter(gather.fqn for gather in backward.gathers)
+    return [
+        f"{fqn}: is gathered {there[fqn]} times in the compiled backward, {wanted[fqn]} times expected"
+        for fqn in there
+        if there[fqn] > wanted[fqn]
+    ]

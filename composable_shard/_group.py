@@ -1,0 +1,392 @@
+"""`ParamGroup`: parameters that share their collectives. It knows no module and no sibling.
+
+What can happen to it stands in two small tables (see `_phases`), one for its parameters and one for its gradients, each
+with one writer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ._bucket import GatherBucket
+from ._collectives import Transports
+from ._kept import KeptGradients
+from ._mesh import MeshInfo
+from ._param import ShardedParam
+from ._phases import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradPhase, ParamPhase, moved
+from ._plan import GroupPlan, ParamPlan
+from ._policies import Options, Settings
+from ._pool import BufferPool
+from ._reduction import ReduceBucket, Reduced
+from ._resident import Resident
+from ._schedule import ROOT_NAME
+from ._streams import Job, Lane
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What all groups of an engine share."""
+
+    pool: BufferPool
+    gather_lane: Lane
+    reduce_lane: Lane
+
+
+@dataclass
+class Reduction:
+    """A reduction in flight.
+
+    Attributes:
+        jobs: one a bucket.
+        gradients: the unsharded gradients, held until the collective has read them.
+        incomplete: whether any of them is None.
+        whole: whether it will be finished, so that its result can be added to `.grad`.
+    """
+
+    jobs: list[tuple[ReduceBucket, Job[Reduced]]]
+    gradients: list[torch.Tensor | None]
+    incomplete: bool
+    whole: bool
+
+
+def describe(
+    fqn: str, params: Sequence[ShardedParam], info: MeshInfo, options: Options, is_root: bool, transports: Transports
+) -> GroupPlan:
+    """A group's part of a plan; it needs no group, and meta parameters will do."""
+    transport = transports.gather or transports.replicate
+    return GroupPlan(
+        fqn=fqn,
+        params=tuple(
+            ParamPlan(
+                fqn=p.fqn,
+                shape=p.shape,
+                stored=p.dtype,
+                gathered=options.compute_dtype(p.dtype),
+                reduced=options.reduce_dtype(p.dtype),
+                trains=p.sharded.requires_grad,
+                dim=p.dim,
+            )
+            for p in params
+        ),
+        shard_size=info.shard_size,
+        mesh=str(info),
+        is_root=is_root,
+        reshard_after_forward=options.reshards(is_root),
+        transport=transport.name if transport else "local",
+        direct=transports.gather is not None and transports.gather.direct,
+        reduce_buffers=0 if transports.reduce is None else 1 + transports.reduce.needs_scratch,
+        small_size=options.few_ranks,
+    )
+
+
+class ParamGroup:
+    """Parameters that are gathered together and whose gradients are reduced together.
+
+    Attributes:
+        fqn: name of its module within the root.
+        params: its parameters, tied ones once.
+        is_root: whether it is the root's own group.
+        phase: where the weights are; only the group itself changes it.
+        grad_phase: where the gradients are; likewise.
+        running: forwards of its modules that have begun and not ended.
+        shards: the sharded parameters themselves.
+        wraps: whether any of them was a DTensor before it was sharded.
+        buckets: what is gathered, one bucket per dtype.
+        was_gathered: whether a gather was finished since the last backward ended; on all ranks alike.
+        pinned: whether a user asked for the unsharded parameters (`unshard`), so that no forward gives them up.
+    """
+
+    def __init__(
+        self,
+        fqn: str,
+        params: Sequence[ShardedParam],
+        info: MeshInfo,
+        settings: Settings,
+        is_root: bool,
+        transports: Transports,
+        runtime: Runtime,
+        small: MeshInfo | None = None,
+    ) -> None:
+        self.fqn = fqn
+        self.params = list(params)
+        self.is_root = is_root
+        self.running = 0
+        self.pinned = False
+        self.was_gathered = False
+        self._info = info
+        self._offloads = info.offloads
+        self._small = small
+        self._settings = settings
+        self._transports = transports
+        self._runtime = runtime
+        self.phase = ParamPhase.SHARDED
+        self.grad_phase = GradPhase.NONE
+        self._gathers: list[Job[None]] = []
+        self._in_flight = 0
+        self._stamp: list[int] = []
+        self._kept = KeptGradients(self.params)
+        self._reduces: dict[tuple[object, ...], list[ReduceBucket]] = {}
+        self._build_buckets()
+
+    def _build_buckets(self) -> None:
+        options = self.options
+        self.shards = [p.sharded for p in self.params]
+        self.wraps = any(p.parallel for p in self.params)
+        self._dtypes = [options.compute_dtype(p.dtype) for p in self.params]
+        self.buckets = [
+            GatherBucket(
+                [p for p, d in zip(self.params, self._dtypes, strict=True) if d == dtype],
+                dtype,
+                self._info,
+                self._transports.gather,
+                self._runtime.pool,
+                self._runtime.gather_lane,
+            )
+            for dtype in dict.fromkeys(self._dtypes)
+        ]
+        self._residents: list[Resident] = []
+
+    # ---- facts
+
+    @property
+    def name(self) -> str:
+        """The name to show."""
+        return self.fqn or ROOT_NAME
+
+    @property
+    def options(self) -> Options:
+        """The settings as they are now."""
+        return self._settings.current
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Whether forward gives up the unsharded parameters."""
+        return self.options.reshards(self.is_root)
+
+    @property
+    def away(self) -> bool:
+        """Whether the weights must be gathered before they can be read, and no gather was issued."""
+        return self.phase is ParamPhase.SHARDED or self.phase is ParamPhase.RESIDENT
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter wants a gradient now."""
+        for shard in self.shards:  # noqa: SIM110 - the faster form
+            if shard.requires_grad:
+                return True
+        return False
+
+    # ---- the phase tables
+
+    def _set_params(self, new: ParamPhase) -> None:
+        self.phase = moved(PARAM_TRANSITIONS, self.phase, new, self.name)
+
+    def _set_grads(self, new: GradPhase) -> None:
+        self.grad_phase = moved(GRAD_TRANSITIONS, self.grad_phase, new, self.name)
+
+    # ---- parameters
+
+    def start_gather(self, after: torch.Event | None) -> None:
+        """Issue the all-gather, behind the event `after` (the last change of the parameters)."""
+        gathering = moved(PARAM_TRANSITIONS, self.phase, ParamPhase.GATHERING, self.name)
+        options = self.options
+        if self.phase is ParamPhase.RESIDENT:
+            self._gathers = [resident.start() for resident in self._residents]
+            self.phase = gathering
+            return
+        gives_up = options.reshard_after_backward and options.reshards(self.is_root) and not options.few_ranks
+        if self.pinned or not gives_up:
+            self._stamp = self._stamp_now()  # these weights may outlive the forward
+        try:
+            self._gathers = [bucket.start(after) for bucket in self.buckets]
+        except BaseException:  # out of memory, say: the group is sharded as before
+            for bucket in self.buckets:
+                if bucket.slot is not None:
+                    bucket.release(None)
+            raise
+        self.phase = gathering
+
+    def finish_gather(self) -> None:
+        """Wait until the weights can be read."""
+        self._set_params(ParamPhase.UNSHARDED)
+        self.was_gathered = True
+        for bucket, job in zip(self.buckets, self._gathers, strict=True):
+            job.finish()
+            bucket.arrived()
+        self._gathers = []
+
+    def reshard(self, after_forward: bool = False) -> None:
+        """Give the unsharded parameters up; memory of which others keep views, after a forward, to nobody else."""
+        was_resident = self.phase is ParamPhase.RESIDENT
+        self._set_params(ParamPhase.SHARDED)
+        self.pinned = False
+        if was_resident:
+            for resident in self._residents:
+                resident.release()
+            return
+        after = self._runtime.gather_lane.mark()
+        has_node = self.trains
+        for bucket in self.buckets:
+            if after_forward:
+                bucket.note_borrowed(len(bucket.params) if has_node else 0)
+            bucket.release(after, reserve=self.options.keep_storage)
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether forward leaves the weights cut among a few ranks."""
+        return self._small is not None and self.options.few_ranks > 0
+
+    def shrink(self) -> None:
+        """Give the unsharded parameters up but for what a few ranks keep among them."""
+        small, transport, run = self._small, self._transports.small, self._runtime
+        assert small is not None
+        assert transport is not None
+        self._set_params(ParamPhase.RESIDENT)
+        if not self._residents:
+            self._residents = [Resident(b, small, transport, run.pool, run.gather_lane) for b in self.buckets]
+        for resident in self._residents:
+            resident.keep()
+        after = run.gather_lane.mark()
+        for bucket in self.buckets:
+            bucket.release(after)
+
+    def pieces(self) -> list[torch.Tensor]:
+        """What this rank keeps of them, as DTensor parameters on the mesh of the few ranks."""
+        return self._in_order([resident.shown() for resident in self._residents])
+
+    def is_stale(self) -> bool:
+        """Whether a parameter has visibly changed since the gather."""
+        return self._stamp != self._stamp_now()
+
+    def _stamp_now(self) -> list[int]:
+        return [x for p in self.params for x in (id(p.local), p.local._version, p.sharded._version)]
+
+    @property
+    def slots(self) -> tuple[object, ...]:
+        """What tells one place of the weights from another."""
+        return tuple(bucket.slot for bucket in self.buckets)
+
+    def weights(self) -> list[torch.Tensor]:
+        """The unsharded parameters, in the order of `params`, without autograd history."""
+        return self._in_order([b.weights for b in self.buckets])
+
+    def leaves(self) -> list[torch.Tensor]:
+        """The unsharded parameters as leaf Parameters that want gradients exactly where the sharded ones do."""
+        leaves = self._in_order([b.leaves() for b in self.buckets])
+        for leaf, param in zip(leaves, self.params, strict=True):
+            leaf.__dict__.update(param.sharded.__dict__)  # what users wrote on it
+            if leaf.requires_grad != param.sharded.requires_grad:
+                leaf.requires_grad_(param.sharded.requires_grad)
+        return leaves
+
+    def _in_order(self, lists: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        if len(lists) == 1:
+            return list(lists[0])
+        by_dtype = {bucket.dtype: iter(found) for bucket, found in zip(self.buckets, lists, strict=True)}
+        return [next(by_dtype[dtype]) for dtype in self._dtypes]
+
+    def stepped(self) -> None:
+        """An optimizer or a load is about to change the sharded parameters."""
+        for bucket in self.buckets:
+            bucket.generation += 1
+
+    def rebuild(self, transports: Transports | None = None) -> None:
+        """Take notice of parameters whose dtype or device has changed, or of new transports; only while sharded."""
+        assert self.phase is ParamPhase.SHARDED
+        self._transports = transports or self._transports
+        self._reduces.clear()
+        for bucket in self.buckets:
+            bucket.forget()
+        self._build_buckets()
+
+    # ---- gradients
+
+    def keep(self, gradients: Gradients) -> None:
+        """Add unsharded gradients to those that wait for a backward with gradient sync."""
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._kept.add(index, gradient.to(self.options.reduce_dtype(self.params[index].dtype)))
+        if self._kept.any_unsharded:
+            self._set_grads(GradPhase.KEPT)
+
+    def take_kept(self, gradients: Gradients) -> list[torch.Tensor | None]:
+        """These gradients plus those that were kept, which are kept no longer."""
+        total = self._kept.take(gradients)
+        if self.grad_phase is GradPhase.KEPT and self._in_flight:
+            self._set_grads(GradPhase.REDUCING)
+        return total
+
+    def forget_gradients(self) -> None:
+        """Keep nothing any more."""
+        self._kept.forget()
+        if self.grad_phase is GradPhase.KEPT:
+            self._set_grads(GradPhase.NONE)
+
+    @property
+    def awaits_reduction(self) -> bool:
+        """Whether gradients are kept that a backward must reduce, whether it uses the group or not."""
+        options = self.options
+        pending = self._kept.any_unsharded or (self._kept.any_partial and options.requires_all_reduce)
+        return pending and options.requires_gradient_sync
+
+    def start_reduce(self, gradients: Gradients) -> Reduction:
+        """Issue the reduction of unsharded gradients; None stands for zeros."""
+        whole = self._transports.replicate is None or self.options.requires_all_reduce
+        partial = self._kept.take_partial()
+        jobs = [
+            (bucket, bucket.start([gradients[i] for i in bucket.indices], partial, whole))
+            for bucket in self._reduce_buckets()
+        ]
+        self._set_grads(GradPhase.REDUCING)
+        self._in_flight += 1
+        return Reduction(jobs, list(gradients), any([g is None for g in gradients]), whole=whole)  # noqa: C419 - a list is the faster
+
+    def _reduce_buckets(self) -> list[ReduceBucket]:
+        trains = tuple([shard.requires_grad for shard in self.shards])
+        options = self.options
+        key = trains, options.mp_policy.reduce_dtype, options.divide_factor, options.only_sums
+        buckets = self._reduces.get(key)
+        if buckets is None:
+            reduce_dtype = options.reduce_dtype
+            dtypes = [reduce_dtype(p.dtype) if t else None for p, t in zip(self.params, trains, strict=True)]
+            members = {d: [(i, p) for i, p in enumerate(self.params) if dtypes[i] == d] for d in dtypes if d}
+            run = self._runtime
+            buckets = self._reduces[key] = [
+                ReduceBucket(m, d, self._info, self._transports, options, run.pool, run.reduce_lane)
+                for d, m in members.items()
+            ]
+        return buckets
+
+    def finish_reduce(self, reduction: Reduction) -> dict[int, torch.Tensor]:
+        """Wait for a reduction.
+
+        Returns:
+            this rank's piece of each gradient, by index; parameters that had none on any rank are left out, unless
+            zeros are wanted for them. Nothing, if the reduction stops before the replicas: the group keeps it.
+        """
+        pieces: dict[int, torch.Tensor] = {}
+        asks = reduction.incomplete and not self.options.reduce_unused
+        for bucket, job in reduction.jobs:
+            done = job.finish(on_host=self._offloads and reduction.whole)
+            if not reduction.whole:
+                for index, piece, used in zip(bucket.indices, done.pieces, done.used, strict=True):
+                    self._kept.add_partial(index, piece, used)
+                continue
+            pieces.update(zip(bucket.indices, done.pieces, strict=True))
+            for place, index in enumerate(bucket.indices) if asks else ():
+                # Other ranks are asked only where this one had none: on an accelerator that waits for the device.
+                if reduction.gradients[index] is None and not done.used[place].item() > 0:
+                    del pieces[index]
+        self._in_flight -= 1
+        if self._in_flight == 0:
+            keeps = self._kept.any_unsharded or self._kept.any_partial
+            self._set_grads(GradPhase.KEPT if keeps else GradPhase.NONE)
+        return pieces
+
+    def __repr__(self) -> str:
+        return f"ParamGroup({self.name}, {len(self.params)} parameters, {self.phase.value})"

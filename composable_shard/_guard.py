@@ -1,0 +1,171 @@
+"""The guard: reads each graph that `torch.compile` makes of a sharded model, and warns when it is not what is promised.
+
+Under Inductor it is a pass after all others (`torch._inductor.config.post_grad_custom_post_pass`), installed when a
+sharded model is first traced, chained behind the user's own. It changes nothing, and graphs without gathers are none of
+its business. Its version is part of the key of the compile cache, as that of every pass; what comes from the cache was
+read by the guard when it was made, and a graph with a fault carries its warning along. Other backends are read when the
+model is compiled by `composable_shard.compile`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ._errors import CompiledGraphWarning
+from ._graphs import GraphReport, faults, repeated_gathers, report_graph
+from ._torch import (
+    current_compilation,
+    forward_outputs,
+    has_side_effect,
+    last_graph_break,
+    run_while_tracing,
+    tracing_context,
+)
+
+_VERSION = "composable_shard guard 1"
+_listeners: list[list[GraphReport]] = []
+_forwards: weakref.WeakKeyDictionary[Any, GraphReport] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def watch_graphs() -> Iterator[list[GraphReport]]:
+    """Collect a report of each graph that the guard reads within the context, in the order of their compilation."""
+    found: list[GraphReport] = []
+    _listeners.append(found)
+    try:
+        yield found
+    finally:
+        _listeners.remove(found)
+
+
+def read(graph: fx.Graph) -> list[str]:
+    """Read one graph; returns what is wrong with it, in words."""
+    report = report_graph(graph, forward_outputs())
+    for found in _listeners:
+        found.append(report)
+    if not report.gathers:
+        return []
+    context = tracing_context()
+    if report.direction == "forward":
+        if context is not None:
+            _forwards[context] = report
+        return faults(report)
+    forward = _forwards.get(context) if context is not None else None
+    return repeated_gathers(forward, report) if forward is not None and report.direction == "backward" else []
+
+
+def _say(text: str) -> None:
+    warnings.warn(
+        f"{text}. Results are right, but the compiled step needs more memory or more communication than was asked for. "
+        "A policy of selective checkpointing, or another partitioner, can be the reason",
+        CompiledGraphWarning,
+        stacklevel=2,
+    )
+
+
+_library = torch.library.Library("composable_shard_guard", "DEF")  # type: ignore[no-untyped-call]
+_library.define("warn(str text) -> ()")  # type: ignore[no-untyped-call]
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        _say(text)
+
+
+_library.impl("warn", _say_once, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+has_side_effect(torch.ops.composable_shard_guard.warn.default)
+
+
+def _mark(graph: fx.Graph, found: list[str]) -> None:
+    """Let the graph say it, wherever and from whatever cache it is run."""
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        for text in found:
+            graph.call_function(torch.ops.composable_shard_guard.warn.default, (text,))
+
+
+def guard_pass(before: Any) -> Any:
+    """An Inductor pass that runs `before`, another one or None, and then the guard."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Guard(CustomGraphPass):
+        chained = before
+
+        def __call__(self, graph: fx.Graph) -> None:
+            if before is not None:
+                before(graph)
+            _mark(graph, read(graph))
+
+        def __eq__(self, other: object) -> bool:  # models compiled alike share code, as equal layers do
+            return isinstance(other, CustomGraphPass) and getattr(other, "chained", self) == before
+
+        def __hash__(self) -> int:
+            return hash(_VERSION)
+
+        def uuid(self) -> Any:
+            return (_VERSION, before.uuid()) if isinstance(before, CustomGraphPass) else (_VERSION, before)
+
+    return Guard()
+
+
+def _is_guard(found: Any) -> bool:
+    return hasattr(found, "chained")
+
+
+def install() -> None:
+    """Put the guard behind the passes that Inductor has."""
+    from torch._inductor import config
+
+    before = config.post_grad_custom_post_pass
+    if not _is_guard(before):
+        config.post_grad_custom_post_pass = guard_pass(before)
+
+
+def guarded(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiler of a backend of AOTAutograd, with the guard before it."""
+
+    @functools.wraps(compiler)
+    def compile_graph(module: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        for text in read(module.graph):
+            _say(text)
+        return compiler(module, inputs, **options)
+
+    return compile_graph
+
+
+# ---- graphs that break
+
+_begun_in = ""
+
+
+@run_while_tracing
+def begin_trace() -> bool:
+    """A sharded module is about to be traced."""
+    global _begun_in
+    _begun_in = current_compilation()
+    install()
+    return True
+
+
+@run_while_tracing
+def same_graph() -> bool:
+    """Whether what is traced now becomes part of the graph in which the trace of its module began."""
+    return current_compilation() == _begun_in
+
+
+def say_broken(what: str) -> None:
+    """The graph broke within a sharded module."""
+    _say_once(
+        f"torch.compile broke the graph inside of a sharded {what} ({last_graph_break() or 'reason unknown'}): its "
+        "gathered weights leave the graph and stay until backward. Pass fullgraph=True to make this an error that "
+        "shows where"
+    )

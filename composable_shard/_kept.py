@@ -1,0 +1,96 @@
+"""Gradients that wait: unsharded ones for a backward with gradient sync, pieces for an all-reduce over the replicas.
+
+Both must vanish with `zero_grad`, in all its forms: `ShardedParam.mark_kept` makes `.grad` tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ._param import ShardedParam
+
+Partial = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by index: a piece, and how many ranks had a gradient
+
+
+class KeptGradients:
+    """What one group keeps, by the index of the parameter."""
+
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
+        self._params = params
+        self._whole: dict[int, torch.Tensor] = {}
+        self._owned: set[int] = set()  # those of `_whole` that nobody else holds
+        self._pieces: Partial = {}
+
+    @property
+    def any_unsharded(self) -> bool:
+        """Whether unsharded gradients are kept."""
+        return bool(self._whole)
+
+    @property
+    def any_partial(self) -> bool:
+        """Whether pieces are kept."""
+        return bool(self._pieces)
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Keep an unsharded gradient, in the dtype of reduction, on top of those of the same parameter."""
+        kept = self._surviving(index)
+        if kept is None:
+            self._whole[index] = gradient
+            self._owned.discard(index)
+        elif index in self._owned:
+            self._whole[index] = kept.add_(gradient)
+        else:  # the first one may be shared with others who hold it
+            self._whole[index] = kept + gradient
+            self._owned.add(index)
+        self._params[index].mark_kept()
+
+    def take(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """These unsharded gradients plus those that were kept, which are kept no longer."""
+        total = list(gradients)
+        for index in list(self._whole):
+            kept = self._surviving(index)
+            new = total[index]
+            if kept is not None:
+                total[index] = kept if new is None else kept + new.to(kept.dtype)
+        self._whole.clear()
+        self._owned.clear()
+        return total
+
+    def add_partial(self, index: int, piece: torch.Tensor, used: torch.Tensor) -> None:
+        """Keep a piece of a gradient that was reduced over the shard axis only."""
+        before = self._pieces.get(index)
+        self._pieces[index] = (piece, used) if before is None else (before[0] + piece, before[1] + used)
+        self._params[index].mark_kept()
+
+    def take_partial(self) -> Partial | None:
+        """The pieces that `zero_grad` has not voided, which are kept no longer; None if there are none."""
+        if not self._pieces:
+            return None
+        taken = {i: (self._unless_voided(i, piece), used) for i, (piece, used) in self._pieces.items()}
+        self._pieces = {}
+        return {i: (piece, used) for i, (piece, used) in taken.items() if piece is not None}
+
+    def forget(self) -> None:
+        """Keep nothing any more."""
+        self._whole.clear()
+        self._owned.clear()
+        self._pieces.clear()
+
+    def _surviving(self, index: int) -> torch.Tensor | None:
+        kept = self._whole.get(index)
+        return None if kept is None else self._unless_voided(index, kept)
+
+    def _unless_voided(self, index: int, kept: torch.Tensor) -> torch.Tensor | None:
+        if self._params[index].kept_is_gone():
+            return None
+        # A rank whose piece is empty cannot see its own `.grad` cleared; a sibling's was cleared with it.
+        candidates = (index, *(i for i in (*self._whole, *self._pieces) if i != index))
+        told = (self._params[i].kept_survives() for i in candidates if not self._params[i].kept_is_gone())
+        survives = next((t for t in told if t is not None), None)
+        if survives is None:
+            return kept
+        if survives.device.type == "cpu":
+            return kept if survives.item() else None
+        return torch.where(survives.reshape(()), kept, torch.zeros_like(kept))  # without a host synchronisation

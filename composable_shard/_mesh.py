@@ -1,0 +1,163 @@
+"""A `DeviceMesh` as the runtime needs it: which axis shards, which axis replicates."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from ._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
+from ._policies import CPUOffloadPolicy, OffloadPolicy
+from ._torch import launched, store_of_one_process
+
+
+@dataclass(frozen=True, eq=False)
+class MeshInfo:
+    """The sharding of a group: a 1D mesh shards; of a 2D mesh axis 0 replicates and axis 1 shards (HSDP).
+
+    Attributes:
+        mesh: the mesh that the sharded DTensors live on.
+        device: where this rank computes.
+        shard_size, shard_rank, shard_group: size of, this rank's place in, and process group of the shard axis.
+        replicate_size, replicate_group: the same of the replicate axis (1 and None on a 1D mesh).
+        home: where the shards and their gradients are kept: `device`, or the CPU if they are offloaded.
+        pins: whether memory on the CPU is pinned, for copies that do not block.
+    """
+
+    mesh: DeviceMesh
+    device: torch.device
+    shard_size: int
+    shard_rank: int
+    shard_group: dist.ProcessGroup
+    replicate_size: int
+    replicate_group: dist.ProcessGroup | None
+    home: torch.device
+    pins: bool = False
+
+    @property
+    def offloads(self) -> bool:
+        """Whether shards are kept on another device than that of the computation."""
+        return self.home.type != self.device.type
+
+    def placements(self, dim: int = 0) -> tuple[Placement, ...]:
+        """Placements of DTensors that are sharded along `dim`."""
+        return (Shard(dim),) if self.mesh.ndim == 1 else (Replicate(), Shard(dim))
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that share the work: gradients are averaged over so many."""
+        return self.shard_size * self.replicate_size
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MeshInfo:
+        return self  # process groups have no copies
+
+    def __str__(self) -> str:
+        shard = f"shard over {self.shard_size}"
+        return shard if self.replicate_group is None else f"replicate over {self.replicate_size}, {shard}"
+
+
+def compute_device(device_type: str) -> torch.device:
+    """This rank's device of the given type, with its index."""
+    if device_type in ("cpu", "meta"):
+        return torch.device(device_type)
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
+
+
+def mesh_info(mesh: DeviceMesh, offload: OffloadPolicy | None = None) -> MeshInfo:
+    """Read a mesh, and where its shards shall be kept.
+
+    Raises:
+        ShardConfigTypeError: `mesh` is no DeviceMesh.
+        ShardConfigValueError: it has more than two axes, two without names, or does not contain this rank.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise ShardConfigTypeError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}; use init_device_mesh")
+    if mesh.ndim not in (1, 2):
+        raise ShardConfigValueError(
+            f"mesh: expected 1 axis (shard) or 2 (replicate, shard), got {mesh.ndim}: {mesh}; "
+            "pass the submesh of the data-parallel axes, for example mesh['dp']"
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ShardConfigValueError(
+            f"mesh: a 2D mesh needs names for its axes, got {mesh}; "
+            "use init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
+        )
+    if mesh.get_coordinate() is None:
+        raise ShardConfigValueError(f"mesh: rank {dist.get_rank()} is not part of {mesh}; shard on the ranks it names")
+    shard_axis = mesh.ndim - 1
+    replicate = mesh.get_group(0) if mesh.ndim == 2 else None
+    device = compute_device(mesh.device_type)
+    to_cpu = isinstance(offload, CPUOffloadPolicy) and device.type not in ("cpu", "meta")
+    return MeshInfo(
+        mesh=mesh,
+        device=device,
+        home=torch.device("cpu") if to_cpu else device,
+        pins=to_cpu and isinstance(offload, CPUOffloadPolicy) and offload.pin_memory,
+        shard_size=mesh.size(shard_axis),
+        shard_rank=mesh.get_local_rank(shard_axis),
+        shard_group=mesh.get_group(shard_axis),
+        replicate_size=mesh.size(0) if mesh.ndim == 2 else 1,
+        replicate_group=replicate,
+    )
+
+
+def default_device_type() -> str:
+    """The device type of the accelerator that this machine has, else ``cpu``.
+
+    A build of torch for an accelerator names it also where none is.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def ensure_process_group() -> None:
+    """Initialise the default process group if it is not: from the launcher's environment, or as a world of one.
+
+    Raises:
+        ShardConfigStateError: this build of torch has no `torch.distributed`.
+    """
+    if not dist.is_available():
+        raise ShardConfigStateError("this build of torch lacks torch.distributed; install one that has it")
+    if dist.is_initialized():
+        return
+    if launched():
+        dist.init_process_group()
+    else:
+        backend = dist.get_default_backend_for_device(default_device_type())
+        dist.init_process_group(backend, store=store_of_one_process(), rank=0, world_size=1)
+
+
+def default_mesh() -> DeviceMesh:
+    """A 1D mesh over the default process group (initialised if needed), on the accelerator if there is one."""
+    ensure_process_group()
+    return init_device_mesh(default_device_type(), (dist.get_world_size(),), mesh_dim_names=("shard",))
+
+
+def replicated_mesh(replicas: int) -> DeviceMesh:
+    """A 2D mesh over the default process group, `replicas` x (world / `replicas`).
+
+    Raises:
+        ShardConfigValueError: `replicas` does not divide the world size.
+    """
+    ensure_process_group()
+    world = dist.get_world_size()
+    if not isinstance(replicas, int) or replicas < 1 or world % replicas:
+        raise ShardConfigValueError(f"replicas: {replicas!r} does not divide the world size {world}")
+    shape = (replicas, world // replicas)
+    return init_device_mesh(default_device_type(), shape, mesh_dim_names=("replicate", "shard"))
+
+
+def small_mesh(info: MeshInfo, size: int) -> MeshInfo:
+    """The mesh of `size` neighbouring ranks of the shard axis, with copies on the others; every rank must call it."""
+    mesh = _few_ranks(info.mesh, size, dist.group.WORLD)
+    return replace(mesh_info(mesh), home=info.device, pins=False)
+
+
+@functools.lru_cache(maxsize=16)
+def _few_ranks(mesh: DeviceMesh, size: int, world: object) -> DeviceMesh:
+    return DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("copies", "few"))

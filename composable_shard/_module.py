@@ -1,0 +1,311 @@
+"""The module: the class that `fully_shard` swaps in, its hooks, and the methods that users call.
+
+`__call__` stands around everything: it opens the forward at the engine, sets the hooks for saved weights, and closes
+the forward whatever happens in it. The rest is done by ordinary forward hooks, which `torch.compile` can trace.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
+
+from ._engine import Engine, Outputs
+from ._errors import ShardConfigStateError, ShardConfigValueError
+from ._group import ParamGroup
+from ._guard import begin_trace, same_graph, say_broken
+from ._methods import Methods
+from ._node import Use
+from ._phases import ParamPhase
+from ._saved import PLAIN, address_of, saved_weights, weights_in_place
+from ._state import STATE, Bound, ShardState, Way, build_engine, named_states
+from ._torch import map_tensors, refuses_saved_tensors_hooks, run_while_tracing, tree_tensors, with_side_effects
+
+
+class UnshardHandle(TorchUnshardHandle):
+    """An unshard that was issued and not yet waited for."""
+
+    def __init__(self, engine: Engine, group: ParamGroup) -> None:
+        self._engine = engine
+        self._group = group
+
+    def wait(self) -> None:
+        """Make the unsharded parameters readable in the module; nothing, if they are or have been given up."""
+        if self._group.phase is ParamPhase.GATHERING:
+            self._engine.unshard(self._group, wait=True)
+
+
+def _bound(module: nn.Module) -> Bound:
+    state: ShardState = module.__dict__[STATE]
+    if state.bound is None:
+        build_engine(module)
+    assert state.bound is not None
+    return state.bound
+
+
+class FSDPModule(Methods):
+    """Base of the class of every sharded module; use it for `isinstance` and for the methods below."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = super().__call__  # type: ignore[misc]
+        if torch.compiler.is_compiling():
+            return _trace(self, call, args, kwargs)  # type: ignore[arg-type]
+        if self._compiled_call_impl is not None:  # type: ignore[attr-defined]
+            return _run_compiled(self, call, args, kwargs)  # type: ignore[arg-type]
+        return _run(self, call, args, kwargs)  # type: ignore[arg-type]
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        state: ShardState = self.__dict__[STATE]
+        state.release()
+        try:
+            return super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # past torch's own
+        finally:
+            state.entries.converted = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:
+        """A module with sharded parameters of its own, in the same mesh. It has run nothing yet."""
+        for _, state in named_states(self):  # type: ignore[arg-type]
+            state.release()
+            for param in state.declaration.params:
+                copy.deepcopy(param, memo)  # before the modules that hold it
+        made = memo[id(self)] = object.__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        number(made)  # type: ignore[arg-type]
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardConfigStateError(
+            f"{type(self).__name__}: a sharded module cannot be pickled; save its state_dict() "
+            "(torch.distributed.checkpoint does so from all ranks), or deepcopy it"
+        )
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own parameters (not those of sharded modules below it).
+
+        They stay unsharded until `reshard`, the end of the module's next use, or a change of their values.
+
+        Args:
+            async_op: return at once, with a handle whose `wait()` makes them readable.
+        """
+        bound = _bound(self)  # type: ignore[arg-type]
+        if bound.group is None:
+            return None
+        bound.engine.unshard(bound.group, wait=not async_op)
+        return UnshardHandle(bound.engine, bound.group) if async_op else None
+
+    def reshard(self) -> None:
+        """Give the unsharded parameters of this module up. Ignored while its forward runs."""
+        state: ShardState = self.__dict__[STATE]
+        state.release()
+
+
+def _run(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One eager call of a sharded module."""
+    bound = _bound(module)
+    engine = bound.engine
+    state: ShardState = module.__dict__[STATE]
+    stays = state.declaration.settings.current.keep_storage
+    engine.enter()
+    root_succeeded = False
+    try:
+        hooks = (weights_in_place if stays else saved_weights)(engine) if torch.is_grad_enabled() else None
+        if hooks is None:  # without gradients, or inside of another forward, whose hooks serve this one too
+            output = call(*args, **kwargs)
+        else:
+            with hooks:
+                output = call(*args, **kwargs)
+        root_succeeded = bound.is_root
+        return output
+    except BaseException as error:
+        state.abort()
+        if refuses_saved_tensors_hooks(error) and not stays:
+            name = bound.group.name if bound.group is not None else type(module).__name__
+            raise ShardConfigStateError(
+                f"module {name}: its forward runs inside of a transform of torch.func, or uses one, that needs the "
+                "weights to stay in place until backward; call set_keep_unsharded_storage(True) on the root, before "
+                "its first forward"
+            ) from error
+        raise
+    finally:
+        engine.leave(learn_order=root_succeeded)
+
+
+class _ForwardMethod:
+    """A method of a sharded module that runs as a forward. It holds the module weakly, for the module holds it."""
+
+    def __init__(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._module = weakref.ref(module)
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        if module is None:
+            raise ShardConfigStateError(f"{self._name}: its module is gone")
+        return _forward_as(self.__wrapped__, module, args, kwargs)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardMethod:
+        module = self._module()
+        assert module is not None
+        return _ForwardMethod(copy.deepcopy(module, memo), self._name, self.__wrapped__)  # type: ignore[attr-defined]
+
+
+def _forward_as(function: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        cast = pre_forward(module, args, kwargs)
+        if cast is not None:
+            args, kwargs = cast
+        return post_forward(module, args, function(module, *args, **kwargs))
+
+    return (_trace if torch.compiler.is_compiling() else _run)(module, call, args, kwargs)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let another method of a sharded module run as its forward does: on unsharded parameters, and with a backward.
+
+    Modules that are not sharded stay as they are, so that code may call this for both.
+
+    Args:
+        module: the module.
+        method_name: name of the method, for example ``generate`` or ``encode``.
+
+    Raises:
+        ShardConfigValueError: the module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    function = getattr(type(module), method_name, None)
+    if not callable(function):
+        raise ShardConfigValueError(f"method_name: {type(module).__name__} has no method {method_name!r}")
+    module.__dict__[method_name] = _ForwardMethod(module, method_name, function)
+
+
+_numbers = itertools.count()
+_modules: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
+
+
+def number(module: nn.Module) -> None:
+    """Give a sharded module a number, for what can be handed a constant only."""
+    here = str(next(_numbers))
+    _modules[here] = module
+    module.__dict__[STATE].traced.unknown = here
+
+
+@run_while_tracing
+def _find_root(unknown: str) -> bool:
+    """Make the engine of a module that is compiled before it has ever run.
+
+    Dynamo may trace a function several times before it is done, and must find the same way through it each time: so
+    this is always called, and after the first time with an empty string.
+    """
+    if unknown:
+        _bound(_modules[unknown])
+    return True
+
+
+def _trace(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One call of a sharded module while Dynamo traces."""
+    state: ShardState = module.__dict__[STATE]
+    begin_trace()
+    _find_root(state.traced.unknown)
+    with_side_effects(partial(setattr, state, "way", Way.TRACED))
+    output = call(*args, **kwargs)
+    with_side_effects(partial(setattr, state, "way", Way.EAGER))
+    if state.lists:
+        with_side_effects(state.finish_traced)
+    return output
+
+
+def _run_compiled(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One call of a sharded module on which `compile()` was called.
+
+    Torch compiles its forward then, and not its hooks. So the engine works around it as it does for eager modules, and
+    layers of one class share their code. Sharded modules within are part of the graph.
+    """
+    state: ShardState = module.__dict__[STATE]
+    before, state.way = state.way, Way.AROUND
+    try:
+        return _run(module, partial(_run_around, module, call), args, kwargs)
+    finally:
+        state.way = before
+
+
+def _run_around(module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    state: ShardState = module.__dict__[STATE]
+    state.begin(module)
+    with warnings.catch_warnings():  # Dynamo looks for a `.grad` of the unsharded parameters, which are no leaves
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        output = call(*args, **kwargs)
+    return _ended(module, state, output)
+
+
+def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Before forward, and before all other hooks: show the unsharded parameters, cast the inputs."""
+    state: ShardState = module.__dict__[STATE]
+    way = state.way
+    if way is Way.TRACED:
+        if not (torch.compiler.is_compiling() and same_graph()):
+            say_broken(type(module).__name__)
+        state.begin_traced(module)
+    elif way is Way.EAGER:
+        state.begin(module)
+    policy = state.declaration.settings.current.mp_policy
+    if policy.param_dtype is None or not policy.cast_forward_inputs:
+        return None
+    return _cast(args, policy.param_dtype), _cast(kwargs, policy.param_dtype)
+
+
+def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """After forward: hide the unsharded parameters, listen for backward, cast the outputs."""
+    state: ShardState = module.__dict__[STATE]
+    way = state.way
+    if way is Way.TRACED:
+        state.end_traced(module)
+    elif way is Way.EAGER and state.bound is not None:
+        output = _ended(module, state, output)
+    dtype = state.declaration.settings.current.mp_policy.output_dtype
+    return output if dtype is None else _cast(output, dtype)
+
+
+def _ended(module: nn.Module, state: ShardState, output: Any) -> Any:
+    """The engine's part of the end of a forward; returns the output, without views of weights."""
+    assert state.bound is not None
+    engine = state.bound.engine
+    find = engine.pool.find
+    tensors = tree_tensors(output)
+    if any([type(t) in PLAIN and find(address_of(t)) is not None for t in tensors]):  # noqa: C419 - faster
+        # A view of a weight would change when its slot is used again.
+        output = map_tensors(lambda t: t if find(address_of(t)) is None else t.clone(), output)
+        tensors = tree_tensors(output)
+    found = state.end(module)
+    if found is not None:
+        _listen(engine, found, tensors)
+    return output
+
+
+def _listen(engine: Engine, found: tuple[Use, Outputs], tensors: list[torch.Tensor]) -> None:
+    """Tell the engine when backward reaches one of these outputs."""
+
+    def reached(gradients: Any) -> None:
+        engine.before_backward(*found)
+
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(reached)
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    return map_tensors(cast, tree)

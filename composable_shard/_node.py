@@ -1,0 +1,173 @@
+"""The autograd node of a use.
+
+A *use* is one forward of a group. Its node takes the sharded parameters and gives the unsharded ones, so that autograd
+runs it after every later operation of that forward: when it does, the gradients of the use are complete.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ._group import ParamGroup
+from ._torch import apply_function
+
+
+class Entries(Protocol):
+    """Where a module's parameters are looked up: what forward finds under their names."""
+
+    def show(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Put these tensors, in the order of the group's parameters, in the place of the sharded ones."""
+
+    def hide(self) -> None:
+        """Put the sharded parameters back."""
+
+    def adopt(self) -> bool:
+        """Look for parameters that users have put in the place of sharded ones; True if there are any."""
+
+
+def _no_node() -> None:
+    """In the place of a weak reference to a node."""
+
+
+class Use:
+    """One forward of a group.
+
+    Attributes:
+        number: place in the order of creation, over all groups of the engine.
+        last: number of the last use that began before the forward of this one was over.
+        made_in: number of the backward pass in which the forward ran (a recomputation), -1 outside of any.
+        node: the autograd node, weakly; None for a group without gradients.
+        slots: where the weights were in forward.
+        entered: number of the last backward pass that has reached it.
+        fired: whether its gradients have been complete once.
+        partial: gradients of nested backward passes that are not yet complete, or None.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "entered",
+        "entries",
+        "fired",
+        "group",
+        "last",
+        "made_in",
+        "node",
+        "number",
+        "partial",
+        "slots",
+    )
+
+    def __init__(self, group: ParamGroup, number: int, made_in: int, entries: Entries) -> None:
+        self.group = group
+        self.number = self.last = number
+        self.made_in = made_in
+        self.entries = weakref.ref(entries)
+        self.node: Callable[[], Any] = _no_node
+        self.slots = group.slots
+        self.entered = -1
+        self.fired = False
+        self.partial: list[torch.Tensor | None] | None = None
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The sum of the partial gradients and these; nothing stays behind."""
+        before, self.partial = self.partial, None
+        return list(gradients) if before is None else added(before, gradients)
+
+
+def added(first: Sequence[torch.Tensor | None], second: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Sums of gradients, where None stands for none."""
+    return [b if a is None else a if b is None else a + b for a, b in zip(first, second, strict=True)]
+
+
+class NodeOwner(Protocol):
+    """Who is told what happens to a node."""
+
+    def on_gradients(
+        self, use: Use, leaf_nodes: Sequence[Any], gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """The gradients of a use have come; returns those of the sharded parameters that autograd must hand on."""
+
+    def on_node_gone(self, use: Use) -> None:
+        """The graph of a use was freed."""
+
+    def on_handles_gone(self, use: Use) -> None:
+        """The last saved weight of a use of a frozen group was freed."""
+
+
+class _Lifeline:
+    """Lives as long as the node and tells its owner of its end."""
+
+    __slots__ = ("owner", "use")
+
+    def __init__(self, owner: NodeOwner, use: Use) -> None:
+        self.owner = owner
+        self.use = use
+
+    def __del__(self) -> None:
+        self.owner.on_node_gone(self.use)
+
+
+class Keeper:
+    """Held by the handles of one use of a frozen group, of whose end no node tells."""
+
+    __slots__ = ("_owner", "_use")
+
+    def __init__(self, owner: NodeOwner, use: Use) -> None:
+        self._owner = owner
+        self._use = use
+
+    def __del__(self) -> None:
+        self._owner.on_handles_gone(self._use)
+
+
+class _Unshard(torch.autograd.Function):
+    """Sharded parameters -> unsharded ones."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, lifeline: _Lifeline, weights: Sequence[torch.Tensor], *shards: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.lifeline = lifeline
+        ctx.set_materialize_grads(False)
+        outputs = tuple([weight.detach() for weight in weights])
+        needed = ctx.needs_input_grad
+        if not all(needed[2:]):
+            frozen = [out for out, need in zip(outputs, needed[2:], strict=True) if not need]
+            ctx.mark_non_differentiable(*frozen)
+        lifeline.use.node = weakref.ref(ctx)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return _differentiated_once(ctx, *gradients) if torch.is_grad_enabled() else _backward(ctx, *gradients)
+
+
+def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    line = ctx.lifeline
+    leaf_nodes = [node for node, _ in ctx.next_functions]
+    return (None, None, *line.owner.on_gradients(line.use, leaf_nodes, gradients))
+
+
+# With create_graph a reduced gradient must not pass for a constant: to differentiate it is an error.
+_differentiated_once = once_differentiable(_backward)
+
+
+def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
+    """Create the node of `use` over the weights that its group has gathered.
+
+    Returns:
+        the unsharded parameters: tensors of this graph that look like Parameters, with the attributes that users set
+        on the sharded ones.
+    """
+    group = use.group
+    outputs = apply_function(_Unshard, _Lifeline(owner, use), group.weights(), *group.shards)
+    if group.wraps:
+        outputs = tuple([p.parallel.wrap(o) if p.parallel else o for o, p in zip(outputs, group.params, strict=True)])
+    for out, shard in zip(outputs, group.shards, strict=True):
+        out.__dict__.update(shard.__dict__)  # `_is_param` among them: isinstance(out, nn.Parameter) holds
+    return outputs

@@ -1,0 +1,242 @@
+"""One parameter: the sharded DTensor that users and optimizers see, and its gradient."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from ._errors import ShardConfigTypeError, ShardConfigValueError
+from ._layout import ParamLayout, bucket_layout
+from ._mesh import MeshInfo
+from ._parallel import Parallel
+from ._torch import Hook, dtensor_like, local_tensor, take_gradient_hooks
+
+SHARDED_IN = "_sharded_in"  # marks a parameter that was sharded, and the one that it became, with its name
+
+
+def check_can_shard(name: str, param: nn.Parameter, info: MeshInfo) -> None:
+    """Refuse a parameter that cannot be sharded on `info`'s mesh.
+
+    Raises:
+        ShardConfigValueError: it is a scalar, not contiguous, or on a device that is not this rank's.
+        ShardConfigTypeError: it is a lazy parameter, which has no shape yet.
+    """
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise ShardConfigTypeError(f"parameter {name}: has no shape yet; run the lazy module once before sharding it")
+    if param.ndim == 0:
+        raise ShardConfigValueError(
+            f"parameter {name}: a scalar has no dim to shard; give it shape (1,), or pass it in ignored_params"
+        )
+    whole = local_tensor(param) if isinstance(param, DTensor) else param
+    if not whole.is_contiguous():
+        raise ShardConfigValueError(
+            f"parameter {name}: is not contiguous (shape {tuple(param.shape)}, stride {param.stride()}); "
+            "assign its .contiguous() copy before sharding"
+        )
+    if param.device.type not in ("meta", "cpu") and param.device != info.device:
+        raise ShardConfigValueError(
+            f"parameter {name}: lies on {param.device}, but this rank computes on {info.device}; "
+            "set the device first (torch.accelerator.set_device_index) and move the module to it"
+        )
+
+
+def check_dim(name: str, param: nn.Parameter, placement: Any, info: MeshInfo) -> int:
+    """The dim that a user wants a parameter cut along.
+
+    Raises:
+        ShardConfigTypeError: the placement is no `Shard`.
+        ShardConfigValueError: the parameter has no such dim; or it is not 0, and does not divide by the ranks.
+    """
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise ShardConfigTypeError(
+            f"shard_placement_fn: gave {placement!r} for parameter {name}; expected None or Shard(dim)"
+        )
+    shape = tuple((local_tensor(param) if isinstance(param, DTensor) else param).shape)
+    dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < param.ndim:
+        raise ShardConfigValueError(
+            f"shard_placement_fn: gave {placement} for parameter {name}, which has shape {tuple(param.shape)}"
+        )
+    if dim > 0 and shape[dim] % info.shard_size:
+        raise ShardConfigValueError(
+            f"parameter {name}: its dim {dim} has size {shape[dim]}, which {info.shard_size} ranks cannot share "
+            "evenly, as they must along other dims than 0; choose another dim"
+        )
+    return dim
+
+
+def _cut(whole: torch.Tensor, info: MeshInfo, dim: int) -> torch.Tensor:
+    """This rank's piece, with storage of its own."""
+    layout = bucket_layout([tuple(whole.shape)], info.shard_size, whole.element_size(), [dim]).params[0]
+    rows = layout.rows_of(info.shard_rank)
+    piece = whole.narrow(dim, min(info.shard_rank * layout.chunk, whole.shape[dim]), rows)
+    device = piece.device if piece.device.type == "meta" else info.home
+    pins = info.pins and device.type == "cpu"
+    return torch.empty(piece.shape, dtype=piece.dtype, device=device, pin_memory=pins).copy_(piece)
+
+
+def shard_parameter(
+    param: nn.Parameter, info: MeshInfo, dim: int = 0, parallel: Parallel | None = None
+) -> nn.Parameter:
+    """This rank's piece of `param`, cut along `dim`, as a DTensor parameter with storage of its own."""
+    mesh, placements = (info.mesh, info.placements(dim)) if parallel is None else parallel.placed(info, dim)
+    with torch.no_grad():
+        whole = param.detach() if parallel is None else local_tensor(param).detach()
+        dtensor = DTensor.from_local(
+            _cut(whole, info, dim), mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
+        )
+    sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)
+    sharded.__dict__.update(param.__dict__)  # what users wrote on it (tags for optimizers, say)
+    return sharded
+
+
+def by_rank(whole: torch.Tensor, layout: ParamLayout) -> torch.Tensor:
+    """An unsharded parameter that divides evenly, as (world, *local shape)."""
+    before, after = layout.shape[: layout.dim], layout.shape[layout.dim + 1 :]
+    return whole.reshape(*before, layout.world, layout.chunk, *after).movedim(layout.dim, 0)
+
+
+def paired(pieces: torch.Tensor, whole: torch.Tensor, layout: ParamLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of views that cover the pieces of all ranks, (world, piece), and the whole: full ones, then a shorter."""
+    if layout.dim > 0:
+        return [(pieces.view(layout.world, *layout.local_shape(0)), by_rank(whole, layout))]
+    if layout.even:
+        return [(pieces, whole.reshape(pieces.shape))]
+    flat, full = whole.reshape(-1), layout.full_pieces
+    pairs = [(pieces[:full], flat[: full * layout.piece].view(full, layout.piece))]
+    if layout.rest:
+        pairs.append((pieces[full, : layout.rest], flat[full * layout.piece :]))
+    return pairs
+
+
+class ShardedParam:
+    """A parameter of a group.
+
+    Attributes:
+        fqn: its name, for messages: within the sharded module at first, within the root once that is known.
+        sharded: the DTensor parameter. Loading with ``assign=True`` or converting a module may put another in its
+            place; the group then adopts that one.
+        shape: the unsharded shape, of the local tensor if it was a DTensor before.
+        dim: the dim along which it is cut.
+        parallel: how it was placed before, if it was a DTensor.
+    """
+
+    __slots__ = ("_kept_in", "_post_hooks", "_tensor_hooks", "dim", "fqn", "parallel", "shape", "sharded")
+
+    def __init__(
+        self,
+        fqn: str,
+        sharded: nn.Parameter,
+        dim: int = 0,
+        parallel: Parallel | None = None,
+        shape: tuple[int, ...] | None = None,
+    ) -> None:
+        self.dim = dim
+        self.parallel = parallel
+        self.fqn = fqn
+        self.sharded = sharded
+        self.shape = tuple(sharded.shape) if shape is None else shape
+        self._kept_in: weakref.ref[torch.Tensor] | None = None
+        self._tensor_hooks: list[dict[int, Hook]] = []
+        self._post_hooks: list[dict[int, Hook]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
+        sharded = self.sharded
+        if id(sharded) not in memo:  # torch's own copy of a DTensor fails if it has a gradient
+            with torch.no_grad():
+                twin = nn.Parameter(dtensor_like(sharded, self.local.clone()), sharded.requires_grad)
+                if sharded.grad is not None:
+                    twin.grad = dtensor_like(sharded, local_tensor(sharded.grad).clone())
+            twin.__dict__.update(copy.deepcopy(sharded.__dict__, memo))
+            memo[id(sharded)] = twin
+        made = memo[id(self)] = ShardedParam(self.fqn, memo[id(sharded)], self.dim, self.parallel, self.shape)
+        return made
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's piece."""
+        return local_tensor(self.sharded)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which it is stored."""
+        return self.sharded.dtype
+
+    def piece_of(self, whole: torch.Tensor, info: MeshInfo) -> DTensor:
+        """This rank's piece of an unsharded value of this parameter, placed like it."""
+        with torch.no_grad():
+            return dtensor_like(self.sharded, _cut(whole.detach(), info, self.dim))
+
+    def accumulate(self, gradient: torch.Tensor) -> None:
+        """Add this rank's piece of a reduced gradient to `.grad`, and call the hooks."""
+        sharded = self.sharded
+        if self._tensor_hooks:
+            gradient = local_tensor(self.hooked(gradient))
+        grad = sharded.grad
+        if grad is None:
+            sharded.grad = dtensor_like(sharded, gradient)
+        else:
+            local_tensor(grad).add_(gradient)
+        for hooks in self._post_hooks:
+            for hook in tuple(hooks.values()):
+                hook(self.sharded)
+
+    # Autograd calls the hooks of a leaf when it hands a gradient on to it. Here the gradient is there only when its
+    # reduction is done, so they are taken from autograd before it can call them, and called with what was reduced.
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether there are hooks to call."""
+        return any(self._tensor_hooks) or any(self._post_hooks)
+
+    def take_hooks(self) -> None:
+        """Take over what users have registered on the parameter since the last call."""
+        tensor_hooks, post_hooks = take_gradient_hooks(self.sharded)
+        if tensor_hooks is not None:
+            self._tensor_hooks.append(tensor_hooks)
+        if post_hooks is not None:
+            self._post_hooks.append(post_hooks)
+
+    def hooked(self, gradient: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of a reduced gradient as a DTensor, after the tensor hooks."""
+        full: torch.Tensor = dtensor_like(self.sharded, gradient)
+        for hooks in self._tensor_hooks:
+            for hook in tuple(hooks.values()):
+                changed = hook(full)
+                full = full if changed is None else changed
+        return full
+
+    # A gradient that is kept unsharded until a later backward must vanish with `zero_grad`, in both of its forms.
+    # Version counters do not show it (`zero_grad` uses foreach functions, which bump none on a DTensor). So `.grad`
+    # exists from the first kept gradient on, and holds -0.0 wherever we must notice that it was set to zero: adding
+    # to -0.0 changes no bit of the sum, and `zero_` clears the sign.
+
+    def mark_kept(self) -> None:
+        """Make `.grad` show, later, whether it was cleared."""
+        grad = self.sharded.grad
+        if grad is None:
+            grad = self.sharded.grad = dtensor_like(self.sharded, torch.full_like(self.local, -0.0))
+        elif grad.numel() and (first := local_tensor(grad).view(-1)[:1]).numel():
+            first.copy_(torch.where(first == 0, -0.0, first))
+        self._kept_in = weakref.ref(grad)
+
+    def kept_is_gone(self) -> bool:
+        """Whether `.grad` was removed or replaced since `mark_kept`."""
+        grad = self.sharded.grad
+        return grad is None or self._kept_in is None or self._kept_in() is not grad
+
+    def kept_survives(self) -> torch.Tensor | None:
+        """A boolean tensor of one element: False if `.grad` was set to zero since `mark_kept`.
+
+        None if this rank's piece is empty and cannot tell.
+        """
+        assert self.sharded.grad is not None
+        first = local_tensor(self.sharded.grad).view(-1)[:1]
+        return ((first != 0) | torch.signbit(first)) if first.numel() else None

@@ -1,0 +1,145 @@
+"""What a user may choose for a group: torch's own policies, and our frozen options."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
+from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
+
+from ._torch import default_reduce_dtype
+
+AllReduceHook = Callable[[torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class Comms:
+    """What a user has put in the place of our own communication. Frozen, like `Options`.
+
+    Attributes:
+        all_gather, reduce_scatter: objects with torch's interfaces `AllGather` and `ReduceScatter`.
+        reduce_group: the process group for reductions over the shard axis; None for that of the mesh.
+        all_reduce_hook: called with the reduced gradients of a bucket (1D, averaged).
+        hook_stream: where it runs; None for the stream of reductions.
+    """
+
+    all_gather: Any = None
+    reduce_scatter: Any = None
+    reduce_group: dist.ProcessGroup | None = None
+    all_reduce_hook: AllReduceHook | None = None
+    hook_stream: Any = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """The settings of one group. Frozen: a setter puts a new object in the place of the old one.
+
+    Attributes:
+        reshard_after_forward: free the unsharded parameters between forward and backward (ZeRO-3); ``None`` means
+            ``False`` for the root and ``True`` elsewhere; a number of ranks keeps them cut among as many.
+        reshard_after_backward: free them at the end of backward; ``False`` keeps them for the next micro-batch.
+        requires_gradient_sync: reduce gradients in backward; ``False`` keeps them unsharded for a later backward.
+        requires_all_reduce: on a mesh of replicas, finish the reduction; ``False`` stops after the reduce-scatter.
+        unshard_in_backward: gather the parameters before backward; ``False`` only if backward asks for one of them.
+        keep_storage: keep the memory of unsharded parameters when they are given up, so that they return to the same
+            addresses.
+        reduce_unused: reduce zeros for parameters that got no gradient.
+        divide_factor: what the sum of gradients over ranks is divided by; ``None`` means the number of ranks.
+        only_sums: never let the backend form a mean.
+        max_reductions: how many reductions of the engine may be in flight when one of this group is issued.
+        mp_policy: dtypes of compute, of reduction and of the module's inputs and outputs.
+        comms: what takes the place of our own communication.
+    """
+
+    reshard_after_forward: bool | int | None = None
+    reshard_after_backward: bool = True
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True
+    unshard_in_backward: bool = True
+    keep_storage: bool = False
+    reduce_unused: bool = False
+    divide_factor: float | None = None
+    only_sums: bool = False
+    max_reductions: int = 2
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    comms: Comms = field(default_factory=Comms)
+
+    def reshards(self, is_root: bool) -> bool:
+        """Whether forward gives up the unsharded parameters; by default all but the root's."""
+        wanted = self.reshard_after_forward
+        return not is_root if wanted is None else bool(wanted)
+
+    @property
+    def few_ranks(self) -> int:
+        """Among how many ranks weights stay cut between forward and backward; 0 if they do not."""
+        wanted = self.reshard_after_forward
+        return 0 if wanted is None or isinstance(wanted, bool) else wanted
+
+    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter stored as `stored` is gathered and used."""
+        wanted = self.mp_policy.param_dtype
+        return wanted if wanted is not None and stored.is_floating_point else stored
+
+    def reduce_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which the gradient of a parameter stored as `stored` is reduced."""
+        return self.mp_policy.reduce_dtype or default_reduce_dtype(stored, self.compute_dtype(stored))
+
+
+class Division(NamedTuple):
+    """How a sum of gradients becomes what a user wants.
+
+    Attributes:
+        mean: whether backends that can average do so.
+        before, after: what gradients are divided by before and after their reduction.
+    """
+
+    mean: bool
+    before: float
+    after: float
+
+
+def division(factor: float | None, only_sums: bool, dtype: torch.dtype, axes: Sequence[tuple[int, bool]]) -> Division:
+    """How gradients of `dtype` are divided.
+
+    float16 would overflow in the sum, or vanish if all of the division came before it: it is divided by a power of two
+    near the square root of the factor before, and by the rest after, as torch's FSDP2 does.
+
+    Args:
+        factor: what a user wants the sum divided by; None for the number of ranks.
+        only_sums: whether backends must not average.
+        dtype: the dtype of reduction.
+        axes: of the mesh that are reduced over: their sizes, and whether their backends can average.
+    """
+    mean = not only_sums and factor is None and dtype != torch.float16
+    if factor is None:
+        factor = float(math.prod(size for size, averages in axes if not (mean and averages)))
+    before = 1.0
+    while dtype == torch.float16 and factor % before == 0 and factor / before > before:
+        before *= 2
+    return Division(mean, before, factor / before)
+
+
+class Settings:
+    """The one place that holds a group's current `Options`; shared by the module's setters and the runtime.
+
+    Attributes:
+        current: the options.
+        accumulates: whether gradient sync was ever off, so that unsharded gradients may wait to be reduced.
+    """
+
+    __slots__ = ("accumulates", "current")
+
+    def __init__(self, current: Options) -> None:
+        self.current = current
+        self.accumulates = not current.requires_gradient_sync
+
+    def change(self, **values: Any) -> None:
+        """Put options with these values in the place of the current ones."""
+        self.current = replace(self.current, **values)
+        self.accumulates |= not self.current.requires_gradient_sync

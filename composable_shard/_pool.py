@@ -1,0 +1,167 @@
+"""The memory of unsharded parameters and communication: slots that are leased, released and used again.
+
+A slot that is released goes to a free list of its size and the next lease of that size takes it, whatever the dtype or
+the purpose: weights of one layer, the gather of the next and the gradients of a third share memory in turn.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right, insort
+from typing import Any, NamedTuple
+
+import torch
+
+from ._debug import debugging, poison
+from ._streams import Lane
+from ._torch import storage_uses
+
+SLOT_ALIGNMENT_BYTES = 512
+
+
+class Place(NamedTuple):
+    """Where a tensor lies within a slot."""
+
+    dtype: torch.dtype
+    offset: int  # elements of `dtype` from the start of the slot
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class Slot:
+    """A piece of memory with a fixed address.
+
+    Attributes:
+        owner: who reads weights from it now, weakly; None while it is free or only carries communication.
+        free_after: the event behind the last use; whoever writes next waits for it.
+    """
+
+    __slots__ = ("_bytes", "_storage", "_typed", "_views", "begin", "end", "free_after", "nbytes", "owner")
+
+    def __init__(self, nbytes: int, device: torch.device, free_after: torch.Event | None) -> None:
+        # A tensor made in inference mode could never be used for training.
+        with torch.inference_mode(False), torch.no_grad():
+            read = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self._bytes = (read, read.data)
+        self._storage = read.untyped_storage()
+        self._typed: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
+        self._views: dict[Place, torch.Tensor] = {}
+        self.nbytes = nbytes
+        self.begin = read.data_ptr()
+        self.end = self.begin + nbytes
+        self.owner: weakref.ref[Any] | None = None
+        self.free_after = free_after
+
+    def __lt__(self, other: Slot) -> bool:
+        return self.begin < other.begin
+
+    def typed(self, dtype: torch.dtype, written: bool = False) -> torch.Tensor:
+        """The whole slot as a 1D tensor of `dtype`.
+
+        All that is written goes through tensors that were made with ``written=True``: they are aliases with a version
+        counter of their own. So a write leaves no trace in what autograd has saved of the weights: that has been given
+        up, or is read through a handle, or has moved with its group to another slot.
+        """
+        view = self._typed.get((dtype, written))
+        if view is None:
+            with torch.inference_mode(False), torch.no_grad():
+                view = self._typed[dtype, written] = self._bytes[written].view(dtype)
+        return view
+
+    @property
+    def others(self) -> int:
+        """How many tensors see this memory, less the views that are kept here."""
+        return storage_uses(self._storage) - len(self._typed) - len(self._views)
+
+    def view(self, place: Place) -> torch.Tensor:
+        """A view of the slot; made once."""
+        found = self._views.get(place)
+        if found is None:
+            dtype, offset, shape, stride = place
+            with torch.inference_mode(False), torch.no_grad():
+                found = self._views[place] = self.typed(dtype).as_strided(shape, stride, offset)
+        return found
+
+
+class BufferPool:
+    """The slots of one engine.
+
+    Attributes:
+        live_bytes: bytes leased now.
+        peak_bytes: the most bytes leased at once so far.
+        held_bytes: bytes of all slots, leased or free.
+        allocations: how many slots were ever made; steady once the order of a step has settled.
+    """
+
+    def __init__(self, device: torch.device, lane: Lane) -> None:
+        self.device = device
+        self.live_bytes = self.peak_bytes = self.held_bytes = self.allocations = 0
+        self._lane = lane
+        self._free: dict[int, list[Slot]] = {}
+        self._slots: list[Slot] = []
+        self._begins: list[int] = []
+
+    def lease(self, nbytes: int, owner: Any = None, prefer: Slot | None = None) -> Slot:
+        """A slot of at least `nbytes` bytes, with undefined content, until it is released.
+
+        Args:
+            nbytes: bytes needed; a multiple of 512 is leased.
+            owner: who reads weights from it, if anybody does.
+            prefer: take this one if it is free.
+        """
+        nbytes = -(-max(nbytes, 1) // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+        free = self._free.get(nbytes)
+        if not free:
+            slot = self._make(nbytes)
+        elif prefer is not None and prefer in free:
+            slot = prefer
+            free.remove(slot)
+        else:
+            slot = free.pop()
+        slot.owner = None if owner is None else weakref.ref(owner)
+        self.live_bytes += nbytes
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes = self.live_bytes
+        return slot
+
+    def release(self, slot: Slot, after: torch.Event | None = None) -> None:
+        """Give a slot back; the next lease may write to it once the event `after` has happened."""
+        slot.owner = None
+        slot.free_after = self._poisoned(slot, after) if debugging() else after
+        self.live_bytes -= slot.nbytes
+        self._free.setdefault(slot.nbytes, []).append(slot)
+
+    def _poisoned(self, slot: Slot, after: torch.Event | None) -> torch.Event | None:
+        if after is not None:
+            torch.accelerator.current_stream().wait_event(after)
+        poison(slot.typed(torch.uint8, written=True))
+        return self._lane.mark()
+
+    def find(self, address: int) -> Slot | None:
+        """The slot whose weights lie at `address`, or None if no weights lie there."""
+        at = bisect_right(self._begins, address)
+        if at == 0:
+            return None
+        slot = self._slots[at - 1]
+        return slot if address < slot.end and slot.owner is not None else None
+
+    def empty(self) -> None:
+        """Give the memory of all free slots back to the allocator."""
+        freed = {id(slot) for slots in self._free.values() for slot in slots}
+        self._free.clear()
+        self._slots = [slot for slot in self._slots if id(slot) not in freed]
+        self._begins = [slot.begin for slot in self._slots]
+        self.held_bytes = sum(slot.nbytes for slot in self._slots)
+
+    def _make(self, nbytes: int) -> Slot:
+        # What the allocator hands out may still be read by work that the current stream was given before.
+        slot = Slot(nbytes, self.device, self._lane.mark())
+        insort(self._slots, slot)
+        self._begins = [each.begin for each in self._slots]
+        self.held_bytes += nbytes
+        self.allocations += 1
+        return slot
+
+    def __repr__(self) -> str:
+        leased = len(self._slots) - sum(map(len, self._free.values()))
+        return f"BufferPool({leased} of {len(self._slots)} slots leased, {self.live_bytes} of {self.held_bytes} bytes)"

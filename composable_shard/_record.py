@@ -1,0 +1,30 @@
+"""What an iteration did. The engine writes a record and hands it back; nothing else flows upward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ._schedule import Action
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One iteration: from a forward, while no graph of an earlier one lives, to the next such forward.
+
+    Attributes:
+        actions: what was done to the groups, in order of issue.
+        live_bytes: bytes leased from the pool after each action (unsharded parameters and communication buffers).
+        order: FQNs of the groups in the order in which their forwards began, one entry a use.
+    """
+
+    actions: tuple[Action, ...]
+    live_bytes: tuple[int, ...]
+    order: tuple[str, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that were leased at once."""
+        return max(self.live_bytes, default=0)
+
+    def __str__(self) -> str:
+        return "\n".join(str(action) for action in self.actions)

@@ -1,0 +1,213 @@
+"""What one reduction moves: gradients of one dtype, and for each parameter whether this rank had one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ._collectives import Transports
+from ._kept import Partial
+from ._layout import ParamLayout, bucket_layout
+from ._mesh import MeshInfo
+from ._param import ShardedParam, paired
+from ._policies import AllReduceHook, Comms, Options, division
+from ._pool import BufferPool, Slot
+from ._streams import Job, Lane, Steps
+from ._torch import chunk_cat, split
+
+
+class _Member(NamedTuple):
+    """A parameter of a bucket of gradients: how to copy one in, and which part of the result is this rank's."""
+
+    layout: ParamLayout
+    shape: tuple[int, ...]
+    stored: torch.dtype
+
+
+class Reduced(NamedTuple):
+    """The result of a reduction.
+
+    Attributes:
+        pieces: this rank's piece of each member's gradient, in the dtype in which the parameter is stored.
+        used: one element a member, on the device: positive if any rank had a gradient for it.
+    """
+
+    pieces: list[torch.Tensor]
+    used: torch.Tensor
+
+
+def _on_stream(comms: Comms) -> AllReduceHook | None:
+    """The user's hook, to be called on the stream of reductions."""
+    hook, stream = comms.all_reduce_hook, comms.hook_stream
+    if hook is None or stream is None:
+        return hook
+
+    def call(reduced: torch.Tensor) -> None:
+        ours = torch.accelerator.current_stream()
+        stream.wait_stream(ours)
+        with stream:
+            hook(reduced)
+        ours.wait_stream(stream)
+
+    return call
+
+
+class ReduceBucket:
+    """Gradients of one group that are reduced in one dtype. Frozen parameters are not members."""
+
+    def __init__(
+        self,
+        members: Sequence[tuple[int, ShardedParam]],
+        dtype: torch.dtype,
+        info: MeshInfo,
+        transports: Transports,
+        options: Options,
+        pool: BufferPool,
+        lane: Lane,
+    ) -> None:
+        self.indices = [index for index, _ in members]
+        self.dtype = dtype
+        dims = [p.dim for _, p in members]
+        self.layout = bucket_layout([p.shape for _, p in members], info.shard_size, dims=dims)
+        self._even = all(p.even and p.piece and p.dim == 0 for p in self.layout.params)
+        self._members = [
+            _Member(layout, layout.local_shape(info.shard_rank), param.dtype)
+            for (_, param), layout in zip(members, self.layout.params, strict=True)
+        ]
+        # The result falls into what this rank holds of each member and the padding behind it, if there is any.
+        self._sizes: list[int] = []
+        self._own: list[int] = []  # which of them are the members'
+        for layout in self.layout.params:
+            own = layout.rows_of(info.shard_rank) * layout.row
+            self._own.append(len(self._sizes))
+            self._sizes += [own, layout.piece - own] if own < layout.piece else [own]
+        self._sizes.append(len(members))
+        self._numel = self.layout.numel + len(members)
+        self._ones = torch.ones(info.shard_size * len(members), dtype=dtype, device=info.device)
+        self._others = {m.stored for m in self._members} - {dtype}
+        self._shard, self._replicate = transports.reduce, transports.replicate
+        self._world = info.shard_size
+        sizes = ((transports.reduce, info.shard_size), (transports.replicate, info.replicate_size))
+        axes = [(size, transport.averages) for transport, size in sizes if transport is not None]
+        self._mean, before, after = division(options.divide_factor, options.only_sums, dtype, axes)
+        # A tensor of no dims, on the CPU, divides to the same bits as a number does, at a quarter of the host's time.
+        self._divide_before = torch.tensor(before, dtype=torch.float64) if before != 1 else None
+        self._divide_after = torch.tensor(after, dtype=torch.float64) if after != 1 else None
+        self._hook = _on_stream(options.comms)
+        self._slots_needed = 0 if self._shard is None else 1 + self._shard.needs_scratch
+        self._nbytes = self._world * self._numel * dtype.itemsize
+        self._pool = pool
+        self._lane = lane
+        self._info = info
+        self._offloads = info.offloads
+        self._seen: dict[Slot, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def start(
+        self, gradients: Sequence[torch.Tensor | None], partial: Partial | None = None, whole: bool = True
+    ) -> Job[Reduced]:
+        """Begin to average `gradients`, unsharded and in the order of the members (None stands for zeros).
+
+        Args:
+            gradients: of this use.
+            partial: what earlier calls have left unfinished, by index; it joins these.
+            whole: on a mesh of replicas, finish; else stop after the reduce-scatter.
+        """
+        # What outlives the step as `.grad` is allocated here, on the stream that will read it.
+        out = self._ones.new_empty(self._numel)
+        others = {dtype: self._ones.new_empty(self._numel, dtype=dtype) for dtype in self._others}
+        slots = [self._pool.lease(self._nbytes) for _ in range(self._slots_needed)]
+        after = (self._lane.mark(), *[slot.free_after for slot in slots])
+        steps = self._steps(gradients, partial, whole, out, others, slots)
+        return self._lane.start(steps, after, held=(out, others, gradients, partial))
+
+    def _steps(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        partial: Partial | None,
+        whole: bool,
+        out: torch.Tensor,
+        others: dict[torch.dtype, torch.Tensor],
+        slots: list[Slot],
+    ) -> Steps[Reduced]:
+        if self._shard is None:
+            self._copy_in(gradients, out.view(1, -1))
+            if self._divide_before is not None:
+                out.div_(self._divide_before)
+        else:
+            bucket, chunks = self._views_of(slots[0])
+            self._copy_in(gradients, chunks)
+            if self._divide_before is not None:
+                bucket.div_(self._divide_before)
+            scratch = self._views_of(slots[1])[0] if len(slots) > 1 else None
+            yield from self._shard.reduce_scatter(out, bucket, scratch, self._mean and self._shard.averages)
+            for slot in slots:
+                self._pool.release(slot, self._lane.mark())
+        if partial:
+            self._add(partial, out)
+        if not whole:
+            return self._reduced(out, {})
+        if self._replicate is not None:
+            yield from self._replicate.all_reduce(out, self._mean and self._replicate.averages)
+        if self._divide_after is not None:
+            out.div_(self._divide_after)
+        if self._hook is not None:
+            self._hook(out[: self.layout.numel])
+        for converted in others.values():
+            converted.copy_(out)
+        return self._reduced(self._at_home(out), {dtype: self._at_home(t) for dtype, t in others.items()})
+
+    def _add(self, partial: Partial, out: torch.Tensor) -> None:
+        now = self._reduced(out, {})
+        for place, index in enumerate(self.indices):
+            if index in partial:
+                piece, used = partial[index]
+                now.pieces[place].add_(piece)
+                now.used[place].add_(used)
+
+    def _at_home(self, out: torch.Tensor) -> torch.Tensor:
+        """The result where shards are kept; whoever finishes the job waits for the copy."""
+        if not self._offloads:
+            return out
+        home = torch.empty(out.shape, dtype=out.dtype, device=self._info.home, pin_memory=self._info.pins)
+        return home.copy_(out, non_blocking=self._info.pins)
+
+    def _reduced(self, out: torch.Tensor, others: dict[torch.dtype, torch.Tensor]) -> Reduced:
+        """Cut a result; members that are stored in another dtype are cut from that of `others`."""
+        parts = split(out, self._sizes)
+        used = parts[-1]
+        found = [parts[at] for at in self._own]
+        for dtype, converted in others.items():
+            parts = split(converted, self._sizes)
+            ours = zip(found, self._own, self._members, strict=True)
+            found = [parts[at] if m.stored is dtype else piece for piece, at, m in ours]
+        pieces = [p if len(m.shape) == 1 else p.view(*m.shape) for p, m in zip(found, self._members, strict=True)]
+        return Reduced(pieces, used)
+
+    def _views_of(self, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
+        """A slot as the bucket, flat and as (world, chunk)."""
+        views = self._seen.get(slot)
+        if views is None:
+            with torch.inference_mode(False), torch.no_grad():
+                flat = slot.typed(self.dtype, written=True)[: self._world * self._numel]
+                views = self._seen[slot] = (flat, flat.view(self._world, -1))
+        return views
+
+    def _copy_in(self, gradients: Sequence[torch.Tensor | None], chunks: torch.Tensor) -> None:
+        """Fill the bucket, (world, chunk): the pieces of each gradient, then a 1 for each that exists on this rank."""
+        given = [gradient for gradient in gradients if gradient is not None and gradient.dtype is self.dtype]
+        if self._even and len(given) == len(gradients):
+            chunk_cat([*given, self._ones], chunks)
+            return
+        chunks[:, self.layout.numel :] = torch.tensor([gradient is not None for gradient in gradients])
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for member, gradient in zip(self._members, gradients, strict=True):
+            place = chunks[:, member.layout.offset : member.layout.offset + member.layout.piece]
+            if gradient is None:
+                place.zero_()
+            else:
+                pairs += paired(place, gradient, member.layout)
+        if pairs:
+            to, frm = zip(*pairs, strict=True)
+            torch._foreach_copy_(to, frm)

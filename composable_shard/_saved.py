@@ -1,0 +1,211 @@
+"""Saved weights are handles, not memory.
+
+While a sharded module runs forward, autograd saves a weight as the name of its place (bucket, offset, shape, strides)
+and asks for it in backward, wherever the weights are then. So no slot is ever read after it was given to others.
+Everything else goes to the saved-tensor hooks that were active outside, because torch applies the innermost ones only;
+where there are none it is kept as torch would keep it, with its version, since hooks switch off torch's own check.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from ._bucket import GatherBucket
+from ._errors import SavedTensorModifiedError, StaleStateError
+from ._pool import BufferPool, Place
+from ._torch import SavedTensorsHooks, active_saved_tensors_hooks, passed_by_checkpoints, saved_tensors_hooks_set_aside
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where the data of a tensor begins; 0 if it has no such place, as sparse and functorch's tensors."""
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+class WeightOwner(Protocol):
+    """Who gathers weights and knows where they lie."""
+
+    @property
+    def pool(self) -> BufferPool: ...
+
+    def fetch(self, bucket: GatherBucket) -> None:
+        """Make a bucket's weights readable, gathering them if need be."""
+
+    @property
+    def keepers(self) -> Mapping[GatherBucket, object]:
+        """What the handles of a bucket hold, where their end must be noticed."""
+
+
+class Handle(NamedTuple):
+    """A saved view of a weight."""
+
+    bucket: GatherBucket
+    place: Place
+    owner: WeightOwner  # who makes them readable
+    keeper: object  # dies with the last handle of its use
+    generation: int  # of the weights
+
+
+_new = tuple.__new__  # makes a named tuple at a third of the cost of calling its class
+
+
+class _Flattened(NamedTuple):
+    """A saved tensor subclass with weights inside."""
+
+    kind: type
+    inner: dict[str, Any]
+    context: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Foreign(NamedTuple):
+    """What the hooks outside made of a saved tensor."""
+
+    packed: Any
+
+
+def saved_weights(owner: WeightOwner) -> AbstractContextManager[Any] | None:
+    """The hooks as a context for one forward; None if they are in force already."""
+    outer = active_saved_tensors_hooks()
+    if outer is not None:
+        hooks = getattr(outer[0], "__self__", None)
+        if isinstance(hooks, _Hooks) and hooks.owner() is owner:
+            return None
+    hooks = _Hooks(owner, outer)
+    return saved_tensors_hooks(passed_by_checkpoints(hooks.pack, outer), hooks.unpack)
+
+
+def weights_in_place(owner: WeightOwner) -> AbstractContextManager[None] | None:
+    """For a forward whose weights never move: sets the hooks aside, as some transforms of `torch.func` demand.
+
+    Weights are then saved as any tensor is. None if the hooks are not in force.
+    """
+    outer = active_saved_tensors_hooks()
+    hooks = None if outer is None else getattr(outer[0], "__self__", None)
+    return saved_tensors_hooks_set_aside() if isinstance(hooks, _Hooks) and hooks.owner() is owner else None
+
+
+class _Hooks:
+    """The hooks of one forward.
+
+    They hold the owner of the weights weakly, its handles hold it strongly: a graph holds what it will need, and a
+    collective that was issued under the hooks, whose thread has a copy of this thread's state, holds nothing.
+    """
+
+    __slots__ = ("_find", "_keepers", "_outer", "owner")
+
+    def __init__(self, owner: WeightOwner, outer: SavedTensorsHooks | None) -> None:
+        self.owner = weakref.ref(owner)
+        self._outer = outer
+        self._find = owner.pool.find
+        self._keepers = owner.keepers
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        found = self._handle(tensor) if type(tensor) in PLAIN else self._flattened(tensor)
+        if found is not None:
+            return found
+        if self._outer is not None:
+            return _Foreign(self._outer[0](tensor))
+        # Never a tensor with a history: a saved output would hold its own graph for good.
+        return tensor.detach() if tensor.requires_grad else tensor, tensor._version
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        kind = type(packed)
+        if kind is tuple:
+            tensor, version = packed
+            if tensor._version != version:
+                raise _modified(tensor, version)
+            return tensor  # type: ignore[no-any-return]
+        if kind is Handle:
+            return _weight(packed)
+        if kind is _Foreign:
+            assert self._outer is not None
+            return self._outer[1](packed.packed)
+        return _restored(packed)
+
+    def _handle(self, tensor: torch.Tensor) -> Any:
+        """A handle if `tensor` lies among weights, else None."""
+        try:
+            address = tensor.data_ptr()
+        except (RuntimeError, NotImplementedError):  # it has none, as sparse and functorch's tensors
+            return None
+        slot = self._find(address)
+        if slot is None:
+            return None
+        assert slot.owner is not None
+        bucket: GatherBucket | None = slot.owner()
+        if bucket is None:
+            return None
+        if bucket.dtype.is_complex and (tensor.is_conj() or tensor.is_neg()):
+            copy = tensor.clone()  # a handle has no word for a lazy conjugate
+            return copy, copy._version
+        offset = (address - slot.begin) // tensor.element_size()
+        place = _new(Place, (tensor.dtype, offset, tensor.shape, tensor.stride()))
+        keeper = self._keepers.get(bucket) if self._keepers else None
+        return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation))
+
+    def _flattened(self, tensor: Any) -> Any:
+        """What stands for a tensor of a subclass if any of its inner tensors lies among weights."""
+        if type(tensor) in PLAIN or not hasattr(tensor, "__tensor_flatten__"):
+            return self._handle(tensor)
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: getattr(tensor, name) for name in names}  # tensors, and a DTensor's mesh
+        inner = {
+            name: self._flattened(part) if isinstance(part, torch.Tensor) else None for name, part in parts.items()
+        }
+        if all(found is None for found in inner.values()):
+            return None
+        kept = {name: _kept(parts[name]) if found is None else found for name, found in inner.items()}
+        return _Flattened(type(tensor), kept, context, tensor.shape, tensor.stride())
+
+
+def _weight(handle: Handle) -> torch.Tensor:
+    """The weight that a handle stands for, gathered again if need be."""
+    bucket, place, owner, _, generation = handle
+    if generation != bucket.generation:
+        raise StaleStateError(
+            f"weights of the group with {', '.join(bucket.fqns)}: an optimizer or a load has changed them between "
+            "forward and backward; run backward first, or forward again after it"
+        )
+    if not bucket.readable:
+        owner.fetch(bucket)
+    assert bucket.slot is not None
+    view = bucket.slot.view(place)
+    # With grad mode on (create_graph) autograd saves what it gets here once more, and then past these hooks.
+    return view.clone() if torch.is_grad_enabled() else view
+
+
+def _kept(part: Any) -> Any:
+    return part.detach() if isinstance(part, torch.Tensor) else part
+
+
+def _restored(packed: Any) -> torch.Tensor:
+    """A tensor of a subclass, or one of its inner tensors."""
+    if type(packed) is Handle:
+        return _weight(packed)
+    if isinstance(packed, _Flattened):
+        inner = {name: _restored(found) for name, found in packed.inner.items()}
+        kind: Any = packed.kind
+        whole: torch.Tensor = kind.__tensor_unflatten__(inner, packed.context, packed.shape, packed.stride)
+        return whole
+    kept: torch.Tensor = packed[0] if type(packed) is tuple else packed
+    return kept
+
+
+def _modified(tensor: torch.Tensor, version: int) -> SavedTensorModifiedError:
+    return SavedTensorModifiedError(
+        f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}, saved in forward for backward, was "
+        f"modified by an in-place operation afterwards: it is at version {tensor._version}, expected {version}. "
+        "Use the out-of-place form of that operation, or torch.autograd.set_detect_anomaly(True) to find it"
+    )

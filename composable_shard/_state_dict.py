@@ -1,0 +1,63 @@
+"""State dicts hold the sharded parameters, also while unsharded ones are in their place; full tensors load, too.
+
+The hooks are functions of the module alone, so that a copy of a module uses its own state.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ._param import ShardedParam
+from ._state import ShardState
+
+OWNED_BY = "_shard_owner"  # where a module keeps the state that manages its own parameters
+
+
+def watch_state_dict(owner: nn.Module, state: ShardState) -> None:
+    """Let `owner`, whose parameters `state` manages, save and load them rightly."""
+    owner.__dict__[OWNED_BY] = _Owner(state)
+    owner.register_state_dict_post_hook(_after_save)  # type: ignore[no-untyped-call]
+    owner.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
+
+
+class _Owner:
+    """A state, weakly, for it knows modules that hold this one; copied with it."""
+
+    def __init__(self, state: ShardState) -> None:
+        self.state = weakref.ref(state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Owner:
+        state = self.state()
+        return self if state is None else _Owner(copy.deepcopy(state, memo))
+
+
+def _params(module: nn.Module, state: ShardState) -> list[tuple[str, ShardedParam]]:
+    entries = state.entries
+    return [(name, entries.params[index]) for names, name, index in entries.places if names is module._parameters]
+
+
+def _after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    state: ShardState | None = module.__dict__[OWNED_BY].state()
+    if state is None:
+        return
+    for name, param in _params(module, state):
+        found = state_dict.get(prefix + name)
+        if found is not None and (state.entries.shown or not isinstance(found, DTensor)):
+            state_dict[prefix + name] = found if found is param.sharded else param.sharded.detach()
+
+
+def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    state: ShardState | None = module.__dict__[OWNED_BY].state()
+    if state is None:
+        return
+    state.overwritten()
+    for name, param in _params(module, state):
+        given = state_dict.get(prefix + name)
+        if isinstance(given, torch.Tensor) and not isinstance(given, DTensor) and tuple(given.shape) == param.shape:
+            state_dict[prefix + name] = param.piece_of(given, state.declaration.info)

@@ -1,0 +1,117 @@
+"""Lanes: where asynchronous work is queued. On an accelerator a lane is a stream; on a CPU it is nothing.
+
+Work is written once, as a generator that yields whatever has to be waited for (`Awaitable`: a collective's handle).
+`Lane.start` queues it and gives a `Job`; `Job.finish` makes its result ready for the code that follows. On a stream
+all of it is queued at the start and `finish` lets the current stream wait for an event; on a CPU it runs up to the
+first handle at the start, and the rest in `finish`, which blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from ._torch import set_grad_enabled
+
+T = TypeVar("T")
+
+
+class Awaitable(Protocol):
+    """The handle of a running collective."""
+
+    def wait(self) -> Any: ...
+
+
+Steps = Generator[Awaitable, None, T]
+
+
+class Job(Generic[T]):
+    """Queued work.
+
+    Args:
+        steps: the work.
+        held: what it reads or writes and must not be freed before `finish`: on a stream the work itself is forgotten
+            as soon as it is queued.
+        drain: run to the end at once.
+    """
+
+    __slots__ = ("_event", "_handle", "_held", "_result", "_steps")
+
+    def __init__(self, steps: Steps[T], held: object, drain: bool) -> None:
+        self._steps: Steps[T] | None = steps
+        self._held = held
+        self._handle: Awaitable | None = None
+        self._result: T | None = None
+        self._event: torch.Event | None = None
+        self._advance()
+        while drain and self._handle is not None:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Wait for the handle at hand and run on to the next one, or to the end."""
+        assert self._steps is not None
+        if self._handle is not None:
+            self._handle.wait()
+        grad = torch.is_grad_enabled()
+        if grad:  # switched off here, for a generator cannot hold it across a yield
+            set_grad_enabled(False)
+        try:
+            self._handle = next(self._steps)
+        except StopIteration as stop:
+            self._handle = self._steps = None
+            self._result = stop.value
+        finally:
+            if grad:
+                set_grad_enabled(True)
+
+    def finish(self, on_host: bool = False) -> T:
+        """Wait for the end and return the result; on a stream only the current stream waits, unless the host shall."""
+        while self._handle is not None:
+            self._advance()
+        if self._event is not None:
+            torch.accelerator.current_stream().wait_event(self._event)
+            if on_host:
+                self._event.synchronize()
+        self._held = None
+        return self._result  # type: ignore[return-value]
+
+
+class Lane:
+    """The lane of a CPU: order of issue is order of execution, nothing has to be fenced."""
+
+    def start(self, steps: Steps[T], after: Iterable[torch.Event | None] = (), held: object = None) -> Job[T]:
+        """Queue `steps` behind the events `after`, and hold `held` until the job is finished."""
+        return Job(steps, held, drain=False)
+
+    def mark(self) -> torch.Event | None:
+        """An event behind all that the current stream has been given so far."""
+        return None
+
+
+class StreamLane(Lane):
+    """The lane of an accelerator: a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.Stream(device)
+
+    def start(self, steps: Steps[T], after: Iterable[torch.Event | None] = (), held: object = None) -> Job[T]:
+        for event in after:
+            if event is not None:
+                self._stream.wait_event(event)
+        with self._stream:
+            job = Job(steps, held, drain=True)
+            job._event = torch.Event(self._stream.device)
+            job._event.record(self._stream)
+        return job
+
+    def mark(self) -> torch.Event | None:
+        event = torch.Event(self._stream.device)
+        event.record(torch.accelerator.current_stream())
+        return event
+
+
+def lane_for(device: torch.device) -> Lane:
+    """A new lane of a device."""
+    return Lane() if device.type in ("cpu", "meta") else StreamLane(device)

@@ -1,0 +1,359 @@
+"""Every torch-private name that the runtime needs, one shim each. Holds for torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch._C import _distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils import _pytree as pytree
+
+T = TypeVar("T")
+
+GRAPHS_GIVE_NONE = torch.__version__ >= "2.13"  # a missing gradient; compiled backward graphs of 2.11 give zeros
+Hook = Callable[[torch.Tensor], torch.Tensor | None]
+SavedTensorsHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+def run_while_tracing(function: Callable[..., T]) -> Callable[..., T]:
+    """Decorate a function of constants that Dynamo shall call, not trace; its result is a constant of the graph.
+
+    This is `torch.compiler.assume_constant_result`, which would load all of Dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def never_compile(code: types.CodeType) -> None:
+    """Keep Dynamo from compiling a function, and those within, when they are called under compiled code.
+
+    Functions that they call can be compiled, and code that is traced may still inline them. It costs nothing at a call.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        frames.set_code_exec_strategy(
+            code, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        )
+    else:
+        frames.skip_code(code)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            never_compile(inner)
+
+
+def has_side_effect(operator: Any) -> None:
+    """Keep calls of an operator in graphs though nothing reads their result."""
+    torch.fx.has_side_effect(operator)
+
+
+def with_side_effects(function: Callable[[], None]) -> None:
+    """Call `function`; while Dynamo traces, also let it change objects inside of a user's checkpointed region.
+
+    Dynamo refuses that by default, because a recomputation in backward will not repeat the change. Here every change is
+    taken back before the region ends. In 2.11 to 2.15 this is what out-of-tree checkpointing uses.
+    """
+    if torch.compiler.is_compiling():
+        torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(function)
+    else:
+        function()
+
+
+def dynamo_is_active() -> bool:
+    """Whether Dynamo looks at every function that is called now: a frame above was compiled, or could not be."""
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
+
+
+def tracing_context() -> Any:
+    """What AOTAutograd knows of the graph that is being compiled; one object for its forward and its backward."""
+    return torch._guards.TracingContext.try_get()
+
+
+def forward_outputs() -> int | None:
+    """How many outputs of the forward graph being compiled are not there for backward; None if it has no backward."""
+    facts = getattr(tracing_context(), "fw_metadata", None)
+    if facts is None or not facts.traced_tangents:
+        return None
+    return int(facts.num_forward_returns)
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size as it was when the graph was made. To ask for the number itself would make the graph good for it alone."""
+    return size if isinstance(size, int) else int(size.node.hint or 0)
+
+
+def current_compilation() -> str:
+    """Name of the compilation that runs now, the same for all that becomes one graph; empty if there is none."""
+    found = torch._guards.CompileContext.current_compile_id()
+    return "" if found is None else str(found)
+
+
+def last_graph_break() -> str:
+    """In words, why and where Dynamo broke a graph last; empty if it never did."""
+    reasons = torch._dynamo.utils.graph_break_reasons
+    if not reasons:
+        return ""
+    reason = reasons[-1]
+    frames = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reason.user_stack[-1:]]
+    return " ".join([*frames, reason.reason.strip().splitlines()[0]])
+
+
+def current_backward() -> int:
+    """Number of the backward pass that runs on this thread, -1 if none does. Nested passes have larger numbers."""
+    return torch._C._current_graph_task_id()
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Call `callback` at the end of the backward pass that runs now; it is dropped uncalled if the pass fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def node_will_run(node: Any) -> bool:
+    """Whether the backward pass that runs now executes this autograd node."""
+    return torch._C._will_engine_execute_node(node)
+
+
+class Fate(Enum):
+    """What becomes of a leaf's gradient in the backward pass that runs now."""
+
+    ADDED = "added to .grad"
+    RETURNED = "given to the caller of torch.autograd.grad"
+    DROPPED = "asked for by nobody"
+
+
+_LEAF_WAS_ASKED_FOR = RuntimeError  # torch raises it for a leaf that was given to `torch.autograd.grad`
+
+
+def gradient_fates(leaf_nodes: Sequence[Any]) -> list[Fate] | None:
+    """What becomes of the gradients of some leaves, by their nodes (None for a leaf that wants none).
+
+    Returns:
+        a fate for each, or None if all are added, as they are in an ordinary backward.
+    """
+    will_run = torch._C._will_engine_execute_node
+    try:
+        if all([node is None or will_run(node) for node in leaf_nodes]):  # noqa: C419 - a list is the faster
+            return None
+    except _LEAF_WAS_ASKED_FOR:
+        pass
+    return [_fate(node) for node in leaf_nodes]
+
+
+def _fate(leaf_node: Any) -> Fate:
+    try:
+        runs = leaf_node is not None and torch._C._will_engine_execute_node(leaf_node)
+    except _LEAF_WAS_ASKED_FOR:
+        return Fate.RETURNED
+    return Fate.ADDED if runs else Fate.DROPPED
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> tuple[torch.Tensor, ...]:
+    """`function.apply` without the search of its arguments for dead wrappers of functorch."""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc, no-any-return]
+
+
+def split(tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    """Consecutive parts of a 1D tensor that share its memory; the cheapest form of `torch.split`."""
+    return list(torch.unsafe_split_with_sizes(tensor, sizes))
+
+
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """How many tensors and other objects share a storage."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def chunk_cat(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Cut each tensor along dim 0 into ``out.shape[0]`` equal chunks; row r of `out` gets the r-th chunk of each."""
+    torch._chunk_cat(list(tensors), 0, out.shape[0], out=out)
+
+
+def active_saved_tensors_hooks() -> SavedTensorsHooks | None:
+    """The innermost saved-tensor hooks of this thread; torch applies no others."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+@contextlib.contextmanager
+def saved_tensors_hooks_set_aside() -> Iterator[None]:
+    """Without the innermost saved-tensor hooks of this thread, of which there must be some."""
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def refuses_saved_tensors_hooks(error: BaseException) -> bool:
+    """Whether a transform of `torch.func` has raised this error because there are saved-tensor hooks."""
+    return type(error) is RuntimeError and "torch.func" in str(error) and "saved tensor hooks" in str(error)
+
+
+_CHECKPOINTS_LOOK_FOR_HOOKS = hasattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks")  # from torch 2.15
+
+
+def passed_by_checkpoints(pack: Callable[[torch.Tensor], Any], outer: SavedTensorsHooks | None) -> Any:
+    """The `pack` of saved-tensor hooks, a bound method, as a checkpoint is to see it: not one that the user has set.
+
+    From torch 2.15 on a selective checkpoint warns of a user's hooks around it and, if told to, has them pack what it
+    saves. Ours are then passed over, in favour of `outer`, those in force outside of them.
+    """
+    if not _CHECKPOINTS_LOOK_FOR_HOOKS:
+        return pack
+    marked: Any = partial(pack)
+    marked.__self__ = pack.__self__  # type: ignore[attr-defined]
+    marked._checkpoint_internal = True
+    marked._user_hooks = outer
+    return marked
+
+
+def default_reduce_dtype(stored: torch.dtype, compute: torch.dtype) -> torch.dtype:
+    """The dtype that a `MixedPrecisionPolicy` without ``reduce_dtype`` means, which torch 2.15 has changed.
+
+    There gradients are reduced in the dtype in which their parameters are stored, before in that of compute.
+    """
+    return stored if torch.__version__ >= "2.15" else compute
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor, without the autograd node and the copy that `to_local` makes."""
+    return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
+
+
+def dtensor_like(reference: torch.Tensor, local: torch.Tensor) -> DTensor:
+    """A DTensor over `local` with the layout of `reference`.
+
+    `DTensor.from_local` costs 20 times as much, and half of what the class itself costs is an `__init__` that does
+    nothing but keep Dynamo out.
+    """
+    return DTensor.__new__(DTensor, local, reference._spec, requires_grad=False)  # type: ignore[attr-defined]
+
+
+def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`local_tensor` of several DTensors."""
+    return [tensor._local_tensor for tensor in tensors]  # type: ignore[attr-defined]
+
+
+def any_gradient_hooks(leaves: Sequence[torch.Tensor]) -> bool:
+    """Whether a leaf has tensor hooks or post-accumulate hooks that autograd would call."""
+    return any([leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves])  # noqa: C419 - faster
+
+
+def take_gradient_hooks(leaf: torch.Tensor) -> tuple[dict[int, Hook] | None, dict[int, Hook] | None]:
+    """Take the tensor hooks and the post-accumulate hooks of a leaf away, so that autograd does not call them.
+
+    Handles of the hooks stay valid: they remove from the dictionaries that are returned (None if there is no hook).
+    """
+    tensor_hooks, post_hooks = leaf._backward_hooks, leaf._post_accumulate_grad_hooks
+    if tensor_hooks:
+        leaf._backward_hooks = OrderedDict()
+    if post_hooks:
+        leaf._post_accumulate_grad_hooks = OrderedDict()
+    return tensor_hooks or None, post_hooks or None
+
+
+def set_grad_enabled(enabled: bool) -> None:
+    """Set grad mode; a tenth of the cost of `torch.no_grad`."""
+    torch._C._set_grad_enabled(enabled)
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the backend (``gloo``, ``nccl``, ...) that serves `device` in a process group."""
+    return group._get_backend(device).name().lower()
+
+
+def all_gather_options() -> Any:
+    """Options of an asynchronous all-gather."""
+    options = c10d.AllgatherOptions()
+    options.asyncOp = True
+    return options
+
+
+def broadcast_options(root: int) -> Any:
+    """Options of an asynchronous broadcast from group rank `root`."""
+    options = c10d.BroadcastOptions()
+    options.rootRank = root
+    options.asyncOp = True
+    return options
+
+
+def reduce_scatter_options(op: Any) -> Any:
+    """Options of an asynchronous reduce-scatter."""
+    options = c10d.ReduceScatterOptions()
+    options.reduceOp = op
+    options.asyncOp = True
+    return options
+
+
+def all_reduce_options(op: Any) -> Any:
+    """Options of an asynchronous all-reduce."""
+    options = c10d.AllreduceOptions()
+    options.reduceOp = op
+    options.asyncOp = True
+    return options
+
+
+def all_to_all_options() -> Any:
+    """Options of an asynchronous all-to-all."""
+    options = c10d.AllToAllOptions()
+    options.asyncOp = True
+    return options
+
+
+def store_of_one_process() -> Any:
+    """A store for a process group of one process; it opens no port."""
+    return c10d.HashStore()
+
+
+def launched() -> bool:
+    """Whether a launcher has set the environment of `torch.distributed`."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def tree_tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors in nested tuples, lists, dicts and other containers that torch knows."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """The same tree with `function` applied to each of its tensors."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    return pytree.tree_map_only(torch.Tensor, function, tree)
+
+
+def process_group_allocation(group: dist.ProcessGroup) -> tuple[Any, Any]:
+    """torch's all-gather and reduce-scatter whose buffers come from the process group's own allocator."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    return collectives.ProcessGroupAllocAllGather(group), collectives.ProcessGroupAllocReduceScatter(group)
+
+
+def symmetric_memory_gather(group: dist.ProcessGroup, backend: str) -> Any:
+    """torch's all-gather through symmetric memory; None where this version of torch has none."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    kind = getattr(collectives, "SymmMemAllGather", None)
+    return None if kind is None else kind(group, backend)
+
+
+def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """The axes of several submeshes of one mesh, one after the other, as one mesh."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def strided_shard(dim: int, factor: int) -> Shard:
+    """The placement of a mesh axis that cuts `dim` within each of the `factor` pieces of a later axis."""
+    return _StridedShard(dim, split_factor=factor)  # type: ignore[return-value]

@@ -1,0 +1,165 @@
+"""Shard a whole model by a rule: by class, by size, or by its repeated blocks; and strategies by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ._api import fully_shard
+from ._errors import ShardConfigTypeError, ShardConfigValueError
+from ._mesh import ensure_process_group, replicated_mesh
+from ._module import FSDPModule
+
+Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "hsdp"]
+_KEEPS_AFTER_FORWARD = ("ddp", "zero1", "zero2")
+_KEEPS_AFTER_BACKWARD = ("ddp", "zero1")
+
+
+def shard_by_class(
+    model: nn.Module,
+    classes: Iterable[type[nn.Module]],
+    *,
+    strategy: Strategy = "zero3",
+    replicas: int = 1,
+    mesh: DeviceMesh | None = None,
+    root: bool = True,
+    **options: Any,
+) -> list[nn.Module]:
+    """Shard every module of the given classes, and the model itself.
+
+    Args:
+        model: the model, changed in place.
+        classes: classes of the modules that get a group of their own, for example ``{Block}``.
+        strategy: ``none`` shards nothing. ``ddp`` replicates parameters and averages gradients by all-reduce.
+            ``zero1`` keeps unsharded parameters from their first use to the optimizer's step, ``zero2`` until the
+            end of backward, ``zero3`` frees them after each use. ``hsdp`` is ``zero3`` within each of `replicas`
+            groups of ranks.
+        replicas: for ``hsdp``: number of replicas, a divisor of the world size.
+        mesh: the mesh to use in the place of the one that the strategy makes.
+        root: shard the model itself too, for the parameters that no block holds.
+        options: further arguments of `fully_shard`.
+
+    Returns:
+        what was sharded, children before parents.
+
+    Raises:
+        ShardConfigTypeError: `classes` are no module classes.
+        ShardConfigValueError: no module is of these classes; an unknown strategy; `replicas` that do not divide.
+    """
+    kinds = tuple(classes) if isinstance(classes, Iterable) else (classes,)
+    if not kinds or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
+        raise ShardConfigTypeError(f"classes: expected a set of nn.Module classes, got {classes!r}")
+    found = [module for module in _children_first(model) if isinstance(module, kinds) and module is not model]
+    if not found and not isinstance(model, kinds):
+        names = ", ".join(kind.__name__ for kind in kinds)
+        raise ShardConfigValueError(f"classes: {type(model).__name__} holds no module of {names}")
+    return _shard(model, found, strategy, replicas, mesh, root, options)
+
+
+def shard_by_size(
+    model: nn.Module,
+    *,
+    min_bytes: int,
+    strategy: Strategy = "zero3",
+    replicas: int = 1,
+    mesh: DeviceMesh | None = None,
+    root: bool = True,
+    **options: Any,
+) -> list[nn.Module]:
+    """Shard the innermost modules whose parameters, less those of sharded modules within, reach `min_bytes` bytes.
+
+    The other arguments, the result and the errors are those of `shard_by_class`.
+
+    Raises:
+        ShardConfigValueError: `min_bytes` is no positive integer.
+    """
+    if not isinstance(min_bytes, int) or isinstance(min_bytes, bool) or min_bytes < 1:
+        raise ShardConfigValueError(f"min_bytes: expected a positive number of bytes, got {min_bytes!r}")
+    taken: set[int] = set()
+    found = []
+    for module in _children_first(model):
+        own = [p for p in module.parameters() if id(p) not in taken]
+        if module is not model and _has_forward(module) and sum(p.nbytes for p in own) >= min_bytes:
+            taken.update(map(id, own))
+            found.append(module)
+    return _shard(model, found, strategy, replicas, mesh, root, options)
+
+
+def shard_auto(
+    model: nn.Module,
+    *,
+    strategy: Strategy = "zero3",
+    replicas: int = 1,
+    mesh: DeviceMesh | None = None,
+    root: bool = True,
+    **options: Any,
+) -> list[nn.Module]:
+    """Shard the repeated blocks: the outermost siblings that are alike in class, structure and parameter shapes.
+
+    The other arguments, the result and the errors are those of `shard_by_class`. A model without repetition becomes
+    one group.
+    """
+    return _shard(model, _repeated(model), strategy, replicas, mesh, root, options)
+
+
+def _children_first(model: nn.Module) -> list[nn.Module]:
+    found = {id(module): module for child in model.children() for module in _children_first(child)}
+    return list({**found, id(model): model}.values())
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _structure(module: nn.Module) -> tuple[Any, ...]:
+    params = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters(recurse=False))
+    return type(module), params, tuple((name, _structure(child)) for name, child in module.named_children())
+
+
+def _repeated(model: nn.Module) -> list[nn.Module]:
+    children = [child for child in model.children() if any(True for _ in child.parameters())]
+    kinds = Counter(map(_structure, children))
+    found: list[nn.Module] = []
+    for child in children:
+        if kinds[_structure(child)] > 1 and _has_forward(child):
+            found.append(child)
+        else:
+            found += _repeated(child)
+    return found
+
+
+def _strategy_mesh(strategy: Strategy, replicas: int) -> DeviceMesh | None:
+    if strategy == "ddp":
+        ensure_process_group()
+        return replicated_mesh(dist.get_world_size())
+    return replicated_mesh(replicas) if strategy == "hsdp" else None
+
+
+def _shard(
+    model: nn.Module,
+    found: list[nn.Module],
+    strategy: Strategy,
+    replicas: int,
+    mesh: DeviceMesh | None,
+    root: bool,
+    options: dict[str, Any],
+) -> list[nn.Module]:
+    if strategy not in get_args(Strategy):
+        raise ShardConfigValueError(f"strategy: expected one of {', '.join(get_args(Strategy))}, got {strategy!r}")
+    if strategy == "none":
+        return []
+    if mesh is None:
+        mesh = _strategy_mesh(strategy, replicas)
+    if strategy in _KEEPS_AFTER_FORWARD:
+        options = {"reshard_after_forward": False, **options}
+    sharded = [*found, model] if root else found
+    for module in sharded:
+        fully_shard(module, mesh=mesh, **options)
+        if strategy in _KEEPS_AFTER_BACKWARD and isinstance(module, FSDPModule):
+            module.set_reshard_after_backward(False, recurse=False)
+    return sharded

@@ -1,0 +1,23 @@
+"""Figures of a training and of a record, and compiled graphs as short text. Drawing needs matplotlib (extra `plot`)."""
+
+from composable_shard._graphs import Gather as Gather
+from composable_shard._graphs import GraphReport as GraphReport
+from composable_shard._graphs import report_graph as report_graph
+from composable_shard._graphs import sequence as sequence
+from composable_shard._guard import watch_graphs as watch_graphs
+from composable_shard.report._plots import plot_loss as plot_loss
+from composable_shard.report._plots import plot_memory as plot_memory
+from composable_shard.report._plots import plot_resident_memory as plot_resident_memory
+from composable_shard.report._plots import read_metrics as read_metrics
+
+__all__ = [
+    "Gather",
+    "GraphReport",
+    "plot_loss",
+    "plot_memory",
+    "plot_resident_memory",
+    "read_metrics",
+    "report_graph",
+    "sequence",
+    "watch_graphs",
+]

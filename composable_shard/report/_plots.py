@@ -1,0 +1,167 @@
+"""Plain functions: rows or a record in, a picture file out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from composable_shard._record import Record
+
+    Row = Mapping[str, float]
+
+MIB = 1 << 20
+
+# What was measured, what stands out in it, and what it is compared with.
+_MEASURED, _HELD_OUT, _REFERENCE = "#30638e", "#d1495b", "#6b7280"
+
+
+def read_metrics(path: str | Path) -> list[dict[str, float]]:
+    """The rows of a metrics file, one JSON object a line; a last line cut short is left out.
+
+    Raises:
+        ValueError: a line that is not the last is no JSON; the message gives its number.
+    """
+    rows: list[dict[str, float]] = []
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number}: not a JSON object: {error}") from error
+    return rows
+
+
+def plot_loss(
+    metrics: Sequence[Row] | str | Path,
+    path: str | Path,
+    *,
+    references: Mapping[str, float] | None = None,
+) -> None:
+    """Draw the loss of each step, smoothed too, and the held-out loss where it was measured.
+
+    Arguments:
+        metrics: rows with `step` and `loss` (nats a byte) and, here and there, `held_out`; or a
+            metrics file.
+        path: the picture to write; its ending gives the kind.
+        references: horizontal lines to compare with, by name.
+
+    Raises:
+        ValueError: no row has a loss.
+        ImportError: matplotlib is missing.
+    """
+    rows: Sequence[Row] = read_metrics(metrics) if isinstance(metrics, str | Path) else metrics
+    steps = [row["step"] for row in rows if "loss" in row]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    if not steps:
+        raise ValueError("plot_loss: no row has a `loss`; train at least one step first")
+    measured = [(row["step"], row["held_out"]) for row in rows if "held_out" in row]
+    with _figure(path) as axes:
+        axes.plot(steps, losses, color=_MEASURED, alpha=0.25, linewidth=0.8)
+        axes.plot(steps, _smooth(losses), color=_MEASURED, label="training")
+        if measured:
+            axes.plot(*zip(*measured, strict=True), "o-", color=_HELD_OUT, label="held out")
+        for name, value in (references or {}).items():
+            axes.axhline(value, color=_REFERENCE, linestyle="--", label=f"{name} {value:.2f}")
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss (nats a byte)")
+        axes.legend(frameon=False)
+
+
+def plot_memory(
+    record: Record,
+    path: str | Path,
+    *,
+    predicted_peak: int | None = None,
+    title: str = "Memory of one iteration",
+) -> None:
+    """Draw the bytes that were live in the pool after each action of one iteration.
+
+    Arguments:
+        record: what the iteration did; `live_bytes[i]` holds after `actions[i]`.
+        path: the picture to write; its ending gives the kind.
+        predicted_peak: bytes that the plan foresaw at the most, drawn as a line.
+        title: a headline.
+
+    Raises:
+        ValueError: the record holds no action.
+        ImportError: matplotlib is missing.
+    """
+    if not record.actions:
+        raise ValueError("plot_memory: the record holds no action; run one whole iteration first")
+    live = [held / MIB for held in record.live_bytes]
+    peak = max(live)
+    foreseen = None if predicted_peak is None else predicted_peak / MIB
+    with _figure(path, width=10.0) as axes:
+        axes.stairs(live, range(len(live) + 1), baseline=None, color=_MEASURED)
+        axes.stairs(live, range(len(live) + 1), fill=True, color=_MEASURED, alpha=0.2)
+        axes.axhline(peak, color=_HELD_OUT, linewidth=0.8, label=f"peak {peak:.2f} MiB")
+        if foreseen is not None:
+            label = f"predicted peak {foreseen:.2f} MiB"
+            axes.axhline(foreseen, color=_REFERENCE, linestyle="--", label=label)
+        labels = [str(action) for action in record.actions]
+        shown = range(0, len(labels), max(1, len(labels) // 40))
+        axes.set_xticks([i + 0.5 for i in shown], [labels[i] for i in shown], rotation=90, fontsize=6)
+        axes.set_ylim(0, 1.25 * max(peak, foreseen or 0.0))  # room for the legend
+        axes.set_xlim(0, len(live))
+        axes.set_xlabel("actions in the order of their issue")
+        axes.set_ylabel("unsharded parameters and\nreduce buffers (MiB)")
+        axes.set_title(title)
+        axes.legend(frameon=False, loc="upper left", ncols=2)
+
+
+def plot_resident_memory(metrics: Sequence[Row], path: str | Path) -> None:
+    """Draw the memory of a process over its training.
+
+    Arguments:
+        metrics: rows with `seconds` and `memory_bytes`.
+        path: the picture to write; its ending gives the kind.
+
+    Raises:
+        ValueError: no row has both.
+        ImportError: matplotlib is missing.
+    """
+    points = [
+        (row["seconds"], row["memory_bytes"] / MIB) for row in metrics if "seconds" in row and "memory_bytes" in row
+    ]
+    if not points:
+        raise ValueError("plot_resident_memory: no row has both `seconds` and `memory_bytes`")
+    with _figure(path) as axes:
+        axes.plot(*zip(*points, strict=True), color=_MEASURED)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("seconds of training")
+        axes.set_ylabel("memory of one process (MiB)")
+
+
+@contextmanager
+def _figure(path: str | Path, *, width: float = 7.0) -> Iterator[Any]:
+    """The axes to draw on; saved to `path` at the end, on no display and in no global state."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "composable_shard.report draws with matplotlib, which is not installed; "
+            'install it with: pip install "composable-shard[plot]"'
+        ) from error
+    figure = Figure(figsize=(width, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.25)
+    yield axes
+    figure.savefig(path, dpi=130)
+
+
+def _smooth(values: Sequence[float], weight: float = 0.95) -> list[float]:
+    """A moving average that is not pulled toward zero at its start."""
+    smooth, total, share = [], 0.0, 0.0
+    for value in values:
+        total = weight * total + (1 - weight) * value
+        share = weight * share + (1 - weight)
+        smooth.append(total / share)
+    return smooth
