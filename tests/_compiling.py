@@ -1,0 +1,135 @@
+"""A sharded model eager and compiled, step by step, and the graphs in short words.
+
+A case is a function that runs on every rank of a job and returns the text of its graphs; `graphs_of` runs it and gives
+the text, which must be the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+import composable_shard as cs
+from _engines import fully_shard
+from _pool import POOL
+from composable_shard._torch import GRAPHS_GIVE_NONE
+from composable_shard.report import watch_graphs
+
+LIMIT_S = 150.0
+
+
+def graphs_of(body: Callable[..., str], world: int = 2, **kwargs: Any) -> str:
+    """Run `body(rank, world, **kwargs)` on every rank; returns the text that all give."""
+    texts = POOL.run(f"{body.__module__}:{body.__qualname__}", world, kwargs, LIMIT_S)
+    assert len(set(texts)) == 1, f"ranks have different graphs: {texts}"
+    return texts[0]
+
+
+def make_twins(model: nn.Module, shard: Callable[..., Any], **options: Any) -> tuple[nn.Module, nn.Module]:
+    """Two equal sharded models."""
+    torch.manual_seed(3)
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.3) if param.is_floating_point() else None
+    other = copy.deepcopy(model)
+    for each in (model, other):
+        shard(each, fully_shard, **options)
+    return model, other
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def same_gradients(eager: nn.Module, model: nn.Module, when: str = "") -> None:
+    """Gradients equal to the bit, None where the other is, on sharded parameters that are DTensors."""
+    for name, param in eager.named_parameters():
+        twin = model.get_parameter(name)
+        assert type(twin) is type(param), name
+        if not GRAPHS_GIVE_NONE and param.grad is None and twin.grad is not None:
+            assert not local(twin.grad).any(), f"{name} {when}"
+            continue
+        assert (param.grad is None) == (twin.grad is None), f"{name} {when}: {param.grad} and {twin.grad}"
+        if param.grad is not None:
+            assert type(param.grad) is type(twin.grad), name
+            assert param.grad.dtype == twin.grad.dtype, name
+            assert torch.equal(local(param.grad), local(twin.grad)), f"gradient of {name} {when}"
+
+
+def same_values(eager: nn.Module, model: nn.Module) -> None:
+    """Parameters and buffers equal to the bit."""
+    for name, value in eager.state_dict().items():
+        assert torch.equal(local(value), local(model.state_dict()[name])), name
+
+
+class Sides:
+    """An eager model and its compiled twin, stepped together."""
+
+    def __init__(self, eager: nn.Module, model: nn.Module, backend: str = "aot_eager", **compile_options: Any) -> None:
+        torch._dynamo.reset()
+        self.eager, self.model = eager, model
+        self.run = cs.compile(model, backend=backend, **compile_options)
+        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (eager, model)]
+
+    @property
+    def both(self) -> tuple[nn.Module, nn.Module]:
+        return self.eager, self.run
+
+    def train(self, loss_of: Callable[[nn.Module, int], torch.Tensor], steps: int = 3) -> None:
+        for step in range(steps):
+            losses = [loss_of(each, step) for each in self.both]
+            assert torch.equal(*losses), f"loss of step {step}: {losses}"
+            for loss in losses:
+                loss.backward()
+            same_gradients(self.eager, self.model, f"in step {step}")
+            self.update()
+
+    def update(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        same_values(self.eager, self.model)
+
+
+def text_of(reports: Any) -> str:
+    """A line a graph, and the bytes that it saves for backward."""
+    lines = []
+    for report in reports:
+        saves = f", saves {report.saved} bytes" if report.direction == "forward" else ""
+        lines.append(f"{report.direction} {report.sequence or '-'}{saves}\n")
+    return "".join(lines)
+
+
+def three_steps(
+    rank: int,
+    model: nn.Module,
+    shard: Callable[..., Any],
+    inputs: Callable[[int, int], Any],
+    *,
+    loss_of: Callable[[nn.Module, int], torch.Tensor] | None = None,
+    before: Callable[[nn.Module], None] | None = None,
+    backend: str = "aot_eager",
+    steps: int = 3,
+    **options: Any,
+) -> str:
+    """Train both sides for some steps; returns the text of all graphs that were compiled meanwhile."""
+    eager, twin = make_twins(model, shard, **options)
+    for each in (eager, twin):
+        if before is not None:
+            before(each)
+    sides = Sides(eager, twin, backend)
+    with watch_graphs() as found:
+        sides.train(loss_of or (lambda each, step: each(*inputs(rank, step)).float().square().mean()), steps)
+    return text_of(found)
+
+
+def quiet(body: Callable[[], Any]) -> Any:
+    """Call `body` without the warnings of torch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return body()

@@ -1,0 +1,40 @@
+"""What the tests call "ours", and the other side.
+
+COMPOSABLE_SHARD_TEST_ENGINE=fsdp2 puts torch's own FSDP2 in our place: the tests that fail then are the differences.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+
+FullyShard = Callable[..., Any]
+
+
+def _pick_ours() -> FullyShard:
+    if os.environ.get("COMPOSABLE_SHARD_TEST_ENGINE") == "fsdp2":
+        return fsdp2
+    import composable_shard
+
+    return composable_shard.fully_shard
+
+
+fully_shard = _pick_ours()
+ENGINES: dict[str, FullyShard] = {"ours": fully_shard, "fsdp2": fsdp2}
+
+
+@functools.lru_cache(maxsize=32)
+def _mesh(shape: tuple[int, ...], names: tuple[str, ...], group: object) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    """A mesh over the default group, made once per group: `mesh_of(2, 2)` replicates on axis 0 and shards on axis 1."""
+    names = ("replicate", "shard") if len(shape) == 2 else ("shard",)
+    return _mesh(shape, names, dist.group.WORLD)

@@ -1,0 +1,99 @@
+"""Small models whose parameters do not divide evenly, and ways to shard them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from _engines import FullyShard
+
+
+class Block(nn.Module):
+    """A residual MLP; `dim` and `hidden` decide whether shards are even."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Input projection, blocks, head; the two projections are the root's own parameters."""
+
+    def __init__(self, blocks: int = 3, dim: int = 6, hidden: int = 10, out: int = 4) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, dim)
+        self.blocks = nn.ModuleList(Block(dim, hidden) for _ in range(blocks))
+        self.head = nn.Linear(dim, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class TiedText(nn.Module):
+    """An embedding whose weight is also the head's, around blocks."""
+
+    def __init__(self, vocabulary: int = 11, dim: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, dim)
+        self.blocks = nn.ModuleList(Block(dim, 2 * dim) for _ in range(2))
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def generator(rank: int, step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1 + 1009 * step + rank)
+
+
+def vectors(rank: int, step: int) -> tuple[Tensor]:
+    """A batch for `Stack`, different on each rank and step."""
+    return (torch.randn(5, 4, generator=generator(rank, step)),)
+
+
+def tokens(rank: int, step: int) -> tuple[Tensor]:
+    """A batch for `TiedText`."""
+    return (torch.randint(0, 11, (3, 4), generator=generator(rank, step)),)
+
+
+def shard_blocks(model: Any, fully_shard: FullyShard, **options: Any) -> None:
+    """Each block a group of its own, the rest in the root's."""
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def shard_root(model: Any, fully_shard: FullyShard, **options: Any) -> None:
+    """One group with everything in it."""
+    fully_shard(model, **options)
+
+
+def shard_nested(model: Any, fully_shard: FullyShard, **options: Any) -> None:
+    """Groups within groups within the root: a Linear, its block, the model."""
+    for block in model.blocks:
+        fully_shard(block.up, **options)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def shard_lists(model: Any, fully_shard: FullyShard, **options: Any) -> None:
+    """The first two blocks share one group, the last block's two Linears another."""
+    fully_shard([model.blocks[0], model.blocks[1]], **options)
+    fully_shard([model.blocks[-1].up, model.blocks[-1].down], **options)
+    fully_shard(model, **options)

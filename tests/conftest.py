@@ -1,0 +1,16 @@
+"""Ends the worker pool with the session; see _pool.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = str(Path(__file__).parent)
+if HERE not in sys.path:  # the helpers (_pool, _parity) import each other by name, in pytest and in the workers
+    sys.path.insert(0, HERE)
+
+
+def pytest_unconfigure() -> None:
+    from _pool import POOL
+
+    POOL.close()

@@ -1,0 +1,149 @@
+"""Gradient accumulation, with reductions on and off, and microbatches that are given up."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from _engines import fully_shard
+from _models import Stack, shard_blocks, shard_nested, vectors
+from _parity import Case, check_parity, plain_step
+from _pool import distributed
+
+
+def sync_off_then_on(run):
+    run.set_sync(False)
+    run.backward(run.loss(0))
+    run.backward(run.loss(1))
+    run.set_sync(True)
+    loss = run.loss(2)
+    run.backward(loss)
+    return loss
+
+
+def sync_always(run):
+    run.backward(run.loss(0))
+    loss = run.loss(1)
+    run.backward(loss)
+    return loss
+
+
+def sync_on_then_off_then_on(run):
+    run.backward(run.loss(0))
+    run.set_sync(False)
+    run.backward(run.loss(1))
+    run.set_sync(True)
+    loss = run.loss(2)
+    run.backward(loss)
+    return loss
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("train", [sync_off_then_on, sync_always, sync_on_then_off_then_on])
+@distributed(world=2)
+def test_accumulation_is_exact_whichever_microbatch_reduces(rank, world, train, reshard):
+    shard = functools.partial(shard_blocks, reshard_after_forward=reshard)
+    check_parity(Case(model=Stack, shard=shard, train=train), rank, world)
+
+
+@distributed(world=(1, 4))
+def test_accumulation_is_exact_at_other_world_sizes(rank, world):
+    check_parity(Case(model=Stack, train=sync_off_then_on, optimizer="adamw"), rank, world)
+
+
+@distributed(world=2)
+def test_accumulation_is_exact_in_nested_groups(rank, world):
+    check_parity(Case(model=Stack, shard=shard_nested, train=sync_off_then_on), rank, world)
+
+
+@distributed(world=2)
+def test_parameters_kept_unsharded_between_microbatches_are_exact(rank, world):
+    def train(run):
+        if not run.reference:
+            run.model.set_reshard_after_backward(False)
+        run.backward(run.loss(0))
+        if not run.reference:
+            run.model.set_reshard_after_backward(True)
+        loss = run.loss(1)
+        run.backward(loss)
+        return loss
+
+    check_parity(Case(model=Stack, train=train), rank, world)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("via", ["optimizer", "model"])
+@distributed(world=(1, 2))
+def test_zero_grad_clears_an_abandoned_microbatch_without_sync(rank, world, set_to_none, via):
+    def train(run):
+        if run.step in (1, 2):
+            run.set_sync(False)
+            run.backward(run.loss(5))
+            run.zero_grad(set_to_none, via)
+            run.set_sync(True)
+        return plain_step(run)
+
+    why = "FSDP2 adds the abandoned gradient to the next one"
+    check_parity(Case(model=Stack, train=train, fsdp2=False, why=why), rank, world)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@distributed(world=2)
+def test_zero_grad_between_microbatches_without_sync_keeps_only_the_later_ones(rank, world, set_to_none):
+    def train(run):
+        run.set_sync(False)
+        run.backward(run.loss(5))
+        run.zero_grad(set_to_none)
+        run.backward(run.loss(6))
+        run.backward(run.loss(7))
+        run.set_sync(True)
+        return plain_step(run)
+
+    why = "FSDP2 adds the abandoned gradient to the next one"
+    check_parity(Case(model=Stack, train=train, fsdp2=False, why=why), rank, world)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@distributed(world=2)
+def test_zero_grad_clears_reduced_and_unreduced_gradients_together(rank, world, set_to_none):
+    def train(run):
+        run.backward(run.loss(4))
+        run.set_sync(False)
+        run.backward(run.loss(5))
+        run.zero_grad(set_to_none)
+        run.set_sync(True)
+        return plain_step(run)
+
+    why = "FSDP2 adds the abandoned gradient to the next one"
+    check_parity(Case(model=Stack, train=train, fsdp2=False, why=why), rank, world)
+
+
+@distributed(world=2)
+def test_an_existing_gradient_is_added_to_and_kept(rank, world):
+    model = Stack()
+    shard_blocks(model, fully_shard)
+    x = vectors(rank, 0)
+    model(*x).square().mean().backward()
+    once = {n: p.grad.full_tensor().clone() for n, p in model.named_parameters()}
+    held = {n: p.grad for n, p in model.named_parameters()}
+    model(*x).square().mean().backward()
+    for name, param in model.named_parameters():
+        assert isinstance(param.grad, DTensor)
+        assert torch.equal(param.grad.full_tensor(), once[name] + once[name]), name
+        assert param.grad is held[name], f"the gradient of {name} was replaced, not added to"
+
+
+@distributed(world=2)
+def test_a_gradient_that_the_user_holds_is_not_overwritten_by_the_next_step(rank, world):
+    model = Stack()
+    shard_blocks(model, fully_shard)
+    held = {}
+    for step in range(3):
+        model(*vectors(rank, step)).square().mean().backward()
+        for name, (grad, copy) in held.items():
+            assert torch.equal(grad.to_local(), copy), f"step {step} overwrote the held gradient of {name}"
+        held = {n: (p.grad, p.grad.to_local().clone()) for n, p in model.named_parameters()}
+        model.zero_grad()

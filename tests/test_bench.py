@@ -1,0 +1,147 @@
+"""The benchmarks run with tiny settings, print their table and write valid JSON."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BENCH = ROOT / "bench"
+
+NOOP = """
+import torch
+import torch.distributed as dist
+import _noop
+from torch.distributed.device_mesh import init_device_mesh
+
+_noop.init(8)
+mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+assert dist.get_world_size() == 8
+assert mesh["shard"].size() == 4
+group = mesh["shard"].get_group()
+x, y = torch.ones(2), torch.full((8,), 7.0)
+with _noop.recording() as calls:
+    works = [
+        group._allgather_base(y, x),
+        group._reduce_scatter_base(x, y, dist.ReduceScatterOptions()),
+        group.alltoall_base(y, y, [], []),
+        dist.all_reduce(x, async_op=True),
+        dist.broadcast(x, 0, async_op=True),
+        dist.barrier(async_op=True),
+        dist.isend(x, 1),
+        dist.irecv(x, 1),
+    ]
+    with dist._coalescing_manager(async_ops=True) as coalesced:
+        dist.all_reduce(x)
+        dist.all_reduce(y)
+    coalesced.wait()
+for work in works:
+    work.wait()
+    assert work.is_completed()
+assert x.tolist() == [1, 1]
+assert y.tolist() == [7] * 8
+assert len(calls) >= len(works) + 1
+_noop.replay(calls)
+ops = torch.ops._c10d_functional
+with torch.enable_grad():
+    z = torch.ones(2, requires_grad=True)
+    full = ops.wait_tensor(ops.all_gather_into_tensor(z, 4, group.group_name))
+    full.sum().backward()
+assert full.shape == (8,)
+_noop.shutdown()
+_noop.init(512)
+assert init_device_mesh("cpu", (512,)).size() == 512
+"""
+
+
+def python(*arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{BENCH}{os.pathsep}{ROOT}"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def bench(name: str, *arguments: str, limit_s: float = 60.0) -> str:
+    done = python(str(BENCH / name), *arguments, timeout=limit_s)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def read(path: Path) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+def test_the_noop_backend_answers_every_collective_and_touches_no_data() -> None:
+    done = python("-c", NOOP)
+    assert done.returncode == 0, done.stderr
+
+
+def test_overhead_prints_its_table_and_writes_json(tmp_path: Path) -> None:
+    file = tmp_path / "overhead.json"
+    shown = bench("overhead.py", "--blocks=2", "--rounds=2", "--world=4,8", f"--json={file}")
+    assert "added / FSDP2's" in shown
+    found = read(file)
+    assert found["settings"]["world"] == [4, 8]
+    engines = [(result["world"], result["engine"]) for result in found["results"]]
+    assert engines == [(w, e) for w in (4, 8) for e in ("plain", "ours", "fsdp2")]
+    for result in found["results"]:
+        assert result["step"]["low"] <= result["step"]["median"] <= result["step"]["high"]
+        assert (result["collectives"] > 0) == (result["engine"] != "plain")
+
+
+def test_the_profile_shows_functions_of_the_package() -> None:
+    shown = bench("overhead.py", "--blocks=2", "--world=8", "--profile=ours", "--lines=200")
+    assert "composable_shard/_" in shown
+
+
+def test_step_prints_its_table_and_the_losses_of_all_engines_agree(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    shown = bench("step.py", "--sizes=tiny", "--rounds=2", "--aa", "--timeout=45", f"--json={file}")
+    assert "beyond compute" in shown
+    assert "agree over all steps" in shown
+    results = {result["engine"]: result for result in read(file)["results"]}
+    assert [*results] == ["ours", "fsdp2", "fsdp1", "ddp", "compute", "fsdp2-again"]
+    assert results["fsdp2"]["wall_ratio"]["median"] == 1
+    assert all(result["loss_difference"] < 1e-5 for result in results.values())
+
+
+def test_step_ends_ranks_that_take_too_long_and_says_so() -> None:
+    done = python(str(BENCH / "step.py"), "--sizes=tiny", "--engines=fsdp2", "--timeout=0.2")
+    assert done.returncode == 1
+    assert "still running after 0.2 s" in done.stderr
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.matrix
+def test_compile_prints_its_three_tables_and_writes_json(tmp_path: Path) -> None:
+    file = tmp_path / "compile.json"
+    engines = "ours-whole,ours,fsdp2-blocks,compute-whole"
+    few = ["--sizes=tiny", f"--engines={engines}", "--rounds=2", "--layers=1,2", "--compile-rounds=1", "--timeout=100"]
+    shown = bench("compile.py", *few, "--backend=aot_eager", f"--json={file}", limit_s=200.0)
+    assert "agree over all steps" in shown
+    assert "Time to compile" in shown
+    assert "Most memory during a step" in shown
+    results = read(file)["results"]
+    steps = {result["engine"]: result for result in results if "wall_ms" in result}
+    assert ",".join(steps) == engines
+    assert steps["fsdp2-blocks"]["wall_ratio"]["median"] == 1
+    compiled = [result for result in results if "layers" in result]
+    assert {(result["layers"], result["engine"]) for result in compiled} == {
+        (layers, engine) for layers in (1, 2) for engine in ("compute-whole", "ours-whole")
+    }
+    memory = {result["engine"]: result for result in results if "live" in result}
+    assert ",".join(memory) == engines
+    assert memory["compute-whole"]["model"] >= 2 * memory["ours-whole"]["model"] > 0
+    assert all(result["live"] > 0 for result in memory.values())

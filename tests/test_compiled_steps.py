@@ -1,0 +1,272 @@
+"""What happens to a compiled model over many steps: accumulation, modes, changing sizes, eager steps in between."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch.distributed.tensor import DTensor
+
+import composable_shard as cs
+from _compiling import LIMIT_S, Sides, graphs_of, make_twins, same_gradients, same_values, text_of
+from _engines import fully_shard
+from _models import Stack, shard_blocks, vectors
+from _pool import POOL, distributed
+from composable_shard._torch import GRAPHS_GIVE_NONE
+from composable_shard.report import watch_graphs
+
+
+def twins(shard=shard_blocks, blocks=2, **options):
+    return make_twins(Stack(blocks, dim=8, hidden=16), shard, **options)
+
+
+def loss_of(model, rank, step):
+    return model(*vectors(rank, step)).square().mean()
+
+
+def no_more_graphs():
+    return torch._dynamo.config.patch(error_on_recompile=True)
+
+
+# ---- accumulation
+
+
+def accumulate(rank, world):
+    """Two steps of three micro-batches, of which the last one reduces."""
+    sides = Sides(*twins(blocks=1))
+    with watch_graphs() as found:
+        for step in range(3):
+            for micro in range(3):
+                for each in (sides.eager, sides.model):
+                    each.set_requires_gradient_sync(micro == 2)
+                for each in sides.both:
+                    loss_of(each, rank, 3 * step + micro).backward()
+            same_gradients(sides.eager, sides.model, f"in step {step}")
+            sides.update()
+    return text_of(found)
+
+
+def refused(rank, world):
+    """Before torch 2.13, micro-batches without sync are for the eager model."""
+    sides = Sides(*twins(blocks=1))
+    for each in (sides.eager, sides.model):
+        each.set_requires_gradient_sync(False)
+        loss_of(each, rank, 0).backward()
+    with pytest.raises(Exception, match=r"needs torch 2\.13 or later"):
+        loss_of(sides.run, rank, 0)
+    for each in (sides.eager, sides.model):
+        each.set_requires_gradient_sync(True)
+    loss_of(sides.eager, rank, 1).backward()
+    loss_of(sides.run, rank, 1).backward()
+    same_gradients(sides.eager, sides.model)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.matrix)])
+def test_accumulation_without_sync_has_a_second_graph(world):
+    if not GRAPHS_GIVE_NONE:
+        POOL.run("test_compiled_steps:refused", world, limit_s=LIMIT_S)
+        return
+    text = graphs_of(accumulate, world=world)
+    if world == 2:
+        assert_expected_inline(
+            text,
+            """\
+forward GwmGwmmm, saves 1288 bytes
+backward mmGwmmmmkmk
+forward GwmGwmmm, saves 1288 bytes
+backward mmGwmmmmRwmRw
+""",
+        )
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_micro_batches_may_be_eager_and_compiled_in_any_order(rank, world):
+    if not GRAPHS_GIVE_NONE:
+        refused(rank, world)
+        return
+    sides = Sides(*twins(blocks=1))
+    eager, run = sides.model, sides.run
+    ways = [(eager, run, eager), (run, eager, run), (run, run, eager)]
+    for step, way in enumerate(ways):
+        for micro, call in enumerate(way):
+            for each in (sides.eager, sides.model):
+                each.set_requires_gradient_sync(micro == 2)
+            loss_of(sides.eager, rank, 3 * step + micro).backward()
+            loss_of(call, rank, 3 * step + micro).backward()
+        same_gradients(sides.eager, sides.model, f"in step {step}")
+        sides.update()
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_zero_grad_drops_gradients_that_a_compiled_backward_has_kept(rank, world):
+    sides = Sides(*twins(blocks=1))
+    for each in sides.both:
+        sides.model.set_requires_gradient_sync(False), sides.eager.set_requires_gradient_sync(False)
+        loss_of(each, rank, 0).backward()
+    for optimizer in sides.optimizers:
+        optimizer.zero_grad()
+    for each in sides.both:
+        sides.model.set_requires_gradient_sync(True), sides.eager.set_requires_gradient_sync(True)
+        loss_of(each, rank, 1).backward()
+    same_gradients(sides.eager, sides.model)
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_gradients_of_synced_micro_batches_add_up(rank, world):
+    sides = Sides(*twins(blocks=1))
+    for micro in range(3):
+        for each in sides.both:
+            loss_of(each, rank, micro).backward()
+    same_gradients(sides.eager, sides.model)
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_several_forwards_before_a_backward(rank, world):
+    sides = Sides(*twins(blocks=1))
+    for each in sides.both:
+        losses = [loss_of(each, rank, step) for step in range(3)]
+        (losses[0] + losses[2]).backward()
+        losses[1].backward()
+    same_gradients(sides.eager, sides.model)
+
+
+# ---- modes and sizes
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_without_gradients_there_is_one_graph_and_no_backward(rank, world):
+    sides = Sides(*twins(blocks=1))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with watch_graphs() as found, mode():
+            assert torch.equal(*[each(*vectors(rank, 0)) for each in sides.both])
+        assert text_of(found) == "inference GwmGwmmm\n", mode
+    for each in sides.both:
+        loss_of(each, rank, 0).backward()
+    same_gradients(sides.eager, sides.model)
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_batch_and_length_may_change_without_a_new_graph(rank, world):
+    sides = Sides(*twins(blocks=1), dynamic=True)
+    sizes = [(5, 3), (7, 2), (6, 11), (9, 4)]
+    for place, size in enumerate(sizes):
+        x = torch.randn(*size, 4, generator=torch.Generator().manual_seed(rank))
+        with torch._dynamo.config.patch(error_on_recompile=place > 0):
+            for each in sides.both:
+                each(x).square().mean().backward()
+        same_gradients(sides.eager, sides.model, str(size))
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_nothing_is_compiled_again_after_the_first_step(rank, world):
+    sides = Sides(*twins())
+    sides.train(lambda each, step: loss_of(each, rank, step), steps=1)
+    with no_more_graphs():
+        sides.train(lambda each, step: loss_of(each, rank, step), steps=3)
+
+
+# ---- eager and compiled steps of one model
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_eager_and_compiled_steps_alternate_with_optimizer_and_state_dict(rank, world):
+    sides = Sides(*twins())
+    for step, call in enumerate((sides.model, sides.run, sides.run, sides.model, sides.run)):
+        with torch._dynamo.config.patch(error_on_recompile=step > 1):
+            losses = [loss_of(each, rank, step) for each in (sides.eager, call)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        same_gradients(sides.eager, sides.model, f"in step {step}")
+        sides.update()
+        assert all(isinstance(value, DTensor) for value in sides.model.state_dict().values())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@distributed(world=2, limit_s=LIMIT_S)
+def test_a_loaded_state_dict_is_used_by_the_compiled_model(rank, world, assign):
+    sides = Sides(*twins(blocks=1))
+    loss_of(sides.run, rank, 0).backward()
+    saved = {name: torch.nn.Parameter(value * 2) for name, value in sides.model.state_dict().items()}
+    for each in (sides.eager, sides.model):
+        each.load_state_dict(copy.deepcopy(saved), assign=assign)
+        each.zero_grad()
+    for each in (*sides.both, sides.eager, sides.model):
+        loss_of(each, rank, 1).backward()
+    same_values(sides.eager, sides.model)
+    same_gradients(sides.eager, sides.model)
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_a_pending_eager_forward_survives_a_compiled_step(rank, world):
+    sides = Sides(*twins(blocks=1))
+    losses = [loss_of(sides.eager, rank, 0), loss_of(sides.model, rank, 0)]
+    for each in sides.both:
+        loss_of(each, rank, 1).backward()
+    for loss in losses:
+        loss.backward()
+    same_gradients(sides.eager, sides.model)
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_weights_that_a_user_unsharded_are_no_hindrance(rank, world):
+    sides = Sides(*twins(blocks=1))
+    sides.model.blocks[0].unshard()
+    for each in sides.both:
+        loss_of(each, rank, 0).backward()
+    same_gradients(sides.eager, sides.model)
+    assert all(isinstance(param, DTensor) for param in sides.model.parameters())
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_a_step_between_forward_and_backward_is_an_error(rank, world):
+    sides = Sides(*twins(blocks=1))
+    sides.train(lambda each, step: loss_of(each, rank, step), steps=1)
+    loss = loss_of(sides.run, rank, 0)
+    for param in sides.model.parameters():
+        param.grad = torch.ones_like(param)
+    sides.optimizers[1].step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_settings_of_the_reduction_hold_in_the_graph(rank, world):
+    for set_it in (
+        lambda m: m.set_gradient_divide_factor(3.0),
+        lambda m: m.set_force_sum_reduction_for_comms(True),
+        lambda m: m.set_reshard_after_forward(False),
+        lambda m: m.set_reduce_scatter_unused_params(True),
+    ):
+        eager, model = twins(blocks=1)
+        for each in (eager, model):
+            set_it(each)
+        Sides(eager, model).train(lambda each, step: loss_of(each, rank, step), steps=1)
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_a_list_of_which_one_module_is_left_out(rank, world):
+    class Partial(Stack):
+        def forward(self, x):
+            return self.head(self.blocks[0](self.inp(x)))
+
+    eager, model = make_twins(Partial(2, dim=8, hidden=16), lambda m, fs: (fs([m.blocks[0], m.blocks[1]]), fs(m)))
+    sides = Sides(eager, model)
+    sides.train(lambda each, step: loss_of(each, rank, step), steps=2)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_parameters_on_meta_are_named_when_the_model_is_compiled_first(rank, world):
+    with torch.device("meta"):
+        model = Stack(1)
+    shard_blocks(model, fully_shard)
+    with pytest.raises(Exception, match=r"still on the meta device: .*blocks\.0\.up\.weight"):
+        cs.compile(model, backend="aot_eager")(torch.randn(2, 4))
+
+
+def test_a_thing_that_is_no_module_cannot_be_compiled():
+    with pytest.raises(cs.ShardConfigTypeError, match=r"expected an nn\.Module, got int"):
+        cs.compile(3)

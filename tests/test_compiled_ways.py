@@ -1,0 +1,203 @@
+"""Ways to compile a sharded model: Inductor, block by block, with graph breaks; and models that are not sharded."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+import composable_shard as cs
+from _compiling import LIMIT_S, make_twins, same_gradients, text_of
+from _engines import fully_shard
+from _models import Stack, shard_blocks, vectors
+from _pool import distributed
+from composable_shard.report import watch_graphs
+
+with warnings.catch_warnings():  # Inductor's own imports warn
+    warnings.simplefilter("ignore")
+    import torch._dynamo.testing
+    import torch._inductor.compile_fx
+
+
+def even(blocks=2):
+    return Stack(blocks, dim=8, hidden=16, out=4)
+
+
+@contextlib.contextmanager
+def no_caches():
+    """What comes from a cache is not read by the guard again."""
+    with torch._functorch.config.patch(enable_autograd_cache=False), torch._inductor.config.patch(fx_graph_cache=False):
+        yield
+
+
+def loss_of(model, rank, step):
+    return model(*vectors(rank, step)).square().mean()
+
+
+def check_steps(eager, model, rank, steps=3, run=None):
+    torch._dynamo.reset()
+    for step in range(steps):
+        for each in (eager, model if run is None else run):
+            loss_of(each, rank, step).backward()
+        same_gradients(eager, model, f"in step {step}")
+        with torch.no_grad():
+            for each in (eager, model):
+                for param in each.parameters():
+                    param.add_(param.grad, alpha=-0.1)
+                    param.grad = None
+
+
+# ---- block by block
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_blocks_compiled_by_their_method_after_sharding_share_their_code(rank, world):
+    eager, model = make_twins(even(3), shard_blocks)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    for block in model.blocks:
+        block.compile(backend=counter, fullgraph=True)
+    check_steps(eager, model, rank)
+    assert counter.frame_count == 1
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_blocks_compiled_by_their_method_before_sharding_share_their_code(rank, world):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    eager, model = make_twins(even(3), lambda m, fs: None)
+    for block in model.blocks:
+        block.compile(backend=counter, fullgraph=True)
+    for each in (eager, model):
+        shard_blocks(each, fully_shard)
+    check_steps(eager, model, rank)
+    assert counter.frame_count == 1
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_blocks_wrapped_by_torch_compile_after_sharding_gather_in_their_own_graphs(rank, world):
+    eager, model = make_twins(even(3), shard_blocks)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    blocks = list(model.blocks)
+    for place, block in enumerate(blocks):
+        model.blocks[place] = torch.compile(block, backend=counter, fullgraph=True)
+
+    with warnings.catch_warnings():  # Dynamo looks for a `.grad` of activations
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
+        for step in range(2):
+            for each in (eager, model):
+                loss_of(each, rank, step).backward()
+    wrapped, model.blocks = model.blocks, nn.ModuleList(blocks)
+    same_gradients(eager, model)
+    assert counter.frame_count == 1
+    assert len(wrapped) == 3
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_a_root_compiled_by_its_method_is_one_graph_inside_of_the_engines_own_gather(rank, world):
+    eager, model = make_twins(even(), shard_blocks)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    model.compile(backend=counter, fullgraph=True)
+    check_steps(eager, model, rank)
+    assert counter.frame_count == 1
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_a_part_of_a_sharded_block_may_be_compiled(rank, world):
+    eager, model = make_twins(even(), shard_blocks)
+    for block in model.blocks:
+        block.up.forward = torch.compile(block.up.forward, backend="aot_eager")
+    with warnings.catch_warnings():  # Dynamo looks for a `.grad` of weights that are no leaves
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
+        check_steps(eager, model, rank)
+
+
+# ---- graphs that break
+
+
+class Breaking(Stack):
+    def forward(self, x):
+        x = self.inp(x)
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        return self.head(self.blocks[1](x))
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_a_graph_break_inside_is_an_error_that_names_the_frame(rank, world):
+    _, model = make_twins(Breaking(2, dim=8, hidden=16), shard_blocks)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"test_compiled_ways\.py.*in forward"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(*vectors(rank, 0))
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_without_fullgraph_a_broken_graph_gives_the_same_bits_and_a_warning(rank, world):
+    eager, model = make_twins(Breaking(2, dim=8, hidden=16), shard_blocks)
+    run = torch.compile(model, backend="aot_eager")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", cs.CompiledGraphWarning)
+        check_steps(eager, model, rank, run=run)
+    assert any("test_compiled_ways.py" in str(each.message) for each in said), [str(s.message) for s in said]
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+# ---- Inductor
+
+
+@pytest.mark.parametrize("reshard", [pytest.param(True, marks=pytest.mark.matrix), False, None])
+@distributed(world=2, limit_s=2 * LIMIT_S)
+def test_under_inductor_all_is_one_graph_each_way_and_gives_what_the_unsharded_model_does(rank, world, reshard):
+    plain, model = make_twins(even(), lambda m, fs: None)
+    shard_blocks(model, fully_shard, reshard_after_forward=reshard)
+    torch._dynamo.reset()
+    with watch_graphs() as found, no_caches():
+        run = torch.compile(model, fullgraph=True)
+        for step in range(2):
+            loss_of(run, 0, step).backward()  # the same data on all ranks: their mean is that of one
+    graphs = [report.direction for report in found]
+    assert graphs == ["forward", "backward"], text_of(found)
+    assert found[0].sequence.count("G") == found[1].sequence.count("R") == 3, text_of(found)
+    wanted = {True: 3, False: 0, None: 2}[reshard]
+    assert found[1].sequence.count("G") == wanted, text_of(found)
+    torch._dynamo.reset()
+    other = torch.compile(plain, fullgraph=True)
+    for step in range(2):
+        loss_of(other, 0, step).backward()
+    for name, param in plain.named_parameters():
+        grad = model.get_parameter(name).grad.full_tensor()
+        if reshard is False:
+            assert torch.equal(param.grad, grad), name
+        else:  # Inductor fuses what stands behind a gather in another way: the last bit of a sum may differ
+            torch.testing.assert_close(param.grad, grad, rtol=1e-6, atol=1e-7)
+
+
+# ---- the guard
+
+
+def test_the_guard_says_which_weights_a_forward_keeps():
+    from composable_shard._graphs import Gather, GraphReport, faults, repeated_gathers
+
+    forward = GraphReport("forward", "GwGw", (Gather("blocks.0", True, 512), Gather("blocks.1", True, 0)), 512)
+    assert faults(forward) == [
+        "blocks.0: its weights should be gathered again in backward, but the compiled forward keeps 512 bytes of them"
+    ]
+    backward = GraphReport("backward", "GwGw", (Gather("blocks.1", False, 0), Gather("blocks.1", False, 0)), 0)
+    assert repeated_gathers(forward, backward) == [
+        "blocks.1: is gathered 2 times in the compiled backward, 1 times expected"
+    ]
+
+
+def test_models_that_are_not_sharded_compile_as_ever():
+    from torch._inductor import config
+
+    before = config.post_grad_custom_post_pass
+    torch._dynamo.reset()
+    with watch_graphs() as found:
+        torch.compile(nn.Linear(4, 4), backend="aot_eager", fullgraph=True)(torch.randn(2, 4)).sum().backward()
+    assert found == []
+    assert config.post_grad_custom_post_pass is before
+    assert not torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint

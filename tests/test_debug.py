@@ -1,0 +1,115 @@
+"""Checks for debugging, and weights that change between forward and backward."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn as nn
+
+import composable_shard
+from _engines import fully_shard
+from _models import vectors
+from _pool import distributed
+from _stepping import assert_at_rest, assert_same_gradients, engine_of, loss_of, train_step, twins
+from composable_shard import StaleStateError
+from composable_shard._debug import checksum, poison
+
+
+@contextlib.contextmanager
+def debugging():
+    before = composable_shard.set_debug(True)
+    try:
+        yield
+    finally:
+        composable_shard.set_debug(before)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(world=(1, 2))
+def test_a_right_model_trains_exactly_under_the_checks(rank, world, reshard):
+    model, plain = twins(reshard_after_forward=reshard)
+    with debugging():
+        for step in range(2):
+            train_step(model, step)
+    for step in range(2):
+        train_step(plain, step)
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), p.grad)
+    assert_at_rest(model)
+
+
+@distributed(world=2)
+def test_memory_that_was_given_up_reads_as_nan(rank, world):
+    model, _ = twins(reshard_after_forward=True)
+    kept = []
+    model.blocks[0].up.register_forward_pre_hook(lambda m, _: kept.append(m.weight.detach()))
+    with debugging(), torch.no_grad():  # with gradients, memory is not given up while others keep views of it
+        loss_of(model)
+    assert kept[0].isnan().all()
+    with torch.no_grad():
+        loss_of(model)
+    assert not kept[1].isnan().any(), "off again"
+
+
+@distributed(world=2)
+def test_weights_that_are_written_to_while_gathered_are_named(rank, world):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.lin.weight.mul_(0.5)
+            return self.lin(x)
+
+    model = fully_shard(Writes(), reshard_after_forward=True)
+    model(*vectors(rank, 0))  # silently lost
+    with debugging(), pytest.raises(RuntimeError, match=r"group with lin\.weight, lin\.bias: were written to"):
+        model(*vectors(rank, 0))
+
+
+def test_the_environment_switches_the_checks_on():
+    code = "from composable_shard._debug import debugging; print(debugging())"
+    for value, want in (("1", "True"), ("0", "False")):
+        out = subprocess.run(
+            [sys.executable, "-c", code],
+            env={"COMPOSABLE_SHARD_DEBUG": value, "PATH": ""},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        assert out.stdout.strip() == want
+
+
+def test_poison_is_nan_in_every_floating_point_dtype_and_a_checksum_sees_a_swap():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        memory = torch.zeros(8, dtype=dtype)
+        poison(memory)
+        assert memory.isnan().all()
+    values = torch.tensor([1.0, 2.0, 3.0])
+    assert checksum(values) == checksum(values.clone())
+    assert checksum(values) != checksum(values.flip(0))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(world=2)
+def test_a_load_between_forward_and_backward_is_an_error_as_it_is_without_sharding(rank, world, reshard):
+    model, plain = twins(reshard_after_forward=reshard)
+    losses = [loss_of(model), loss_of(plain)]
+    for each in (model, plain):
+        each.load_state_dict(each.state_dict())
+    with pytest.raises(StaleStateError, match="an optimizer or a load has changed them between forward and backward"):
+        losses[0].backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[1].backward()
+    for each in (model, plain):
+        each.zero_grad()
+        train_step(each)
+    assert_same_gradients(model, plain)
+    assert engine_of(model).pool.live_bytes == 0

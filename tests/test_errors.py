@@ -1,0 +1,264 @@
+"""User mistakes: each is a ShardConfigError of the standard kind that names the argument or parameter; none hangs.
+
+All of them are raised on every rank before any communication.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import composable_shard
+from _engines import fully_shard
+from _models import Block, Stack, vectors
+from _pool import distributed
+
+
+@contextlib.contextmanager
+def rejected(*words, kinds=(ValueError, TypeError)):
+    """The body raises a configuration error of a standard kind whose message has all the words."""
+    with pytest.raises(composable_shard.ShardConfigError) as caught:
+        yield
+    error = caught.value
+    assert isinstance(error, kinds), f"{type(error).__mro__} is none of {kinds}"
+    assert not isinstance(error, AssertionError)
+    for word in words:
+        assert word in str(error), f"{word!r} is not in: {error}"
+
+
+class Holder(nn.Module):
+    """Puts a parameter at the name `inner.odd`."""
+
+    def __init__(self, parameter):
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.odd = parameter
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.lin(x)
+
+
+class Container(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.items = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, x):
+        return self.items[0](x)
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "inside a list"])
+@distributed(world=2)
+def test_containers_without_forward_are_rejected(rank, world, kind):
+    modules = {
+        "list": (nn.ModuleList([nn.Linear(4, 4)]), "ModuleList"),
+        "dict": (nn.ModuleDict({"a": nn.Linear(4, 4)}), "ModuleDict"),
+        "inside a list": ([nn.Linear(4, 4), nn.ModuleList()], "ModuleList"),
+    }
+    module, word = modules[kind]
+    with rejected(word, "forward", kinds=ValueError):
+        fully_shard(module)
+
+
+@distributed(world=2)
+def test_a_container_that_has_a_forward_is_accepted(rank, world):
+    model = Container()
+    fully_shard(model)
+    model(torch.randn(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("what", ["number", "list of numbers", "class"])
+@distributed(world=2)
+def test_things_that_are_no_modules_are_rejected(rank, world, what):
+    value = {"number": 5, "list of numbers": [nn.Linear(4, 4), 5], "class": nn.Linear}[what]
+    with rejected("module", kinds=TypeError):
+        fully_shard(value)
+
+
+@distributed(world=2)
+def test_an_empty_list_is_rejected(rank, world):
+    with rejected("module", "empty", kinds=ValueError):
+        fully_shard([])
+
+
+@distributed(world=2)
+def test_sharding_a_module_twice_is_rejected(rank, world):
+    model = Stack()
+    fully_shard(model.blocks[0])
+    with rejected("Block", kinds=ValueError):
+        fully_shard(model.blocks[0])
+    fully_shard(model)
+    with rejected("Stack", kinds=ValueError):
+        fully_shard(model)
+    model(*vectors(rank, 0)).sum().backward()
+
+
+@distributed(world=2)
+def test_sharding_a_module_twice_through_a_list_is_rejected(rank, world):
+    model = Stack()
+    fully_shard(model.blocks[0])
+    with rejected("Block", kinds=ValueError):
+        fully_shard([model.blocks[0], model.blocks[1]])
+
+
+@distributed(world=2)
+def test_sharding_the_parent_before_the_child_is_rejected(rank, world):
+    model = Stack()
+    fully_shard(model)
+    with rejected("blocks.0.", "inner modules before outer", kinds=ValueError):
+        fully_shard(model.blocks[0])
+
+
+@pytest.mark.parametrize("mesh", ["name", "group"])
+@distributed(world=2)
+def test_a_mesh_of_another_type_is_rejected(rank, world, mesh):
+    value = {"name": "cpu", "group": torch.distributed.group.WORLD}[mesh]
+    with rejected("mesh", kinds=TypeError):
+        fully_shard(nn.Linear(4, 4), mesh=value)
+
+
+@distributed(world=2)
+def test_a_mesh_of_three_axes_is_rejected(rank, world):
+    mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))
+    with rejected("mesh", "3", kinds=ValueError):
+        fully_shard(nn.Linear(4, 4), mesh=mesh)
+
+
+@distributed(world=2)
+def test_a_mesh_of_two_axes_without_names_is_rejected(rank, world):
+    mesh = init_device_mesh("cpu", (1, 2))
+    with rejected("mesh", "names", kinds=ValueError):
+        fully_shard(nn.Linear(4, 4), mesh=mesh)
+
+
+@distributed(world=2)
+def test_a_mesh_without_this_rank_is_rejected_there(rank, world):
+    mesh = DeviceMesh("cpu", [0])
+    if rank == 1:
+        with rejected("mesh", "rank 1", kinds=ValueError):
+            fully_shard(nn.Linear(4, 4), mesh=mesh)
+
+
+@pytest.mark.parametrize("value", ["yes", 1.5, 0, -2, 3, 8, [True]], ids=str)
+@distributed(world=(2, 4))
+def test_a_wrong_reshard_after_forward_is_rejected(rank, world, value):
+    with rejected("reshard_after_forward"):
+        fully_shard(nn.Linear(4, 4), reshard_after_forward=value)
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None], ids=str)
+@distributed(world=2)
+def test_the_setter_of_reshard_after_forward_takes_a_bool_only(rank, world, value):
+    model = nn.Linear(4, 4)
+    fully_shard(model)
+    with rejected("reshard_after_forward", kinds=ValueError):
+        model.set_reshard_after_forward(value)
+
+
+@distributed(world=2)
+def test_a_scalar_parameter_is_rejected_by_its_full_name(rank, world):
+    model = Holder(nn.Parameter(torch.tensor(1.0)))
+    with rejected("inner.odd", kinds=ValueError):
+        fully_shard(model)
+
+
+@distributed(world=2)
+def test_a_non_contiguous_parameter_is_rejected_by_its_full_name(rank, world):
+    model = Holder(nn.Parameter(torch.randn(4, 6).t()))
+    with rejected("inner.odd", "contiguous", kinds=ValueError):
+        fully_shard(model)
+
+
+@distributed(world=2)
+def test_a_rejected_call_leaves_the_module_as_it_was(rank, world):
+    model = Holder(nn.Parameter(torch.tensor(1.0)))
+    before, kind = dict(model.named_parameters()), type(model)
+    with rejected():
+        fully_shard(model)
+    assert type(model) is kind
+    assert all(p is before[n] for n, p in model.named_parameters())
+    fully_shard(model, ignored_params={model.inner.odd})
+    model(torch.randn(2, 4)).sum().backward()
+
+
+OPTIONS = {
+    "mp_policy": "bf16",
+    "ignored_params": "lin.weight",
+    "ignored_params of names": {"lin.weight"},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@distributed(world=2)
+def test_options_of_a_wrong_type_are_rejected(rank, world, option):
+    name = option.split()[0]
+    with rejected(name, kinds=TypeError):
+        fully_shard(nn.Linear(4, 4), **{name: OPTIONS[option]})
+
+
+FIRST_FORWARD = (ValueError, TypeError, RuntimeError)
+
+
+@distributed(world=2)
+def test_a_list_group_as_root_is_rejected_at_the_first_forward(rank, world):
+    model = Stack()
+    fully_shard([model.inp, model.head])
+    with rejected("root", kinds=FIRST_FORWARD):
+        model.inp(*vectors(rank, 0))
+
+
+@distributed(world=2)
+def test_a_submodule_that_ran_before_the_root_is_rejected_at_the_first_forward(rank, world):
+    model = Stack()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    with torch.no_grad():
+        model.blocks[1](torch.randn(2, 6))
+    with rejected("blocks.1", "root", kinds=FIRST_FORWARD):
+        model(*vectors(rank, 0))
+
+
+@distributed(world=2)
+def test_parameters_left_on_meta_are_listed_at_the_first_forward(rank, world):
+    with torch.device("meta"):
+        model = Stack(blocks=2)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    for module in (model.inp, model.head, model.blocks[0]):
+        module.to_empty(device="cpu")
+    with rejected("blocks.1.up.weight", "blocks.1.norm.bias", "meta", kinds=FIRST_FORWARD):
+        model(*vectors(rank, 0))
+
+
+STRATEGIES = {
+    "unknown strategy": ({"classes": {Block}, "strategy": "zero4"}, "strategy"),
+    "strategy of another type": ({"classes": {Block}, "strategy": 3}, "strategy"),
+    "no class": ({"classes": set()}, "classes"),
+    "not a class": ({"classes": {"Block"}}, "classes"),
+    "class not in the model": ({"classes": {nn.Conv2d}}, "Conv2d"),
+    "replicas that do not divide": ({"classes": {Block}, "strategy": "hsdp", "replicas": 3}, "replicas"),
+}
+
+
+@pytest.mark.parametrize("mistake", STRATEGIES)
+@distributed(world=2)
+def test_mistakes_in_wrapping_by_class_are_rejected(rank, world, mistake):
+    options, word = STRATEGIES[mistake]
+    options = dict(options)
+    classes = options.pop("classes")
+    with rejected(word):
+        composable_shard.shard_by_class(Stack(), classes, **options)
+
+
+@pytest.mark.parametrize("value", [-1, "1MB", 1.5], ids=str)
+@distributed(world=2)
+def test_a_wrong_size_limit_is_rejected(rank, world, value):
+    with rejected("min_bytes"):
+        composable_shard.shard_by_size(Stack(), min_bytes=value)

@@ -1,0 +1,57 @@
+"""What `import composable_shard` gives: the public names and no others, and the signatures that torch's FSDP2 has."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import types
+
+import pytest
+import torch.distributed.fsdp as fsdp
+
+import composable_shard
+
+CORE_METHODS = [
+    "unshard",
+    "reshard",
+    "set_requires_gradient_sync",
+    "set_reshard_after_forward",
+    "set_reshard_after_backward",
+]
+
+
+def test_all_is_sorted_and_lists_every_public_name():
+    exported = composable_shard.__all__
+    assert exported == sorted(set(exported))
+    public = {
+        name
+        for name, value in vars(composable_shard).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert public == {name for name in exported if not name.startswith("_")}
+
+
+def test_every_exported_name_exists_and_calls_this_package_its_home():
+    for name in composable_shard.__all__:
+        value = getattr(composable_shard, name)
+        home = getattr(value, "__module__", "composable_shard")
+        assert home.split(".")[0] in ("composable_shard", "torch"), f"{name} comes from {home}"
+
+
+def test_the_version_is_that_of_the_package():
+    assert composable_shard.__version__ == importlib.metadata.version("composable-shard")
+
+
+def test_every_argument_of_fully_shard_is_one_of_torchs():
+    ours, theirs = (inspect.signature(f).parameters for f in (composable_shard.fully_shard, fsdp.fully_shard))
+    assert [name for name in theirs if name in ours] == list(ours), "another name, or another order"
+    assert all(p.kind is theirs[name].kind for name, p in ours.items())
+
+
+@pytest.mark.parametrize("name", CORE_METHODS)
+def test_the_core_methods_are_our_own_with_the_signatures_of_torch(name):
+    ours, theirs = getattr(composable_shard.FSDPModule, name), getattr(fsdp.FSDPModule, name)
+    assert ours is not theirs
+    assert [(p.name, p.kind, p.default) for p in inspect.signature(ours).parameters.values()] == [
+        (p.name, p.kind, p.default) for p in inspect.signature(theirs).parameters.values()
+    ]

@@ -1,0 +1,141 @@
+"""`reshard_after_forward=n`: between forward and backward, weights stay cut among a few neighbouring ranks."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from _engines import ENGINES, fully_shard, mesh_of
+from _models import Stack, shard_blocks, shard_lists, vectors
+from _parity import Case, check_parity
+from _pool import distributed
+from _stepping import assert_at_rest, assert_same_gradients, engine_of, kinds, loss_of, train_step, twins
+from composable_shard import MixedPrecisionPolicy, last_record, make_plan
+from composable_shard._phases import ParamPhase
+
+few = functools.partial(shard_blocks, reshard_after_forward=2)
+EVEN = functools.partial(Stack, dim=8, hidden=16)
+
+
+@pytest.mark.parametrize(
+    "model", [EVEN, Stack, functools.partial(Stack, dim=5, hidden=3)], ids=["even", "uneven", "odd"]
+)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@distributed(world=4)
+def test_training_is_exact(rank, world, model, optimizer):
+    check_parity(Case(model=model, shard=few, optimizer=optimizer), rank, world)
+
+
+@distributed(world=4)
+def test_lists_mixed_precision_and_replicas_are_exact(rank, world):
+    check_parity(Case(model=Stack, shard=functools.partial(shard_lists, reshard_after_forward=2)), rank, world)
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, _ = twins(reshard_after_forward=2, mp_policy=bf16)
+    other, _ = twins(reshard_after_forward=True, mp_policy=bf16)
+    for each in (model, other):
+        train_step(each)
+    for name, param in model.named_parameters():
+        assert torch.equal(param.grad.to_local(), other.get_parameter(name).grad.to_local()), name
+
+
+@distributed(world=4)
+def test_a_mesh_of_replicas_takes_the_ranks_of_its_shard_axis(rank, world):
+    shard = functools.partial(shard_blocks, mesh=mesh_of(1, 4), reshard_after_forward=2)
+    check_parity(Case(model=Stack, shard=shard, mesh=(1, 4)), rank, world)
+
+
+@distributed(world=4)
+def test_another_dim_than_0_works_here_and_fails_with_torchs_fsdp2(rank, world):
+    options = {"reshard_after_forward": 2, "shard_placement_fn": lambda p: Shard(p.ndim - 1)}
+    torch.manual_seed(3)
+    plain, model, theirs = EVEN(), EVEN(), EVEN()
+    model.load_state_dict(plain.state_dict())
+    shard_blocks(model, fully_shard, **options)
+    shard_blocks(theirs, ENGINES["fsdp2"], **options)
+    for each in (model, plain):
+        train_step(each)
+    assert_same_gradients(model, plain)
+    with pytest.raises((IndexError, RuntimeError)):
+        train_step(theirs)
+
+
+@distributed(world=4)
+def test_between_forward_and_backward_modules_show_dtensors_of_the_small_mesh(rank, world):
+    model, plain = twins(EVEN, few)
+    loss = loss_of(model)
+    block = model.blocks[0]
+    shown = block.up.weight
+    assert isinstance(shown, DTensor)
+    assert isinstance(shown, torch.nn.Parameter)
+    assert shown.requires_grad
+    assert shown.device_mesh.shape == (2, 2)
+    assert shown.to_local().shape == (8, 8)
+    assert torch.equal(shown.to_local(), plain.blocks[0].up.weight.chunk(2)[rank % 2])
+    assert torch.equal(model.state_dict()["blocks.0.up.weight"].full_tensor(), plain.blocks[0].up.weight)
+    assert model.state_dict()["blocks.0.up.weight"].to_local().shape == (4, 8)
+    phases = {group.name: group.phase for group in engine_of(model).groups}
+    assert phases["blocks.0"] is ParamPhase.RESIDENT
+    loss.backward()
+    loss_of(plain).backward()
+    assert_same_gradients(model, plain)
+    assert_at_rest(model)
+
+
+@distributed(world=4)
+def test_the_record_of_a_step_is_what_the_plan_predicts(rank, world):
+    model, _ = twins(Stack, few)
+    train_step(model)
+    train_step(model)
+    plan, record = make_plan(model), last_record(model)
+    assert record.actions == plan.actions()
+    assert record.live_bytes == plan.live_bytes()
+    assert kinds(record, "SHRINK") == ["blocks.0", "blocks.1", "blocks.2", ""]
+    assert "after forward, among 2" in str(plan)
+
+
+@distributed(world=4)
+def test_without_gradients_after_a_step_and_with_a_new_setting_nothing_stays(rank, world):
+    model, plain = twins(Stack, few)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    with torch.no_grad():
+        assert torch.equal(model(*vectors(0, 0)), plain(*vectors(0, 0)))
+    assert_at_rest(model)
+    abandoned = loss_of(model)  # a forward whose backward never comes
+    train_step(model)
+    train_step(plain)
+    del abandoned
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    first, second = loss_of(model, 1), loss_of(model, 2)
+    (first + second).backward()
+    (loss_of(plain, 1) + loss_of(plain, 2)).backward()
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
+    for value in (True, False):
+        model.set_reshard_after_forward(value)
+        model.zero_grad()
+        plain.zero_grad()
+        train_step(model, 3)
+        assert not kinds(last_record(model), "SHRINK")
+        train_step(plain, 3)
+        assert_same_gradients(model, plain)
+
+
+@distributed(world=2)
+def test_one_rank_and_all_ranks_mean_false_and_true(rank, world):
+    with pytest.warns(UserWarning, match="reshard_after_forward=1 keeps the unsharded parameters"):
+        model = fully_shard(Stack(), reshard_after_forward=1)
+    assert "after backward" in str(make_plan(model))
+    model = fully_shard(Stack(), reshard_after_forward=2)
+    assert "among" not in str(make_plan(model))
+
+
+@pytest.mark.parametrize(("value", "kind"), [(3, ValueError), (0, ValueError), (-2, ValueError), ("2", TypeError)])
+@distributed(world=2)
+def test_numbers_that_do_not_divide_are_refused(rank, world, value, kind):
+    with pytest.raises(kind, match="reshard_after_forward: "):
+        fully_shard(Stack(), reshard_after_forward=value)

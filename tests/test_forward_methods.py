@@ -1,0 +1,147 @@
+"""Methods other than forward, and roots that share their streams."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed.fsdp as fsdp
+import torch.nn as nn
+
+import composable_shard
+from _engines import ENGINES, fully_shard
+from _models import Stack, shard_blocks, vectors
+from _pool import distributed
+from _stepping import assert_at_rest, assert_same_gradients, engine_of, train_step
+
+REGISTER = {"ours": composable_shard.register_fsdp_forward_method, "fsdp2": fsdp.register_fsdp_forward_method}
+
+
+class Coder(nn.Module):
+    """Three ways in; `generate` calls the others, and forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.enc, self.dec = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.dec(torch.tanh(self.enc(x)))
+
+    def encode(self, x, *, scale=1.0):
+        """Half of the way."""
+        return torch.tanh(self.enc(x)) * scale
+
+    def generate(self, x, steps=2):
+        for _ in range(steps):
+            x = self(x) + self.encode(x).mean()
+        return x
+
+
+def shard_coder(model, engine, register):
+    engine(model, reshard_after_forward=True)
+    register(model, "encode")
+    register(model, "generate")
+
+
+def sharded_coders():
+    torch.manual_seed(3)
+    plain = Coder()
+    models = {name: copy.deepcopy(plain) for name in ENGINES}
+    for name, model in models.items():
+        shard_coder(model, ENGINES[name], REGISTER[name])
+    return models, plain
+
+
+@pytest.mark.parametrize("way", ["encode", "generate", "__call__"])
+@distributed(world=(1, 2))
+def test_a_registered_method_trains_exactly(rank, world, way):
+    models, plain = sharded_coders()
+    for step in range(2):
+        x = vectors(0, step)[0]
+        outputs = {}
+        for name, model in {**models, "plain": plain}.items():
+            model.zero_grad()
+            outputs[name] = getattr(model, way)(x)
+            outputs[name].square().mean().backward()
+        assert torch.equal(outputs["ours"], outputs["plain"])
+        for name, param in plain.named_parameters():
+            mine, theirs = (m.get_parameter(name).grad for m in models.values())
+            assert (mine is None) == (param.grad is None), name
+            if mine is not None:
+                torch.testing.assert_close(mine.full_tensor(), param.grad)
+                torch.testing.assert_close(mine.to_local(), theirs.to_local())
+    assert_at_rest(models["ours"])
+
+
+@distributed(world=2)
+def test_without_gradients_and_after_an_error_all_is_at_rest(rank, world):
+    models, plain = sharded_coders()
+    model = models["ours"]
+    x = vectors(0, 0)[0]
+    with torch.no_grad():
+        assert torch.equal(model.generate(x, steps=3), plain.generate(x, steps=3))
+    assert_at_rest(model)
+    with pytest.raises(RuntimeError):
+        model.encode(torch.ones(2, 3))
+    assert_at_rest(model)
+    model.encode(x, scale=2.0).sum().backward()
+    plain.encode(x, scale=2.0).sum().backward()
+    torch.testing.assert_close(model.enc.weight.grad.full_tensor(), plain.enc.weight.grad)
+
+
+@distributed(world=1)
+def test_a_method_keeps_its_name_and_its_module_is_freed_and_copied(rank, world):
+    model = sharded_coders()[0]["ours"]
+    assert model.encode.__name__ == "encode"
+    assert model.encode.__doc__ == "Half of the way."
+    made = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in made.parameters():
+            p.zero_()
+    x = vectors(0, 0)[0]
+    assert not made.encode(x).any()
+    assert model.encode(x).any()
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@distributed(world=1)
+def test_modules_that_are_not_sharded_stay_as_they_are_and_missing_methods_are_named(rank, world):
+    plain = Coder()
+    composable_shard.register_fsdp_forward_method(plain, "encode")
+    assert "encode" not in vars(plain)
+    model = fully_shard(Coder())
+    with pytest.raises(ValueError, match="FSDPCoder has no method 'decode'"):
+        composable_shard.register_fsdp_forward_method(model, "decode")
+
+
+@distributed(world=2)
+def test_roots_may_share_their_streams(rank, world):
+    torch.manual_seed(3)
+    plains = [Stack(), Stack()]
+    models = [copy.deepcopy(plain) for plain in plains]
+    for model in models:
+        shard_blocks(model, fully_shard)
+    composable_shard.share_comm_ctx(models)
+    for model, plain in zip(models, plains, strict=True):
+        train_step(model)
+        train_step(plain)
+        assert_same_gradients(model, plain)
+    first, second = (engine_of(model)._do._runtime for model in models)
+    assert first.gather_lane is second.gather_lane
+    assert first.reduce_lane is second.reduce_lane
+    assert first.pool is not second.pool
+    with pytest.raises(RuntimeError, match="share before the first forward"):
+        composable_shard.share_comm_ctx(models)
+    with pytest.raises(ValueError, match="Linear is not sharded"):
+        composable_shard.share_comm_ctx([nn.Linear(2, 2)])
+    composable_shard.share_comm_ctx([])

@@ -1,0 +1,124 @@
+"""Frozen parameters: no gradient, no gradient work, and free to thaw."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn as nn
+
+from _engines import fully_shard
+from _models import Stack, shard_blocks, shard_lists, shard_nested, vectors
+from _parity import Case, check_parity, plain_step
+from _pool import distributed
+
+
+def frozen_stack(*prefixes):
+    def make():
+        model = Stack()
+        for name, param in model.named_parameters():
+            param.requires_grad_(not name.startswith(prefixes))
+        return model
+
+    return make
+
+
+FROZEN = {
+    "members": ("blocks.0.norm", "blocks.1.up.weight", "blocks.2.down.bias", "inp.bias"),
+    "middle-group": ("blocks.1",),
+    "first-groups": ("inp", "blocks.0", "blocks.1"),
+    "all-but-biases": ("inp.weight", "head.weight", "blocks.0.up.weight", "blocks.1", "blocks.2.norm"),
+    "root": ("inp", "head"),
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+@distributed(world=(1, 2))
+def test_frozen_parameters_get_no_gradient_and_the_rest_is_exact(rank, world, frozen):
+    shots = check_parity(Case(model=frozen_stack(*FROZEN[frozen]), optimizer="adamw"), rank, world)
+    for name, grad in shots["ours"][0].grads.items():
+        assert (grad is None) == name.startswith(FROZEN[frozen]), name
+
+
+@pytest.mark.parametrize("shard", [shard_nested, shard_lists], ids=["nested", "lists"])
+@distributed(world=2)
+def test_frozen_parameters_work_in_any_grouping(rank, world, shard):
+    check_parity(Case(model=frozen_stack(*FROZEN["members"]), shard=shard), rank, world)
+
+
+@distributed(world=2)
+def test_an_input_gradient_flows_through_a_wholly_frozen_model(rank, world):
+    def train(run):
+        (x,) = run.batch()
+        x.requires_grad_()
+        loss = run.model(x).square().mean()
+        loss.backward()
+        run.record("input gradient", x.grad)
+        return loss
+
+    case = Case(model=frozen_stack(""), train=train)
+    shots = check_parity(case, rank, world)
+    assert all(grad is None for grad in shots["ours"][0].grads.values())
+
+
+@distributed(world=(1, 2))
+def test_freezing_and_thawing_between_steps_is_exact(rank, world):
+    def train(run):
+        for name, param in run.params.items():
+            if name.startswith("blocks.1"):
+                param.requires_grad_(run.step not in (1, 2))
+            if name.endswith("up.bias"):
+                param.requires_grad_(run.step > 0)
+        return plain_step(run)
+
+    check_parity(Case(model=Stack, train=train), rank, world)
+
+
+class Probe(torch.autograd.Function):
+    """x * w, noting which gradients backward is asked for."""
+
+    asked: ClassVar[list] = []
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        Probe.asked.append(ctx.needs_input_grad)
+        return grad * w, (grad * x).sum(0) if ctx.needs_input_grad[1] else None
+
+
+class Probed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.free = nn.Parameter(torch.ones(4))
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x):
+        return Probe.apply(Probe.apply(x, self.free), self.frozen)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(world=2)
+def test_frozen_members_of_a_group_cause_no_gradient_work(rank, world, reshard):
+    Probe.asked = []
+    model = Probed()
+    fully_shard(model, reshard_after_forward=reshard)
+    model(torch.randn(3, 4)).sum().backward()
+    assert Probe.asked == [(True, False), (False, True)]
+    assert model.frozen.grad is None
+    assert model.free.grad is not None
+
+
+@distributed(world=2)
+def test_a_frozen_group_reshards_after_its_backward(rank, world):
+    model = frozen_stack("blocks.1")()
+    shard_blocks(model, fully_shard)
+    before = dict(model.named_parameters())
+    model(*vectors(rank, 0)).sum().backward()
+    after = dict(model.named_parameters())
+    assert all(after[name] is param for name, param in before.items())

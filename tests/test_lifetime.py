@@ -1,0 +1,175 @@
+"""A sharded model dies with its last reference; nobody needs the cycle collector."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+
+import pytest
+import torch
+
+import composable_shard
+from _engines import fully_shard
+from _models import Block, Stack, shard_blocks, shard_lists, shard_nested, vectors
+from _pool import distributed
+from composable_shard._torch import active_saved_tensors_hooks
+
+
+@contextlib.contextmanager
+def without_collector():
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def watch(model):
+    """Weak references to the modules and to the parameters."""
+    found = {name or "root": weakref.ref(module) for name, module in model.named_modules()}
+    return found | {f"parameter {name}": weakref.ref(p) for name, p in model.named_parameters()}
+
+
+def alive(refs):
+    return sorted(name for name, ref in refs.items() if ref() is not None)
+
+
+def use_not_at_all(model, rank):
+    pass
+
+
+def use_in_training(model, rank):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(2):
+        model(*vectors(rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def use_forward_only(model, rank):
+    model(*vectors(rank, 0))
+
+
+def use_without_grad(model, rank):
+    with torch.no_grad():
+        model(*vectors(rank, 0))
+
+
+def use_unshard(model, rank):
+    model.unshard()
+
+
+USES = [use_not_at_all, use_in_training, use_forward_only, use_without_grad, use_unshard]
+
+
+@pytest.mark.parametrize("use", USES)
+@distributed(world=(1, 2))
+def test_deletion_frees_the_model_without_the_cycle_collector(rank, world, use):
+    with without_collector():
+        model = Stack()
+        shard_blocks(model, fully_shard)
+        use(model, rank)
+        refs = watch(model)
+        assert alive(refs)
+        del model
+        assert alive(refs) == []
+
+
+@pytest.mark.parametrize("shard", [shard_nested, shard_lists], ids=["nested", "lists"])
+@distributed(world=2)
+def test_deletion_frees_models_of_any_grouping(rank, world, shard):
+    with without_collector():
+        model = Stack()
+        shard(model, fully_shard)
+        use_in_training(model, rank)
+        refs = watch(model)
+        del model
+        assert alive(refs) == []
+
+
+def shard_by_class(model, engine):
+    composable_shard.shard_by_class(model, {Block})
+
+
+def shard_by_size(model, engine):
+    composable_shard.shard_by_size(model, min_bytes=200)
+
+
+def shard_auto(model, engine):
+    composable_shard.shard_auto(model)
+
+
+@pytest.mark.parametrize("shard", [shard_by_class, shard_by_size, shard_auto])
+@distributed(world=2)
+def test_wrap_helpers_leave_nothing_behind_that_keeps_the_model(rank, world, shard):
+    with without_collector():
+        model = Stack()
+        shard(model, fully_shard)
+        refs = watch(model)
+        del model
+        assert alive(refs) == []
+
+
+@distributed(world=(1, 2))
+def test_backward_works_after_the_model_is_gone(rank, world):
+    torch.manual_seed(3)
+    model, twin = Stack(), Stack()
+    twin.load_state_dict(model.state_dict())
+    shard_blocks(model, fully_shard)
+    params = dict(model.named_parameters())
+    modules = {name: weakref.ref(module) for name, module in model.named_modules()}
+    x = vectors(0, 0)  # the same on all ranks, so that the mean is the gradient of one
+    with without_collector():
+        loss = model(*x).square().mean()
+        del model
+        assert alive(modules) == []
+        loss.backward()
+    twin(*x).square().mean().backward()
+    for name, param in params.items():
+        assert torch.equal(param.grad.full_tensor(), twin.get_parameter(name).grad), name
+
+
+@distributed(world=2)
+def test_a_graph_that_is_kept_keeps_no_module_alive(rank, world):
+    with without_collector():
+        model = Stack()
+        shard_blocks(model, fully_shard)
+        out = model(*vectors(rank, 0))
+        refs = {name: weakref.ref(module) for name, module in model.named_modules()}
+        del model
+        assert alive(refs) == []
+        del out
+
+
+@distributed(world=2)
+def test_a_copy_of_the_hooks_for_saved_weights_keeps_nothing_alive(rank, world):
+    """gloo's threads take over the thread-local state of whoever issues a collective, and drop it when they like."""
+    with without_collector():
+        model = Stack()
+        shard_blocks(model, fully_shard)
+        hooks = []
+        model.inp.register_forward_hook(lambda *_: hooks.append(active_saved_tensors_hooks()))
+        use_forward_only(model, rank)
+        refs = watch(model)
+        del model
+        assert hooks[0] is not None
+        assert alive(refs) == []
+
+
+@distributed(world=2)
+def test_models_come_and_go_without_growth(rank, world):
+    def cycle():
+        model = Stack(blocks=2)
+        shard_blocks(model, fully_shard)
+        use_in_training(model, rank)
+
+    for _ in range(3):
+        cycle()
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(10):
+        cycle()
+    gc.collect()
+    assert len(gc.get_objects()) - before < 50

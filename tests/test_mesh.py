@@ -1,0 +1,124 @@
+"""A mesh as the runtime reads it: axes, ranks, device, words."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+from _engines import mesh_of
+from _pool import distributed
+from composable_shard import ShardConfigValueError
+from composable_shard._mesh import (
+    compute_device,
+    default_device_type,
+    default_mesh,
+    ensure_process_group,
+    mesh_info,
+    replicated_mesh,
+)
+
+
+@distributed(world=(1, 2))
+def test_a_mesh_of_one_axis_shards_over_it(rank, world):
+    info = mesh_info(mesh_of(world))
+    assert (info.shard_size, info.shard_rank, info.replicate_size, info.size) == (world, rank, 1, world)
+    assert info.shard_group.size() == world
+    assert info.replicate_group is None
+    assert info.placements() == (Shard(0),)
+    assert info.device == torch.device("cpu")
+    assert str(info) == f"shard over {world}"
+
+
+@distributed(world=4)
+def test_a_mesh_of_two_axes_replicates_over_the_first_and_shards_over_the_second(rank, world):
+    info = mesh_info(mesh_of(2, 2))
+    assert (info.shard_size, info.shard_rank, info.replicate_size, info.size) == (2, rank % 2, 2, 4)
+    assert dist.get_process_group_ranks(info.shard_group) == [2 * (rank // 2), 2 * (rank // 2) + 1]
+    assert dist.get_process_group_ranks(info.replicate_group) == [rank % 2, rank % 2 + 2]
+    assert info.placements() == (Replicate(), Shard(0))
+    assert str(info) == "replicate over 2, shard over 2"
+
+
+@distributed(world=4)
+def test_a_submesh_of_a_larger_mesh_is_read_like_any_other(rank, world):
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    info = mesh_info(whole["dp"])
+    assert (info.shard_size, info.shard_rank) == (2, rank // 2)
+    assert dist.get_process_group_ranks(info.shard_group) == [rank % 2, rank % 2 + 2]
+
+
+@distributed(world=2)
+def test_what_was_read_of_a_mesh_is_frozen(rank, world):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mesh_info(mesh_of(2)).shard_rank = 5
+
+
+@distributed(world=2)
+def test_the_default_mesh_is_one_axis_over_all_ranks(rank, world):
+    mesh = default_mesh()
+    assert mesh == default_mesh()
+    assert mesh.get_group() is dist.group.WORLD
+    assert mesh.mesh.tolist() == [0, 1]
+    assert mesh.mesh_dim_names == ("shard",)
+    assert mesh.device_type == default_device_type()
+
+
+@pytest.mark.parametrize(("replicas", "shape"), [(1, (1, 4)), (2, (2, 2)), (4, (4, 1))])
+@distributed(world=4)
+def test_a_replicated_mesh_has_as_many_replicas_as_asked_for(rank, world, replicas, shape):
+    mesh = replicated_mesh(replicas)
+    assert tuple(mesh.shape) == shape
+    assert mesh.mesh_dim_names == ("replicate", "shard")
+
+
+@pytest.mark.parametrize("replicas", [0, -1, 3, 8, 2.0, "2", None])
+@distributed(world=4)
+def test_replicas_that_do_not_divide_the_world_are_rejected_with_both_numbers(rank, world, replicas):
+    with pytest.raises(ShardConfigValueError) as caught:
+        replicated_mesh(replicas)
+    assert repr(replicas) in str(caught.value)
+    assert "4" in str(caught.value)
+
+
+@distributed(world=2)
+def test_an_initialised_process_group_is_left_as_it_is(rank, world):
+    group = dist.group.WORLD
+    ensure_process_group()
+    assert dist.group.WORLD is group
+
+
+def test_without_a_launcher_the_process_group_is_a_world_of_one(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert not dist.is_initialized()
+    try:
+        assert mesh_info(default_mesh()).shard_size == 1
+        assert (dist.get_world_size(), dist.get_rank()) == (1, 0)
+        dist.destroy_process_group()
+        assert default_mesh().get_group() is dist.group.WORLD, "a mesh over a group that is gone"
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "meta"])
+def test_devices_without_number_are_named_by_their_type(device_type):
+    assert compute_device(device_type) == torch.device(device_type)
+
+
+@pytest.mark.parametrize(("available", "expected"), [(True, "cuda"), (False, "cpu")])
+def test_an_accelerator_that_torch_is_built_for_is_the_default_only_where_it_is_present(
+    monkeypatch, available, expected
+):
+    monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    assert default_device_type() == expected
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator: its devices have numbers")
+def test_the_device_of_an_accelerator_has_its_number():
+    kind = torch.accelerator.current_accelerator().type
+    assert compute_device(kind).index == torch.accelerator.current_device_index()

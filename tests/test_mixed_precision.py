@@ -1,0 +1,119 @@
+"""Mixed precision: equal bits to FSDP2, and the dtype that each part sees.
+
+FSDP2 is the other side here: the unsharded model has no such policy.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from _engines import fully_shard
+from _models import Stack, TiedText, shard_blocks, tokens
+from _parity import Case, check_parity
+from _pool import distributed
+
+BF16, FP32 = torch.bfloat16, torch.float32
+POLICIES = {
+    "params": {"param_dtype": BF16},  # reduced in bfloat16, from torch 2.15 on in float32
+    "params-reduce-alike": {"param_dtype": BF16, "reduce_dtype": BF16},
+    "params-reduce": {"param_dtype": BF16, "reduce_dtype": FP32},
+    "reduce-only": {"reduce_dtype": BF16},
+    "root-output": {"param_dtype": BF16, "reduce_dtype": FP32, "output_dtype": FP32},
+    "root-output-only": {"output_dtype": BF16},
+}
+
+
+def shard_with(policy, model, engine, **options):
+    """Every group with the policy, its output dtype at the root alone: blocks pass on what the next one computes in."""
+    inner = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
+    for block in model.blocks:
+        engine(block, mp_policy=inner, **options)
+    engine(model, mp_policy=policy, **options)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(world=(1, 2))
+def test_mixed_precision_gives_the_bits_of_fsdp2(rank, world, policy, reshard):
+    policy = MixedPrecisionPolicy(**POLICIES[policy])
+    shard = functools.partial(shard_with, policy, reshard_after_forward=reshard)
+    check_parity(Case(model=Stack, shard=shard, reference=False, optimizer="adamw"), rank, world)
+
+
+@distributed(world=2)
+def test_accumulated_gradients_are_kept_in_the_reduce_dtype(rank, world):
+    def train(run):
+        run.set_sync(False)
+        run.backward(run.loss(0))
+        run.backward(run.loss(1))
+        run.set_sync(True)
+        loss = run.loss(2)
+        run.backward(loss)
+        return loss
+
+    shard = functools.partial(shard_blocks, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32))
+    check_parity(Case(model=Stack, shard=shard, train=train, reference=False), rank, world)
+
+
+@distributed(world=2)
+def test_integer_inputs_are_not_cast(rank, world):
+    shard = functools.partial(shard_blocks, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32))
+    check_parity(Case(model=TiedText, batch=tokens, shard=shard, reference=False), rank, world)
+
+
+class Spy(nn.Module):
+    """Notes the dtypes that its forward sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.seen = {}
+
+    def forward(self, x, *, extra=None, count=None):
+        self.seen = {
+            "x": x.dtype,
+            "weight": self.lin.weight.dtype,
+            "buffer": self.scale.dtype,
+            "nested": extra["inner"][0].dtype,
+            "count": count.dtype,
+        }
+        return {"out": self.lin(x.to(self.lin.weight.dtype)) * self.scale.to(self.lin.weight.dtype), "count": count}
+
+
+def run_spy(**options):
+    model = Spy()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(**options))
+    out = model(torch.randn(2, 4), extra={"inner": [torch.ones(2)]}, count=torch.arange(3))
+    return model, out
+
+
+@distributed(world=2)
+def test_forward_sees_cast_arguments_and_parameters_but_not_cast_buffers(rank, world):
+    model, out = run_spy(param_dtype=BF16)
+    assert model.seen == {"x": BF16, "weight": BF16, "buffer": FP32, "nested": BF16, "count": torch.int64}
+    assert out["out"].dtype == BF16
+    out["out"].float().sum().backward()
+    for name, param in model.named_parameters():
+        assert param.dtype == FP32, name
+        assert param.grad.dtype == FP32, name
+
+
+@distributed(world=2)
+def test_inputs_keep_their_dtype_when_asked(rank, world):
+    model, _ = run_spy(param_dtype=BF16, cast_forward_inputs=False)
+    assert model.seen["x"] == FP32
+    assert model.seen["nested"] == FP32
+    assert model.seen["weight"] == BF16
+
+
+@distributed(world=2)
+def test_outputs_are_cast_to_the_output_dtype_except_integers(rank, world):
+    _, out = run_spy(param_dtype=BF16, output_dtype=FP32)
+    assert out["out"].dtype == FP32
+    assert out["count"].dtype == torch.int64

@@ -1,0 +1,51 @@
+"""Parity of plain training: every way to group a model, to reshard it and to optimise it."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from _models import Stack, TiedText, shard_blocks, shard_lists, shard_nested, shard_root, tokens
+from _parity import Case, check_parity
+from _pool import distributed
+
+SHARDINGS = {
+    "blocks": shard_blocks,
+    "root": shard_root,
+    "nested": shard_nested,
+    "lists": shard_lists,
+}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adamw-foreach"])
+@distributed(world=(1, 2, 4))
+def test_training_equals_the_unsharded_model_bit_for_bit(rank, world, optimizer):
+    check_parity(Case(model=Stack, optimizer=optimizer), rank, world)
+
+
+@pytest.mark.parametrize("grouping", ["root", "nested", "lists"])
+@distributed(world=(1, 2, 4))
+def test_any_grouping_gives_the_same_bits(rank, world, grouping):
+    check_parity(Case(model=Stack, shard=SHARDINGS[grouping], optimizer="adamw"), rank, world)
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("grouping", ["blocks", "nested", "lists"])
+@distributed(world=2)
+def test_resharding_after_forward_or_not_gives_the_same_bits(rank, world, grouping, reshard):
+    shard = functools.partial(SHARDINGS[grouping], reshard_after_forward=reshard)
+    check_parity(Case(model=Stack, shard=shard), rank, world)
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+@distributed(world=(1, 4))
+def test_resharding_gives_the_same_bits_at_other_world_sizes(rank, world, reshard):
+    shard = functools.partial(shard_blocks, reshard_after_forward=reshard)
+    check_parity(Case(model=Stack, shard=shard, optimizer="adamw"), rank, world)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@distributed(world=(1, 2, 4))
+def test_weights_tied_within_a_group_share_one_shard(rank, world, optimizer):
+    check_parity(Case(model=TiedText, batch=tokens, optimizer=optimizer), rank, world)

@@ -1,0 +1,175 @@
+"""Saved tensors beside others: what the hooks of users see, and edits in place."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from _models import Stack, vectors
+from _pool import distributed
+from _stepping import OneLinear, assert_same_gradients, pool_of, shard_whole, twins
+from composable_shard import SavedTensorModifiedError
+from composable_shard._saved import _Hooks
+from composable_shard._torch import active_saved_tensors_hooks
+
+# ---- the hooks of others
+
+
+class Counting:
+    """A user's hooks."""
+
+    def __init__(self):
+        self.packed, self.unpacked = [], 0
+
+    def hooks(self):
+        return saved_tensors_hooks(self.pack, self.unpack)
+
+    def pack(self, tensor):
+        self.packed.append(tensor)
+        return [tensor.clone()]
+
+    def unpack(self, packed):
+        self.unpacked += 1
+        return packed[0]
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(world=(1, 2))
+def test_hooks_of_users_see_activations_and_no_weights(rank, world, reshard):
+    model, plain = twins(reshard_after_forward=reshard)
+    seen = []
+    for m in (model, plain):
+        counting = Counting()
+        with counting.hooks():
+            out = m(*vectors(0, 0))
+        out.square().sum().backward()
+        assert counting.unpacked == len(counting.packed) > 0
+        seen.append(counting.packed)
+    ours, theirs = seen
+    weights = {p.untyped_storage().data_ptr() for p in plain.parameters()}
+    activations = [t for t in theirs if t.untyped_storage().data_ptr() not in weights]
+    assert len(activations) < len(theirs)
+    assert [tuple(t.shape) for t in ours] == [tuple(t.shape) for t in activations]
+    spans = [(slot.begin, slot.end) for slot in pool_of(model)._slots]
+    assert not any(begin <= t.data_ptr() < end for t in ours for begin, end in spans)
+    assert_same_gradients(model, plain)
+
+
+@distributed(world=(1, 2))
+def test_offloading_of_activations_works_around_a_sharded_model(rank, world):
+    model, plain = twins()
+    for step in range(2):
+        for m in (model, plain):
+            with save_on_cpu():
+                loss = m(*vectors(0, step)).square().sum()
+            loss.backward()
+        assert_same_gradients(model, plain)
+
+
+class HookedInside(Stack):
+    """Sets hooks of its own within a sharded forward: then these see weights, as in plain torch."""
+
+    def forward(self, x):
+        x = self.inp(x)
+        with save_on_cpu():
+            for block in self.blocks:
+                x = F.gelu(block(x))
+        return self.head(x)
+
+
+@distributed(world=(1, 2))
+def test_hooks_that_are_set_between_sharded_modules_are_called_by_the_inner_ones(rank, world):
+    model, plain = twins(HookedInside)
+    for step in range(2):
+        for m in (model, plain):
+            m(*vectors(0, step)).square().sum().backward()
+        assert_same_gradients(model, plain)
+
+
+@distributed(world=(1, 2))
+def test_hooks_are_gone_after_a_forward_also_after_a_failed_one(rank, world):
+    model, _ = twins()
+    assert active_saved_tensors_hooks() is None
+    model(*vectors(0, 0))
+    assert active_saved_tensors_hooks() is None
+    with pytest.raises(RuntimeError):
+        model(torch.ones(3, 3))
+    assert active_saved_tensors_hooks() is None
+
+
+@distributed(world=1)
+def test_without_gradients_no_hooks_are_set(rank, world):
+    model, _ = twins(OneLinear, shard_whole)
+    seen = []
+    model.lin.register_forward_hook(lambda *_: seen.append(active_saved_tensors_hooks()))
+    with torch.no_grad():
+        model(*vectors(0, 0))
+    model(*vectors(0, 0))
+    assert seen[0] is None
+    assert isinstance(seen[1][0].__self__, _Hooks)
+
+
+@distributed(world=1)
+def test_modules_within_a_model_share_its_hooks(rank, world):
+    model, _ = twins()
+    seen = []
+    for module in (model.inp, model.blocks[0].up, model.blocks[2].up, model.head):
+        module.register_forward_hook(lambda *_: seen.append(active_saved_tensors_hooks()[0].__self__))
+    model(*vectors(0, 0))
+    assert len(seen) == 4
+    assert all(hooks is seen[0] for hooks in seen)
+
+
+# ---- edits in place
+
+
+class Edited(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = torch.sigmoid(self.lin(x))
+        out = h * h
+        h.add_(1)
+        return out
+
+
+@distributed(world=(1, 2))
+def test_an_activation_that_was_edited_in_place_raises_with_its_shape_and_versions(rank, world):
+    model, _ = twins(Edited, shard_whole)
+    for _ in range(2):
+        loss = model(*vectors(0, 0)).sum()
+        words = "a tensor of shape (5, 3) and dtype torch.float32, saved in forward for backward, was modified"
+        with pytest.raises(SavedTensorModifiedError, match=re.escape(words)) as caught:
+            loss.backward()
+        assert isinstance(caught.value, RuntimeError)
+        assert "at version 1, expected 0" in str(caught.value)
+        assert "out-of-place" in str(caught.value)
+
+
+@distributed(world=(1, 2))
+def test_an_edit_in_place_that_autograd_allows_is_exact(rank, world):
+    class Allowed(OneLinear):
+        def forward(self, x):
+            return F.relu(self.lin(x).mul_(2).add_(1), inplace=True)
+
+    model, plain = twins(Allowed, shard_whole)
+    for m in (model, plain):
+        m(*vectors(0, 0)).square().sum().backward()
+    assert_same_gradients(model, plain)
+
+
+@distributed(world=(1, 2))
+def test_an_input_that_is_edited_after_forward_raises_as_in_plain_torch(rank, world):
+    for m in twins(OneLinear, shard_whole):
+        x = vectors(0, 0)[0]
+        loss = m(x).sum()
+        x.add_(1)
+        with pytest.raises(RuntimeError, match=r"in-?place"):
+            loss.backward()

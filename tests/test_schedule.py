@@ -1,0 +1,224 @@
+"""Actions as text, and the training step that a plan expects."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composable_shard import ShardConfigValueError
+from composable_shard._schedule import MAX_REDUCTIONS, Action, Kind, Step, training_step
+
+steadily = settings(deadline=None, derandomize=True)
+
+FQNS = st.text("abc.0123, ", min_size=1).map(str.strip).filter(bool) | st.just("")
+
+
+def text(actions):
+    return "\n".join(map(str, actions))
+
+
+def block_steps(blocks=3, reshard=True):
+    return [Step(f"blocks.{i}", False, reshard, True) for i in range(blocks)]
+
+
+@st.composite
+def models(draw):
+    """Groups in the order of their forwards; at most one is the root, wherever its name stands."""
+    count = draw(st.integers(1, 7))
+    root = draw(st.integers(0, count))  # `count` stands for none
+    flags = st.booleans()
+    return [Step("" if i == root else f"m{i}", i == root, draw(flags), draw(flags)) for i in range(count)]
+
+
+# ---- text
+
+
+@steadily
+@given(st.sampled_from(Kind), FQNS)
+def test_an_action_is_read_back_from_its_text(kind, fqn):
+    action = Action(kind, fqn)
+    assert Action.parse(str(action)) == action
+
+
+def test_the_text_of_an_action_is_its_kind_and_its_group():
+    assert str(Action(Kind.UNSHARD, "layers.3")) == "UNSHARD layers.3"
+    assert str(Action(Kind.REDUCED, "")) == "REDUCED (root)"
+    assert Action.parse("  WAIT (root)\n") == Action(Kind.WAIT, "")
+    assert Action.parse("WAIT blocks.0, blocks.1") == Action(Kind.WAIT, "blocks.0, blocks.1")
+
+
+@pytest.mark.parametrize("bad", ["", "UNSHARD", "UNSHARD ", "unshard layers.3", "GATHER layers.3", "layers.3"])
+def test_a_text_that_is_no_action_is_named_with_an_example(bad):
+    with pytest.raises(ShardConfigValueError) as caught:
+        Action.parse(bad)
+    assert repr(bad) in str(caught.value)
+    assert "UNSHARD layers.3" in str(caught.value)
+
+
+# ---- goldens
+
+
+def test_the_step_of_three_blocks_and_a_root_gathers_one_ahead_and_reduces_as_it_goes():
+    assert_expected_inline(
+        text(training_step([Step("", True, False, True), *block_steps()])),
+        """\
+UNSHARD (root)
+WAIT (root)
+UNSHARD blocks.0
+WAIT blocks.0
+UNSHARD blocks.1
+RESHARD blocks.0
+WAIT blocks.1
+UNSHARD blocks.2
+RESHARD blocks.1
+WAIT blocks.2
+RESHARD blocks.2
+UNSHARD blocks.2
+WAIT blocks.2
+UNSHARD blocks.1
+RESHARD blocks.2
+REDUCE blocks.2
+WAIT blocks.1
+UNSHARD blocks.0
+RESHARD blocks.1
+REDUCE blocks.1
+WAIT blocks.0
+RESHARD blocks.0
+REDUCED blocks.2
+REDUCE blocks.0
+RESHARD (root)
+REDUCED blocks.1
+REDUCE (root)
+REDUCED blocks.0
+REDUCED (root)""",
+    )
+
+
+def test_the_step_of_blocks_that_stay_unsharded_gathers_each_once():
+    assert_expected_inline(
+        text(training_step([Step("", True, False, True), *block_steps(2, reshard=False)])),
+        """\
+UNSHARD (root)
+WAIT (root)
+UNSHARD blocks.0
+WAIT blocks.0
+UNSHARD blocks.1
+WAIT blocks.1
+RESHARD blocks.1
+REDUCE blocks.1
+RESHARD blocks.0
+REDUCE blocks.0
+RESHARD (root)
+REDUCED blocks.1
+REDUCE (root)
+REDUCED blocks.0
+REDUCED (root)""",
+    )
+
+
+def test_the_step_of_a_single_group_is_one_gather_and_one_reduction():
+    assert_expected_inline(
+        text(training_step([Step("", True, False, True)])),
+        """\
+UNSHARD (root)
+WAIT (root)
+RESHARD (root)
+REDUCE (root)
+REDUCED (root)""",
+    )
+
+
+def test_the_step_of_a_root_that_reshards_gathers_it_again_for_backward():
+    assert_expected_inline(
+        text(training_step([Step("", True, True, True), *block_steps(1)])),
+        """\
+UNSHARD (root)
+WAIT (root)
+UNSHARD blocks.0
+WAIT blocks.0
+RESHARD blocks.0
+RESHARD (root)
+UNSHARD (root)
+WAIT (root)
+UNSHARD blocks.0
+WAIT blocks.0
+RESHARD blocks.0
+REDUCE blocks.0
+RESHARD (root)
+REDUCE (root)
+REDUCED blocks.0
+REDUCED (root)""",
+    )
+
+
+# ---- properties
+
+
+@steadily
+@given(models())
+def test_each_gather_is_waited_for_and_given_up(steps):
+    phases = {step.fqn: Kind.RESHARD for step in steps}
+    after = {Kind.RESHARD: Kind.UNSHARD, Kind.UNSHARD: Kind.WAIT, Kind.WAIT: Kind.RESHARD}
+    for action in training_step(steps):
+        if action.kind in after.values():
+            assert after[phases[action.fqn]] is action.kind, action
+            phases[action.fqn] = action.kind
+    assert set(phases.values()) == {Kind.RESHARD}
+
+
+@steadily
+@given(models())
+def test_each_trained_group_is_reduced_once_and_no_other(steps):
+    for kind in (Kind.REDUCE, Kind.REDUCED):
+        counts = Counter(a.fqn for a in training_step(steps) if a.kind is kind)
+        assert counts == {step.fqn: 1 for step in steps if step.trains}
+
+
+@steadily
+@given(models())
+def test_reductions_are_finished_in_order_and_at_most_two_fly(steps):
+    flying = []
+    for action in training_step(steps):
+        if action.kind is Kind.REDUCE:
+            flying.append(action.fqn)
+        elif action.kind is Kind.REDUCED:
+            assert flying.pop(0) == action.fqn
+        assert len(flying) <= MAX_REDUCTIONS
+    assert not flying
+
+
+@steadily
+@given(models())
+def test_at_most_one_gather_is_ahead_of_the_group_that_runs(steps):
+    gathering = set()
+    for action in training_step(steps):
+        if action.kind is Kind.UNSHARD:
+            gathering.add(action.fqn)
+        elif action.kind is Kind.WAIT:
+            gathering.discard(action.fqn)
+        assert len(gathering) <= 1
+
+
+@steadily
+@given(models())
+def test_weights_are_given_up_before_the_reduction_is_issued(steps):
+    actions = training_step(steps)
+    for place, action in enumerate(actions):
+        if action.kind is Kind.REDUCE:
+            last = max(i for i, a in enumerate(actions) if a == Action(Kind.RESHARD, action.fqn))
+            assert last < place
+
+
+@steadily
+@given(models())
+def test_a_group_is_gathered_twice_exactly_if_it_reshards_after_forward(steps):
+    counts = Counter(a.fqn for a in training_step(steps) if a.kind is Kind.UNSHARD)
+    assert counts == {step.fqn: 2 if step.reshard_after_forward else 1 for step in steps}
+
+
+def test_no_groups_take_no_actions():
+    assert training_step([]) == ()

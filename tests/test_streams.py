@@ -1,0 +1,144 @@
+"""Jobs on lanes: what is queued at the start, and what at the finish."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from composable_shard._streams import Lane, StreamLane, lane_for
+
+ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
+needs_accelerator = pytest.mark.skipif(
+    ACCELERATOR is None, reason="no accelerator: a StreamLane needs a device with streams (CUDA, XPU, ...)"
+)
+
+
+class Handle:
+    """A collective whose wait is written down."""
+
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def wait(self):
+        self.log.append(f"wait {self.name}, grad {'on' if torch.is_grad_enabled() else 'off'}")
+
+
+def work(log, handles=2):
+    for number in range(handles):
+        log.append(f"run {number}, grad {'on' if torch.is_grad_enabled() else 'off'}")
+        yield Handle(log, number)
+    log.append(f"end, grad {'on' if torch.is_grad_enabled() else 'off'}")
+    return "result"
+
+
+def test_on_a_cpu_work_runs_to_its_first_handle_and_the_rest_when_it_is_finished():
+    log = []
+    job = Lane().start(work(log))
+    assert log == ["run 0, grad off"]
+    assert job.finish() == "result"
+    assert log == [
+        "run 0, grad off",
+        "wait 0, grad on",
+        "run 1, grad off",
+        "wait 1, grad on",
+        "end, grad off",
+    ]
+
+
+def test_work_without_a_handle_is_done_at_the_start():
+    log = []
+    job = Lane().start(work(log, handles=0))
+    assert log == ["end, grad off"]
+    assert job.finish() == "result"
+
+
+def test_finishing_twice_gives_the_result_twice_and_waits_once():
+    log = []
+    job = Lane().start(work(log, handles=1))
+    assert [job.finish(), job.finish()] == ["result", "result"]
+    assert log.count("wait 0, grad on") == 1
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_grad_mode_of_the_caller_is_as_before_at_every_point(enabled):
+    with torch.set_grad_enabled(enabled):
+        job = Lane().start(work([]))
+        assert torch.is_grad_enabled() is enabled
+        job.finish()
+        assert torch.is_grad_enabled() is enabled
+    assert torch.is_grad_enabled()
+
+
+def test_a_job_that_is_not_finished_leaves_the_grad_mode_alone_when_it_is_dropped():
+    job = Lane().start(work([]))
+    del job
+    assert torch.is_grad_enabled()
+
+
+def test_two_jobs_can_be_in_flight_and_be_finished_in_any_order():
+    first, second = [], []
+    jobs = [Lane().start(work(log)) for log in (first, second)]
+    assert jobs[1].finish() == "result"
+    assert first == ["run 0, grad off"]
+    assert jobs[0].finish() == "result"
+    assert torch.is_grad_enabled()
+
+
+def test_an_error_in_the_work_comes_out_where_it_happens_and_leaves_the_grad_mode_alone():
+    def failing(at_start):
+        if not at_start:
+            yield Handle([], 0)
+        raise OSError("the network is gone")
+
+    with pytest.raises(OSError, match="network"):
+        Lane().start(failing(True))
+    job = Lane().start(failing(False))
+    with pytest.raises(OSError, match="network"):
+        job.finish()
+    assert torch.is_grad_enabled()
+
+
+def test_a_job_drops_what_its_work_held_when_it_is_done():
+    held = Handle([], 0)
+
+    def steps(held):
+        yield held
+        del held
+
+    job, gone = Lane().start(steps(held)), weakref.ref(held)
+    del held
+    assert gone() is not None
+    job.finish()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_lanes_of_devices_without_streams_fence_nothing(device):
+    lane = lane_for(torch.device(device))
+    assert type(lane) is Lane
+    assert lane.mark() is None
+
+
+@needs_accelerator
+def test_the_lane_of_an_accelerator_is_a_stream_of_its_own():
+    lane = lane_for(ACCELERATOR)
+    assert isinstance(lane, StreamLane)
+    assert lane._stream != torch.accelerator.current_stream()
+
+
+@needs_accelerator
+def test_work_on_a_stream_starts_behind_its_events_and_the_current_stream_waits_for_its_end():
+    lane = lane_for(ACCELERATOR)
+    source = torch.zeros(1 << 22, device=ACCELERATOR)
+    for _ in range(50):
+        source.add_(1)
+
+    def steps():
+        out = source * 2
+        yield Handle([], 0)
+        return out
+
+    job = lane.start(steps(), [lane.mark(), None])
+    assert torch.equal(job.finish(), torch.full_like(source, 100))

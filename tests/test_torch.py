@@ -1,0 +1,307 @@
+"""Each shim over a torch-private name does what its docstring says, on the torch at hand."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from _engines import mesh_of
+from _pool import distributed
+from composable_shard import _torch
+
+# ---- backward passes
+
+
+class Note(torch.autograd.Function):
+    """Calls a function in backward."""
+
+    @staticmethod
+    def forward(ctx, x, call):
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.call()
+        return grad, None
+
+
+def noted(call, x=None):
+    return Note.apply(torch.ones(2, requires_grad=True) if x is None else x, call)
+
+
+def test_outside_of_a_backward_pass_there_is_no_number_and_inside_nested_ones_are_larger():
+    numbers = []
+
+    def outer():
+        numbers.append(_torch.current_backward())
+        with torch.enable_grad():
+            noted(lambda: numbers.append(_torch.current_backward())).sum().backward()
+        numbers.append(_torch.current_backward())
+
+    assert _torch.current_backward() == -1
+    noted(outer).sum().backward()
+    assert _torch.current_backward() == -1
+    first, nested, again = numbers
+    assert 0 <= first == again < nested
+
+
+def test_a_callback_runs_at_the_end_of_its_pass():
+    log = []
+    x = torch.ones(2, requires_grad=True)
+    end = noted(lambda: log.append("last node"), x)
+    noted(lambda: _torch.queue_backward_callback(lambda: log.append("end")), end).sum().backward()
+    assert log == ["last node", "end"]
+
+
+def test_a_callback_of_a_nested_pass_runs_at_the_end_of_that_one():
+    log = []
+
+    def outer():
+        with torch.enable_grad():
+            noted(lambda: _torch.queue_backward_callback(lambda: log.append("nested"))).sum().backward()
+        log.append("outer")
+
+    noted(outer).sum().backward()
+    assert log == ["nested", "outer"]
+
+
+def test_a_callback_of_a_pass_that_fails_is_dropped_uncalled():
+    log = []
+
+    class Token:
+        def __call__(self):
+            log.append("called")
+
+        def __del__(self):
+            log.append("dropped")
+
+    def fail():
+        raise OSError("boom")
+
+    with pytest.raises(OSError, match="boom"):
+        noted(lambda: _torch.queue_backward_callback(Token()), noted(fail)).sum().backward()
+    assert log == ["dropped"]
+
+
+def test_a_node_will_run_exactly_if_backward_needs_it():
+    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+    node_x, node_y = (noted(lambda: None, each) for each in (x, y))
+    seen = []
+
+    def look():
+        seen.append([_torch.node_will_run(n.grad_fn) for n in (node_x, node_y)])
+
+    noted(look, node_x + node_y).sum().backward(inputs=[x])
+    assert seen == [[True, False]]
+
+
+ADDED, RETURNED, DROPPED = _torch.Fate.ADDED, _torch.Fate.RETURNED, _torch.Fate.DROPPED
+
+
+@pytest.mark.parametrize(
+    ("run", "fates"),
+    [
+        (lambda out, x, y: out.backward(), None),
+        (lambda out, x, y: out.backward(inputs=[x, y]), None),
+        (lambda out, x, y: out.backward(inputs=[y]), [DROPPED, ADDED]),
+        (lambda out, x, y: torch.autograd.grad(out, [x]), [RETURNED, DROPPED]),
+        (lambda out, x, y: torch.autograd.grad(out, [x, y]), [RETURNED, RETURNED]),
+    ],
+    ids=["backward", "backward with both inputs", "backward with one input", "grad of one", "grad of both"],
+)
+def test_the_fates_of_leaf_gradients_are_known_while_backward_runs(run, fates):
+    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+    both = x * y
+    nodes = [node for node, _ in both.grad_fn.next_functions]
+    seen = []
+    run(noted(lambda: seen.append(_torch.gradient_fates(nodes)), both).sum(), x, y)
+    assert seen == [fates]
+
+
+def test_leaves_that_want_no_gradient_are_left_out_of_the_ordinary_case():
+    x = torch.ones(2, requires_grad=True)
+    (node, _), *_ = (x * 2).grad_fn.next_functions
+    seen = []
+    noted(lambda: seen.append(_torch.gradient_fates([node, None])), x * 2 + x).sum().backward()
+    assert seen == [None]
+
+
+def test_an_autograd_function_is_applied_as_by_its_own_method():
+    x, log = torch.ones(2, requires_grad=True), []
+    out = _torch.apply_function(Note, x, lambda: log.append("backward"))
+    out.sum().backward()
+    assert log == ["backward"]
+    assert torch.equal(x.grad, torch.ones(2))
+
+
+def test_grad_mode_is_set():
+    for enabled in (False, True):
+        _torch.set_grad_enabled(enabled)
+        assert torch.is_grad_enabled() is enabled
+
+
+# ---- hooks
+
+
+def test_the_innermost_saved_tensor_hooks_are_the_active_ones():
+    assert _torch.active_saved_tensors_hooks() is None
+
+    def pack(tensor):
+        return tensor
+
+    def unpack(packed):
+        return packed
+
+    with save_on_cpu(), saved_tensors_hooks(pack, unpack):
+        assert _torch.active_saved_tensors_hooks() == (pack, unpack)
+    assert _torch.active_saved_tensors_hooks() is None
+
+
+class KeepingHooks:
+    """Saved-tensor hooks that are bound methods, as the runtime's are."""
+
+    def pack(self, tensor):
+        return tensor.detach()
+
+    def unpack(self, packed):
+        return packed
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_selective_checkpoint_warns_of_the_hooks_of_a_user_and_not_of_ours(outside):
+    weight = torch.ones(2, 2, requires_grad=True)
+    context = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    warns = outside and torch.__version__ >= "2.15"
+    ours = KeepingHooks()
+    with contextlib.ExitStack() as stack:
+        if outside:
+            stack.enter_context(save_on_cpu())
+        pack = _torch.passed_by_checkpoints(ours.pack, _torch.active_saved_tensors_hooks())
+        assert pack.__self__ is ours
+        stack.enter_context(saved_tensors_hooks(pack, ours.unpack))
+        if warns:
+            stack.enter_context(pytest.warns(FutureWarning, match="selective activation checkpoint"))
+        out = checkpoint(lambda w: (w @ w).sin(), weight, use_reentrant=False, context_fn=context)
+    out.sum().backward()
+    expected = torch.full((2, 2), 4 * torch.tensor(2.0).cos().item())
+    torch.testing.assert_close(weight.grad, expected)
+
+
+def test_a_policy_without_reduce_dtype_means_what_torch_says():
+    half, full = torch.bfloat16, torch.float32
+    changed = "versionchanged:: 2.15" in MixedPrecisionPolicy.__doc__
+    assert _torch.default_reduce_dtype(stored=full, compute=half) == (full if changed else half)
+    assert _torch.default_reduce_dtype(stored=half, compute=half) == half
+
+
+def test_hooks_that_were_taken_are_not_called_by_autograd_and_their_handles_still_remove_them():
+    leaf, log = nn.Parameter(torch.ones(2)), []
+    handles = [
+        leaf.register_hook(lambda grad: log.append("tensor")),
+        leaf.register_post_accumulate_grad_hook(lambda param: log.append("post")),
+    ]
+    tensor_hooks, post_hooks = _torch.take_gradient_hooks(leaf)
+    assert [len(tensor_hooks), len(post_hooks)] == [1, 1]
+    leaf.sum().backward()
+    assert log == []
+    for handle in handles:
+        handle.remove()
+    assert [len(tensor_hooks), len(post_hooks)] == [0, 0]
+    assert _torch.take_gradient_hooks(leaf) == (None, None)
+
+
+def test_hooks_that_are_registered_after_the_taking_are_taken_the_next_time():
+    leaf = nn.Parameter(torch.ones(2))
+    leaf.register_hook(lambda grad: None)
+    first, _ = _torch.take_gradient_hooks(leaf)
+    leaf.register_hook(lambda grad: None)
+    second, _ = _torch.take_gradient_hooks(leaf)
+    assert len(first) == len(second) == 1
+    assert first is not second
+
+
+def test_it_is_seen_whether_any_leaf_has_a_hook_of_either_kind():
+    leaves = [nn.Parameter(torch.ones(1)) for _ in range(3)]
+    assert not _torch.any_gradient_hooks(leaves)
+    handle = leaves[1].register_hook(lambda grad: None)
+    assert _torch.any_gradient_hooks(leaves)
+    handle.remove()
+    leaves[2].register_post_accumulate_grad_hook(lambda param: None)
+    assert _torch.any_gradient_hooks(leaves)
+
+
+# ---- trees
+
+
+def test_the_tensors_of_a_tree_are_found_and_replaced_in_place_of_themselves():
+    a, b = torch.ones(1), torch.ones(2)
+    tree = {"x": [a, 3, None], "y": (b, "text")}
+    assert _torch.tree_tensors(a) == [a]
+    assert [t.numel() for t in _torch.tree_tensors(tree)] == [1, 2]
+    changed = _torch.map_tensors(lambda t: t.numel(), tree)
+    assert changed == {"x": [1, 3, None], "y": (2, "text")}
+    assert torch.equal(_torch.map_tensors(lambda t: t + 1, a), a + 1)
+
+
+# ---- DTensors and process groups
+
+
+@distributed(world=2)
+def test_the_local_tensor_of_a_dtensor_is_its_memory_and_a_dtensor_is_made_like_another(rank, world):
+    local = torch.full((2, 3), float(rank))
+    reference = nn.Parameter(DTensor.from_local(local, mesh_of(2), [Shard(0)], shape=(3, 3), stride=(3, 1)))
+    assert _torch.local_tensor(reference).data_ptr() == local.data_ptr()
+    assert not _torch.local_tensor(reference).requires_grad
+    made = _torch.dtensor_like(reference, local + 1)
+    assert isinstance(made, DTensor)
+    assert not made.requires_grad
+    assert (made.shape, made.placements, made.device_mesh) == ((3, 3), (Shard(0),), reference.device_mesh)
+    assert torch.equal(made.to_local(), local + 1)
+    reference.grad = made
+
+
+@distributed(world=2)
+def test_the_backend_of_a_group_is_named_in_small_letters(rank, world):
+    assert _torch.backend_name(dist.group.WORLD, torch.device("cpu")) == "gloo"
+
+
+@distributed(world=2)
+def test_collectives_with_these_options_are_asynchronous_and_right(rank, world):
+    group = dist.group.WORLD
+    total = torch.full((2,), float(rank))
+    group.allreduce([total], _torch.all_reduce_options(dist.ReduceOp.MAX)).wait()
+    assert torch.equal(total, torch.ones(2))
+    sent = torch.full((2,), float(rank))
+    group.broadcast([sent], _torch.broadcast_options(1)).wait()
+    assert torch.equal(sent, torch.ones(2))
+    gathered = torch.empty(4)
+    group._allgather_base(gathered, torch.full((2,), float(rank)), _torch.all_gather_options()).wait()
+    assert gathered.tolist() == [0, 0, 1, 1]
+    part = torch.empty(1)
+    options = _torch.reduce_scatter_options(dist.ReduceOp.SUM)
+    group._reduce_scatter_base(part, torch.tensor([1.0, 2.0]), options).wait()
+    assert part.tolist() == [2.0 * (rank + 1)]
+    swapped = torch.empty(2)
+    group.alltoall_base(swapped, torch.tensor([0.0, 1.0]) + 10 * rank, [], [], _torch.all_to_all_options()).wait()
+    assert swapped.tolist() == [rank, 10.0 + rank]
+
+
+def test_a_launcher_is_seen_by_all_of_its_variables(monkeypatch):
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    assert _torch.launched()
+    for name in names:
+        with monkeypatch.context() as without:
+            without.delenv(name)
+            assert not _torch.launched()

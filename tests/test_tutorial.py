@@ -1,0 +1,218 @@
+"""The tutorials: strategies agree, the demo leaves its files, Ctrl-C keeps them; compiled graphs are shown."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from _gpt import Corpus, bigram_entropy, build_gpt, load_corpus, next_byte_loss, spaced_windows
+from _pool import distributed
+
+TUTORIALS = Path(__file__).parents[1] / "tutorials"
+
+
+# ------------------------------------------------------------------------------- strategies agree
+
+
+def losses(strategy, optimizer, **changes):
+    """The mean loss of each of 20 steps on a tiny model, in float32."""
+    tutorial = importlib.import_module("01_train_gpt")
+    options = tutorial.Options(
+        strategy=strategy,
+        optimizer=optimizer,
+        size="tiny",
+        steps=20,
+        evaluation=16,
+        precision="float32",
+    )
+    options = replace(options, **changes)
+    device = torch.device("cpu")
+    text = torch.frombuffer(bytearray(Path(importlib.__file__).read_bytes()), dtype=torch.uint8)
+    model = build_gpt(options.size, options.seed)
+    tutorial.shard(model, options, device)
+    optimizer = tutorial.make_optimizer(model, options)
+    history = tutorial.train(model, optimizer, Corpus(text, text), options, device)
+    return torch.tensor([moment.loss for moment in history])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp", "fsdp2"])
+@distributed(world=2)
+def test_twenty_steps_of_every_strategy_agree(rank, world, strategy, optimizer):
+    expected = losses("none", optimizer)
+    assert expected[-1] < expected[0] - 0.3  # it does learn
+    torch.testing.assert_close(losses(strategy, optimizer), expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp2"])
+@distributed(world=2)
+def test_microbatches_agree_with_one_batch_of_their_size(rank, world, strategy):
+    apart = losses(strategy, "sgd", batch=4, accumulate=2)
+    torch.testing.assert_close(apart, losses("none", "sgd", batch=8), rtol=1e-4, atol=0)
+
+
+@distributed(world=4)
+def test_replicas_of_shards_agree_with_no_sharding(rank, world):
+    expected = losses("none", "adamw")
+    torch.testing.assert_close(losses("hsdp", "adamw", replicas=2), expected, rtol=1e-4, atol=0)
+
+
+# ------------------------------------------------------------------------------ the text, measured
+
+
+def test_bigram_entropy_of_a_text_counted_by_hand():
+    """a follows b always; after a: b twice, c once (of the pairs ab, ba, ab, ba, ac)."""
+    text = torch.frombuffer(bytearray(b"ababac"), dtype=torch.uint8)
+    after_a = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))
+    assert bigram_entropy(text) == pytest.approx(3 / 5 * after_a)
+
+
+def test_bigram_entropy_does_not_depend_on_the_chunks_it_is_counted_in():
+    text = torch.randint(0, 256, (1000,), generator=torch.Generator().manual_seed(0))
+    text = text.to(torch.uint8)
+    assert bigram_entropy(text, chunk=7) == pytest.approx(bigram_entropy(text))
+
+
+def test_no_pair_across_two_texts_is_counted():
+    first, second = (torch.frombuffer(bytearray(t), dtype=torch.uint8) for t in (b"aa", b"bb"))
+    assert bigram_entropy(first, second) == pytest.approx(0.0)
+
+
+def test_the_two_sides_of_the_corpus_are_large_and_stay_the_same():
+    corpus = load_corpus()
+    assert len(corpus.train) > 5_000_000
+    assert 0.02 < len(corpus.held_out) / len(corpus.train) < 0.10
+    assert torch.equal(corpus.held_out, load_corpus().held_out)
+
+
+def test_the_learning_rate_climbs_then_falls_to_a_fiftieth():
+    rate = importlib.import_module("01_train_gpt").learning_rate
+    course = [rate(i / 100, 1.0) for i in range(101)]
+    assert course[0] == pytest.approx(0.02)
+    assert max(course) == course[5] == pytest.approx(1.0)
+    assert course[5:] == sorted(course[5:], reverse=True)
+    assert course[-1] == pytest.approx(0.02)
+
+
+# ------------------------------------------------------------------------------------- the command
+
+
+def start(script, *arguments):
+    """A tutorial on a tiny model as a user starts it, in a session of its own."""
+    return subprocess.Popen(
+        [sys.executable, str(TUTORIALS / script), "--size", "tiny", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def descendants(pid):
+    """Processes below `pid`, from Linux's process table."""
+    found: list[int] = []
+    table = Path(f"/proc/{pid}/task/{pid}/children")
+    for child in table.read_text().split() if table.exists() else ():
+        found += [int(child), *descendants(int(child))]
+    return found
+
+
+def kill(processes):
+    for pid in processes:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def finish(process, limit_s=90):
+    try:
+        output, errors = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        kill([*descendants(process.pid), process.pid])
+        output, errors = process.communicate()
+        pytest.fail(f"still running after {limit_s} s\n{output}\n{errors}")
+    return output, errors
+
+
+@pytest.mark.timeout(120)
+def test_the_demo_shows_its_plan_and_leaves_metrics_figures_and_a_checkpoint(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    few = ["--steps", "6", "--sample", "20", "--precision", "float32"]
+    process = start("01_train_gpt.py", "--evaluation", "32", "--out", tmp_path, *few)
+    output, errors = finish(process)
+    assert process.returncode == 0, errors
+    assert "Warning" not in errors
+    assert output.index("blocks.0") < output.index("step     1")  # the plan comes first
+    assert "bigram entropy" in output
+    assert "The model writes:\n\ndef " in output
+
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows[:-1]] == [1, 2, 3, 4, 5, 6]
+    assert all(math.isfinite(row["loss"]) for row in rows[:-1])
+    for name in ("loss.png", "memory.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+    # What was saved in shards is a whole model: plain torch reads it and has the same loss.
+    model = build_gpt("tiny", seed=1)
+    state = {"model": model.state_dict()}
+    with pytest.warns(UserWarning, match="load in a single process"):
+        dcp.load(state, checkpoint_id=tmp_path / "checkpoints" / "step-000006", no_dist=True)
+    model.load_state_dict(state["model"])
+    with torch.no_grad():
+        held_out = next_byte_loss(model, spaced_windows(load_corpus().held_out, 32, 33)).item()
+    assert held_out == pytest.approx(rows[-1]["final"], rel=1e-4)
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_ends_every_rank_and_keeps_what_was_saved(tmp_path):
+    process = start("01_train_gpt.py", "--evaluation", "32", "--out", tmp_path, "--minutes", "10", "--sample", "0")
+    metrics = tmp_path / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+        if process.poll() is not None or time.monotonic() > deadline:
+            output, errors = finish(process, limit_s=3)
+            pytest.fail(f"no third step\n{output}\n{errors}")
+        time.sleep(0.1)
+
+    ranks = descendants(process.pid)
+    assert len(ranks) == 2
+    process.send_signal(signal.SIGINT)
+    try:
+        output, errors = finish(process, limit_s=25)
+        assert process.returncode == 130
+        assert "Traceback" not in output + errors
+        assert "interrupted" in output
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+        assert len(list((tmp_path / "checkpoints").glob(f"step-{len(rows):06d}/.metadata"))) == 1
+        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    finally:
+        kill(ranks)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.matrix
+def test_the_tutorial_on_compiling_shows_every_graph_and_ways_that_agree():
+    process = start("02_compile.py", "--backend", "aot_eager", "--steps", "2")
+    output, errors = finish(process, limit_s=200)
+    assert process.returncode == 0, errors
+    eager, blocks, whole = (output.index(f"\n{way}: ") for way in ("eager", "blocks", "whole"))
+    assert "forward" not in output[eager:blocks]
+    alike = [line.split()[:2] for line in output[blocks:whole].splitlines() if "ward " in line]
+    assert alike == [["forward", "Gwmmmm"], ["backward", "mGwmmmmmmmRw"]]  # once: the blocks share them
+    graphs = [line.split()[:2] for line in output[whole:].splitlines() if "ward " in line]
+    assert graphs == [["forward", "GwGwmmmmGwmmmmm"], ["backward", "mmmGwmmmmmmmRwmGwmmmmmmmRwRw"]]
+    assert "losses of all ways agree: 0e+00 apart" in output

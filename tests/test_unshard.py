@@ -1,0 +1,127 @@
+"""unshard() and reshard() called by the user."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from _engines import fully_shard
+from _models import Stack, shard_blocks, vectors
+from _parity import Case, check_parity, plain_step
+from _pool import distributed
+
+
+def sharded_stack():
+    model = Stack()
+    plain = {n: p.detach().clone() for n, p in model.named_parameters()}
+    shard_blocks(model, fully_shard)
+    return model, plain
+
+
+@distributed(world=(1, 2))
+def test_unshard_before_the_first_forward_registers_whole_parameters(rank, world):
+    model, plain = sharded_stack()
+    block = model.blocks[1]
+    sharded = dict(block.named_parameters())
+    assert block.unshard() is None
+    for name, param in block.named_parameters():
+        assert not isinstance(param, DTensor), name
+        assert isinstance(param, torch.nn.Parameter), name
+        assert torch.equal(param, plain[f"blocks.1.{name}"]), name
+    assert isinstance(model.blocks[0].up.weight, DTensor)
+    block.reshard()
+    assert all(param is sharded[name] for name, param in block.named_parameters())
+
+
+@distributed(world=(1, 2))
+def test_an_asynchronous_unshard_gives_a_handle_to_wait_for(rank, world):
+    model, plain = sharded_stack()
+    handles = [block.unshard(async_op=True) for block in model.blocks]
+    for number, (block, handle) in enumerate(zip(model.blocks, handles, strict=True)):
+        handle.wait()
+        handle.wait()  # once more is harmless
+        for name, param in block.named_parameters():
+            assert torch.equal(param, plain[f"blocks.{number}.{name}"]), name
+        block.reshard()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+@distributed(world=(1, 2))
+def test_unsharding_and_resharding_twice_is_harmless(rank, world):
+    model, plain = sharded_stack()
+    for _ in range(2):
+        model.unshard()
+        model.unshard()
+        assert torch.equal(model.head.weight, plain["head.weight"])
+        model.reshard()
+        model.reshard()
+        assert isinstance(model.head.weight, DTensor)
+
+
+def unshard_all(run, async_op):
+    handles = [m.unshard(async_op=async_op) for m in [run.model, *run.model.blocks]]
+    return [h for h in handles if h is not None]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("async_op", [True, False])
+@distributed(world=(1, 2))
+def test_training_after_an_early_unshard_is_exact(rank, world, async_op, wait):
+    def train(run):
+        if not run.reference:
+            for handle in unshard_all(run, async_op):
+                if wait:
+                    handle.wait()
+        return plain_step(run)
+
+    check_parity(Case(model=Stack, train=train), rank, world)
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+@distributed(world=2)
+def test_resharding_between_forward_and_backward_is_exact(rank, world, reshard):
+    def train(run):
+        loss = run.loss()
+        if not run.reference:
+            for module in [run.model, *run.model.blocks]:
+                module.reshard()
+        run.backward(loss)
+        return loss
+
+    shard = functools.partial(shard_blocks, reshard_after_forward=reshard)
+    check_parity(Case(model=Stack, shard=shard, train=train), rank, world)
+
+
+@distributed(world=2)
+def test_an_unshard_left_standing_over_the_optimizer_step_is_not_stale(rank, world):
+    def train(run):
+        loss = plain_step(run)
+        if not run.reference:
+            unshard_all(run, async_op=False)
+        return loss
+
+    why = "FSDP2 computes with the weights from before the optimizer step"
+    check_parity(Case(model=Stack, train=train, ends_sharded=False, fsdp2=False, why=why), rank, world)
+
+
+@distributed(world=2)
+def test_writing_the_whole_parameter_is_not_what_unshard_is_for(rank, world):
+    """The next gather brings the shards' values; a write to an unsharded parameter does not reach them."""
+    model, plain = sharded_stack()
+    model.unshard()
+    with torch.no_grad():
+        model.head.bias.add_(1)
+    model.reshard()
+    assert torch.equal(model.head.bias.full_tensor(), plain["head.bias"])
+
+
+@distributed(world=2)
+def test_a_forward_after_unshard_gives_the_same_output(rank, world):
+    model, _ = sharded_stack()
+    want = model(*vectors(rank, 0)).detach()
+    model.unshard()
+    model.blocks[2].unshard()
+    assert torch.equal(model(*vectors(rank, 0)), want)
