@@ -1,0 +1,98 @@
+"""The engines that the benchmarks compare, each built around a model of its own.
+
+Every engine gets the same model from the same seed; those that shard do so per block and at the
+root, with the defaults of their library.
+"""
+
+import argparse
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+Build = Callable[[nn.Module, type[nn.Module], DeviceMesh], nn.Module]
+
+
+def _plain(model: nn.Module, _block: type[nn.Module], _mesh: DeviceMesh) -> nn.Module:
+    return model
+
+
+def _per_block(shard: Callable[..., object], model: nn.Module, block: type[nn.Module], mesh: DeviceMesh) -> nn.Module:
+    for child in list(model.modules()):
+        if isinstance(child, block):
+            shard(child, mesh=mesh)
+    shard(model, mesh=mesh)
+    return model
+
+
+def _ours(model: nn.Module, block: type[nn.Module], mesh: DeviceMesh) -> nn.Module:
+    import composable_shard  # only here: the other engines are measured without it
+
+    return _per_block(composable_shard.fully_shard, model, block, mesh)
+
+
+def _fsdp2(model: nn.Module, block: type[nn.Module], mesh: DeviceMesh) -> nn.Module:
+    return _per_block(fully_shard, model, block, mesh)
+
+
+def _fsdp1(model: nn.Module, block: type[nn.Module], mesh: DeviceMesh) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on a CPU it recommends an accelerator; from some version on, FSDP2
+        return FullyShardedDataParallel(
+            model,
+            process_group=mesh.get_group(),
+            auto_wrap_policy=ModuleWrapPolicy({block}),
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
+
+
+def _ddp(model: nn.Module, _block: type[nn.Module], mesh: DeviceMesh) -> nn.Module:
+    # Ranks start from one seed, so there is nothing to synchronise; the no-op backend could not.
+    return DistributedDataParallel(model, process_group=mesh.get_group(), init_sync=False)
+
+
+ENGINES: dict[str, Build] = {
+    "plain": _plain,
+    "compute": _plain,
+    "ours": _ours,
+    "fsdp2": _fsdp2,
+    "fsdp2-again": _fsdp2,
+    "fsdp1": _fsdp1,
+    "ddp": _ddp,
+    "ours-whole": _ours,
+    "ours-blocks": _ours,
+    "fsdp2-blocks": _fsdp2,
+    "compute-whole": _plain,
+}
+WHOLE, BLOCKS = "-whole", "-blocks"  # endings of those that are compiled
+
+
+def build(
+    name: str, model: nn.Module, block: type[nn.Module], mesh: DeviceMesh, backend: str = "inductor"
+) -> nn.Module:
+    """The engine of that name around `model`.
+
+    What ends in `-whole` is compiled as one graph each way; of what ends in `-blocks`, every block is compiled on its
+    own, in place, before the model is sharded.
+    """
+    if name.endswith(BLOCKS):
+        for child in model.modules():
+            if isinstance(child, block):
+                child.compile(fullgraph=True, backend=backend)
+    built = ENGINES[name](model, block, mesh)
+    return torch.compile(built, fullgraph=True, backend=backend) if name.endswith(WHOLE) else built
+
+
+def parse(text: str) -> list[str]:
+    """Engine names from a comma-separated option of the command line."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in ENGINES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown engine {', '.join(unknown)}; known: {', '.join(ENGINES)}")
+    return names

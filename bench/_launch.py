@@ -1,0 +1,83 @@
+"""Starts the ranks of a benchmark as processes of this machine, and ends them, whatever happens."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+# With these, glibc keeps large blocks instead of giving their pages back after every use.
+MALLOC_TUNED = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
+
+
+class WorkerError(RuntimeError):
+    """A rank failed, or the ranks did not end in time."""
+
+
+def launch(script: Path, argument: str, *, world: int, timeout: float, tuned: bool) -> str:
+    """Runs `script argument` as `world` ranks on loopback and returns what rank 0 wrote as result.
+
+    Raises WorkerError when a rank fails or `timeout` seconds have passed. No process outlives the
+    call.
+    """
+    with tempfile.TemporaryDirectory(prefix="composable_shard_bench_") as folder:
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "WORLD_SIZE": str(world),
+        }
+        env |= {"BENCH_FOLDER": folder, "BENCH_TIMEOUT": str(timeout)}
+        env |= MALLOC_TUNED if tuned else {}
+        command = [sys.executable, str(script), argument]
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(world):
+                ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, env={**env, "RANK": str(rank)}))
+            _wait(ranks, time.monotonic() + timeout, timeout)
+        finally:
+            for process in ranks:
+                process.kill()
+            for process in ranks:
+                process.communicate()
+        return Path(folder, "result").read_text()
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float, timeout: float) -> None:
+    while True:
+        codes = [process.poll() for process in ranks]
+        for rank, code in enumerate(codes):
+            if code:
+                raise WorkerError(f"rank {rank} ended with exit status {code}; its error is above")
+        if all(code == 0 for code in codes):
+            return
+        if time.monotonic() > deadline:
+            running = [rank for rank, code in enumerate(codes) if code is None]
+            raise WorkerError(f"ranks {running} were still running after {timeout:g} s and were ended (--timeout)")
+        time.sleep(0.1)
+
+
+def join() -> tuple[int, int]:
+    """Called in a rank: joins the gloo group of all ranks and returns (rank, world)."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(os.path.join(os.environ["BENCH_FOLDER"], "store"), world)
+    limit = timedelta(seconds=float(os.environ["BENCH_TIMEOUT"]))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    return rank, world
+
+
+def answer(text: str) -> None:
+    """Called in rank 0: the result that `launch` returns."""
+    Path(os.environ["BENCH_FOLDER"], "result").write_text(text)
+
+
+def _end_with_parent() -> None:
+    # The other end of stdin closes when the parent ends, also when it was killed.
+    os.read(0, 1)
+    os._exit(3)

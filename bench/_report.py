@@ -1,0 +1,82 @@
+"""What the benchmarks share: quartiles, the description of a run, tables, JSON."""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of repeated measurements."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        if len(values) < 2:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def integers(text: str) -> list[int]:
+    """Positive integers from a comma-separated option of the command line."""
+    numbers = [int(part) for part in text.split(",")]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be positive")
+    return numbers
+
+
+def about() -> dict[str, Any]:
+    """Versions and the kind of machine."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "load_1min": round(os.getloadavg()[0], 2),
+    }
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
+    """Prints a table whose first column is text and whose others are figures."""
+    shown = Table(title=title, caption=escape(caption), title_justify="left", caption_justify="left")
+    for i, column in enumerate(columns):
+        shown.add_column(column, justify="right" if i else "left", no_wrap=i == 0)
+    for row in rows:
+        shown.add_row(*row)
+    console().print(shown)
+
+
+def console() -> Console:
+    """A console that is wide enough for the tables also where the output is a file."""
+    return Console() if sys.stdout.isatty() else Console(width=140)
+
+
+def write_json(path: Path, name: str, settings: dict[str, Any], results: Sequence[Any]) -> None:
+    """Writes one benchmark's figures; dataclasses become objects."""
+    document = {
+        "benchmark": name,
+        "about": about(),
+        "settings": settings,
+        "results": [asdict(r) for r in results],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")

@@ -1,0 +1,137 @@
+"""One rank of `step.py`: builds every engine, checks that they agree, and times them in turn."""
+
+import gc
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import _engines
+import _launch
+from _models import GPT, SIZES, GPTBlock
+
+LEARNING_RATE = 0.1
+CHECK_STEPS = 3
+
+
+@dataclass
+class Side:
+    """One engine with a model of its own."""
+
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    losses: list[float] = field(default_factory=list)
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+
+    @property
+    def alone(self) -> bool:
+        """Whether the model is unsharded and each rank trains its own."""
+        return self.name.startswith("compute")
+
+    def gradients(self, ids: Tensor) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        logits = self.model(ids[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        return loss.detach()
+
+    def check_step(self, ids: Tensor) -> None:
+        """A step that also the unsharded model makes with the mean gradient of all ranks."""
+        self.losses.append(self.gradients(ids).item())
+        if self.alone:
+            for param in self.model.parameters():
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
+        self.optimizer.step()
+
+    def timed_step(self, ids: Tensor, optimize: bool) -> None:
+        dist.barrier()
+        cpu, wall = time.process_time(), time.perf_counter()
+        loss = self.gradients(ids)
+        if optimize:
+            self.optimizer.step()
+        self.wall_s.append(time.perf_counter() - wall)
+        self.cpu_s.append(time.process_time() - cpu)
+        self.losses.append(loss.item())
+
+
+def build(name: str, settings: dict[str, Any], mesh: DeviceMesh, **changes: Any) -> Side:
+    """The engine of that name around a model of the size in `settings`, of which `changes` replace some figures."""
+    torch.manual_seed(0)  # every engine and rank starts from the same weights
+    model = GPT(replace(SIZES[settings["size"]], **changes))
+    model = _engines.build(name, model, GPTBlock, mesh, settings["backend"])
+    return Side(name, model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
+
+
+def batch(size: str, rows: int, rank: int, step: int) -> Tensor:
+    """Random bytes, (rows, context + 1); another batch for each rank and step."""
+    config = SIZES[size]
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(config.vocabulary, (rows, config.context + 1), generator=generator)
+
+
+def spread_of_losses(sides: list[Side]) -> float:
+    """Greatest relative difference between the engines' losses, over all ranks and steps.
+
+    After the check steps `compute` goes its own way on each rank and is left out.
+    """
+    together = [side.losses[:CHECK_STEPS] for side in sides]
+    later = [side.losses[CHECK_STEPS:] for side in sides if not side.alone]
+    steps = [*zip(*together, strict=True), *zip(*later, strict=True)]
+    worst = max((max(step) - min(step)) / min(step) for step in steps)
+    found = torch.tensor(worst, dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.item()
+
+
+def measure(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
+    """Seconds of every step: wall time of the slowest rank, CPU time of all ranks together."""
+    size, rows = settings["size"], settings["batch"]
+    mesh = init_device_mesh("cpu", (world,))
+    sides = [build(name, settings, mesh) for name in settings["engines"]]
+    for _ in range(CHECK_STEPS):
+        for side in sides:
+            side.check_step(batch(size, rows, rank, step=0))
+    gc.collect()
+    gc.freeze()
+    shuffle = random.Random(0)  # the same order on all ranks
+    for i in range(settings["rounds"]):
+        ids = batch(size, rows, rank, step=1 + i)
+        for side in shuffle.sample(sides, len(sides)):
+            side.timed_step(ids, settings["optimizer"] == "sgd")
+    times = torch.tensor([[side.wall_s, side.cpu_s] for side in sides], dtype=torch.float64)
+    gathered = [torch.empty_like(times) for _ in range(world)]
+    dist.all_gather(gathered, times)
+    every = torch.stack(gathered)
+    return {
+        "parameters": sum(p.numel() for p in GPT(SIZES[size]).parameters()),
+        "loss_difference": spread_of_losses(sides),
+        "wall_s": dict(zip(settings["engines"], every[:, :, 0].amax(0).tolist(), strict=True)),
+        "cpu_s": dict(zip(settings["engines"], every[:, :, 1].sum(0).tolist(), strict=True)),
+    }
+
+
+def run(measure: Callable[[dict[str, Any], int, int], dict[str, Any]]) -> None:
+    """Joins the other ranks, measures what the command line tells, and answers with what rank 0 found."""
+    torch.set_num_threads(1)
+    rank, world = _launch.join()
+    found = measure(json.loads(sys.argv[1]), rank, world)
+    if rank == 0:
+        _launch.answer(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(measure)

@@ -1,0 +1,183 @@
+"""Compiled models on gloo: step time, time to compile, memory; ours beside torch's FSDP2.
+
+    python bench/compile.py --sizes 10m,50m
+
+Steps are measured as in `step.py`, all engines in the same processes and in turns. Ours is compiled
+whole (`torch.compile(model, fullgraph=True)`), per block, and eager; torch's FSDP2 per block, and
+eager; `compute-whole` is the unsharded model, compiled whole, stepping by itself. The time to compile
+is that of the first forward and backward with empty caches. Memory is measured in processes that run
+one engine each.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import _launch
+import _report
+import step
+
+WORKER = Path(__file__).with_name("_compile_worker.py")
+REFERENCE = "fsdp2-blocks"
+PLAIN = "compute-whole"
+WHOLE = "ours-whole"
+SIDES = {
+    WHOLE: "gloo's all-gather and reduce-scatter, in one graph each way",
+    "ours-blocks": "the same, in a graph a block; the root as in ours",
+    "ours": "broadcasts, and all-to-all with a local sum, in hooks",
+    REFERENCE: "gloo's all-gather and reduce-scatter, in hooks around a graph a block",
+    "fsdp2": "the same, eager",
+    PLAIN: "none, in one graph each way",
+}
+
+
+@dataclass(frozen=True)
+class CompileResult:
+    """Seconds until the first gradients with empty caches; the ratios are those over the unsharded model's, by round.
+
+    `wall_s` is the slowest rank's, `cpu_s` that of all ranks together. `a_layer` are the CPU seconds that one more
+    layer costs, between this number of layers and the one before.
+    """
+
+    size: str
+    layers: int
+    engine: str
+    wall_s: _report.Spread
+    cpu_s: _report.Spread
+    wall_ratio: _report.Spread | None
+    cpu_ratio: _report.Spread | None
+    a_layer: float | None
+
+
+@dataclass(frozen=True)
+class MemoryResult:
+    """Bytes that a rank holds at most during a step, beyond its parameters; see `_compile_worker.memory`."""
+
+    size: str
+    engine: str
+    model: int
+    live: int
+    resident: int | None
+    live_ratio: float | None
+    resident_ratio: float | None
+
+
+def compiling(size: str, options: argparse.Namespace) -> list[CompileResult]:
+    """How long it takes to compile ours and the unsharded model, by number of layers."""
+    settings = {
+        "size": size,
+        "engines": [PLAIN, WHOLE],
+        "layers": options.layers,
+        "compile_rounds": options.compile_rounds,
+    }
+    found = step.measure(WORKER, settings, options)["seconds"]
+    wall, cpu = ({(name, depth): times[i] for name, depth, *times in found} for i in (0, 1))
+    results: list[CompileResult] = []
+    before: dict[str, tuple[int, float]] = {}
+    for name, depth in cpu:
+        spread, last, plain = _report.Spread.of(cpu[name, depth]), before.get(name), (PLAIN, depth)
+        before[name] = depth, spread.median
+        results.append(
+            CompileResult(
+                size=size,
+                layers=depth,
+                engine=name,
+                wall_s=_report.Spread.of(wall[name, depth]),
+                cpu_s=spread,
+                wall_ratio=step.ratio(wall[name, depth], wall[plain]),
+                cpu_ratio=step.ratio(cpu[name, depth], cpu[plain]),
+                a_layer=(spread.median - last[1]) / (depth - last[0]) if last else None,
+            )
+        )
+    _report.table(
+        f"Time to compile: {size}, gloo, world {options.world}",
+        ("engine", "layers", "first step, s", f"/ {PLAIN}", "CPU, s", f"CPU / {PLAIN}", "CPU s a layer more"),
+        [
+            (r.engine, *map(str, (r.layers, r.wall_s, r.wall_ratio, r.cpu_s, r.cpu_ratio)), _rounded(r.a_layer))
+            for r in results
+        ],
+        f"first forward and backward, caches empty; {options.compile_rounds} rounds, in turns; CPU time of all ranks",
+    )
+    return results
+
+
+def _rounded(figure: float | None) -> str:
+    return "-" if figure is None else f"{figure:.3f}"
+
+
+def remembering(size: str, options: argparse.Namespace) -> list[MemoryResult]:
+    """The most memory of a step, an engine at a time in processes of its own."""
+    found = {
+        name: step.measure(WORKER, {"size": size, "engine": name}, options)
+        for name in dict.fromkeys([REFERENCE, *options.engines])
+    }
+
+    def ratio(name: str, key: str) -> float | None:
+        ours, theirs = found[name][key], found[REFERENCE][key]
+        return ours / theirs if ours is not None and theirs else None
+
+    results = [
+        MemoryResult(size, name, **found[name], live_ratio=ratio(name, "live"), resident_ratio=ratio(name, "resident"))
+        for name in options.engines
+    ]
+    _report.table(
+        f"Most memory during a step: {size}, gloo, world {options.world}",
+        ("engine", "parameters, MB", "live beyond them, MB", f"/ {REFERENCE}", "growth, MB", f"/ {REFERENCE}"),
+        [
+            (
+                r.engine,
+                *(_megabytes(count) for count in (r.model, r.live)),
+                _rounded(r.live_ratio),
+                _megabytes(r.resident),
+                _rounded(r.resident_ratio),
+            )
+            for r in results
+        ],
+        "of one rank; live: what torch's allocator has given out, gradients included; growth: of the resident size, "
+        "from between steps to its highest, what gloo allocates included",
+    )
+    return results
+
+
+def _megabytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 1e6:.1f}"
+
+
+def stepping(size: str, options: argparse.Namespace) -> list[step.EngineResult]:
+    """Step times, as in `step.py`."""
+    found = step.measure(step.WORKER, {"size": size, "engines": options.engines}, options)
+    results = step.evaluate(size, found, REFERENCE, PLAIN)
+    sides = "".join(f"\n{name}: {SIDES[name]}" for name in options.engines if name in SIDES)
+    step.show(results, options, REFERENCE, f"\nCollectives{sides}" if options.world == 2 else "")
+    return results
+
+
+def parse() -> argparse.Namespace:
+    """The command line's options."""
+    parser = step.options_of_steps(__doc__, ",".join(SIDES))
+    parser.add_argument("--layers", type=_report.integers, default="2,4,8", help="to compile (default: %(default)s)")
+    parser.add_argument("--compile-rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--parts", default="steps,compile,memory", help="what to measure (default: %(default)s)")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse()
+    parts = {"steps": stepping, "compile": compiling, "memory": remembering}
+    results: list[Any] = []
+    for size in options.sizes:
+        for part in options.parts.split(","):
+            try:
+                results += parts[part](size, options)
+            except _launch.WorkerError as error:
+                print(f"compile.py: {size}, {part}: {error}", file=sys.stderr)
+                return 1
+    step.write(options, "compile", results)
+    worst = [r.loss_difference for r in results if isinstance(r, step.EngineResult)]
+    return int(max(worst, default=0.0) > options.tolerance)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""Step time of a GPT on gloo: ours, torch's FSDP2, FSDP1, DDP, and compute alone.
+
+    python bench/step.py --sizes 10m,50m
+
+All engines live in the same processes, each with a model of its own, and take turns in an order
+drawn anew in every round; ratios are formed within a round. A step is zero_grad, forward, loss,
+backward and plain SGD (`--optimizer none` leaves SGD out), on one sequence of 256 bytes a rank in
+float32, one thread a rank. `compute` is the unsharded model stepping by itself.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import _engines
+import _launch
+import _report
+from _models import SIZES
+
+WORKER = Path(__file__).with_name("_step_worker.py")
+REFERENCE = "fsdp2"
+
+
+@dataclass(frozen=True)
+class EngineResult:
+    """Milliseconds a step, and per-round ratios to a reference: torch's FSDP2.
+
+    `wall` is the slowest rank's, `cpu` the sum of all ranks' threads; `beyond` is
+    (engine - compute) / (reference - compute), which the time of the model itself cannot hide.
+    """
+
+    size: str
+    parameters: int
+    engine: str
+    wall_ms: _report.Spread
+    cpu_ms: _report.Spread
+    wall_ratio: _report.Spread | None
+    cpu_ratio: _report.Spread | None
+    wall_beyond: _report.Spread | None
+    cpu_beyond: _report.Spread | None
+    loss_difference: float
+
+
+def ratio(ours: list[float], theirs: list[float] | None, base: list[float] | None = None) -> _report.Spread | None:
+    """Per-round (ours - base) / (theirs - base); None where there is nothing to divide by."""
+    if theirs is None:
+        return None
+    base = base or [0.0] * len(ours)
+    rounds = [(a - c) / (b - c) for a, b, c in zip(ours, theirs, base, strict=True) if b > c]
+    return _report.Spread.of(rounds) if rounds else None
+
+
+def evaluate(
+    size: str, found: dict[str, Any], reference: str = REFERENCE, compute: str = "compute"
+) -> list[EngineResult]:
+    """Turns the seconds that the workers measured into spreads and ratios."""
+    wall, cpu = found["wall_s"], found["cpu_s"]
+
+    def beyond(times: dict[str, list[float]], engine: str) -> _report.Spread | None:
+        base = times.get(compute)
+        return ratio(times[engine], times.get(reference), base) if base and engine != compute else None
+
+    return [
+        EngineResult(
+            size=size,
+            parameters=found["parameters"],
+            engine=engine,
+            wall_ms=_report.Spread.of([1e3 * s for s in wall[engine]]),
+            cpu_ms=_report.Spread.of([1e3 * s for s in cpu[engine]]),
+            wall_ratio=ratio(wall[engine], wall.get(reference)),
+            cpu_ratio=ratio(cpu[engine], cpu.get(reference)),
+            wall_beyond=beyond(wall, engine),
+            cpu_beyond=beyond(cpu, engine),
+            loss_difference=found["loss_difference"],
+        )
+        for engine in wall
+    ]
+
+
+def show(results: list[EngineResult], options: argparse.Namespace, reference: str = "FSDP2", notes: str = "") -> None:
+    """Prints one size's table and the line about the losses."""
+    rows = [
+        (
+            r.engine,
+            f"{r.wall_ms.median:.1f} [{r.wall_ms.low:.1f}, {r.wall_ms.high:.1f}]",
+            *(str(s) if s else "-" for s in (r.wall_ratio, r.wall_beyond, r.cpu_ratio, r.cpu_beyond)),
+        )
+        for r in results
+    ]
+    first = results[0]
+    _report.table(
+        f"Step time: {first.size} ({first.parameters:,} parameters), gloo, world {options.world}",
+        (
+            "engine",
+            "step, ms",
+            f"/ {reference}",
+            f"beyond compute / {reference}'s",
+            f"CPU / {reference}",
+            f"CPU beyond / {reference}'s",
+        ),
+        rows,
+        f"median [quartiles] of {options.rounds} interleaved rounds; "
+        f"optimizer in the step: {options.optimizer}; malloc: {options.malloc}{notes}",
+    )
+    agree = first.loss_difference <= options.tolerance
+    print(
+        f"losses of {', '.join(r.engine for r in results)} "
+        f"{'agree' if agree else 'DIFFER'} over all steps: "
+        f"relative difference at most {first.loss_difference:.1e}"
+    )
+
+
+def sizes(text: str) -> list[str]:
+    """Names of models from a comma-separated option of the command line."""
+    names = text.split(",")
+    unknown = [name for name in names if name not in SIZES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown size {', '.join(unknown)}; known: {', '.join(SIZES)}")
+    return names
+
+
+def options_of_steps(description: str | None, engines: str) -> argparse.ArgumentParser:
+    """A command line with what every benchmark of steps takes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--sizes",
+        type=sizes,
+        default="10m,50m",
+        help=f"of {', '.join(SIZES)} (default: %(default)s)",
+    )
+    parser.add_argument("--world", type=int, default=2, help="ranks (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences a rank (default: %(default)s)")
+    parser.add_argument("--engines", type=_engines.parse, default=engines, help="default: %(default)s")
+    parser.add_argument("--optimizer", choices=("sgd", "none"), default="sgd", help="default: %(default)s")
+    parser.add_argument("--malloc", choices=("default", "tuned"), default="default", help="tuned: glibc keeps pages")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-4,
+        help="of the losses, relative (default: %(default)s)",
+    )
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each size (default: %(default)s)")
+    parser.add_argument("--backend", default="inductor", help="of engines that are compiled (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    return parser
+
+
+def measure(worker: Path, settings: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """What the ranks that run `worker` found. Raises _launch.WorkerError."""
+    common = {key: getattr(options, key) for key in ("rounds", "batch", "optimizer", "backend")}
+    text = _launch.launch(
+        worker,
+        json.dumps(common | settings),
+        world=options.world,
+        timeout=options.timeout,
+        tuned=options.malloc == "tuned",
+    )
+    return json.loads(text)
+
+
+def write(options: argparse.Namespace, name: str, results: list[Any]) -> None:
+    """The figures as JSON, if that was asked for."""
+    if options.json:
+        chosen = {key: value for key, value in vars(options).items() if key != "json"}
+        _report.write_json(options.json, name, chosen, results)
+
+
+def main() -> int:
+    parser = options_of_steps(__doc__, "ours,fsdp2,fsdp1,ddp,compute")
+    parser.add_argument("--aa", action="store_true", help="add a second FSDP2: the control of the method")
+    options = parser.parse_args()
+    engines = list(dict.fromkeys(options.engines + (["fsdp2-again"] if options.aa else [])))
+    results: list[EngineResult] = []
+    for size in options.sizes:
+        try:
+            found = evaluate(size, measure(WORKER, {"size": size, "engines": engines}, options))
+        except _launch.WorkerError as error:
+            print(f"step.py: {size}: {error}", file=sys.stderr)
+            return 1
+        show(found, options)
+        results += found
+    write(options, "step", results)
+    return int(any(r.loss_difference > options.tolerance for r in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
