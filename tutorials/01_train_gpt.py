@@ -1,0 +1,488 @@
+"""Train a small GPT with sharded parameters, on two processes of this machine.
+
+    make demo                                                 # what the README promises
+    python tutorials/01_train_gpt.py --strategy zero2         # another way to shard
+    python tutorials/01_train_gpt.py --size 10m --minutes 30  # a larger model, a longer time
+
+Started so, the script starts itself under `torchrun`; to start it on several machines, call
+`torchrun ... tutorials/01_train_gpt.py` yourself. The parts that matter for sharding are `shard`,
+which applies a strategy, and `one_step`, which shows that the training step stays the usual one.
+Everything else is what any training needs: the schedule, the evaluation, the checkpoint, the
+figures. The model and the text are in `_gpt.py`, the progress bar and Ctrl-C in `_console.py`,
+the start of the processes in `_ranks.py`.
+"""
+
+import argparse
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from _console import INTERRUPTED, Display, Interrupt
+
+if __name__ == "__main__":
+    interrupt = Interrupt()  # before torch, which takes seconds to load
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from _gpt import (
+    GPT,
+    SIZES,
+    Block,
+    Corpus,
+    bigram_entropy,
+    build_gpt,
+    load_corpus,
+    next_byte_loss,
+    random_windows,
+    spaced_windows,
+)
+from _ranks import launch, start_ranks
+
+OURS = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+STRATEGIES = ("none", *OURS, "fsdp2")
+EVALUATION_BATCH = 8  # windows a rank
+PEAK_RATE = {"adamw": 2.5e-3, "sgd": 0.2}  # at width 192
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything that a run depends on."""
+
+    strategy: str = "zero3"
+    size: str = "3m"
+    optimizer: str = "adamw"
+    minutes: float = 4.5
+    steps: int | None = None  # a fixed number of steps instead of a time
+    batch: int = 2  # windows a rank and microbatch
+    accumulate: int = 1  # microbatches a step
+    replicas: int = 1  # hsdp only: how many copies of the sharded model
+    evaluation: int = 512  # windows of held-out text at the end; a quarter of them on the way
+    sample: int = 400  # bytes to write at the end
+    precision: str = "auto"  # auto, float32 or bfloat16: what matrix products compute in
+    seed: int = 0
+    device: str = "auto"
+    processes: int = 2
+    out: Path = Path("runs/demo")
+
+
+# ------------------------------------------------------------------ sharding, and a training step
+
+
+def shard(model: GPT, options: Options, device: torch.device) -> None:
+    """Shard every block, and the root with what is left, in the way that the strategy names."""
+    if options.strategy in OURS:
+        import composable_shard as cs
+
+        cs.shard_by_class(model, {Block}, strategy=options.strategy, replicas=options.replicas)
+    elif options.strategy == "fsdp2":  # torch's own, to compare
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+
+def average_gradients(model: GPT) -> None:
+    """What strategy "none" must do by hand: every rank has its own gradients, all need the mean."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def one_step(
+    model: GPT, optimizer: torch.optim.Optimizer, microbatches: list[Tensor], options: Options
+) -> tuple[Tensor, Tensor]:
+    """Forward, backward and update; gives this rank's loss and the norm of all gradients."""
+    total = torch.zeros((), device=microbatches[0].device)
+    for i, windows in enumerate(microbatches):
+        if options.strategy != "none":  # ranks exchange gradients only after the last one
+            model.set_requires_gradient_sync(i == len(microbatches) - 1)
+        with autocast(options, windows.device):
+            loss = next_byte_loss(model, windows) / len(microbatches)
+        loss.backward()
+        total += loss.detach()
+    if options.strategy == "none":
+        average_gradients(model)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total, norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def make_optimizer(model: GPT, options: Options) -> torch.optim.Optimizer:
+    """Call it after `shard`: the optimizer must hold the sharded parameters."""
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, foreach=True)
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate(progress: float, peak: float, warm_up: float = 0.05) -> float:
+    """A straight line up to `peak`, then half a cosine down to a fiftieth of it."""
+    if progress < warm_up:
+        return peak * (0.02 + 0.98 * progress / warm_up)
+    fall = (progress - warm_up) / (1 - warm_up)
+    return peak * (0.02 + 0.98 * (1 + math.cos(math.pi * min(fall, 1.0))) / 2)
+
+
+# ------------------------------------------------------------------------------- the training loop
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is known after a step, the same on every rank."""
+
+    step: int  # counted from 1
+    progress: float  # 0 to 1
+    loss: float  # nats a byte, mean of the ranks
+    learning_rate: float
+    gradient_norm: float
+    seconds: float  # since training began
+    held_out: float | None = None  # nats a byte, where it was measured
+
+
+def train(
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    corpus: Corpus,
+    options: Options,
+    device: torch.device,
+    *,
+    report: Callable[[Moment], None] = lambda moment: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[Moment]:
+    """Train until the time or the steps are used up, or any rank's `stop` says so."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(options.seed)
+    peak = PEAK_RATE[options.optimizer] * min(1.0, 192 / model.config.width)  # wider models want smaller steps
+    history: list[Moment] = []
+    began, progress, done, next_evaluation = time.monotonic(), 0.0, False, 0.2
+    while not done:
+        step_began = time.monotonic()
+        rate = learning_rate(progress, peak)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        # Every rank draws the whole batch and takes its part: the data do not depend on the ranks.
+        count, length = options.batch * options.accumulate * world, model.config.context + 1
+        windows = random_windows(corpus.train, count, length, generator)[rank::world].to(device)
+        loss, norm = one_step(model, optimizer, list(windows.chunk(options.accumulate)), options)
+
+        seconds = time.monotonic() - began
+        ahead = seconds + (time.monotonic() - step_began)  # where one more step would end
+        progress, done = how_far(options, len(history) + 1, seconds, ahead)
+        vote = stop() or (done and rank == 0)
+        loss, progress, done, seconds = agree(loss, progress, vote, seconds, device)
+        held_out = None
+        if progress >= next_evaluation and not done:
+            held_out = evaluate(model, corpus, options, device, options.evaluation // 4)
+            next_evaluation += 0.2
+        step = len(history) + 1
+        history.append(Moment(step, progress, loss, rate, float(norm), seconds, held_out))
+        report(history[-1])
+    return history
+
+
+def how_far(options: Options, steps: int, seconds: float, ahead: float) -> tuple[float, bool]:
+    """The share of the training that is over, and whether to stop here."""
+    if options.steps is not None:
+        return steps / options.steps, steps >= options.steps
+    limit = 60 * options.minutes
+    return (1.0, True) if ahead > limit else (seconds / limit, False)
+
+
+def agree(
+    loss: Tensor, progress: float, vote: bool, seconds: float, device: torch.device
+) -> tuple[float, float, bool, float]:
+    """The mean loss, rank 0's clock, and whether any rank wants to stop: one small all-reduce.
+
+    Ranks must never decide such things alone: clocks differ, and a rank that stops a step earlier
+    leaves the others waiting.
+    """
+    first = dist.get_rank() == 0
+    facts = torch.tensor(
+        [0.0, progress if first else 0.0, float(vote), seconds if first else 0.0],
+        dtype=torch.float64,
+        device=device,
+    )
+    facts[0] = loss / dist.get_world_size()
+    dist.all_reduce(facts)
+    mean_loss, progress, votes, seconds = facts.tolist()
+    return mean_loss, progress, votes > 0, seconds
+
+
+@torch.no_grad()
+def evaluate(model: GPT, corpus: Corpus, options: Options, device: torch.device, count: int) -> float:
+    """Loss in nats a byte on `count` windows of held-out text, rounded to full batches."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    batches = max(1, count // (world * EVALUATION_BATCH))
+    count = batches * world * EVALUATION_BATCH
+    windows = spaced_windows(corpus.held_out, count, model.config.context + 1)
+    total = torch.zeros((), device=device)
+    for batch in windows[rank::world].to(device).chunk(batches):
+        with autocast(options, device):
+            total += next_byte_loss(model, batch)
+    dist.all_reduce(total)
+    return total.item() / (batches * world)
+
+
+@torch.no_grad()
+def sample(model: GPT, options: Options, device: torch.device, prompt: str = "def ") -> str:
+    """Let the model continue `prompt`. Every rank takes part, since each holds a part of it."""
+    generator = torch.Generator().manual_seed(options.seed)
+    written = torch.tensor(list(prompt.encode()), device=device)
+    for _ in range(options.sample):
+        with autocast(options, device):
+            logits = model(written[None, -model.config.context :])[0, -1]
+        chances = (logits.float().cpu() / 0.8).softmax(dim=0)  # a little bolder than the model is
+        following = torch.multinomial(chances, 1, generator=generator)
+        written = torch.cat([written, following.to(device)])
+    return bytes(written.tolist()).decode(errors="replace")
+
+
+# -------------------------------------------------------------------- precision, memory, check-in
+
+
+def autocast(options: Options, device: torch.device):
+    if options.precision == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+def choose_precision(options: Options, device: torch.device) -> Options:
+    """Settle precision "auto" by what multiplies matrices faster here; all ranks follow rank 0."""
+    if options.precision != "auto":
+        return options
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = torch.ones(2048, 192, dtype=dtype), torch.ones(192, 768, dtype=dtype)
+        a, b = a.to(device), b.to(device)
+        times = []
+        for _ in range(6):
+            began = time.perf_counter()
+            (a @ b).sum().item()
+            times.append(time.perf_counter() - began)
+        seconds[dtype] = min(times)
+    choice = ["bfloat16" if seconds[torch.bfloat16] < seconds[torch.float32] else "float32"]
+    dist.broadcast_object_list(choice)
+    return replace(options, precision=choice[0])
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes that this process holds on its device (on CPU: its resident memory)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except FileNotFoundError:  # not Linux: the most it ever held
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def save_checkpoint(model: GPT, optimizer: torch.optim.Optimizer, step: int, out: Path) -> Path:
+    """Every rank writes its shards, into a directory that did not exist before."""
+    name = [""]
+    if dist.get_rank() == 0:
+        stem, again = f"step-{step:06d}", 1
+        name = [stem]
+        while (out / "checkpoints" / name[0]).exists():
+            again += 1
+            name = [f"{stem}-{again}"]
+    dist.broadcast_object_list(name)
+    path = out / "checkpoints" / name[0]
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state, "step": step}, checkpoint_id=path)
+    return path
+
+
+# ------------------------------------------------------------------------------- the run as a whole
+
+
+class Logbook:
+    """Rank 0's view of a run: a line per step in metrics.jsonl, and what the terminal shows."""
+
+    def __init__(self, options: Options, device: torch.device) -> None:
+        self._rank_0 = dist.get_rank() == 0
+        self._options, self._device = options, device
+        self._tokens = SIZES[options.size].context * dist.get_world_size()
+        self._tokens *= options.batch * options.accumulate
+        self._smooth: float | None = None
+        self.display = Display(active=self._rank_0)
+        self.rows: list[dict[str, float]] = []
+        self._file = None
+        if self._rank_0:
+            options.out.mkdir(parents=True, exist_ok=True)
+            self._file = (options.out / "metrics.jsonl").open("w", buffering=1)
+
+    def say(self, text: str = "") -> None:
+        self.display.say(text)
+
+    def note(self, moment: Moment) -> None:
+        row = {key: value for key, value in asdict(moment).items() if value is not None}
+        row["tokens"] = moment.step * self._tokens
+        row["memory_bytes"] = memory_in_use(self._device)
+        self.rows.append(row)
+        if self._file is not None:  # written at once, so that Ctrl-C loses nothing
+            self._file.write(json.dumps(row) + "\n")
+        self._smooth = 0.9 * (self._smooth or moment.loss) + 0.1 * moment.loss
+        if moment.held_out is not None:
+            self.say(f"held-out loss {moment.held_out:.3f} after {moment.seconds:.0f} s")
+        self.display.progress(
+            moment.progress,
+            step=moment.step,
+            loss=self._smooth,
+            speed=row["tokens"] / moment.seconds,
+            left=moment.seconds * (1 - moment.progress) / max(moment.progress, 1e-9),
+        )
+
+    def note_final(self, held_out: float) -> None:
+        self.rows[-1]["held_out"] = held_out
+        if self._file is not None:
+            self._file.write(json.dumps({"step": self.rows[-1]["step"], "final": held_out}) + "\n")
+
+
+def describe(model: GPT, options: Options, log: Logbook) -> None:
+    """Say what will be trained and how it is sharded, before anything runs."""
+    config = model.config
+    count = sum(p.numel() for p in model.parameters())
+    log.say(
+        f"GPT of {count / 1e6:.2f} million parameters: {config.depth} blocks, "
+        f"width {config.width}, context {config.context} bytes; {options.precision} products; "
+        f"strategy {options.strategy} on {dist.get_world_size()} processes"
+    )
+    if options.strategy in OURS:
+        import composable_shard as cs
+
+        log.say(f"\n{cs.make_plan(model)}\n")
+
+
+def last_step(model: GPT, options: Options):
+    """The plan and the record of the step just done, or None for strategies that have neither."""
+    if options.strategy not in OURS:
+        return None
+    import composable_shard as cs
+
+    return cs.make_plan(model), cs.last_record(model)
+
+
+def draw(log: Logbook, bigram: float, planned_and_done, options: Options) -> None:
+    """loss.png, and memory.png: the last step's timeline, or the memory over time without one."""
+    from composable_shard.report import plot_loss, plot_memory, plot_resident_memory
+
+    plot_loss(log.rows, options.out / "loss.png", references={"bigram entropy": bigram})
+    if planned_and_done is None:
+        plot_resident_memory(log.rows, options.out / "memory.png")
+    else:
+        plan, record = planned_and_done
+        plot_memory(record, options.out / "memory.png", predicted_peak=plan.peak_bytes)
+
+
+def run(options: Options, interrupt: Interrupt) -> int:
+    """The whole demo on one rank; gives the exit status."""
+    device = start_ranks(options.device)
+    options = choose_precision(options, device)
+    log = Logbook(options, device)
+    model = build_gpt(options.size, options.seed, device)
+    shard(model, options, device)
+    optimizer = make_optimizer(model, options)
+    describe(model, options, log)
+
+    corpus = load_corpus()
+    bigram = bigram_entropy(corpus.train, corpus.held_out)
+    log.say(
+        f"text: {len(corpus.train) / 1e6:.1f} MB of Python's standard library to train on, "
+        f"{len(corpus.held_out) / 1e6:.1f} MB held out; bigram entropy {bigram:.3f} nats a byte"
+    )
+    with interrupt.deferred():
+        history = train(
+            model,
+            optimizer,
+            corpus,
+            options,
+            device,
+            report=log.note,
+            stop=lambda: interrupt.asked,
+        )
+        planned_and_done = last_step(model, options)
+        last = history[-1]
+        interrupted = last.progress < 1.0
+        path = save_checkpoint(model, optimizer, last.step, options.out)
+    log.display.close()
+    log.say(f"{last.step} steps, {log.rows[-1]['tokens']:,} tokens in {last.seconds:.0f} s; {path}")
+    if interrupted:
+        log.say("interrupted: the metrics and this checkpoint are kept")
+        return INTERRUPTED
+    held_out = evaluate(model, corpus, options, device, options.evaluation)
+    log.note_final(held_out)
+    side = "below" if held_out < bigram else "above"
+    log.say(
+        f"held-out loss {held_out:.3f} nats a byte, {abs(bigram - held_out):.3f} {side} the "
+        f"bigram entropy of {bigram:.3f}"
+    )
+    if dist.get_rank() == 0:
+        draw(log, bigram, planned_and_done, options)
+    if options.sample > 0:
+        log.say(f"\nThe model writes:\n\n{sample(model, options, device)}")
+    dist.barrier()
+    return 0
+
+
+def parse(arguments: list[str] | None = None) -> Options:
+    defaults = Options()
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level GPT on Python's standard library, sharded.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--strategy", choices=STRATEGIES, default=defaults.strategy, help="how to shard")
+    add("--replicas", type=int, default=defaults.replicas, help="hsdp: copies of the shards")
+    add("--size", choices=SIZES, default=defaults.size, help="which model")
+    add("--optimizer", choices=PEAK_RATE, default=defaults.optimizer)
+    add("--minutes", type=float, default=defaults.minutes, help="how long to train")
+    add("--steps", type=int, help="train this many steps, whatever time they take")
+    add("--batch", type=int, default=defaults.batch, help="windows a rank and microbatch")
+    add("--accumulate", type=int, default=defaults.accumulate, help="microbatches a step")
+    add("--evaluation", type=int, default=defaults.evaluation, help="held-out windows")
+    add("--sample", type=int, default=defaults.sample, help="bytes to write at the end")
+    add("--precision", choices=("auto", "float32", "bfloat16"), default=defaults.precision)
+    add("--seed", type=int, default=defaults.seed)
+    add("--device", choices=("auto", "cpu", "cuda"), default=defaults.device)
+    add("--processes", type=int, default=defaults.processes, help="how many to start")
+    add("--out", type=Path, default=defaults.out, help="where metrics and checkpoints go")
+    return Options(**vars(parser.parse_args(arguments)))
+
+
+def main(interrupt: Interrupt) -> int:
+    options = parse()
+    if "LOCAL_RANK" not in os.environ:
+        return launch(__file__, options.processes)
+    try:
+        status = run(options, interrupt)
+    except RuntimeError:  # a peer that Ctrl-C ended first looks like a lost connection
+        time.sleep(0.5)
+        if interrupt.asked:
+            interrupt.leave()
+        raise
+    dist.destroy_process_group()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(interrupt))

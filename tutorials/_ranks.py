@@ -1,0 +1,43 @@
+"""How a tutorial starts itself once for each process, and how its ranks find each other."""
+
+import logging
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from _console import INTERRUPTED
+
+
+def start_ranks(kind: str) -> torch.device:
+    """Join the other processes; gives this rank's device. `kind` is auto, cpu or cuda."""
+    local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.device_count() >= local_world else "cpu"
+    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    return device
+
+
+def launch(script: str, processes: int) -> int:
+    """Start this script again, under torchrun, once for each process; gives the exit status."""
+    # One machine: talk over loopback, and share the cores out instead of fighting for them.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)  # else it tells of every signal
+    here = ["--standalone", "--local-addr", "127.0.0.1", f"--nproc-per-node={processes}"]
+    try:
+        torchrun([*here, script, *sys.argv[1:]])
+    except SignalException:
+        return INTERRUPTED
+    except ChildFailedError:  # torchrun has printed which rank failed, and the rank has said why
+        return 1
+    return 0
