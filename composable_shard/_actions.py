@@ -94,20 +94,20 @@ class Actions:
             group.finish_gather()
             self._note(Kind.WAIT, group)
 
-    def drop(self, group: ParamGroup, after_forward: bool = False) -> None:
+    def drop(self, group: ParamGroup) -> None:
         """Give the weights of a group up, wherever they are."""
         self.hide(group)
         if group.phase is ParamPhase.GATHERING:
             group.finish_gather()
             self._note(Kind.WAIT, group)
         if group.phase is not ParamPhase.SHARDED:
-            group.reshard(after_forward)
+            group.reshard()
             self._note(Kind.RESHARD, group)
 
     def give_up(self, group: ParamGroup) -> None:
         """Forward is over: give the weights of a group up, or keep them among a few ranks."""
         if not group.shrinks:
-            self.drop(group, after_forward=torch.is_grad_enabled())
+            self.drop(group)
         elif group.phase is ParamPhase.UNSHARDED:
             self.hide(group)
             group.shrink()

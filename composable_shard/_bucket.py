@@ -16,7 +16,7 @@ from ._mesh import MeshInfo
 from ._param import ShardedParam, by_rank
 from ._pool import BufferPool, Slot
 from ._streams import Job, Lane, Steps
-from ._torch import current_backward, local_tensors
+from ._torch import alias, local_tensors, storage_uses
 
 LEAF_OF = "_unsharded_copy_of"  # marks a leaf, for whoever takes it for the parameter
 
@@ -30,15 +30,41 @@ class _Views(NamedTuple):
     pieces: list[torch.Tensor]  # (world, piece) per parameter, strided by rank; or (world, *local shape)
     places: list[torch.Tensor]  # the same of the parameters themselves
     wholes: list[torch.Tensor]  # the unsharded parameters, to write to
-    weights: list[torch.Tensor]  # ... to read
+
+
+class _Face:
+    """The unsharded parameters in one slot, to read, over a storage of their own: so it is known who else reads there.
+
+    Attributes:
+        weights: the unsharded parameters, without autograd history.
+        alone: how many tensors share the storage while nobody uses the face.
+        at_rest: likewise, while only the outputs of a node do.
+    """
+
+    __slots__ = ("_storage", "alone", "at_rest", "weights")
+
+    def __init__(self, slot: Slot, dtype: torch.dtype, layout: BucketLayout) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            flat = alias(slot.typed(dtype))
+            starts = [layout.world * at.offset for at in layout.params]
+            self.weights = [
+                flat[begin : begin + at.numel].view(at.shape) for begin, at in zip(starts, layout.params, strict=True)
+            ]
+        self._storage = flat.untyped_storage()
+        del flat
+        self.alone = self.at_rest = self.users
+
+    @property
+    def users(self) -> int:
+        """How many tensors share the storage."""
+        return storage_uses(self._storage)
 
 
 def _views(slot: Slot, dtype: torch.dtype, layout: BucketLayout, rank: int) -> _Views:
     with torch.inference_mode(False), torch.no_grad():
         flat = slot.typed(dtype, written=True)[: layout.total]
-        read = slot.typed(dtype)
         chunks = flat.view(layout.world, layout.numel)
-        own, pieces, places, wholes, weights = [], [], [], [], []
+        own, pieces, places, wholes = [], [], [], []
         for param in layout.params:
             local = param.local_shape(rank)
             begin = layout.world * param.offset
@@ -52,8 +78,7 @@ def _views(slot: Slot, dtype: torch.dtype, layout: BucketLayout, rank: int) -> _
                 pieces.append(piece.view(layout.world, *local))
                 places.append(by_rank(whole, param))
             wholes.append(whole)
-            weights.append(read[begin : begin + param.numel].view(param.shape))
-    return _Views(flat, chunks[rank], own, pieces, places, wholes, weights)
+    return _Views(flat, chunks[rank], own, pieces, places, wholes)
 
 
 class GatherBucket:
@@ -92,14 +117,15 @@ class GatherBucket:
         self.slot: Slot | None = None
         self.readable = False
         self.generation = 0
-        self._others = 0  # tensors over the slot that were not made here, when the weights arrived
-        self._borrowed = False
         self._sum: int | None = None  # of their bytes, when debugging
         self._last: Slot | None = None  # where they were before
         self._reserved: Slot | None = None  # where they will be again
         self._rank = info.shard_rank
         self._seen: dict[Slot, _Views] = {}
-        self._leaves: dict[Slot, list[torch.nn.Parameter]] = {}
+        self._faces: dict[Slot, list[_Face]] = {}
+        self._face: _Face | None = None  # what the forward that runs now reads
+        self._lent: list[_Face] = []  # those of which somebody keeps views
+        self._leaves: dict[Slot, tuple[_Face, list[torch.nn.Parameter]]] = {}
 
     def _views_of(self, slot: Slot) -> _Views:
         views = self._seen.get(slot)
@@ -107,26 +133,58 @@ class GatherBucket:
             views = self._seen[slot] = _views(slot, self.dtype, self.layout, self._rank)
         return views
 
+    def _idle_face(self) -> _Face:
+        assert self.slot is not None
+        faces = self._faces.setdefault(self.slot, [])
+        for face in faces:
+            if face.users == face.alone:
+                return face
+        faces.append(_Face(self.slot, self.dtype, self.layout))
+        return faces[-1]
+
     @property
     def weights(self) -> list[torch.Tensor]:
         """The unsharded parameters, without autograd history."""
-        assert self.slot is not None
-        return self._views_of(self.slot).weights
+        return self._idle_face().weights
+
+    def weights_for_use(self) -> list[torch.Tensor]:
+        """The same for a forward that begins; `begin_use` follows when its node is made."""
+        self._face = self._idle_face()
+        return self._face.weights
+
+    def begin_use(self) -> None:
+        """All that a node shows of the weights is made."""
+        assert self._face is not None
+        self._face.at_rest = self._face.users
+
+    def end_use(self) -> None:
+        """After a forward with gradients, while the module still has what it was shown: notice who else keeps views.
+
+        A selective checkpoint does, or a function that keeps them on its ``ctx``: no handle stands for those. They must
+        stay true as long as the graph lives.
+        """
+        face = self._face
+        if face is not None and face.users > face.at_rest and face not in self._lent:
+            self._lent.append(face)
 
     def leaves(self) -> list[torch.nn.Parameter]:
         """The unsharded parameters as leaves; the same objects whenever the bucket is in the same slot."""
         assert self.slot is not None
-        leaves = self._leaves.get(self.slot)
-        if leaves is None:
+        found = self._leaves.get(self.slot)
+        if found is None:
             with torch.inference_mode(False):
+                face = _Face(self.slot, self.dtype, self.layout)
                 # `.data` gives each a version counter of its own, which `release` moves.
-                pairs = zip(self.weights, self.params, strict=True)
-                wholes = [p.parallel.wrap(w.data) if p.parallel else w.data for w, p in pairs]
-                leaves = [torch.nn.Parameter(whole, requires_grad=False) for whole in wholes]
+                leaves = [
+                    torch.nn.Parameter(p.parallel.wrap(w.data) if p.parallel else w.data, requires_grad=False)
+                    for w, p in zip(face.weights, self.params, strict=True)
+                ]
             for leaf, fqn in zip(leaves, self.fqns, strict=True):
                 leaf.__dict__[LEAF_OF] = fqn
-            self._leaves[self.slot] = leaves
-        return leaves
+            face.alone = face.at_rest = face.users
+            found = self._leaves[self.slot] = face, leaves
+        self._face = found[0]
+        return found[1]
 
     def open(self) -> Slot:
         """Lease the slot into which weights will be gathered."""
@@ -164,7 +222,7 @@ class GatherBucket:
             self._pool.release(landing, self._lane.mark())
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
-        """Give the slot back, or reserve it for the next gather.
+        """Give the slot back, or reserve it for the next gather, as also while others keep views of it.
 
         Leaves over it can have been used, and saved, outside of a forward, where no handle stands for them: from now
         on autograd refuses to read those.
@@ -173,10 +231,10 @@ class GatherBucket:
         if self._sum is not None:
             self._check_unchanged(self.slot)
         if self.slot in self._leaves:
-            torch.autograd.graph.increment_version(self._leaves[self.slot])
-        if current_backward() >= 0:
-            self._borrowed = False
-        if reserve or self._borrowed:
+            torch.autograd.graph.increment_version(self._leaves[self.slot][1])
+        if self._lent:
+            self._lent = [face for face in self._lent if face.users > face.alone]
+        if reserve or self._lent:
             self._reserved, self.slot.owner, self.slot.free_after = self.slot, None, after
         else:
             self._pool.release(self.slot, after)
@@ -185,22 +243,7 @@ class GatherBucket:
     def arrived(self) -> None:
         """The weights can be read."""
         self.readable = True
-        self._others = self._tensors_over_slot()
         self._sum = checksum(self._bytes_in(self.slot)) if debugging() and self.slot is not None else None
-
-    def _tensors_over_slot(self) -> int:
-        assert self.slot is not None
-        return self.slot.others - len(self._leaves.get(self.slot, ()))
-
-    def note_borrowed(self, outputs: int) -> None:
-        """After a forward with gradients: notice whether somebody keeps views of the weights of which no handle knows.
-
-        A selective checkpoint does, or a function that keeps them on its ``ctx``. They must stay until backward.
-
-        Args:
-            outputs: how many outputs of the forward's node lie here; these move with the weights.
-        """
-        self._borrowed = self._tensors_over_slot() - self._others > outputs
 
     def _bytes_in(self, slot: Slot) -> torch.Tensor:
         return slot.typed(torch.uint8)[: self.nbytes]

@@ -38,7 +38,15 @@ from ._phases import ParamPhase
 from ._plan import ShardPlan
 from ._pool import BufferPool
 from ._record import Record
-from ._torch import Fate, any_gradient_hooks, current_backward, gradient_fates, local_tensor, queue_backward_callback
+from ._torch import (
+    Fate,
+    any_gradient_hooks,
+    apart_from_checkpoints,
+    current_backward,
+    gradient_fates,
+    local_tensor,
+    queue_backward_callback,
+)
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -99,6 +107,7 @@ class Engine:
             self._begin_forward()
         self._depth += 1
 
+    @apart_from_checkpoints
     def _begin_forward(self) -> None:
         if self._pass is not None:
             self._recover()
@@ -124,6 +133,7 @@ class Engine:
         self.order.begin()
         self._first_seen = len(self._do.seen)
 
+    @apart_from_checkpoints
     def leave(self, learn_order: bool) -> None:
         """The call has ended; the order of its groups is learned if it was a whole forward of the root."""
         self._depth -= 1
@@ -182,8 +192,10 @@ class Engine:
         group.running -= 1
         if group.running:
             return
-        if group in self._open:
-            self._open.pop(group).last = self._count
+        ended = self._open.pop(group, None)
+        if ended is not None:
+            ended.last = self._count
+            group.end_use()
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)
         if group in self._active:

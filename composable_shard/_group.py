@@ -220,8 +220,13 @@ class ParamGroup:
             bucket.arrived()
         self._gathers = []
 
-    def reshard(self, after_forward: bool = False) -> None:
-        """Give the unsharded parameters up; memory of which others keep views, after a forward, to nobody else."""
+    def end_use(self) -> None:
+        """After a forward with gradients: from now on memory of which others keep views goes to nobody else."""
+        for bucket in self.buckets:
+            bucket.end_use()
+
+    def reshard(self) -> None:
+        """Give the unsharded parameters up."""
         was_resident = self.phase is ParamPhase.RESIDENT
         self._set_params(ParamPhase.SHARDED)
         self.pinned = False
@@ -230,10 +235,7 @@ class ParamGroup:
                 resident.release()
             return
         after = self._runtime.gather_lane.mark()
-        has_node = self.trains
         for bucket in self.buckets:
-            if after_forward:
-                bucket.note_borrowed(len(bucket.params) if has_node else 0)
             bucket.release(after, reserve=self.options.keep_storage)
 
     @property
@@ -274,6 +276,15 @@ class ParamGroup:
     def weights(self) -> list[torch.Tensor]:
         """The unsharded parameters, in the order of `params`, without autograd history."""
         return self._in_order([b.weights for b in self.buckets])
+
+    def weights_for_use(self) -> list[torch.Tensor]:
+        """The same for a forward that begins; `begin_use` follows."""
+        return self._in_order([b.weights_for_use() for b in self.buckets])
+
+    def begin_use(self) -> None:
+        """All that a node shows of the weights is made."""
+        for bucket in self.buckets:
+            bucket.begin_use()
 
     def leaves(self) -> list[torch.Tensor]:
         """The unsharded parameters as leaf Parameters that want gradients exactly where the sharded ones do."""

@@ -165,9 +165,10 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
         on the sharded ones.
     """
     group = use.group
-    outputs = apply_function(_Unshard, _Lifeline(owner, use), group.weights(), *group.shards)
+    outputs = apply_function(_Unshard, _Lifeline(owner, use), group.weights_for_use(), *group.shards)
     if group.wraps:
         outputs = tuple([p.parallel.wrap(o) if p.parallel else o for o, p in zip(outputs, group.params, strict=True)])
     for out, shard in zip(outputs, group.shards, strict=True):
         out.__dict__.update(shard.__dict__)  # `_is_param` among them: isinstance(out, nn.Parameter) holds
+    group.begin_use()
     return outputs

@@ -14,7 +14,6 @@ import torch
 
 from ._debug import debugging, poison
 from ._streams import Lane
-from ._torch import storage_uses
 
 SLOT_ALIGNMENT_BYTES = 512
 
@@ -36,14 +35,13 @@ class Slot:
         free_after: the event behind the last use; whoever writes next waits for it.
     """
 
-    __slots__ = ("_bytes", "_storage", "_typed", "_views", "begin", "end", "free_after", "nbytes", "owner")
+    __slots__ = ("_bytes", "_typed", "_views", "begin", "end", "free_after", "nbytes", "owner")
 
     def __init__(self, nbytes: int, device: torch.device, free_after: torch.Event | None) -> None:
         # A tensor made in inference mode could never be used for training.
         with torch.inference_mode(False), torch.no_grad():
             read = torch.empty(nbytes, dtype=torch.uint8, device=device)
             self._bytes = (read, read.data)
-        self._storage = read.untyped_storage()
         self._typed: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
         self._views: dict[Place, torch.Tensor] = {}
         self.nbytes = nbytes
@@ -67,11 +65,6 @@ class Slot:
             with torch.inference_mode(False), torch.no_grad():
                 view = self._typed[dtype, written] = self._bytes[written].view(dtype)
         return view
-
-    @property
-    def others(self) -> int:
-        """How many tensors see this memory, less the views that are kept here."""
-        return storage_uses(self._storage) - len(self._typed) - len(self._views)
 
     def view(self, place: Place) -> torch.Tensor:
         """A view of the slot; made once."""

@@ -24,7 +24,7 @@ from ._plan import GroupPlan, ShardPlan
 from ._policies import Comms, Options, Settings
 from ._pool import BufferPool
 from ._streams import Lane, lane_for
-from ._torch import current_backward, with_side_effects
+from ._torch import apart_from_checkpoints, current_backward, with_side_effects
 from ._traced import TracedGroup
 
 STATE = "_shard_state"  # where a module keeps it
@@ -160,6 +160,7 @@ class ShardState:
             state.left.clear()
             state.entries.hide()
 
+    @apart_from_checkpoints
     def begin(self, module: nn.Module) -> None:
         """A module of the call is about to run."""
         assert self.bound is not None
@@ -175,6 +176,7 @@ class ShardState:
             self._to_run = {module.__dict__[PLACE]}  # a recomputation may run any of the list alone
         self._found.append(self.bound.engine.before_forward(group, self.entries))
 
+    @apart_from_checkpoints
     def end(self, module: nn.Module) -> tuple[Use, Outputs] | None:
         """It has run. Returns the use whose backward will pass through its outputs, if there is one."""
         assert self.bound is not None
@@ -187,6 +189,7 @@ class ShardState:
             self.bound.engine.after_forward(self.bound.group)
         return found
 
+    @apart_from_checkpoints
     def abort(self) -> None:
         """A module of the call has failed."""
         assert self.bound is not None

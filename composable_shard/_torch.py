@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 T = TypeVar("T")
+_P = ParamSpec("_P")
 
 GRAPHS_GIVE_NONE = torch.__version__ >= "2.13"  # a missing gradient; compiled backward graphs of 2.11 give zeros
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
@@ -168,6 +171,11 @@ def split(tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
     return list(torch.unsafe_split_with_sizes(tensor, sizes))
 
 
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory under a storage, and a version counter, of its own; it holds the memory."""
+    return torch.utils.dlpack.from_dlpack(torch._C._to_dlpack(tensor))
+
+
 def storage_uses(storage: torch.UntypedStorage) -> int:
     """How many tensors and other objects share a storage."""
     return torch._C._storage_Use_Count(storage._cdata)
@@ -199,6 +207,10 @@ def refuses_saved_tensors_hooks(error: BaseException) -> bool:
     return type(error) is RuntimeError and "torch.func" in str(error) and "saved tensor hooks" in str(error)
 
 
+_CHECKPOINT_MODES = (
+    torch.utils.checkpoint._CachingTorchDispatchMode,
+    torch.utils.checkpoint._CachedTorchDispatchMode,
+)
 _CHECKPOINTS_LOOK_FOR_HOOKS = hasattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks")  # from torch 2.15
 
 
@@ -215,6 +227,34 @@ def passed_by_checkpoints(pack: Callable[[torch.Tensor], Any], outer: SavedTenso
     marked._checkpoint_internal = True
     marked._user_hooks = outer
     return marked
+
+
+def apart_from_checkpoints(method: Callable[_P, T]) -> Callable[_P, T]:
+    """A method whose operations selective checkpoints around it do not see: they are not run when it recomputes."""
+
+    @functools.wraps(method)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> T:
+        if not torch._C._len_torch_dispatch_stack():
+            return method(*args, **kwargs)
+        with _checkpoints_set_aside():
+            return method(*args, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def _checkpoints_set_aside() -> Iterator[None]:
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+    others = [mode for mode in modes if not isinstance(mode, _CHECKPOINT_MODES)]
+    for mode in reversed(others):
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in reversed(modes):
+            _push_mode(mode)
 
 
 def default_reduce_dtype(stored: torch.dtype, compute: torch.dtype) -> torch.dtype:

@@ -12,11 +12,18 @@ import copy
 import gc
 import pickle
 import weakref
+from functools import partial
 
 import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import (
+    CheckpointError,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from _engines import ENGINES, fully_shard, mesh_of
 from _models import Stack, shard_blocks, vectors
@@ -75,6 +82,44 @@ def test_forwards_without_backward_grow_nothing(rank, world):
         theirs(*vectors(rank, step))
         lengths.append(len(theirs._get_fsdp_state()._comm_ctx.post_forward_order))
     assert lengths[0] < lengths[1] < lengths[2]
+
+
+class Sliced(nn.Module):
+    """Slices and reshapes activations, as gathering does with weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 4)
+
+    def forward(self, x):
+        left, right = x[:, :2], x[:, 2:].view(-1, 2)
+        return self.linear(left) + torch.tanh(self.linear(right)).view(-1, 4)
+
+
+class SavesAll(nn.ModuleList):
+    """Blocks under selective checkpoints that save the output of each operation."""
+
+    def forward(self, x):
+        contexts = partial(create_selective_checkpoint_contexts, lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE)
+        for block in self:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        return x
+
+
+@distributed(world=2)
+def test_a_selective_checkpoint_sees_the_operations_of_the_module_alone(rank, world):
+    def shard(model, engine):
+        for block in model:
+            engine(block, mesh=mesh_of(2))
+        engine(model, mesh=mesh_of(2))
+
+    ours, theirs, plain = pair(lambda: SavesAll([Sliced(), Sliced()]), shard)
+    for step in range(2):
+        for model in (ours, plain):
+            train_step(model, step)
+        assert torch.equal(first_gradient(ours), first_gradient(plain))
+    with pytest.raises(CheckpointError):
+        train_step(theirs)
 
 
 @distributed(world=4)

@@ -6,11 +6,13 @@ All ranks are fed alike, so that the mean of their gradients is the gradient of 
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -513,7 +515,7 @@ KEEPERS = {
 
 
 @pytest.mark.parametrize("kind", KEEPERS)
-@distributed(world=1)  # gloo's threads hold buffers a moment longer, and the count of users is then off
+@distributed(world=2)
 def test_views_of_weights_that_are_kept_past_the_hooks_stay_true(rank, world, kind):
     def shard_all(model, engine):
         for block in getattr(model, "blocks", model):
@@ -537,8 +539,16 @@ def test_views_of_weights_that_are_kept_past_the_hooks_stay_true(rank, world, ki
         for optimizer in optimizers.values():
             optimizer.step()
             optimizer.zero_grad()
-    held = pool_of(models["ours"]).live_bytes
-    assert held == 0, "memory is still reserved after backward"
+    del loss, model
+    for _ in range(100):  # a thread of gloo has a copy of this thread's state, with the checkpoint, for a millisecond
+        with torch.no_grad():
+            models["ours"](noise(3, 6))
+        live = torch.tensor([pool_of(models["ours"]).live_bytes])
+        dist.all_reduce(live)
+        if live.item() == 0:
+            break
+        time.sleep(0.02)
+    assert live.item() == 0, "memory is still reserved when the graph is gone"
 
 
 # ---- frozen and mixed
