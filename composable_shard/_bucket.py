@@ -149,8 +149,10 @@ class GatherBucket:
 
     def weights_for_use(self) -> list[torch.Tensor]:
         """The same for a forward that begins; `begin_use` follows when its node is made."""
-        self._face = self._idle_face()
-        return self._face.weights
+        self._face = face = self._idle_face()
+        if self._lent and face in self._lent:
+            self._lent.remove(face)  # nobody has views of it any more
+        return face.weights
 
     def begin_use(self) -> None:
         """All that a node shows of the weights is made."""

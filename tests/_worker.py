@@ -99,6 +99,7 @@ def run_job(group: Group, job: str, number: int, rank: int, world: int, epoch: i
                 warnings.filterwarnings("ignore", message=message)
             value = resolve(job)(rank=rank, world=world, **kwargs)
         gc.collect()
+        gc.freeze()  # what is left stays, modules and caches above all; else each collection takes longer than a test
         check_hygiene(number, world)
         return Outcome(rank, True, value, groups=len(dist.distributed_c10d._world.pg_map))
     except BaseException as error:

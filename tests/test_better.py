@@ -65,18 +65,13 @@ def test_zero_grad_clears_gradients_that_were_kept_without_sync(rank, world, set
 @distributed(world=2)
 def test_forwards_without_backward_grow_nothing(rank, world):
     ours, theirs, _ = pair()
-
-    def growth(model):
-        def forwards():
-            for step in range(20):
-                model(*vectors(rank, step))
-            gc.collect()
-            return len(gc.get_objects())
-
-        forwards()
-        return forwards() - forwards()
-
-    assert growth(ours) == 0
+    counts = []
+    for _ in range(4):
+        for step in range(20):
+            ours(*vectors(rank, step))
+        gc.collect()
+        counts.append(len(gc.get_objects()))
+    assert counts[-1] - counts[1] < 40, "more than one object a forward"  # threads come and go with a few of theirs
     lengths = []
     for step in range(3):
         theirs(*vectors(rank, step))
