@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ._bucket import GatherBucket
 from ._errors import ShardConfigStateError
 from ._group import Gradients, ParamGroup, Reduction, Runtime
-from ._node import Entries
+from ._node import Entries, Outputs, Use
 from ._phases import ParamPhase
 from ._record import Record
 from ._schedule import Action, Kind
+from ._torch import local_tensor
 
 StrayHook = Callable[[torch.Tensor, ParamGroup, int], None]
 
@@ -202,3 +204,17 @@ class Actions:
                 leaf.__dict__["_watched"] = True
                 self._watch_leaf(leaf, group, index)
         entries.show(leaves)
+
+    def show_again(self, use: Use, outputs: Outputs) -> None:
+        """Let the modules of a group have what the forward of a use gave them, for a recomputation."""
+        group = use.group
+        self.need(group)
+        if use.slots != group.slots:
+            for out, weight in zip(outputs, group.weights(), strict=False):
+                (local_tensor(out) if group.wraps and isinstance(out, DTensor) else out).data = weight
+            use.slots = group.slots
+        entries = use.entries()
+        if outputs and entries is not None:
+            entries.show(outputs)
+        elif entries is not None:
+            self.show_leaves(group)

@@ -96,9 +96,7 @@ def fully_shard(
         ShardConfigValueError: a module or a parameter that cannot be sharded (also a ValueError).
     """
     modules = _modules(module)
-    _check_arguments(reshard_after_forward, shard_placement_fn, mp_policy, ignored_params)
-    if not isinstance(offload_policy, OffloadPolicy):
-        raise ShardConfigTypeError(f"offload_policy: expected an OffloadPolicy, got {type(offload_policy).__name__}")
+    _check_arguments(reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params)
     info = mesh_info(mesh if mesh is not None else default_mesh(), offload_policy)
     ignored = {id(p) for p in ignored_params or ()}
     managed = [found for each in modules for found in _managed(each)]
@@ -142,15 +140,17 @@ def _modules(module: Any) -> list[nn.Module]:
     return list(outermost.values())
 
 
-def _check_arguments(reshard_after_forward: Any, placement_fn: Any, mp_policy: Any, ignored_params: Any) -> None:
+def _check_arguments(reshard_after_forward: Any, placement_fn: Any, mp: Any, offload: Any, ignored_params: Any) -> None:
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
         raise ShardConfigTypeError(
             f"reshard_after_forward: expected True, False, None or a number of ranks, got {reshard_after_forward!r}"
         )
     if placement_fn is not None and not callable(placement_fn):
         raise ShardConfigTypeError(f"shard_placement_fn: expected a function, got {type(placement_fn).__name__}")
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise ShardConfigTypeError(f"mp_policy: expected a MixedPrecisionPolicy, got {type(mp_policy).__name__}")
+    if not isinstance(mp, MixedPrecisionPolicy):
+        raise ShardConfigTypeError(f"mp_policy: expected a MixedPrecisionPolicy, got {type(mp).__name__}")
+    if not isinstance(offload, OffloadPolicy):
+        raise ShardConfigTypeError(f"offload_policy: expected an OffloadPolicy, got {type(offload).__name__}")
     if ignored_params is not None and (
         isinstance(ignored_params, nn.Parameter)
         or not isinstance(ignored_params, Iterable)

@@ -24,14 +24,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ._actions import Actions
 from ._backward import BackwardPass, Token
 from ._bucket import GatherBucket
 from ._gradients import GradientFlow, watch_leaf
 from ._group import Gradients, ParamGroup, Runtime
-from ._node import Entries, Keeper, Use, unshard
+from ._node import Entries, Keeper, Outputs, Use, unshard
 from ._optimizers import watch_steps
 from ._order import Order
 from ._phases import ParamPhase
@@ -44,11 +43,8 @@ from ._torch import (
     apart_from_checkpoints,
     current_backward,
     gradient_fates,
-    local_tensor,
     queue_backward_callback,
 )
-
-Outputs = tuple[torch.Tensor, ...]
 
 
 class Engine:
@@ -229,22 +225,9 @@ class Engine:
         group = use.group
         self._active[group] = use
         if group.options.unshard_in_backward or not group.away:
-            self._show_again(group, use, outputs)
+            self._do.show_again(use, outputs)
         for each in self.order.before(group, now.next_group()):
             self._do.ahead(each)
-
-    def _show_again(self, group: ParamGroup, use: Use, outputs: Outputs) -> None:
-        """Let the modules of a group have what its forward gave them, for a recomputation."""
-        self._do.need(group)
-        if use.slots != group.slots:
-            for out, weight in zip(outputs, group.weights(), strict=False):
-                (local_tensor(out) if group.wraps and isinstance(out, DTensor) else out).data = weight
-            use.slots = group.slots
-        entries = use.entries()
-        if outputs and entries is not None:
-            entries.show(outputs)
-        elif entries is not None:
-            self._do.show_leaves(group)
 
     def _finish_later_uses(self, now: BackwardPass, use: Use) -> None:
         """Complete the uses that get no more gradients.

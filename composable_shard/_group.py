@@ -273,13 +273,9 @@ class ParamGroup:
         """What tells one place of the weights from another."""
         return tuple(bucket.slot for bucket in self.buckets)
 
-    def weights(self) -> list[torch.Tensor]:
-        """The unsharded parameters, in the order of `params`, without autograd history."""
-        return self._in_order([b.weights for b in self.buckets])
-
-    def weights_for_use(self) -> list[torch.Tensor]:
-        """The same for a forward that begins; `begin_use` follows."""
-        return self._in_order([b.weights_for_use() for b in self.buckets])
+    def weights(self, for_use: bool = False) -> list[torch.Tensor]:
+        """The unsharded parameters, in the order of `params`, without history; `begin_use` follows one for a use."""
+        return self._in_order([b.weights_for_use() if for_use else b.weights for b in self.buckets])
 
     def begin_use(self) -> None:
         """All that a node shows of the weights is made."""

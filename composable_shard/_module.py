@@ -20,12 +20,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from ._engine import Engine, Outputs
+from ._engine import Engine
 from ._errors import ShardConfigStateError, ShardConfigValueError
 from ._group import ParamGroup
 from ._guard import begin_trace, same_graph, say_broken
 from ._methods import Methods
-from ._node import Use
+from ._node import Outputs, Use
 from ._phases import ParamPhase
 from ._saved import PLAIN, address_of, saved_weights, weights_in_place
 from ._state import STATE, Bound, ShardState, Way, build_engine, named_states

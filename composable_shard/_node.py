@@ -16,6 +16,8 @@ from torch.autograd.function import once_differentiable
 from ._group import ParamGroup
 from ._torch import apply_function
 
+Outputs = tuple[torch.Tensor, ...]
+
 
 class Entries(Protocol):
     """Where a module's parameters are looked up: what forward finds under their names."""
@@ -165,7 +167,7 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
         on the sharded ones.
     """
     group = use.group
-    outputs = apply_function(_Unshard, _Lifeline(owner, use), group.weights_for_use(), *group.shards)
+    outputs = apply_function(_Unshard, _Lifeline(owner, use), group.weights(for_use=True), *group.shards)
     if group.wraps:
         outputs = tuple([p.parallel.wrap(o) if p.parallel else o for o, p in zip(outputs, group.params, strict=True)])
     for out, shard in zip(outputs, group.shards, strict=True):

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ._collectives import Transport, Transports, transport_for
-from ._engine import Engine, Outputs
+from ._engine import Engine
 from ._entries import ModuleEntries
 from ._errors import ShardConfigStateError
 from ._group import ParamGroup, Runtime, describe
 from ._mesh import MeshInfo
-from ._node import Use
+from ._node import Outputs, Use
 from ._param import ShardedParam
 from ._plan import GroupPlan, ShardPlan
 from ._policies import Comms, Options, Settings

@@ -17,11 +17,17 @@ from torch.distributed.tensor import DTensor
 
 import composable_shard as cs
 from _engines import fully_shard
+from _models import Stack
 from _pool import POOL
 from composable_shard._torch import GRAPHS_GIVE_NONE
 from composable_shard.report import watch_graphs
 
 LIMIT_S = 150.0
+
+
+def even(blocks: int = 2) -> nn.Module:
+    """A model whose shapes divide by 2 and 4."""
+    return Stack(blocks, dim=8, hidden=16, out=4)
 
 
 def graphs_of(body: Callable[..., str], world: int = 2, **kwargs: Any) -> str:

@@ -2,7 +2,7 @@
 
 Some of it stands in files of its own, with FSDP2 beside: full tensors, copies, optimizers that were built too early
 (test_copies), the divide factor on gloo (test_methods), offloading without an accelerator (test_offload), ignored
-parameters and several meshes with foreach optimizers and clipping (test_modules).
+parameters and several meshes with foreach optimizers and clipping (test_optimizers).
 """
 
 from __future__ import annotations

@@ -8,32 +8,28 @@ Started so, the script starts itself under `torchrun`; to start it on several ma
 `torchrun ... tutorials/01_train_gpt.py` yourself. The parts that matter for sharding are `shard`,
 which applies a strategy, and `one_step`, which shows that the training step stays the usual one.
 Everything else is what any training needs: the schedule, the evaluation, the checkpoint, the
-figures. The model and the text are in `_gpt.py`, the progress bar and Ctrl-C in `_console.py`,
-the start of the processes in `_ranks.py`.
+figures. The model and the text are in `_gpt.py`, what a run writes down in `_logbook.py`, the
+progress bar and Ctrl-C in `_console.py`, the start of the processes in `_ranks.py`.
 """
 
 import argparse
-import json
 import math
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from _console import INTERRUPTED, Display, Interrupt
+from _console import INTERRUPTED, Interrupt
 
 if __name__ == "__main__":
     interrupt = Interrupt()  # before torch, which takes seconds to load
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -49,6 +45,7 @@ from _gpt import (
     random_windows,
     spaced_windows,
 )
+from _logbook import Logbook, Moment, draw, save_checkpoint
 from _ranks import launch, start_ranks
 
 OURS = ("ddp", "zero1", "zero2", "zero3", "hsdp")
@@ -145,19 +142,6 @@ def learning_rate(progress: float, peak: float, warm_up: float = 0.05) -> float:
 
 
 # ------------------------------------------------------------------------------- the training loop
-
-
-@dataclass(frozen=True)
-class Moment:
-    """What is known after a step, the same on every rank."""
-
-    step: int  # counted from 1
-    progress: float  # 0 to 1
-    loss: float  # nats a byte, mean of the ranks
-    learning_rate: float
-    gradient_norm: float
-    seconds: float  # since training began
-    held_out: float | None = None  # nats a byte, where it was measured
 
 
 def train(
@@ -258,7 +242,7 @@ def sample(model: GPT, options: Options, device: torch.device, prompt: str = "de
     return bytes(written.tolist()).decode(errors="replace")
 
 
-# -------------------------------------------------------------------- precision, memory, check-in
+# ------------------------------------------------------------------------------------- precision
 
 
 def autocast(options: Options, device: torch.device):
@@ -286,76 +270,7 @@ def choose_precision(options: Options, device: torch.device) -> Options:
     return replace(options, precision=choice[0])
 
 
-def memory_in_use(device: torch.device) -> int:
-    """Bytes that this process holds on its device (on CPU: its resident memory)."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except FileNotFoundError:  # not Linux: the most it ever held
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def save_checkpoint(model: GPT, optimizer: torch.optim.Optimizer, step: int, out: Path) -> Path:
-    """Every rank writes its shards, into a directory that did not exist before."""
-    name = [""]
-    if dist.get_rank() == 0:
-        stem, again = f"step-{step:06d}", 1
-        name = [stem]
-        while (out / "checkpoints" / name[0]).exists():
-            again += 1
-            name = [f"{stem}-{again}"]
-    dist.broadcast_object_list(name)
-    path = out / "checkpoints" / name[0]
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state, "step": step}, checkpoint_id=path)
-    return path
-
-
 # ------------------------------------------------------------------------------- the run as a whole
-
-
-class Logbook:
-    """Rank 0's view of a run: a line per step in metrics.jsonl, and what the terminal shows."""
-
-    def __init__(self, options: Options, device: torch.device) -> None:
-        self._rank_0 = dist.get_rank() == 0
-        self._options, self._device = options, device
-        self._tokens = SIZES[options.size].context * dist.get_world_size()
-        self._tokens *= options.batch * options.accumulate
-        self._smooth: float | None = None
-        self.display = Display(active=self._rank_0)
-        self.rows: list[dict[str, float]] = []
-        self._file = None
-        if self._rank_0:
-            options.out.mkdir(parents=True, exist_ok=True)
-            self._file = (options.out / "metrics.jsonl").open("w", buffering=1)
-
-    def say(self, text: str = "") -> None:
-        self.display.say(text)
-
-    def note(self, moment: Moment) -> None:
-        row = {key: value for key, value in asdict(moment).items() if value is not None}
-        row["tokens"] = moment.step * self._tokens
-        row["memory_bytes"] = memory_in_use(self._device)
-        self.rows.append(row)
-        if self._file is not None:  # written at once, so that Ctrl-C loses nothing
-            self._file.write(json.dumps(row) + "\n")
-        self._smooth = 0.9 * (self._smooth or moment.loss) + 0.1 * moment.loss
-        if moment.held_out is not None:
-            self.say(f"held-out loss {moment.held_out:.3f} after {moment.seconds:.0f} s")
-        self.display.progress(
-            moment.progress,
-            step=moment.step,
-            loss=self._smooth,
-            speed=row["tokens"] / moment.seconds,
-            left=moment.seconds * (1 - moment.progress) / max(moment.progress, 1e-9),
-        )
-
-    def note_final(self, held_out: float) -> None:
-        self.rows[-1]["held_out"] = held_out
-        if self._file is not None:
-            self._file.write(json.dumps({"step": self.rows[-1]["step"], "final": held_out}) + "\n")
 
 
 def describe(model: GPT, options: Options, log: Logbook) -> None:
@@ -382,23 +297,12 @@ def last_step(model: GPT, options: Options):
     return cs.make_plan(model), cs.last_record(model)
 
 
-def draw(log: Logbook, bigram: float, planned_and_done, options: Options) -> None:
-    """loss.png, and memory.png: the last step's timeline, or the memory over time without one."""
-    from composable_shard.report import plot_loss, plot_memory, plot_resident_memory
-
-    plot_loss(log.rows, options.out / "loss.png", references={"bigram entropy": bigram})
-    if planned_and_done is None:
-        plot_resident_memory(log.rows, options.out / "memory.png")
-    else:
-        plan, record = planned_and_done
-        plot_memory(record, options.out / "memory.png", predicted_peak=plan.peak_bytes)
-
-
 def run(options: Options, interrupt: Interrupt) -> int:
     """The whole demo on one rank; gives the exit status."""
     device = start_ranks(options.device)
     options = choose_precision(options, device)
-    log = Logbook(options, device)
+    tokens = SIZES[options.size].context * options.batch * options.accumulate * dist.get_world_size()
+    log = Logbook(options.out, tokens, device)
     model = build_gpt(options.size, options.seed, device)
     shard(model, options, device)
     optimizer = make_optimizer(model, options)
@@ -437,7 +341,7 @@ def run(options: Options, interrupt: Interrupt) -> int:
         f"bigram entropy of {bigram:.3f}"
     )
     if dist.get_rank() == 0:
-        draw(log, bigram, planned_and_done, options)
+        draw(log, bigram, planned_and_done, options.out)
     if options.sample > 0:
         log.say(f"\nThe model writes:\n\n{sample(model, options, device)}")
     dist.barrier()

@@ -1,0 +1,94 @@
+"""The same model unsharded, under ours and under torch's FSDP2, trained side by side.
+
+All ranks are fed alike, so that the mean of their gradients is the gradient of the unsharded model, to the bit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from _engines import ENGINES
+from _stepping import assert_at_rest
+
+
+def shard_children(model, engine, **options):
+    """Each child a group of its own, and the root."""
+    for child in model.children():
+        if any(True for _ in child.parameters()):
+            engine(child, **options)
+    engine(model, **options)
+
+
+def models_of(make, shard=shard_children, fsdp2=True, **options):
+    """The same model unsharded, under ours and, if it can, under FSDP2."""
+    # what FSDP2 says of modules whose output is a view, and torch of its own fast path
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors")
+    warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")
+    found = {}
+    for name in ("plain", *ENGINES) if fsdp2 else ("plain", "ours"):
+        torch.manual_seed(3)
+        found[name] = make()
+        if name != "plain":
+            shard(found[name], ENGINES[name], **options)
+    return found
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_alike(models, exact=True):
+    """Parameters, gradients and buffers of each are those of the unsharded model; ours to the bit."""
+    plain = models["plain"]
+    for engine, model in models.items():
+        tolerance = {"rtol": 0, "atol": 0} if exact and engine == "ours" else {}
+        check = partial(torch.testing.assert_close, **tolerance)
+        for name, param in plain.named_parameters():
+            other = model.get_parameter(name)
+            where = f"{engine}: {name}"
+            check(whole(other.detach()), param.detach(), msg=lambda m, w=where: f"{w}: {m}")
+            assert (other.grad is None) == (param.grad is None), where
+            if param.grad is not None:
+                check(whole(other.grad), param.grad, msg=lambda m, w=where: f"gradient of {w}: {m}")
+        for name, buffer in plain.named_buffers():
+            check(model.get_buffer(name), buffer)
+
+
+def optimizers_of(models):
+    found = {name: [p for p in model.parameters() if p.requires_grad] for name, model in models.items()}
+    return {name: torch.optim.SGD(params, lr=0.1) for name, params in found.items()}
+
+
+def train_alike(models, loss_of, steps=3, optimizers=None, exact=True, at_rest=True):
+    """Steps of all of them, compared each time."""
+    optimizers = optimizers or optimizers_of(models)
+    for step in range(steps):
+        losses = {}
+        for name, model in models.items():
+            torch.manual_seed(step)
+            losses[name] = loss_of(model, step)
+            losses[name].backward()
+            losses[name] = losses[name].detach()
+        for name, loss in losses.items():
+            torch.testing.assert_close(loss, losses["plain"], msg=lambda m, n=name: f"loss of {n}: {m}")
+        assert_alike(models, exact)
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_alike(models, exact)
+    if at_rest:
+        assert_at_rest(models["ours"])
+
+
+def noise(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stack(first, last):
+    return nn.Sequential(nn.Linear(first, 6), nn.Tanh(), nn.Linear(6, last))

@@ -1,0 +1,276 @@
+"""The matrix of the compiled path, continued: precision, which parameters and where, and what a model keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+
+from _compiling import LIMIT_S, even, graphs_of, three_steps
+from _models import Block, TiedText, shard_blocks, shard_lists, shard_nested, tokens, vectors
+from _pool import POOL
+from composable_shard import MixedPrecisionPolicy
+
+# ---- precision
+
+
+def mixed_precision(rank, world, reduce_dtype):
+    policy = MixedPrecisionPolicy(torch.bfloat16, getattr(torch, reduce_dtype))
+    return three_steps(rank, even(), shard_blocks, vectors, mp_policy=policy)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
+def test_mixed_precision_casts_before_the_gather(reduce_dtype, world):
+    text = graphs_of(mixed_precision, world=world, reduce_dtype=reduce_dtype)
+    if world == 2:
+        assert_expected_inline(
+            text,
+            """\
+forward GwmGwmmGwmmm, saves 1184 bytes
+backward mmGwmmmmRwGwmmmmRwmRw
+""",
+        )
+
+
+class TwoDtypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 6)
+        self.b = nn.Linear(6, 4).double()
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)).double())
+
+
+def shard_it(model, fully_shard, **options):
+    fully_shard(model, **options)
+
+
+def two_dtypes(rank, world):
+    return three_steps(rank, TwoDtypes(), shard_it, vectors, reshard_after_forward=True)
+
+
+def test_a_group_of_two_dtypes_has_a_collective_for_each():
+    assert_expected_inline(
+        graphs_of(two_dtypes),
+        """\
+forward GwGwmm, saves 360 bytes
+backward GwmmmGwRwRw
+""",
+    )
+
+
+# ---- which parameters, and where
+
+
+def freeze_most(model):
+    """As with adapters: a whole group frozen, and one in which a bias alone trains."""
+    model.blocks[0].requires_grad_(False)
+    model.blocks[1].requires_grad_(False)
+    model.blocks[1].up.bias.requires_grad_(True)
+
+
+def frozen(rank, world):
+    return three_steps(rank, even(), shard_blocks, vectors, before=freeze_most)
+
+
+def test_frozen_parameters_are_gathered_and_not_reduced():
+    assert_expected_inline(
+        graphs_of(frozen),
+        """\
+forward GwmGwmmGwmmm, saves 1328 bytes
+backward mmGwmmRwGwmmmRw
+""",
+    )
+
+
+def tied(rank, world):
+    return three_steps(rank, TiedText(8, 8), shard_blocks, tokens_of_8)
+
+
+def tokens_of_8(rank, step):
+    return (tokens(rank, step)[0] % 8,)
+
+
+def test_tied_weights_are_one_parameter():
+    assert_expected_inline(
+        graphs_of(tied),
+        """\
+forward GwGwmmGwmmm, saves 5440 bytes
+backward mmGwmmmmRwGwmmmmRwRw
+""",
+    )
+
+
+def lists(rank, world):
+    return three_steps(rank, even(3), shard_lists, vectors)
+
+
+def test_a_list_is_gathered_once():
+    assert_expected_inline(
+        graphs_of(lists),
+        """\
+forward GwmGwmmmmGwmmm, saves 3352 bytes
+backward mmGwmmmmRwGwmmmmmmmmRwmRw
+""",
+    )
+
+
+def nested(rank, world):
+    return three_steps(rank, even(1), shard_nested, vectors)
+
+
+def test_groups_within_groups():
+    assert_expected_inline(
+        graphs_of(nested),
+        """\
+forward GwmGwGwmmm, saves 1288 bytes
+backward mmGwmmGwmmRwRwmRw
+""",
+    )
+
+
+class PartlyUsed(nn.Module):
+    """One parameter is used on rank 0 alone, another nowhere."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.mine = nn.Parameter(torch.ones(4))
+        self.nobodys = nn.Parameter(torch.ones(4))
+        self.rank = rank
+
+    def forward(self, x):
+        x = self.a(x)
+        return x * self.mine if self.rank == 0 else x
+
+
+def partly_used(rank, world):
+    return three_steps(rank, PartlyUsed(rank), shard_it, vectors, reshard_after_forward=True)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.matrix)])
+def test_parameters_that_some_ranks_do_not_use(world):
+    """Graphs differ among ranks, but not in their collectives."""
+    texts = POOL.run("test_compiled_parameters:partly_used", world, limit_s=LIMIT_S)
+    assert_expected_inline(
+        texts[0].replace("X", "R"),
+        """\
+forward Gwm, saves 80 bytes
+backward GwmRw
+""",
+    )
+    assert_expected_inline(
+        texts[1].replace("X", "R"),
+        """\
+forward Gwm, saves 0 bytes
+backward mGwRw
+""",
+    )
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(4, 8)])
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(self.blocks[0](self.blocks[0](x)))
+
+
+def twice(rank, world):
+    return three_steps(rank, Twice(), shard_blocks, vectors)
+
+
+def test_a_module_used_twice_is_gathered_and_reduced_twice():
+    text = graphs_of(twice)
+    if torch.__version__ >= "2.15":  # equal waits are not merged, and what is gathered is saved for backward
+        assert_expected_inline(
+            text,
+            """\
+forward GwGwmmwmmm, saves 1440 bytes
+backward mmwmmmmRwwmmmmRwRw
+""",
+        )
+        return
+    assert_expected_inline(
+        text,
+        """\
+forward GwGwmmmmm, saves 1104 bytes
+backward mmGwmmmmRwmmmmRwRw
+""",
+    )
+
+
+# ---- what a model keeps
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), nn.Linear(8, 4)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def normed(rank, world):
+    return three_steps(rank, Normed(), shard_blocks, vectors)
+
+
+def test_buffers_change_as_in_eager():
+    assert_expected_inline(
+        graphs_of(normed),
+        """\
+forward GwmGwm, saves 448 bytes
+backward GwmmRwGwmRw
+""",
+    )
+
+
+class Auxiliary(nn.Module):
+    """A block that keeps a loss of its own, which the caller adds."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x):
+        self.loss = self.lin.weight.square().mean()
+        return torch.tanh(self.lin(x))
+
+
+class WithAuxiliary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Auxiliary() for _ in range(2))
+
+    def forward(self, x):
+        x = F.pad(x, (0, 4))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def auxiliary(rank, world):
+    def loss_of(each, step):
+        out = each(*vectors(rank, step))
+        return out.square().mean() + sum(block.loss for block in each.blocks)
+
+    return three_steps(rank, WithAuxiliary(), shard_blocks, vectors, loss_of=loss_of)
+
+
+def test_an_auxiliary_loss_that_a_module_keeps():
+    assert_expected_inline(
+        graphs_of(auxiliary),
+        """\
+forward GwmGwm, saves 480 bytes
+backward GwmmRwmGwRw
+""",
+    )

@@ -1,0 +1,249 @@
+"""The methods of a sharded module that settle what becomes of gradients, each beside torch's FSDP2."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.fsdp as fsdp
+import torch.nn as nn
+
+import composable_shard
+from _both import assert_same, backward, both, call, run_both
+from _engines import fully_shard, mesh_of
+from _models import shard_blocks
+from _pool import distributed
+from _stepping import engine_of, resident, train_step, twins
+from composable_shard import last_record
+
+
+@distributed(world=4)
+def test_all_reduce_switched_off_keeps_pieces_until_it_is_on_again(rank, world):
+    def train(model, step):
+        for micro in range(3):
+            model.set_requires_all_reduce(micro == 2)
+            backward(model, rank, 3 * step + micro)
+
+    run_both(both(mesh=mesh_of(2, 2)), train)
+
+
+@distributed(world=4)
+def test_pieces_that_wait_for_the_all_reduce_are_kept_apart_from_grad_and_cleared_with_it(rank, world):
+    model, _ = twins(mesh=mesh_of(2, 2))
+    twin, _ = twins(mesh=mesh_of(2, 2))
+    for clear in (lambda: model.zero_grad(), lambda: model.zero_grad(set_to_none=False)):
+        model.set_requires_all_reduce(False)
+        backward(model, rank, 0)
+        assert all(
+            p.grad is not None and not p.grad.to_local().any() for p in model.parameters() if p.to_local().numel()
+        )
+        clear()
+        model.set_requires_all_reduce(True)
+        backward(model, rank, 1)
+        twin.zero_grad()
+        backward(twin, rank, 1)
+        for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(mine.grad.to_local(), other.grad.to_local()), name
+        model.zero_grad()
+
+
+@distributed(world=4)
+def test_all_reduce_off_for_a_group_that_is_used_twice_loses_nothing(rank, world):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.lin(torch.tanh(self.lin(x)))
+
+    torch.manual_seed(3)
+    plain = Twice()
+    model = copy.deepcopy(plain)
+    fully_shard(model.lin, mesh=mesh_of(2, 2))
+    fully_shard(model, mesh=mesh_of(2, 2))
+    for micro in range(3):
+        model.set_requires_all_reduce(micro == 2)
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(micro))
+        model(x).sum().backward()
+        plain(x).sum().backward()
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), p.grad)
+
+
+@distributed(world=2)
+def test_the_divide_factor_takes_the_place_of_the_number_of_ranks_also_on_gloo(rank, world):
+    model, _ = twins()
+    twin, _ = twins()
+    for module in model.modules():
+        if isinstance(module, composable_shard.FSDPModule):
+            module.set_gradient_divide_factor(5.0)
+    for each in (model, twin):
+        backward(each, rank, 0)
+    for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.to_local() * 5.0, other.grad.to_local() * world, msg=name)
+
+
+@distributed(world=2)
+def test_torchs_fsdp2_has_no_divide_factor_on_gloo(rank, world):
+    model = both()["fsdp2"]
+    model.set_gradient_divide_factor(5.0)
+    with pytest.raises(RuntimeError, match=r"PREMUL_SUM|ReduceOp"):
+        backward(model, rank, 0)
+
+
+@distributed(world=2)
+def test_a_changed_divide_factor_holds_from_the_next_backward_on(rank, world):
+    model, _ = twins()
+    seen = []
+    for factor in (2.0, 4.0):
+        for module in model.modules():
+            if isinstance(module, composable_shard.FSDPModule):
+                module.set_gradient_divide_factor(factor)
+        backward(model, rank, 0)
+        seen.append([p.grad.to_local() for p in model.parameters()])
+        model.zero_grad()
+    for first, second in zip(*seen, strict=True):
+        assert torch.equal(first, second * 2)
+
+
+@distributed(world=4)
+def test_sums_only_give_the_same_mean(rank, world):
+    def shard(model, engine, **options):
+        shard_blocks(model, engine, **options)
+        for module in model.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+
+    run_both(both(shard=shard, mesh=mesh_of(2, 2)), lambda model, step: backward(model, rank, step))
+
+
+@distributed(world=4)
+def test_float16_gradients_neither_overflow_nor_vanish(rank, world):
+    policy = composable_shard.MixedPrecisionPolicy(reduce_dtype=torch.float16)
+
+    class Large(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            return (self.w * x).sum()
+
+    for scale in (3e4, 1.2e-7):  # near the ends of float16: a sum of four overflows, a quarter of it vanishes
+        models = both(Large, lambda model, engine: engine(model, mp_policy=policy))
+        for model in models.values():
+            model(torch.full((8,), scale)).backward()
+        assert_same(models["ours"], models["fsdp2"])
+        got = models["ours"].w.grad.full_tensor()
+        torch.testing.assert_close(got, torch.full((8,), scale).half().float(), rtol=0.5, atol=0)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, use_b=True):
+        x = self.a(x)
+        return self.b(x) if use_b else self.c(x)
+
+
+def shard_branches(model, engine, **options):
+    for child in (model.a, model.b, model.c):
+        engine(child, **options)
+    engine(model, **options)
+
+
+@distributed(world=2)
+def test_modules_that_only_some_ranks_use_get_zeros_on_request(rank, world):
+    models = both(Branches, shard_branches, reshard_after_forward=False)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+    for name, model in list(models.items()):
+        if not call(model, "set_reduce_scatter_unused_params", True):
+            del models[name]  # it would hang
+            continue
+        for module in (model.a, model.b, model.c):  # gathers are the user's own then, on all ranks
+            module.unshard()
+        model(x, use_b=rank == 0).sum().backward()
+    assert_same(models["ours"], models.get("fsdp2", models["ours"]))
+    for child in (models["ours"].b, models["ours"].c):
+        assert child.weight.grad is not None
+
+
+@distributed(world=2)
+def test_a_module_that_was_gathered_and_not_used_gets_zeros_only_on_request(rank, world):
+    models = both(Branches, shard_branches)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+    for wanted in (False, True, False):
+        for gathered in (True, False):
+            for model in models.values():
+                supported = call(model, "set_reduce_scatter_unused_params", wanted)
+                model.zero_grad()
+                if gathered:
+                    model.c.unshard()
+                model(x).sum().backward()
+                model.c.reshard()
+            mine, theirs = (model.c.weight.grad for model in models.values())
+            assert (mine is not None) is (wanted and gathered)
+            if gathered and supported:  # the last one is torch's
+                assert (theirs is not None) is wanted
+
+
+@distributed(world=2)
+def test_a_backward_that_is_not_the_last_leaves_its_reductions_to_the_next_or_to_the_step(rank, world):
+    def train(model, step):
+        model.set_is_last_backward(False)
+        backward(model, rank, 2 * step)
+        model.set_is_last_backward(True)
+        backward(model, rank, 2 * step + 1)
+
+    run_both(both(), train)
+    model, _ = twins()
+    twin, _ = twins()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
+    model.set_is_last_backward(False)
+    for each in (model, twin):
+        backward(each, rank, 0)
+    assert model.blocks[0].up.weight.grad is None or engine_of(model)._do._reductions
+    for optimizer in optimizers:
+        optimizer.step()
+    for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.to_local(), other.to_local()), name
+
+
+@distributed(world=2)
+def test_reductions_in_flight_are_bounded(rank, world):
+    for bound in (1, 2, 4):
+        model, _ = twins()
+        model.set_reduce_scatter_max_input_buffers(bound)
+        train_step(model)
+        flying = most = 0
+        for action in last_record(model).actions:
+            flying += {"REDUCE": 1, "REDUCED": -1}.get(action.kind, 0)
+            most = max(most, flying)
+        assert most == bound
+
+
+@distributed(world=2)
+def test_a_backward_may_be_ended_by_hand(rank, world):
+    model, _ = twins()
+    twin, _ = twins()
+    assert model.finalize_backward() is None, "nothing has run"
+    model.set_manual_backward_finalization(True)
+    for async_op in (False, True):
+        for each in (model, twin):
+            each.set_requires_gradient_sync(False)
+            backward(each, rank, 0)
+            each.set_requires_gradient_sync(True)
+            backward(each, rank, 1)
+        handle = model.finalize_backward(async_op=async_op)
+        assert (handle is not None) is async_op
+        if handle is not None:
+            handle.wait()
+        for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(mine.grad.to_local(), other.grad.to_local()), name
+        assert resident(model) == []
+        for each in (model, twin):
+            each.zero_grad()

@@ -1,0 +1,151 @@
+"""Precision, optimizers and gradient hooks; sharded and plain parameters in one optimizer."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from _alike import assert_alike, models_of, noise, optimizers_of, shard_children, stack, train_alike, whole
+from _engines import mesh_of
+from _pool import distributed
+from _stepping import shard_whole
+from composable_shard import clip_grad_norm_
+
+# ---- precision and optimizers
+
+
+@pytest.mark.parametrize("shard", [shard_children, shard_whole])
+@distributed(world=2)
+def test_autocast_is_exact(rank, world, shard):
+    models = models_of(partial(stack, 4, 2), shard)
+
+    def loss_of(model, step):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(noise(3, 4, seed=step)).float().square().mean()
+
+    train_alike(models, loss_of)
+    for name, model in models.items():
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            models[name] = model(noise(3, 4))
+    assert torch.equal(models["ours"], models["plain"])
+
+
+@distributed(world=2)
+def test_a_step_with_an_overflow_on_one_rank_is_skipped_on_all(rank, world):
+    models = models_of(partial(stack, 4, 2))
+    scalers = {name: torch.amp.GradScaler("cpu", init_scale=8.0) for name in models}
+    optimizers = optimizers_of(models)
+    for step in range(3):
+        for name, model in models.items():
+            loss = model(noise(3, 4, seed=step)).square().mean()
+            if step == 1:  # both know of it in the plain model
+                loss = loss * (torch.inf if rank == 1 or name == "plain" else 1.0)
+            scalers[name].scale(loss).backward()
+            scalers[name].unscale_(optimizers[name])
+            if step != 1:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scalers[name].step(optimizers[name])
+            scalers[name].update()
+            optimizers[name].zero_grad()
+        assert len({scaler.get_scale() for scaler in scalers.values()}) == 1
+        assert_alike(models, exact=False)
+    assert scalers["ours"].get_scale() == 4.0
+
+
+@pytest.mark.parametrize("shard", [shard_children, shard_whole])
+@distributed(world=2)
+def test_an_optimizer_in_backward_steps_each_parameter_when_its_gradient_is_there(rank, world, shard):
+    models = models_of(partial(stack, 4, 2), shard)
+    steps = dict.fromkeys(models, 0)
+
+    def install(name, model):
+        for param in model.parameters():
+            optimizer = torch.optim.AdamW([param], lr=0.01, foreach=False)
+
+            def step(param, optimizer=optimizer):
+                optimizer.step()
+                optimizer.zero_grad()
+                steps[name] += 1
+
+            param.register_post_accumulate_grad_hook(step)
+
+    for name, model in models.items():
+        install(name, model)
+    for step in range(3):
+        for model in models.values():
+            model(noise(3, 4, seed=step)).square().mean().backward()
+        assert_alike(models, exact=False)
+    assert set(steps.values()) == {12}
+
+
+@distributed(world=2)
+def test_tensor_hooks_change_the_reduced_gradient(rank, world):
+    models = models_of(partial(stack, 4, 2), fsdp2=False)  # FSDP2 calls them with nothing
+    for model in models.values():
+        for param in model.parameters():
+            param.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    train_alike(models, lambda model, step: model(noise(3, 4, seed=step)).square().mean())
+
+
+# ---- sharded and plain parameters together
+
+
+def shard_but_biases(model, engine):
+    shard_children(model, engine, ignored_params={model[0].bias, model[2].bias})
+
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "sgd foreach": partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
+    "adamw foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True),
+    "adamw fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("foreach", [None, True, False])
+@distributed(world=2)
+def test_ignored_parameters_are_clipped_and_stepped_with_the_sharded_ones(rank, world, kind, foreach):
+    models = models_of(partial(stack, 4, 2), shard_but_biases)
+    theirs = models.pop("fsdp2")
+    optimizers = {name: OPTIMIZERS[kind](model.parameters()) for name, model in models.items()}
+    for step in range(3):
+        for name, model in models.items():
+            model(noise(3, 4, seed=step)).square().mean().backward()
+            norm = clip_grad_norm_(model.parameters(), 0.1, foreach=foreach)
+            models[name].norm = whole(norm)
+        torch.testing.assert_close(models["ours"].norm, models["plain"].norm)
+        assert_alike(models, exact=False)
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_alike(models, exact=False)
+    theirs(noise(3, 4)).square().mean().backward()
+    with pytest.raises(RuntimeError, match="got mixed"):
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1, foreach=foreach)
+    if kind != "sgd":
+        with pytest.raises(RuntimeError, match="got mixed"):
+            OPTIMIZERS[kind](theirs.parameters()).step()
+
+
+@distributed(world=4)
+def test_parameters_on_several_meshes_are_clipped_and_stepped_together(rank, world):
+    def shard(model, engine):
+        engine(model[0], mesh=mesh_of(2, 2))
+        engine(model[2], mesh=mesh_of(4))
+
+    models = models_of(partial(stack, 4, 2), shard, fsdp2=False)
+    optimizers = {name: OPTIMIZERS["adamw foreach"](model.parameters()) for name, model in models.items()}
+    for step in range(2):
+        norms = []
+        for model in models.values():
+            model(noise(3, 4, seed=step)).square().mean().backward()
+            norms.append(clip_grad_norm_(model.parameters(), 0.1))
+        torch.testing.assert_close(*norms)
+        assert_alike(models, exact=False)
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_alike(models, exact=False)

@@ -1,0 +1,135 @@
+"""Parametrized weights, and functional calls and transforms inside of a forward, beside the unsharded model."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.nn.utils import parametrizations, parametrize
+
+from _alike import models_of, noise, optimizers_of, shard_children, train_alike
+from _engines import fully_shard
+from _pool import distributed
+from _stepping import shard_whole
+
+# ---- parametrizations
+
+
+def parametrized(register):
+    def make():
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        for at in (0, 2):
+            register(model[at])
+        return model
+
+    return make
+
+
+def own_parametrization(linear):
+    parametrize.register_parametrization(linear, "bias", nn.Softplus())
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).mT
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        parametrizations.weight_norm,
+        parametrizations.spectral_norm,
+        parametrizations.orthogonal,
+        own_parametrization,
+    ],
+    ids=["weight_norm", "spectral_norm", "orthogonal", "own"],
+)
+@pytest.mark.parametrize("shard", [shard_children, shard_whole])
+@distributed(world=2)
+def test_parametrized_weights_are_exact(rank, world, register, shard):
+    models = models_of(parametrized(register), shard)
+    x = noise(5, 4)
+
+    def loss_of(model, step):
+        return model(x).square().mean()
+
+    optimizers = optimizers_of(models)
+    train_alike(models, loss_of, 2, optimizers)
+    for model in models.values():
+        model.eval()
+    with torch.no_grad(), parametrize.cached():
+        outs = [model(x) for model in models.values()]
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    for model in models.values():
+        model.train()
+    with parametrize.cached():
+        train_alike(models, loss_of, 1, optimizers)
+
+
+@distributed(world=2)
+def test_a_parametrization_that_comes_after_sharding_is_named(rank, world):
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4)))
+    parametrize.register_parametrization(model[0], "weight", Symmetric())
+    with pytest.raises(RuntimeError, match=r"0\.(weight|parametrizations)"):
+        model(noise(2, 4))
+
+
+# ---- functional transforms
+
+
+class Transformed(nn.Module):
+    """Uses a transform in its forward, over its own weights and over a child's."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.inp = nn.Linear(4, 6)
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return getattr(self, self.kind)(self.inp(x))
+
+    def vmap(self, x):
+        return torch.func.vmap(lambda row: torch.tanh(self.weight @ row))(x)
+
+    def grad(self, x):
+        return torch.func.vmap(torch.func.grad(lambda row: torch.tanh(self.weight @ row).sum()))(x)
+
+    def jvp(self, x):
+        return torch.func.jvp(lambda y: torch.tanh(y @ self.weight), (x,), (torch.ones_like(x),))[1]
+
+    def functional_call(self, x):
+        changed = {name: 2 * p for name, p in self.inner.named_parameters()}
+        return torch.func.functional_call(self.inner, changed, (x,))
+
+
+def shard_parts(model, engine, **options):
+    engine(model.inp, **options)
+    engine(model, **options)
+
+
+@distributed(world=2)
+def test_functional_calls_in_a_forward_are_exact(rank, world):
+    models = models_of(partial(Transformed, "functional_call"), shard_parts)
+    models["plain"].weight.requires_grad_(True)
+    train_alike(models, lambda model, step: model(noise(3, 4)).square().mean())
+
+
+@pytest.mark.parametrize("kind", ["vmap", "jvp"])
+@distributed(world=2)
+def test_functional_transforms_in_a_forward(rank, world, kind):
+    models = models_of(partial(Transformed, kind), shard_parts)
+    train_alike(models, lambda model, step: model(noise(3, 4)).square().mean())
+
+
+@distributed(world=2)
+def test_transforms_that_take_no_hooks_say_what_to_set_and_then_work(rank, world):
+    models = models_of(partial(Transformed, "grad"), shard_parts)
+    optimizers = optimizers_of(models)
+    with pytest.raises(RuntimeError, match=r"uses one, that needs .* call set_keep_unsharded_storage\(True\)"):
+        models["ours"](noise(3, 4))
+    models["ours"].set_keep_unsharded_storage(True)
+    train_alike(models, lambda model, step: model(noise(3, 4, seed=step)).square().mean(), 3, optimizers, at_rest=False)

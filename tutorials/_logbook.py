@@ -1,0 +1,105 @@
+"""What a training writes down: a line per step, the terminal's progress, checkpoints and figures."""
+
+import json
+import resource
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from _console import Display
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is known after a step, the same on every rank."""
+
+    step: int  # counted from 1
+    progress: float  # 0 to 1
+    loss: float  # nats a byte, mean of the ranks
+    learning_rate: float
+    gradient_norm: float
+    seconds: float  # since training began
+    held_out: float | None = None  # nats a byte, where it was measured
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes that this process holds on its device (on CPU: its resident memory)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except FileNotFoundError:  # not Linux: the most it ever held
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+class Logbook:
+    """Rank 0's view of a run: a line per step in metrics.jsonl, and what the terminal shows."""
+
+    def __init__(self, out: Path, tokens: int, device: torch.device) -> None:
+        self._rank_0 = dist.get_rank() == 0
+        self._tokens, self._device = tokens, device  # tokens a step
+        self._smooth: float | None = None
+        self.display = Display(active=self._rank_0)
+        self.rows: list[dict[str, float]] = []
+        self._file = None
+        if self._rank_0:
+            out.mkdir(parents=True, exist_ok=True)
+            self._file = (out / "metrics.jsonl").open("w", buffering=1)
+
+    def say(self, text: str = "") -> None:
+        self.display.say(text)
+
+    def note(self, moment: Moment) -> None:
+        row = {key: value for key, value in asdict(moment).items() if value is not None}
+        row["tokens"] = moment.step * self._tokens
+        row["memory_bytes"] = memory_in_use(self._device)
+        self.rows.append(row)
+        if self._file is not None:  # written at once, so that Ctrl-C loses nothing
+            self._file.write(json.dumps(row) + "\n")
+        self._smooth = 0.9 * (self._smooth or moment.loss) + 0.1 * moment.loss
+        if moment.held_out is not None:
+            self.say(f"held-out loss {moment.held_out:.3f} after {moment.seconds:.0f} s")
+        self.display.progress(
+            moment.progress,
+            step=moment.step,
+            loss=self._smooth,
+            speed=row["tokens"] / moment.seconds,
+            left=moment.seconds * (1 - moment.progress) / max(moment.progress, 1e-9),
+        )
+
+    def note_final(self, held_out: float) -> None:
+        self.rows[-1]["held_out"] = held_out
+        if self._file is not None:
+            self._file.write(json.dumps({"step": self.rows[-1]["step"], "final": held_out}) + "\n")
+
+
+def draw(log: Logbook, bigram: float, planned_and_done, out: Path) -> None:
+    """loss.png, and memory.png: the last step's timeline, or the memory over time without one."""
+    from composable_shard.report import plot_loss, plot_memory, plot_resident_memory
+
+    plot_loss(log.rows, out / "loss.png", references={"bigram entropy": bigram})
+    if planned_and_done is None:
+        plot_resident_memory(log.rows, out / "memory.png")
+    else:
+        plan, record = planned_and_done
+        plot_memory(record, out / "memory.png", predicted_peak=plan.peak_bytes)
+
+
+def save_checkpoint(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, out: Path) -> Path:
+    """Every rank writes its shards, into a directory that did not exist before."""
+    name = [""]
+    if dist.get_rank() == 0:
+        stem, again = f"step-{step:06d}", 1
+        name = [stem]
+        while (out / "checkpoints" / name[0]).exists():
+            again += 1
+            name = [f"{stem}-{again}"]
+    dist.broadcast_object_list(name)
+    path = out / "checkpoints" / name[0]
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state, "step": step}, checkpoint_id=path)
+    return path
