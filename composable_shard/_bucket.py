@@ -54,6 +54,11 @@ class _Face:
         del flat
         self.alone = self.at_rest = self.users
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is among them."""
+        same: bool = tensor.untyped_storage()._cdata == self._storage._cdata
+        return same
+
     @property
     def users(self) -> int:
         """How many tensors share the storage."""
@@ -159,14 +164,20 @@ class GatherBucket:
         assert self._face is not None
         self._face.at_rest = self._face.users
 
-    def end_use(self) -> None:
+    def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
         """After a forward with gradients, while the module still has what it was shown: notice who else keeps views.
 
         A selective checkpoint does, or a function that keeps them on its ``ctx``: no handle stands for those. They must
         stay true as long as the graph lives.
+
+        Args:
+            dropped: views that will be gone at once.
         """
         face = self._face
-        if face is not None and face.users > face.at_rest and face not in self._lent:
+        if face is None or face.users <= face.at_rest or face in self._lent:
+            return
+        views = {id(t) for t in dropped if not isinstance(t, torch.nn.Parameter) and face.holds(t)}
+        if face.users - len(views) > face.at_rest:
             self._lent.append(face)
 
     def leaves(self) -> list[torch.nn.Parameter]:

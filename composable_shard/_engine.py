@@ -183,15 +183,15 @@ class Engine:
                 self._do.ahead(each)
         return found
 
-    def after_forward(self, group: ParamGroup) -> None:
-        """A module has run, or failed."""
+    def after_forward(self, group: ParamGroup, copied: Sequence[torch.Tensor] = ()) -> None:
+        """A module has run, or failed; views of weights in its outputs were copied and will be dropped."""
         group.running -= 1
         if group.running:
             return
         ended = self._open.pop(group, None)
         if ended is not None:
             ended.last = self._count
-            group.end_use()
+            group.end_use(copied)
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)
         if group in self._active:

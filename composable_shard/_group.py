@@ -220,10 +220,10 @@ class ParamGroup:
             bucket.arrived()
         self._gathers = []
 
-    def end_use(self) -> None:
-        """After a forward with gradients: from now on memory of which others keep views goes to nobody else."""
+    def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
+        """After a forward with gradients: memory of which others keep views than these goes to nobody else."""
         for bucket in self.buckets:
-            bucket.end_use()
+            bucket.end_use(dropped)
 
     def reshard(self) -> None:
         """Give the unsharded parameters up."""

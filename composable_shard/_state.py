@@ -9,6 +9,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -177,8 +178,12 @@ class ShardState:
         self._found.append(self.bound.engine.before_forward(group, self.entries))
 
     @apart_from_checkpoints
-    def end(self, module: nn.Module) -> tuple[Use, Outputs] | None:
-        """It has run. Returns the use whose backward will pass through its outputs, if there is one."""
+    def end(self, module: nn.Module, copied: Sequence[torch.Tensor]) -> tuple[Use, Outputs] | None:
+        """It has run; of its outputs, these were views of weights.
+
+        Returns:
+            the use whose backward will pass through its outputs, if there is one.
+        """
         assert self.bound is not None
         if self.bound.group is None or not self._found:
             return None
@@ -186,7 +191,7 @@ class ShardState:
         self._to_run.discard(module.__dict__[PLACE])
         if not self._to_run:
             self._found.pop()
-            self.bound.engine.after_forward(self.bound.group)
+            self.bound.engine.after_forward(self.bound.group, copied)
         return found
 
     @apart_from_checkpoints
