@@ -54,7 +54,7 @@ _MOVES = frozenset(
         "cat",
         "_to_copy",
     ]
-) | {"_c10d_functional.wait_tensor", "prims.convert_element_type", "prims.view_of"}
+) | {"_c10d_functional.wait_tensor", "composable_shard.unpack", "prims.convert_element_type", "prims.view_of"}
 
 
 def _name_of(node: fx.Node) -> str:

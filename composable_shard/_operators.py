@@ -27,13 +27,15 @@ from typing import Any, Protocol
 
 import torch
 
-from . import _functional
+from . import _copies, _functional
 from ._functional import Axis
-from ._layout import ParamLayout, bucket_layout
+from ._layout import BucketLayout, bucket_layout
 from ._policies import Options, division
 from ._torch import has_side_effect
 
-_CODE = hashlib.sha256(b"".join(Path(f).read_bytes() for f in (__file__, _functional.__file__))).hexdigest()
+_CODE = hashlib.sha256(
+    b"".join(Path(f).read_bytes() for f in (__file__, _copies.__file__, _functional.__file__))
+).hexdigest()
 REDUCE, KEEP, TAKE = 0, 1, 2  # what becomes of the gradients; the last: reduce them with those that were kept
 Gradients = Sequence[torch.Tensor | None]
 
@@ -68,28 +70,23 @@ class Layout:
         _layouts[key] = self
         return key
 
-    def _laid(self, members: Sequence[int]) -> tuple[ParamLayout, ...]:
-        dims = [self.dims[i] for i in members]
-        return bucket_layout([self.shapes[i] for i in members], self.world, dims=dims).params
+    def bucket(self, members: Sequence[int]) -> BucketLayout:
+        """Where some of the parameters, by index, lie in a bucket."""
+        return bucket_layout([self.shapes[i] for i in members], self.world, dims=[self.dims[i] for i in members])
 
     # ---- what is traced
 
-    def gather(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def gather(self, shards: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
         """All-gather, one collective per dtype."""
         out: dict[int, torch.Tensor] = {}
         dtypes = [self.options.compute_dtype(shard.dtype) for shard in shards]
         for dtype in dict.fromkeys(dtypes):
             members = [i for i, d in enumerate(dtypes) if d == dtype]
-            params = self._laid(members)
-            pieces = [_padded(shards[i].to(dtype), param) for i, param in zip(members, params, strict=True)]
-            flat = torch.cat(pieces)
+            flat = torch.ops.composable_shard.pack([shards[i] for i in members], key, members, dtype)
             if self.shard is not None:
                 flat = _functional.all_gather(flat, self.shard)
-            parts = torch.split(flat.view(self.world, -1), [param.piece for param in params], dim=1)
-            for i, part, param in zip(members, parts, params, strict=True):
-                out[i] = _joined(part, param)
-        # An operator's outputs must not alias its inputs nor one another.
-        return [out[i].clone() for i in range(len(shards))]
+            out.update(zip(members, torch.ops.composable_shard.unpack(flat, key, members), strict=True))
+        return [out[i] for i in range(len(shards))]
 
     def reduce(
         self,
@@ -98,6 +95,7 @@ class Layout:
         used: Mapping[int, torch.Tensor],
         factor: float | None,
         only_sums: bool,
+        key: str,
     ) -> tuple[list[torch.Tensor | None], dict[int, torch.Tensor]]:
         """Reduce-scatter (and all-reduce over replicas), one collective per dtype; zeros stand for missing gradients.
 
@@ -106,38 +104,24 @@ class Layout:
             stored: dtypes of the parameters; None for those that want no gradient.
             factor, only_sums: the options `divide_factor` and `only_sums`.
             used: 1 or 0, by index, where it is known only when the graph runs whether a gradient exists on this rank.
+            key: of this layout.
 
         Returns:
             this rank's pieces, and how much of each gradient exists, over all ranks (positive if any does).
         """
         pieces: list[torch.Tensor | None] = [None] * len(gradients)
         found: dict[int, torch.Tensor] = {}
-        wanted = [i for i, dtype in enumerate(stored) if dtype is not None]
-        dtypes = {i: self.options.reduce_dtype(dtype) for i in wanted if (dtype := stored[i]) is not None}
-        for dtype in dict.fromkeys(dtypes.values()):
-            members = [i for i in wanted if dtypes[i] == dtype]
-            params = self._laid(members)
-            like = next(g for g in gradients if g is not None)
-            rows = []
-            for i, param in zip(members, params, strict=True):
-                gradient = gradients[i]
-                if gradient is None:
-                    rows.append(like.new_zeros((self.world, param.piece), dtype=dtype))
-                else:
-                    rows.append(_cut(gradient.to(dtype), param))
-            # One element a parameter, behind its rank's chunk, says whether the rank had a gradient for it.
-            for i in members:
-                if i in used:
-                    rows.append(used[i].to(dtype).expand(self.world, 1))
-                else:
-                    rows.append(like.new_full((self.world, 1), float(gradients[i] is not None), dtype=dtype))
-            own = self._reduced(torch.cat(rows, dim=1).reshape(-1), factor, only_sums)
-            parts = torch.split(own, [param.piece for param in params] + [1] * len(members))
-            for place, (i, param) in enumerate(zip(members, params, strict=True)):
-                local = param.local_shape(self.rank)
-                piece = parts[place].view(_full_piece(param)).narrow(param.dim, 0, local[param.dim])
-                pieces[i] = piece.to(stored[i] or dtype).clone()
-                found[i] = parts[len(members) + place]
+        wanted = {i: self.options.reduce_dtype(dtype) for i, dtype in enumerate(stored) if dtype is not None}
+        like = next(g for g in gradients if g is not None)
+        for dtype in dict.fromkeys(wanted.values()):
+            members = [i for i in wanted if wanted[i] == dtype]
+            given, marks = [gradients[i] for i in members], [used.get(i) for i in members]
+            bucket = torch.ops.composable_shard.pack_gradients(given, marks, like, key, members, dtype)
+            own = self._reduced(bucket.view(-1), factor, only_sums)
+            names = _names([stored[i] for i in members])
+            *parts, existing = torch.ops.composable_shard.unpack_pieces(own, key, members, names)
+            for place, (i, part) in enumerate(zip(members, parts, strict=True)):
+                pieces[i], found[i] = part, existing[place]
         return pieces, found
 
     def _reduced(self, flat: torch.Tensor, factor: float | None, only_sums: bool) -> torch.Tensor:
@@ -154,35 +138,13 @@ class Layout:
 _layouts: dict[str, Layout] = {}
 
 
-def _full_piece(param: ParamLayout) -> tuple[int, ...]:
-    return (*param.shape[: param.dim], param.chunk, *param.shape[param.dim + 1 :])
+def _names(dtypes: Sequence[torch.dtype | None]) -> str:
+    """Dtypes as operators take them."""
+    return " ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def _joined(pieces: torch.Tensor, param: ParamLayout) -> torch.Tensor:
-    """All ranks' pieces, (world, piece), as the parameter."""
-    if param.dim:
-        return pieces.reshape(param.world, *_full_piece(param)).movedim(0, param.dim).reshape(param.shape)
-    rows = pieces.reshape(param.world * param.chunk, *param.shape[1:])
-    return rows if param.even else rows.narrow(0, 0, param.shape[0])
-
-
-def _cut(gradient: torch.Tensor, param: ParamLayout) -> torch.Tensor:
-    """A gradient as all ranks' padded pieces, (world, piece)."""
-    if param.dim:
-        full = _full_piece(param)
-        parts = gradient.reshape(*full[: param.dim], param.world, *full[param.dim :]).movedim(param.dim, 0)
-        return parts.reshape(param.world, param.piece)
-    missing = param.world * param.chunk - param.shape[0]
-    if missing:
-        gradient = torch.nn.functional.pad(gradient, [0, 0] * (gradient.ndim - 1) + [0, missing])
-    return gradient.reshape(param.world, param.piece)
-
-
-def _padded(shard: torch.Tensor, param: ParamLayout) -> torch.Tensor:
-    """A rank's piece with all its rows. Every rank calls the same operators, however many rows it lacks."""
-    if param.even:
-        return shard.reshape(-1)
-    return torch.nn.functional.pad(shard.reshape(-1), [0, param.piece - shard.numel()])
+def _dtypes(names: str) -> list[torch.dtype]:
+    return [getattr(torch, name) for name in names.split()]
 
 
 class _Unshard(torch.autograd.Function):
@@ -196,7 +158,7 @@ class _Unshard(torch.autograd.Function):
         ctx.key = key
         ctx.set_materialize_grads(False)
         ctx.stored = [shard.dtype if shard.requires_grad else None for shard in shards]
-        outputs = tuple(_layouts[key].gather(shards))
+        outputs = tuple(_layouts[key].gather(shards, key))
         ctx.save_for_backward(anchor, *({out.dtype: out for out in outputs}.values() if again else ()))
         ctx.mark_non_differentiable(*[out for out, stored in zip(outputs, ctx.stored, strict=True) if stored is None])
         return outputs
@@ -216,11 +178,11 @@ class _Unshard(torch.autograd.Function):
         used: dict[int, torch.Tensor] = {}
         if ctx.fate == TAKE:
             wanted = [i for i, dtype in enumerate(ctx.stored) if dtype is not None]
-            names = [str(layout.options.reduce_dtype(ctx.stored[i])).removeprefix("torch.") for i in wanted]
-            *taken, marks = ops.take(given, anchor, present, wanted, ctx.key, " ".join(names))
+            names = _names([layout.options.reduce_dtype(ctx.stored[i]) for i in wanted])
+            *taken, marks = ops.take(given, anchor, present, wanted, ctx.key, names)
             for place, (i, total) in enumerate(zip(wanted, taken, strict=True)):
                 totals[i], used[i] = total, marks[place]
-        pieces, found = layout.reduce(totals, ctx.stored, used, ctx.factor, ctx.only_sums)
+        pieces, found = layout.reduce(totals, ctx.stored, used, ctx.factor, ctx.only_sums, ctx.key)
         missing = [i for i, piece in enumerate(pieces) if piece is not None and gradients[i] is None]
         if missing:
             ops.settle([pieces[i] for i in missing], [found[i] for i in missing], anchor, missing)
@@ -246,7 +208,7 @@ def _with_gradients(
 
 
 def _without_gradients(shards: list[torch.Tensor], tag: torch.Tensor | None, key: str, *how: Any) -> list[torch.Tensor]:
-    return _layouts[key].gather(shards)
+    return _layouts[key].gather(shards, key)
 
 
 # ---- what acts on a group when the graph runs
@@ -322,8 +284,8 @@ def _room_for_totals(
     gradients: list[torch.Tensor], anchor: torch.Tensor, indices: list[int], wanted: list[int], key: str, dtypes: str
 ) -> list[torch.Tensor]:
     """Tensors for the totals of the wanted gradients, and one for which of them exist."""
-    names = zip(wanted, dtypes.split(), strict=True)
-    out = [anchor.new_empty(_layouts[key].shapes[i], dtype=getattr(torch, name)) for i, name in names]
+    pairs = zip(wanted, _dtypes(dtypes), strict=True)
+    out = [anchor.new_empty(_layouts[key].shapes[i], dtype=dtype) for i, dtype in pairs]
     return [*out, anchor.new_empty(len(wanted), dtype=torch.float32)]
 
 
@@ -334,6 +296,14 @@ def _settle(pieces: list[torch.Tensor], used: list[torch.Tensor], anchor: torch.
             for piece, mark, index in zip(pieces, used, indices, strict=True):
                 if owner.zeros_for_unused or mark.item() > 0:
                     owner.settle(index, piece.clone())
+
+
+def _bucket(key: str, members: Sequence[int]) -> BucketLayout:
+    return _layouts[key].bucket(members)
+
+
+def _pieces(key: str, members: Sequence[int], dtypes: str) -> tuple[BucketLayout, int, list[torch.dtype]]:
+    return _bucket(key, members), _layouts[key].rank, _dtypes(dtypes)
 
 
 _library = torch.library.Library("composable_shard", "DEF")  # type: ignore[no-untyped-call]
@@ -351,6 +321,31 @@ def _define(schema: str, kernels: dict[str, Any], fake: Any = None) -> None:
 _define(
     "unshard(Tensor[] shards, Tensor? tag, str key, int fate, bool again, float? factor, bool only_sums) -> Tensor[]",
     {"Autograd": _with_gradients, "CompositeExplicitAutograd": _without_gradients},
+)
+_define(
+    "pack(Tensor[] shards, str key, int[] members, ScalarType dtype) -> Tensor",
+    {"CompositeExplicitAutograd": lambda shards, key, at, dtype: _copies.pack(shards, _bucket(key, at), dtype)},
+    lambda shards, key, at, dtype: shards[0].new_empty(_bucket(key, at).numel, dtype=dtype),
+)
+_define(
+    "unpack(Tensor bucket, str key, int[] members) -> Tensor[]",
+    {"CompositeExplicitAutograd": lambda bucket, key, at: _copies.unpack(bucket, _bucket(key, at))},
+    lambda bucket, key, at: _copies.room_for_wholes(bucket, _bucket(key, at)),
+)
+_define(
+    "pack_gradients(Tensor?[] gradients, Tensor?[] used, Tensor like, str key, int[] members, ScalarType dtype)"
+    " -> Tensor",
+    {
+        "CompositeExplicitAutograd": lambda g, used, like, key, at, dtype: _copies.pack_gradients(
+            g, used, like, _bucket(key, at), dtype
+        )
+    },
+    lambda g, used, like, key, at, dtype: _copies.room_for_bucket(like, _bucket(key, at), dtype),
+)
+_define(
+    "unpack_pieces(Tensor chunk, str key, int[] members, str dtypes) -> Tensor[]",
+    {"CompositeExplicitAutograd": lambda chunk, *how: _copies.unpack_pieces(chunk, *_pieces(*how))},
+    lambda chunk, *how: _copies.room_for_pieces(chunk, *_pieces(*how)),
 )
 _define(
     "keep(Tensor[] gradients, Tensor anchor, int[] indices) -> ()",

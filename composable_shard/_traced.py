@@ -95,7 +95,7 @@ class TracedGroup:
                 "torch.compile: custom communication, all-reduce hooks and set_requires_all_reduce(False) work in "
                 "eager steps only; unset them, or run this step on the model that is not compiled"
             )
-        shards = [cast(DTensor, param.sharded).to_local() for param in self._params]
+        shards = [param.sharded for param in self._params]
         if self._settings.current.reshards(self.is_root):
             full = checkpoint(self._again, *shards, use_reentrant=False)
         elif torch.compiler.is_compiling():  # not again, even if a user's checkpoint around the module recomputes it
@@ -115,7 +115,7 @@ class TracedGroup:
     def _call(self, shards: Sequence[torch.Tensor], again: bool) -> tuple[torch.Tensor, ...]:
         options = self._settings.current
         how = self._key, self._fate(), again, options.divide_factor, options.only_sums
-        return tuple(torch.ops.composable_shard.unshard(list(shards), self._tag, *how))
+        return tuple(torch.ops.composable_shard.unshard([cast(DTensor, shard).to_local() for shard in shards], self._tag, *how))
 
     def _fate(self) -> int:
         if not self._settings.current.requires_gradient_sync:
