@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._inductor.utils import fresh_cache
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
+import _noop
 from _step_worker import batch, build, run
 
 WARM_STEPS = 3
@@ -65,17 +66,33 @@ def memory(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     """Bytes beyond the model that one rank holds at most in a step; the larger figure of the ranks.
 
     `live` adds up what torch's allocator gave out and took back since before the model was made, less the rank's
-    parameters. `resident` is how far the process grows beyond what it holds between steps.
+    parameters. It is taken with collectives that do nothing: memory that is freed by a thread of gloo goes unseen.
+    `resident` is how far the process grows, with gloo, beyond what it holds between steps.
     """
     ids = batch(settings["size"], settings["batch"], rank, step=0)
-    mesh = init_device_mesh("cpu", (world,))
-    ctypes.CDLL(None).malloc_trim(0)
+    model, live = live_bytes(settings, ids)
+    torch._dynamo.reset()
+    side = build(settings["engine"], settings, init_device_mesh("cpu", (world,)))
+    for _ in range(WARM_STEPS):
+        side.gradients(ids)
+    side.optimizer.zero_grad(set_to_none=True)
+    dist.barrier()
+    grown = growth(lambda: side.gradients(ids))
+    found = torch.tensor([live, grown or 0])
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    live, resident = found.tolist()
+    return {"model": model, "live": live, "resident": resident if grown is not None else None}
+
+
+def live_bytes(settings: dict[str, Any], ids: torch.Tensor) -> tuple[int, int]:
+    """Bytes of this rank's parameters, and the most that a step holds beyond them."""
+    _noop.register()
+    mesh = DeviceMesh.from_group(dist.new_group(backend=_noop.NAME), "cpu")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         side = build(settings["engine"], settings, mesh)
         for _ in range(WARM_STEPS):
             side.gradients(ids)
         side.optimizer.zero_grad(set_to_none=True)
-        dist.barrier()
         begins = time.time_ns()
         side.gradients(ids)
         ends = time.time_ns()
@@ -87,11 +104,7 @@ def memory(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
         held += event.nbytes()
         if begins <= event.start_ns() <= ends:
             most = max(most, held)
-    grown = growth(lambda: side.gradients(ids))
-    found = torch.tensor([most - model, grown or 0])
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    live, resident = found.tolist()
-    return {"model": model, "live": live, "resident": resident if grown is not None else None}
+    return model, most - model
 
 
 def growth(step: Any) -> int | None:

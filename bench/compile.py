@@ -6,7 +6,8 @@ Steps are measured as in `step.py`, all engines in the same processes and in tur
 whole (`torch.compile(model, fullgraph=True)`), per block, and eager; torch's FSDP2 per block, and
 eager; `compute-whole` is the unsharded model, compiled whole, stepping by itself. The time to compile
 is that of the first forward and backward with empty caches. Memory is measured in processes that run
-one engine each.
+one engine each: what torch's allocator has given out, with collectives that do nothing, and how far the
+process grows with gloo.
 """
 
 import argparse
