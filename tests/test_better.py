@@ -91,7 +91,7 @@ class Sliced(nn.Module):
         return self.linear(left) + torch.tanh(self.linear(right)).view(-1, 4)
 
 
-class SavesAll(nn.ModuleList):
+class SavesAll(nn.Sequential):
     """Blocks under selective checkpoints that save the output of each operation."""
 
     def forward(self, x):
@@ -108,7 +108,7 @@ def test_a_selective_checkpoint_sees_the_operations_of_the_module_alone(rank, wo
             engine(block, mesh=mesh_of(2))
         engine(model, mesh=mesh_of(2))
 
-    ours, theirs, plain = pair(lambda: SavesAll([Sliced(), Sliced()]), shard)
+    ours, theirs, plain = pair(lambda: SavesAll(Sliced(), Sliced()), shard)
     for step in range(2):
         for model in (ours, plain):
             train_step(model, step)
