@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 
 import pytest
@@ -11,7 +10,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 import composable_shard as cs
-from _compiling import LIMIT_S, make_twins, same_gradients, text_of
+from _compiling import LIMIT_S, make_twins, same_gradients
 from _engines import fully_shard
 from _models import Stack, shard_blocks, vectors
 from _pool import distributed
@@ -25,13 +24,6 @@ with warnings.catch_warnings():  # Inductor's own imports warn
 
 def even(blocks=2):
     return Stack(blocks, dim=8, hidden=16, out=4)
-
-
-@contextlib.contextmanager
-def no_caches():
-    """What comes from a cache is not read by the guard again."""
-    with torch._functorch.config.patch(enable_autograd_cache=False), torch._inductor.config.patch(fx_graph_cache=False):
-        yield
 
 
 def loss_of(model, rank, step):
@@ -143,33 +135,6 @@ def test_without_fullgraph_a_broken_graph_gives_the_same_bits_and_a_warning(rank
         check_steps(eager, model, rank, run=run)
     assert any("test_compiled_ways.py" in str(each.message) for each in said), [str(s.message) for s in said]
     assert all(isinstance(param, DTensor) for param in model.parameters())
-
-
-# ---- Inductor
-
-
-@pytest.mark.parametrize("reshard", [pytest.param(True, marks=pytest.mark.matrix), False, None])
-@distributed(world=2, limit_s=2 * LIMIT_S)
-def test_under_inductor_all_is_one_graph_each_way_and_gives_what_the_unsharded_model_does(rank, world, reshard):
-    plain, model = make_twins(even(), lambda m, fs: None)
-    shard_blocks(model, fully_shard, reshard_after_forward=reshard)
-    torch._dynamo.reset()
-    with watch_graphs() as found, no_caches():
-        run = torch.compile(model, fullgraph=True)
-        for step in range(2):
-            loss_of(run, 0, step).backward()  # the same data on all ranks: their mean is that of one
-    graphs = [report.direction for report in found]
-    assert graphs == ["forward", "backward"], text_of(found)
-    assert found[0].sequence.count("G") == found[1].sequence.count("R") == 3, text_of(found)
-    wanted = {True: 3, False: 0, None: 2}[reshard]
-    assert found[1].sequence.count("G") == wanted, text_of(found)
-    torch._dynamo.reset()
-    other = torch.compile(plain, fullgraph=True)
-    for step in range(2):
-        loss_of(other, 0, step).backward()
-    for name, param in plain.named_parameters():
-        grad = model.get_parameter(name).grad.full_tensor()
-        assert torch.equal(param.grad, grad), name
 
 
 # ---- the guard

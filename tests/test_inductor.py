@@ -1,0 +1,131 @@
+"""The compiled path under Inductor: one graph each way, and the bits of the unsharded model under Inductor.
+
+All ranks are fed alike, so that the mean of their gradients is the gradient of the unsharded model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
+
+from _compiling import LIMIT_S, even, text_of
+from _engines import fully_shard
+from _models import Block, Stack, TiedText, shard_blocks, tokens, vectors
+from _pool import distributed
+from composable_shard.report import watch_graphs
+
+with warnings.catch_warnings():  # Inductor's own imports warn
+    warnings.simplefilter("ignore")
+    import torch._inductor.compile_fx
+
+
+class CheckpointedBlock(Block):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def with_checkpoints():
+    model = Stack(2, dim=8, hidden=16, out=4)
+    model.blocks = nn.ModuleList(CheckpointedBlock(8, 16) for _ in range(2))
+    return model
+
+
+def with_frozen_weights():
+    model = even()
+    for block in model.blocks:
+        block.up.requires_grad_(False)
+    return model
+
+
+@dataclass
+class Case:
+    """One model, how it is sharded, and how many gathers each of its graphs has."""
+
+    make: Any
+    gathers: tuple[int, int]
+    inputs: Any = vectors
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "plain": Case(even, (3, 2)),
+    "the root gathers again": Case(even, (3, 3), options={"reshard_after_forward": True}),
+    "nothing is gathered again": Case(even, (3, 0), options={"reshard_after_forward": False}),
+    "checkpoints inside": Case(with_checkpoints, (3, 2)),
+    "frozen weights": Case(with_frozen_weights, (3, 2)),
+    "tied weights": Case(TiedText, (3, 2), inputs=tokens),
+}
+
+
+@contextlib.contextmanager
+def no_caches():
+    """What comes from a cache is not read by the guard again."""
+    with torch._functorch.config.patch(enable_autograd_cache=False), torch._inductor.config.patch(fx_graph_cache=False):
+        yield
+
+
+def shard(model, **options):
+    if isinstance(model, Stack):
+        shard_blocks(model, fully_shard, **options)
+    else:
+        for block in model.blocks:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.matrix if n == "the root gathers again" else ()) for n in CASES]
+)
+@distributed(world=2, limit_s=2 * LIMIT_S)
+def test_gradients_are_those_of_the_unsharded_model_under_inductor(rank, world, name):
+    case = CASES[name]
+    gradients = []
+    for sharded in (True, False):
+        torch.manual_seed(3)
+        model = case.make()
+        if sharded:
+            shard(model, **case.options)
+        torch._dynamo.reset()
+        with watch_graphs() as found, no_caches():
+            run = torch.compile(model, fullgraph=True)
+            for step in range(2):
+                run(*case.inputs(0, step)).square().mean().backward()
+        if sharded:
+            assert [report.direction for report in found] == ["forward", "backward"], text_of(found)
+            assert tuple(report.sequence.count("G") for report in found) == case.gathers, text_of(found)
+        grads = {name: param.grad for name, param in model.named_parameters()}
+        gradients.append({n: g.full_tensor() if sharded and g is not None else g for n, g in grads.items()})
+    ours, plain = gradients
+    assert ours.keys() == plain.keys()
+    for name, gradient in plain.items():
+        same = ours[name] is None if gradient is None else torch.equal(ours[name], gradient)
+        assert same, name
+
+
+@pytest.mark.matrix
+def test_a_second_process_that_takes_its_code_from_the_cache_gathers_and_is_guarded_as_well(tmp_path):
+    script = Path(__file__).with_name("_cached_process.py")
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    found = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    first, second = found
+    assert first.pop("hits") == 0
+    assert second.pop("hits") > 0
+    assert first == second == {"gathers": 6, "reductions": 3, "gradients": 6, "guarded": True}
