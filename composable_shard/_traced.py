@@ -115,7 +115,9 @@ class TracedGroup:
     def _call(self, shards: Sequence[torch.Tensor], again: bool) -> tuple[torch.Tensor, ...]:
         options = self._settings.current
         how = self._key, self._fate(), again, options.divide_factor, options.only_sums
-        return tuple(torch.ops.composable_shard.unshard([cast(DTensor, shard).to_local() for shard in shards], self._tag, *how))
+        return tuple(
+            torch.ops.composable_shard.unshard([cast(DTensor, shard).to_local() for shard in shards], self._tag, *how)
+        )
 
     def _fate(self) -> int:
         if not self._settings.current.requires_gradient_sync:

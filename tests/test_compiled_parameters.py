@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from _compiling import LIMIT_S, even, graphs_of, three_steps
 from _models import Block, TiedText, shard_blocks, shard_lists, shard_nested, tokens, vectors
 from _pool import POOL
-from composable_shard import MixedPrecisionPolicy
+from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy
 
 # ---- precision
 
@@ -202,6 +202,34 @@ backward mmwmmmmRwwmmmmRwRw
         """\
 forward GwGwmmmmm, saves 1104 bytes
 backward mmGwmmmmRwmmmmRwRw
+""",
+    )
+
+
+def few_ranks(rank, world):
+    return three_steps(rank, even(1), shard_blocks, vectors, reshard_after_forward=2)
+
+
+def test_weights_that_eager_keeps_among_few_ranks_are_gathered_among_all():
+    assert_expected_inline(
+        graphs_of(few_ranks, world=4),
+        """\
+forward GwmGwmmm, saves 1160 bytes
+backward GwmmGwmmmmXwmXw
+""",
+    )
+
+
+def offloaded(rank, world):
+    return three_steps(rank, even(1), shard_blocks, vectors, offload_policy=CPUOffloadPolicy())
+
+
+def test_offloading_without_an_accelerator_changes_nothing():
+    assert_expected_inline(
+        graphs_of(offloaded),
+        """\
+forward GwmGwmmm, saves 1288 bytes
+backward mmGwmmmmRwmRw
 """,
     )
 

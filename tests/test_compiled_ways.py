@@ -7,13 +7,15 @@ import warnings
 import pytest
 import torch
 import torch.nn as nn
+from expecttest import assert_expected_inline
 from torch.distributed.tensor import DTensor
 
 import composable_shard as cs
-from _compiling import LIMIT_S, make_twins, same_gradients
+from _compiling import LIMIT_S, graphs_of, make_twins, same_gradients, text_of
 from _engines import fully_shard
 from _models import Stack, shard_blocks, vectors
 from _pool import distributed
+from composable_shard._compile import aot_eager
 from composable_shard.report import watch_graphs
 
 with warnings.catch_warnings():  # Inductor's own imports warn
@@ -135,6 +137,45 @@ def test_without_fullgraph_a_broken_graph_gives_the_same_bits_and_a_warning(rank
         check_steps(eager, model, rank, run=run)
     assert any("test_compiled_ways.py" in str(each.message) for each in said), [str(s.message) for s in said]
     assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+# ---- other methods than forward
+
+
+class Coder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enc, self.dec = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.dec(self.encode(x))
+
+    def encode(self, x):
+        return torch.tanh(self.enc(x))
+
+
+def methods(rank, world):
+    eager, model = make_twins(Coder(), lambda model, fully_shard: fully_shard(model, reshard_after_forward=True))
+    for each in (eager, model):
+        cs.register_fsdp_forward_method(each, "encode")
+    run = torch.compile(model.encode, fullgraph=True, backend=aot_eager())
+    with watch_graphs() as found:
+        for step in range(3):
+            for encode in (eager.encode, run):
+                encode(*vectors(rank, step)).square().mean().backward()
+            same_gradients(eager, model, f"in step {step}")
+    assert model.dec.weight.grad is None
+    return text_of(found)
+
+
+def test_a_registered_forward_method_is_one_graph_too():
+    assert_expected_inline(
+        graphs_of(methods),
+        """\
+forward Gwm, saves 160 bytes
+backward mGwRw
+""",
+    )
 
 
 # ---- the guard
