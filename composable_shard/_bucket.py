@@ -16,7 +16,7 @@ from ._mesh import MeshInfo
 from ._param import ShardedParam, by_rank
 from ._pool import BufferPool, Slot
 from ._streams import Job, Lane, Steps
-from ._torch import alias, local_tensors, storage_uses
+from ._torch import alias, local_tensors, storage_id, storage_uses
 
 LEAF_OF = "_unsharded_copy_of"  # marks a leaf, for whoever takes it for the parameter
 
@@ -45,19 +45,18 @@ class _Face:
 
     def __init__(self, slot: Slot, dtype: torch.dtype, layout: BucketLayout) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            flat = alias(slot.typed(dtype))
+            flat = alias(slot.typed(torch.uint8)).view(dtype)  # bytes: not every dtype can be exchanged
             starts = [layout.world * at.offset for at in layout.params]
             self.weights = [
                 flat[begin : begin + at.numel].view(at.shape) for begin, at in zip(starts, layout.params, strict=True)
             ]
-        self._storage = flat.untyped_storage()
+        self._storage = storage_id(flat)
         del flat
         self.alone = self.at_rest = self.users
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is among them."""
-        same: bool = tensor.untyped_storage()._cdata == self._storage._cdata
-        return same
+        return storage_id(tensor) == self._storage
 
     @property
     def users(self) -> int:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _pop_mode, _push_mode
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 T = TypeVar("T")
 _P = ParamSpec("_P")
@@ -64,8 +65,7 @@ def has_side_effect(operator: Any) -> None:
 def with_side_effects(function: Callable[[], None]) -> None:
     """Call `function`; while Dynamo traces, also let it change objects inside of a user's checkpointed region.
 
-    Dynamo refuses that by default, because a recomputation in backward will not repeat the change. Here every change is
-    taken back before the region ends. In 2.11 to 2.15 this is what out-of-tree checkpointing uses.
+    Dynamo refuses that, because a recomputation will not repeat the change; here each is taken back before the end.
     """
     if torch.compiler.is_compiling():
         torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(function)
@@ -176,9 +176,14 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     return torch.utils.dlpack.from_dlpack(torch._C._to_dlpack(tensor))
 
 
-def storage_uses(storage: torch.UntypedStorage) -> int:
-    """How many tensors and other objects share a storage."""
-    return torch._C._storage_Use_Count(storage._cdata)
+def storage_id(tensor: torch.Tensor) -> int:
+    """What tells the storage of a tensor from all that live."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_uses(storage: int) -> int:
+    """How many tensors and other objects share a storage, by its id; some tensor must hold it."""
+    return torch._C._storage_Use_Count(storage)
 
 
 def chunk_cat(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -207,10 +212,6 @@ def refuses_saved_tensors_hooks(error: BaseException) -> bool:
     return type(error) is RuntimeError and "torch.func" in str(error) and "saved tensor hooks" in str(error)
 
 
-_CHECKPOINT_MODES = (
-    torch.utils.checkpoint._CachingTorchDispatchMode,
-    torch.utils.checkpoint._CachedTorchDispatchMode,
-)
 _CHECKPOINTS_LOOK_FOR_HOOKS = hasattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks")  # from torch 2.15
 
 
@@ -245,7 +246,7 @@ def apart_from_checkpoints(method: Callable[_P, T]) -> Callable[_P, T]:
 @contextlib.contextmanager
 def _checkpoints_set_aside() -> Iterator[None]:
     modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
-    others = [mode for mode in modes if not isinstance(mode, _CHECKPOINT_MODES)]
+    others = [mode for mode in modes if not isinstance(mode, _CachedTorchDispatchMode | _CachingTorchDispatchMode)]
     for mode in reversed(others):
         _push_mode(mode)
     try:

@@ -14,7 +14,6 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ._errors import ShardConfigStateError
@@ -22,6 +21,7 @@ from ._functional import axis_of
 from ._group import Gradients, ParamGroup
 from ._mesh import MeshInfo
 from ._operators import KEEP, REDUCE, TAKE, Layout, owners
+from ._optimizers import watch_steps
 from ._param import ShardedParam
 from ._policies import Comms, Options, Settings
 from ._torch import GRAPHS_GIVE_NONE, with_side_effects
@@ -75,6 +75,7 @@ class TracedGroup:
             None if any(p.sharded.is_meta or p.local.numel() for p in params) else torch.empty(1, device=info.device)
         )
         owners.add(self)
+        watch_steps(self)
 
     def bind(self, group: ParamGroup | None, is_root: bool) -> None:
         """The root is known: this is the group of the eager runtime."""
@@ -157,22 +158,11 @@ class TracedGroup:
         """Whether a parameter that got no gradient on any rank gets zeros."""
         return self._settings.current.reduce_unused
 
-    def stepped(self, changed: set[int]) -> None:
+    def before_optimizer_step(self, theirs: set[int]) -> None:
         """An optimizer is about to change parameters, by id.
 
         Foreach functions move no version of a sharded parameter, so that autograd would not notice in backward that
         the shards which a graph has saved are others now.
         """
-        if self.compiled and not changed.isdisjoint([id(param.sharded) for param in self._params]):
+        if self.compiled and not theirs.isdisjoint([id(param.sharded) for param in self._params]):
             torch.autograd.graph.increment_version([param.local for param in self._params])
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    compiled = [owner for owner in owners if isinstance(owner, TracedGroup) and owner.compiled]
-    if compiled:
-        changed = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        for owner in compiled:
-            owner.stepped(changed)
-
-
-register_optimizer_step_pre_hook(_before_step)
