@@ -6,6 +6,7 @@ All ranks are fed alike, so that the mean of their gradients is the gradient of 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import subprocess
@@ -20,10 +21,10 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
-from _compiling import LIMIT_S, even, text_of
+from _compiling import LIMIT_S, even, text_of, under_inductor
 from _engines import fully_shard
 from _models import Block, Stack, TiedText, shard_blocks, tokens, vectors
-from _pool import distributed
+from _pool import POOL, distributed
 from composable_shard.report import watch_graphs
 
 with warnings.catch_warnings():  # Inductor's own imports warn
@@ -112,6 +113,50 @@ def test_gradients_are_those_of_the_unsharded_model_under_inductor(rank, world, 
     for name, gradient in plain.items():
         same = ours[name] is None if gradient is None else torch.equal(ours[name], gradient)
         assert same, name
+
+
+MATRIX = {
+    "test_compiled_matrix": [
+        ("plain", 2, {}),
+        ("plain", 4, {}),
+        ("hybrid", 4, {}),
+        ("replicated", 2, {}),
+        ("uneven", 2, {}),
+        ("empty", 2, {}),
+        ("cut_along_columns", 2, {}),
+        *[("checkpointed", 2, {"where": w, "kind": k}) for w in ("inside", "outside") for k in ("plain", "selective")],
+    ],
+    "test_compiled_parameters": [
+        ("mixed_precision", 2, {"reduce_dtype": "float32"}),
+        *[(name, 2, {}) for name in ("two_dtypes", "frozen", "tied", "lists", "nested", "partly_used", "twice")],
+        *[(name, 2, {}) for name in ("normed", "auxiliary", "offloaded")],
+        ("few_ranks", 4, {}),
+    ],
+}
+
+
+def in_both_ways(rank, world, module, body, kwargs):
+    function = getattr(importlib.import_module(module), body)
+    texts = [function(rank, world, **kwargs)]
+    with under_inductor():
+        texts.append(function(rank, world, **kwargs))
+    return texts
+
+
+def collectives(text):
+    """Of each graph, its direction and how many collectives of each kind it has."""
+    graphs = [line.split(",")[0].split() for line in text.splitlines()]
+    return [(direction, *(sequence.count(kind) for kind in "GRAX")) for direction, sequence in graphs]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("module", "body", "world", "kwargs"), [(m, *case) for m, cases in MATRIX.items() for case in cases]
+)
+def test_every_case_has_the_collectives_and_the_numbers_that_it_has_without_inductor(module, body, world, kwargs):
+    given = {"module": module, "body": body, "kwargs": kwargs}
+    for plain, inductor in POOL.run("test_inductor:in_both_ways", world, given, 2 * LIMIT_S):
+        assert collectives(inductor) == collectives(plain)
 
 
 @pytest.mark.matrix
