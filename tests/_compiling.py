@@ -49,14 +49,14 @@ def make_twins(model: nn.Module, shard: Callable[..., Any], **options: Any) -> t
     return model, other
 
 
-_way = "aot_eager"
+_way, _tolerance = "aot_eager", 0.0
 
 
 @contextlib.contextmanager
-def under_inductor() -> Iterator[None]:
+def under_inductor(tolerance: float) -> Iterator[None]:
     """Inductor in the place of aot_eager within; it fuses, so that numbers need to be close only."""
-    global _way
-    _way = "inductor"
+    global _way, _tolerance
+    _way, _tolerance = "inductor", tolerance
     try:
         with (
             torch._functorch.config.patch(enable_autograd_cache=False),
@@ -64,15 +64,14 @@ def under_inductor() -> Iterator[None]:
         ):
             yield
     finally:
-        _way = "aot_eager"
+        _way, _tolerance = "aot_eager", 0.0
 
 
 def same(eager: torch.Tensor, compiled: torch.Tensor) -> bool:
     """Equal to the bit, or close under Inductor."""
     if _way == "aot_eager":
         return torch.equal(eager, compiled)
-    rough = torch.bfloat16 in (eager.dtype, compiled.dtype)
-    return torch.allclose(eager.float(), compiled.float(), rtol=3e-2 if rough else 1e-4, atol=3e-2 if rough else 1e-5)
+    return torch.allclose(eager, compiled, rtol=_tolerance, atol=_tolerance / 10)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
