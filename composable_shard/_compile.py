@@ -8,12 +8,13 @@ from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from ._errors import ShardConfigTypeError
 from ._guard import guard_pass, guarded
 from ._module import FSDPModule
 from ._torch import never_compile
+from ._torch_compile import aot_backend, as_it_is, mode_options
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -67,7 +68,7 @@ def _options(kwargs: dict[str, Any]) -> dict[str, Any]:
     options = dict(kwargs.pop("options", None) or {})
     mode = kwargs.pop("mode", None)
     if mode is not None:
-        options = {**torch._inductor.list_mode_options(mode, kwargs.get("dynamic")), **options}
+        options = {**mode_options(mode, kwargs.get("dynamic")), **options}
     options["post_grad_custom_post_pass"] = guard_pass(options.get("post_grad_custom_post_pass"))
     return options
 
@@ -75,19 +76,7 @@ def _options(kwargs: dict[str, Any]) -> dict[str, Any]:
 @functools.cache  # one backend for all, so that equal layers share code
 def aot_eager() -> Callable[..., Any]:
     """The backend ``aot_eager`` with the guard."""
-    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    def run_as_it_is(module: fx.GraphModule, inputs: Any) -> Any:
-        return make_boxed_func(module.forward)
-
-    backend: Callable[..., Any] = aot_autograd(
-        fw_compiler=guarded(run_as_it_is),
-        partition_fn=min_cut_rematerialization_partition,
-        keep_inference_input_mutations=True,
-    )
-    return backend
+    return aot_backend(guarded(as_it_is))
 
 
 def keep_from_dynamo(modules: Mapping[str, ModuleType], package: str) -> None:

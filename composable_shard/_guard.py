@@ -29,6 +29,7 @@ from ._torch import (
     run_while_tracing,
     tracing_context,
 )
+from ._torch_compile import graph_pass, last_pass, set_last_pass
 
 _VERSION = "composable_shard guard 1"
 _listeners: list[list[GraphReport]] = []
@@ -95,9 +96,9 @@ def _mark(graph: fx.Graph, found: list[str]) -> None:
 
 def guard_pass(before: Any) -> Any:
     """An Inductor pass that runs `before`, another one or None, and then the guard."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+    base: Any = graph_pass()
 
-    class Guard(CustomGraphPass):
+    class Guard(base):  # type: ignore[misc]
         chained = before
 
         def __call__(self, graph: fx.Graph) -> None:
@@ -106,13 +107,13 @@ def guard_pass(before: Any) -> Any:
             _mark(graph, read(graph))
 
         def __eq__(self, other: object) -> bool:  # models compiled alike share code, as equal layers do
-            return isinstance(other, CustomGraphPass) and getattr(other, "chained", self) == before
+            return isinstance(other, base) and getattr(other, "chained", self) == before
 
         def __hash__(self) -> int:
             return hash(_VERSION)
 
         def uuid(self) -> Any:
-            return (_VERSION, before.uuid()) if isinstance(before, CustomGraphPass) else (_VERSION, before)
+            return (_VERSION, before.uuid()) if isinstance(before, base) else (_VERSION, before)
 
     return Guard()
 
@@ -123,11 +124,9 @@ def _is_guard(found: Any) -> bool:
 
 def install() -> None:
     """Put the guard behind the passes that Inductor has."""
-    from torch._inductor import config
-
-    before = config.post_grad_custom_post_pass
+    before = last_pass()
     if not _is_guard(before):
-        config.post_grad_custom_post_pass = guard_pass(before)
+        set_last_pass(guard_pass(before))
 
 
 def guarded(compiler: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import torch
 
 from . import _copies, _functional
+from ._copies import Gradients
 from ._functional import Axis
 from ._layout import BucketLayout, bucket_layout
 from ._policies import Options, division
@@ -37,7 +38,6 @@ _CODE = hashlib.sha256(
     b"".join(Path(f).read_bytes() for f in (__file__, _copies.__file__, _functional.__file__))
 ).hexdigest()
 REDUCE, KEEP, TAKE = 0, 1, 2  # what becomes of the gradients; the last: reduce them with those that were kept
-Gradients = Sequence[torch.Tensor | None]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch.distributed.tensor import DTensor
 
 import composable_shard as cs
-from _compiling import LIMIT_S, graphs_of, local, make_twins, same_gradients, text_of
+from _compiling import LIMIT_S, even, graphs_of, local, make_twins, same_gradients, text_of
 from _engines import fully_shard
 from _models import Stack, shard_blocks, vectors
 from _pool import distributed
@@ -23,10 +23,6 @@ with warnings.catch_warnings():  # Inductor's own imports warn
     warnings.simplefilter("ignore")
     import torch._dynamo.testing
     import torch._inductor.compile_fx
-
-
-def even(blocks=2):
-    return Stack(blocks, dim=8, hidden=16, out=4)
 
 
 def loss_of(model, rank, step):

@@ -1,0 +1,59 @@
+"""The torch-private names that compiling needs, one shim each, beside those of `_torch`. Holds for torch 2.11 to 2.15.
+
+Each is loaded when it is called: they load the compiler, which takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def mode_options(mode: str, dynamic: bool | None) -> dict[str, Any]:
+    """The options of Inductor that a mode of `torch.compile` stands for."""
+    options: dict[str, Any] = torch._inductor.list_mode_options(mode, dynamic)
+    return options
+
+
+def as_it_is(module: fx.GraphModule, inputs: Any) -> Any:
+    """A compiler for `aot_backend` that runs the graph's operators one by one."""
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+
+    return make_boxed_func(module.forward)
+
+
+def aot_backend(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend for `torch.compile` that hands graphs, partitioned as for Inductor, to `compiler`."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    backend: Callable[..., Any] = aot_autograd(
+        fw_compiler=compiler,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )
+    return backend
+
+
+def graph_pass() -> type[Any]:
+    """The base class of passes that Inductor's compile cache can tell apart."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    return CustomGraphPass
+
+
+def last_pass() -> Any:
+    """The pass that Inductor runs after its own; None if there is none."""
+    from torch._inductor import config
+
+    return config.post_grad_custom_post_pass
+
+
+def set_last_pass(found: Any) -> None:
+    """Have Inductor run this pass after its own, for all models."""
+    from torch._inductor import config
+
+    config.post_grad_custom_post_pass = found
