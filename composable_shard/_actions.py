@@ -17,7 +17,7 @@ from ._node import Entries, Outputs, Use
 from ._phases import ParamPhase
 from ._record import Record
 from ._schedule import Action, Kind
-from ._torch import local_tensor
+from ._torch_distributed import local_tensor
 
 StrayHook = Callable[[torch.Tensor, ParamGroup, int], None]
 

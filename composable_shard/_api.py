@@ -22,7 +22,7 @@ from ._policies import MixedPrecisionPolicy, OffloadPolicy, Options, Settings
 from ._record import Record
 from ._state import PLACE, STATE, Declaration, ShardState, declared_plan, named_states, state_of
 from ._state_dict import watch_state_dict
-from ._torch import local_tensor
+from ._torch_distributed import local_tensor
 
 M = TypeVar("M", bound=nn.Module)
 PlacementFn = Callable[[nn.Parameter], Shard | None]

@@ -16,7 +16,8 @@ from ._mesh import MeshInfo
 from ._param import ShardedParam, by_rank
 from ._pool import BufferPool, Slot
 from ._streams import Job, Lane, Steps
-from ._torch import alias, local_tensors, storage_id, storage_uses
+from ._torch import alias, storage_id, storage_uses
+from ._torch_distributed import local_tensors
 
 LEAF_OF = "_unsharded_copy_of"  # marks a leaf, for whoever takes it for the parameter
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ._policies import Comms
 from ._streams import Awaitable, Steps
-from ._torch import (
+from ._torch_distributed import (
     all_gather_options,
     all_reduce_options,
     all_to_all_options,

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from ._policies import CPUOffloadPolicy, OffloadPolicy
-from ._torch import launched, store_of_one_process
+from ._torch_distributed import launched, store_of_one_process
 
 
 @dataclass(frozen=True, eq=False)

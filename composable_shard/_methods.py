@@ -18,7 +18,7 @@ from ._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigVal
 from ._facade import StateFacade, state_facade
 from ._mesh import MeshInfo
 from ._state import STATE, ShardState, named_states, share_lanes
-from ._torch import process_group_allocation, symmetric_memory_gather
+from ._torch_distributed import process_group_allocation, symmetric_memory_gather
 
 
 class GradientReductionHandle:

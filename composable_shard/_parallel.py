@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 from ._errors import ShardConfigValueError
 from ._mesh import MeshInfo
-from ._torch import concatenated_mesh, strided_shard
+from ._torch_distributed import concatenated_mesh, strided_shard
 
 
 @dataclass(frozen=True, eq=False)

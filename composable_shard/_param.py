@@ -14,7 +14,8 @@ from ._errors import ShardConfigTypeError, ShardConfigValueError
 from ._layout import ParamLayout, bucket_layout
 from ._mesh import MeshInfo
 from ._parallel import Parallel
-from ._torch import Hook, dtensor_like, local_tensor, take_gradient_hooks
+from ._torch import Hook, take_gradient_hooks
+from ._torch_distributed import dtensor_like, local_tensor
 
 SHARDED_IN = "_sharded_in"  # marks a parameter that was sharded, and the one that it became, with its name
 

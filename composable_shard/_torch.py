@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +12,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.utils.checkpoint
-from torch._C import _distributed_c10d as c10d
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
@@ -266,25 +260,6 @@ def default_reduce_dtype(stored: torch.dtype, compute: torch.dtype) -> torch.dty
     return stored if torch.__version__ >= "2.15" else compute
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor, without the autograd node and the copy that `to_local` makes."""
-    return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
-
-
-def dtensor_like(reference: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """A DTensor over `local` with the layout of `reference`.
-
-    `DTensor.from_local` costs 20 times as much, and half of what the class itself costs is an `__init__` that does
-    nothing but keep Dynamo out.
-    """
-    return DTensor.__new__(DTensor, local, reference._spec, requires_grad=False)  # type: ignore[attr-defined]
-
-
-def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`local_tensor` of several DTensors."""
-    return [tensor._local_tensor for tensor in tensors]  # type: ignore[attr-defined]
-
-
 def any_gradient_hooks(leaves: Sequence[torch.Tensor]) -> bool:
     """Whether a leaf has tensor hooks or post-accumulate hooks that autograd would call."""
     return any([leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves])  # noqa: C419 - faster
@@ -308,59 +283,6 @@ def set_grad_enabled(enabled: bool) -> None:
     torch._C._set_grad_enabled(enabled)
 
 
-def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name of the backend (``gloo``, ``nccl``, ...) that serves `device` in a process group."""
-    return group._get_backend(device).name().lower()
-
-
-def all_gather_options() -> Any:
-    """Options of an asynchronous all-gather."""
-    options = c10d.AllgatherOptions()
-    options.asyncOp = True
-    return options
-
-
-def broadcast_options(root: int) -> Any:
-    """Options of an asynchronous broadcast from group rank `root`."""
-    options = c10d.BroadcastOptions()
-    options.rootRank = root
-    options.asyncOp = True
-    return options
-
-
-def reduce_scatter_options(op: Any) -> Any:
-    """Options of an asynchronous reduce-scatter."""
-    options = c10d.ReduceScatterOptions()
-    options.reduceOp = op
-    options.asyncOp = True
-    return options
-
-
-def all_reduce_options(op: Any) -> Any:
-    """Options of an asynchronous all-reduce."""
-    options = c10d.AllreduceOptions()
-    options.reduceOp = op
-    options.asyncOp = True
-    return options
-
-
-def all_to_all_options() -> Any:
-    """Options of an asynchronous all-to-all."""
-    options = c10d.AllToAllOptions()
-    options.asyncOp = True
-    return options
-
-
-def store_of_one_process() -> Any:
-    """A store for a process group of one process; it opens no port."""
-    return c10d.HashStore()
-
-
-def launched() -> bool:
-    """Whether a launcher has set the environment of `torch.distributed`."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
 def tree_tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors in nested tuples, lists, dicts and other containers that torch knows."""
     if isinstance(tree, torch.Tensor):
@@ -373,28 +295,3 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
     if isinstance(tree, torch.Tensor):
         return function(tree)
     return pytree.tree_map_only(torch.Tensor, function, tree)
-
-
-def process_group_allocation(group: dist.ProcessGroup) -> tuple[Any, Any]:
-    """torch's all-gather and reduce-scatter whose buffers come from the process group's own allocator."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
-
-    return collectives.ProcessGroupAllocAllGather(group), collectives.ProcessGroupAllocReduceScatter(group)
-
-
-def symmetric_memory_gather(group: dist.ProcessGroup, backend: str) -> Any:
-    """torch's all-gather through symmetric memory; None where this version of torch has none."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
-
-    kind = getattr(collectives, "SymmMemAllGather", None)
-    return None if kind is None else kind(group, backend)
-
-
-def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """The axes of several submeshes of one mesh, one after the other, as one mesh."""
-    return DeviceMesh._concatenate(meshes)
-
-
-def strided_shard(dim: int, factor: int) -> Shard:
-    """The placement of a mesh axis that cuts `dim` within each of the `factor` pieces of a later axis."""
-    return _StridedShard(dim, split_factor=factor)  # type: ignore[return-value]

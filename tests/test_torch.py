@@ -7,15 +7,11 @@ import functools
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from _engines import mesh_of
-from _pool import distributed
 from composable_shard import _torch
 
 # ---- backward passes
@@ -251,57 +247,3 @@ def test_the_tensors_of_a_tree_are_found_and_replaced_in_place_of_themselves():
     changed = _torch.map_tensors(lambda t: t.numel(), tree)
     assert changed == {"x": [1, 3, None], "y": (2, "text")}
     assert torch.equal(_torch.map_tensors(lambda t: t + 1, a), a + 1)
-
-
-# ---- DTensors and process groups
-
-
-@distributed(world=2)
-def test_the_local_tensor_of_a_dtensor_is_its_memory_and_a_dtensor_is_made_like_another(rank, world):
-    local = torch.full((2, 3), float(rank))
-    reference = nn.Parameter(DTensor.from_local(local, mesh_of(2), [Shard(0)], shape=(3, 3), stride=(3, 1)))
-    assert _torch.local_tensor(reference).data_ptr() == local.data_ptr()
-    assert not _torch.local_tensor(reference).requires_grad
-    made = _torch.dtensor_like(reference, local + 1)
-    assert isinstance(made, DTensor)
-    assert not made.requires_grad
-    assert (made.shape, made.placements, made.device_mesh) == ((3, 3), (Shard(0),), reference.device_mesh)
-    assert torch.equal(made.to_local(), local + 1)
-    reference.grad = made
-
-
-@distributed(world=2)
-def test_the_backend_of_a_group_is_named_in_small_letters(rank, world):
-    assert _torch.backend_name(dist.group.WORLD, torch.device("cpu")) == "gloo"
-
-
-@distributed(world=2)
-def test_collectives_with_these_options_are_asynchronous_and_right(rank, world):
-    group = dist.group.WORLD
-    total = torch.full((2,), float(rank))
-    group.allreduce([total], _torch.all_reduce_options(dist.ReduceOp.MAX)).wait()
-    assert torch.equal(total, torch.ones(2))
-    sent = torch.full((2,), float(rank))
-    group.broadcast([sent], _torch.broadcast_options(1)).wait()
-    assert torch.equal(sent, torch.ones(2))
-    gathered = torch.empty(4)
-    group._allgather_base(gathered, torch.full((2,), float(rank)), _torch.all_gather_options()).wait()
-    assert gathered.tolist() == [0, 0, 1, 1]
-    part = torch.empty(1)
-    options = _torch.reduce_scatter_options(dist.ReduceOp.SUM)
-    group._reduce_scatter_base(part, torch.tensor([1.0, 2.0]), options).wait()
-    assert part.tolist() == [2.0 * (rank + 1)]
-    swapped = torch.empty(2)
-    group.alltoall_base(swapped, torch.tensor([0.0, 1.0]) + 10 * rank, [], [], _torch.all_to_all_options()).wait()
-    assert swapped.tolist() == [rank, 10.0 + rank]
-
-
-def test_a_launcher_is_seen_by_all_of_its_variables(monkeypatch):
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    for name in names:
-        monkeypatch.setenv(name, "1")
-    assert _torch.launched()
-    for name in names:
-        with monkeypatch.context() as without:
-            without.delenv(name)
-            assert not _torch.launched()

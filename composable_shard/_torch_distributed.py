@@ -1,0 +1,111 @@
+"""What the runtime needs of torch.distributed's private names, one shim each. Holds for torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor, without the autograd node and the copy that `to_local` makes."""
+    return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
+
+
+def dtensor_like(reference: torch.Tensor, local: torch.Tensor) -> DTensor:
+    """A DTensor over `local` with the layout of `reference`.
+
+    `DTensor.from_local` costs 20 times as much, and half of what the class itself costs is an `__init__` that does
+    nothing but keep Dynamo out.
+    """
+    return DTensor.__new__(DTensor, local, reference._spec, requires_grad=False)  # type: ignore[attr-defined]
+
+
+def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`local_tensor` of several DTensors."""
+    return [tensor._local_tensor for tensor in tensors]  # type: ignore[attr-defined]
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the backend (``gloo``, ``nccl``, ...) that serves `device` in a process group."""
+    return group._get_backend(device).name().lower()
+
+
+def all_gather_options() -> Any:
+    """Options of an asynchronous all-gather."""
+    options = c10d.AllgatherOptions()
+    options.asyncOp = True
+    return options
+
+
+def broadcast_options(root: int) -> Any:
+    """Options of an asynchronous broadcast from group rank `root`."""
+    options = c10d.BroadcastOptions()
+    options.rootRank = root
+    options.asyncOp = True
+    return options
+
+
+def reduce_scatter_options(op: Any) -> Any:
+    """Options of an asynchronous reduce-scatter."""
+    options = c10d.ReduceScatterOptions()
+    options.reduceOp = op
+    options.asyncOp = True
+    return options
+
+
+def all_reduce_options(op: Any) -> Any:
+    """Options of an asynchronous all-reduce."""
+    options = c10d.AllreduceOptions()
+    options.reduceOp = op
+    options.asyncOp = True
+    return options
+
+
+def all_to_all_options() -> Any:
+    """Options of an asynchronous all-to-all."""
+    options = c10d.AllToAllOptions()
+    options.asyncOp = True
+    return options
+
+
+def store_of_one_process() -> Any:
+    """A store for a process group of one process; it opens no port."""
+    return c10d.HashStore()
+
+
+def launched() -> bool:
+    """Whether a launcher has set the environment of `torch.distributed`."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def process_group_allocation(group: dist.ProcessGroup) -> tuple[Any, Any]:
+    """torch's all-gather and reduce-scatter whose buffers come from the process group's own allocator."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    return collectives.ProcessGroupAllocAllGather(group), collectives.ProcessGroupAllocReduceScatter(group)
+
+
+def symmetric_memory_gather(group: dist.ProcessGroup, backend: str) -> Any:
+    """torch's all-gather through symmetric memory; None where this version of torch has none."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    kind = getattr(collectives, "SymmMemAllGather", None)
+    return None if kind is None else kind(group, backend)
+
+
+def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """The axes of several submeshes of one mesh, one after the other, as one mesh."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def strided_shard(dim: int, factor: int) -> Shard:
+    """The placement of a mesh axis that cuts `dim` within each of the `factor` pieces of a later axis."""
+    return _StridedShard(dim, split_factor=factor)  # type: ignore[return-value]
