@@ -27,8 +27,12 @@ from ._module import UnshardHandle as UnshardHandle
 from ._module import register_fsdp_forward_method as register_fsdp_forward_method
 from ._plan import ShardPlan as ShardPlan
 from ._policies import CPUOffloadPolicy as CPUOffloadPolicy
+from ._policies import DataParallelMeshDims as DataParallelMeshDims
+from ._policies import FSDPMeshInfo as FSDPMeshInfo
+from ._policies import HSDPMeshInfo as HSDPMeshInfo
 from ._policies import MixedPrecisionPolicy as MixedPrecisionPolicy
 from ._policies import OffloadPolicy as OffloadPolicy
+from ._policies import ShardPlacementResult as ShardPlacementResult
 from ._record import Record as Record
 from ._schedule import Action as Action
 from ._wrap import shard_auto as shard_auto

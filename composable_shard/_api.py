@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
+from ._build import declared_plan
 from ._entries import ModuleEntries, check_use
 from ._errors import ShardConfigTypeError, ShardConfigValueError
 from ._facade import state_facade
 from ._mesh import MeshInfo, default_mesh, mesh_info, small_mesh
 from ._module import FSDPModule, number, post_forward, pre_forward
-from ._parallel import Parallel, parallel_of
-from ._param import SHARDED_IN, ShardedParam, check_can_shard, check_dim, shard_parameter
+from ._param import SHARDED_IN, ShardedParam, shard_parameter
+from ._placement import Cut, PlacementFn, Placements
 from ._plan import ShardPlan
 from ._policies import MixedPrecisionPolicy, OffloadPolicy, Options, Settings
 from ._record import Record
-from ._state import PLACE, STATE, Declaration, ShardState, declared_plan, named_states, state_of
+from ._state import PLACE, STATE, Declaration, ShardState, named_states, state_of
 from ._state_dict import watch_state_dict
 from ._torch_distributed import local_tensor
 
 M = TypeVar("M", bound=nn.Module)
-PlacementFn = Callable[[nn.Parameter], Shard | None]
 _classes: dict[type, type] = {}
 
 
@@ -39,6 +40,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
 ) -> M: ...
 
 
@@ -52,6 +54,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
 ) -> list[nn.Module]: ...
 
 
@@ -64,6 +67,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen, and the signature users know
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - never written to, and the signature users know
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
 ) -> Any:
     """Shard the parameters of a module, in place.
 
@@ -82,11 +86,15 @@ def fully_shard(
             A number of ranks that divides that of the shard axis keeps them cut among so many neighbouring ranks (those
             of one node, say), and backward gathers among these only.
         shard_placement_fn: called with each parameter; gives the `Shard` along whose dim it is cut, or None for dim 0.
-            Another dim than 0 must divide by the number of ranks.
+            Another dim than 0 must divide by the number of ranks. A `ShardPlacementResult` names a mesh as well: the
+            parameters of each such mesh become a group of their own (those of experts, say).
         mp_policy: dtypes of the gathered parameters, of the reduction, and of inputs and outputs of forward.
         offload_policy: `CPUOffloadPolicy` keeps shards, gradients and with them the optimizer's state on the CPU, and
             copies shards to the accelerator before each gather. Without an accelerator it changes nothing.
         ignored_params: parameters to leave as they are.
+        dp_mesh_dims: `DataParallelMeshDims`: names the axes of `mesh` to shard over and to replicate over. All
+            parameters must then be DTensors on the whole of `mesh`, replicated over these axes; in forward they are so
+            again. Several axes of one kind count as one.
 
     Returns:
         `module`, whose class is now a subclass of `FSDPModule` and of its own.
@@ -97,27 +105,41 @@ def fully_shard(
     """
     modules = _modules(module)
     _check_arguments(reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params)
-    info = mesh_info(mesh if mesh is not None else default_mesh(), offload_policy)
-    ignored = {id(p) for p in ignored_params or ()}
-    managed = [found for each in modules for found in _managed(each)]
-    places = [place for prefix, owner in managed for place in _places(prefix, owner, ignored)]
-    for owner, name, fqn, _ in places:
-        check_use(owner, name, fqn)
-    params, spots = _shard_all(places, info, shard_placement_fn or _default_placement)
-    entries = ModuleEntries(spots, params, [(name, m._parameters, m._modules) for name, m in managed])
-    reshard, small = _small(reshard_after_forward, info)
-    settings = Settings(Options(reshard_after_forward=reshard, mp_policy=mp_policy))
-    declaration = Declaration(len(modules), tuple(params), info, settings, small)
-    state = ShardState(declaration, entries)
+    info = mesh_info(mesh if mesh is not None else default_mesh(), offload_policy, dp_mesh_dims)
+    placements = Placements(info, offload_policy, shard_placement_fn)
+    options = Options(reshard_after_forward, mp_policy=mp_policy)
+    state = _shard(modules, placements, options, {id(p) for p in ignored_params or ()})
     _move_buffers(modules, info)
     for place, each in enumerate(modules):
         _attach(each, state, place)
-    for owner in {id(owner): owner for owner, _, _, _ in places}.values():
-        watch_state_dict(owner, state)
     return module
 
 
 fully_shard.state = state_facade  # type: ignore[attr-defined]  # as torch's, for those who ask for it
+
+
+def _shard(modules: list[nn.Module], placements: Placements, options: Options, ignored: set[int]) -> ShardState:
+    """Shard all parameters that the modules have and no other call has taken, and make their state."""
+    managed = [found for each in modules for found in _managed(each)]
+    places = [place for prefix, owner in managed for place in _places(prefix, owner, ignored)]
+    for owner, name, fqn, _ in places:
+        check_use(owner, name, fqn)
+    cuts = _cuts(places, placements)
+    infos = placements.info, *{cut.info: 0 for cut in cuts.values()}
+    asked = {info: _small(options.reshard_after_forward, info) for info in infos}
+    settings = {info: Settings(replace(options, reshard_after_forward=reshard)) for info, (reshard, _) in asked.items()}
+    watched = [(name, m._parameters, m._modules) for name, m in managed]
+    state, *others = [
+        ShardState(
+            Declaration(len(modules), tuple(its.params), its.info, settings[its.info], asked[its.info][1], its.label),
+            ModuleEntries(its.spots, its.params, () if its.label else watched),
+        )
+        for its in _shard_all(places, placements.info, cuts)
+    ]
+    state.others = tuple(others)
+    for owner in {id(owner): owner for owner, _, _, _ in places}.values():
+        watch_state_dict(owner, state)
+    return state
 
 
 def _modules(module: Any) -> list[nn.Module]:
@@ -212,35 +234,52 @@ def _check_unmanaged(name: str, param: nn.Parameter) -> None:
     )
 
 
-def _default_placement(param: nn.Parameter) -> None:
-    """Dim 0."""
+@dataclass
+class _Share:
+    """The parameters of a call on one mesh; see `Declaration`."""
+
+    info: MeshInfo
+    label: str
+    params: list[ShardedParam]
+    spots: list[Spot]
 
 
-def _shard_all(places: list[Place], info: MeshInfo, placement_fn: PlacementFn) -> tuple[list[ShardedParam], list[Spot]]:
-    dims: dict[int, int] = {}
-    parallels: dict[int, Parallel | None] = {}
+def _cuts(places: list[Place], placements: Placements) -> dict[int, Cut]:
+    """How each parameter, by id, is to be sharded."""
+    cuts: dict[int, Cut] = {}
     for _, _, fqn, param in places:
         _check_unmanaged(fqn, param)
-        check_can_shard(fqn, param, info)
-        if id(param) not in dims:
-            dims[id(param)] = check_dim(fqn, param, placement_fn(param), info)
-            parallels[id(param)] = parallel_of(fqn, param, info)
-    sharded: dict[int, int] = {}
-    params: list[ShardedParam] = []
-    spots: list[Spot] = []
+        if id(param) not in cuts:
+            cuts[id(param)] = placements.cut(fqn, param)
+    return cuts
+
+
+def _shard_all(places: list[Place], info: MeshInfo, cuts: dict[int, Cut]) -> list[_Share]:
+    """Shard all parameters and let the modules have them; those on the mesh of the call come first."""
+    shares = {info: _Share(info, "", [], [])}
+    for cut in cuts.values():
+        if cut.info not in shares:
+            label = "/".join(cut.info.mesh.mesh_dim_names or ()) or "another mesh"
+            used = [share.label for share in shares.values()]
+            shares[cut.info] = _Share(cut.info, label if label not in used else f"{label} ({len(used)})", [], [])
+    made: dict[int, int] = {}
     for owner, name, fqn, param in places:
-        if id(param) not in sharded:
-            sharded[id(param)] = len(params)
-            dim = dims[id(param)]
-            parallel = parallels[id(param)]
-            whole = param if parallel is None else local_tensor(param)
-            made = shard_parameter(param, info, dim, parallel)
-            params.append(ShardedParam(fqn, made, dim, parallel, tuple(whole.shape)))
-            params[-1].sharded.__dict__[SHARDED_IN] = param.__dict__[SHARDED_IN] = fqn
-        spots.append((owner._parameters, name, sharded[id(param)]))
-    for names, name, index in spots:
-        names[name] = params[index].sharded
-    return params, spots
+        share = shares[cuts[id(param)].info]
+        if id(param) not in made:
+            made[id(param)] = len(share.params)
+            share.params.append(_sharded(fqn, param, cuts[id(param)]))
+        share.spots.append((owner._parameters, name, made[id(param)]))
+    for share in shares.values():
+        for names, name, index in share.spots:
+            names[name] = share.params[index].sharded
+    return list(shares.values())
+
+
+def _sharded(fqn: str, param: nn.Parameter, cut: Cut) -> ShardedParam:
+    whole = param if cut.parallel is None else local_tensor(param)
+    made = shard_parameter(param, cut.info, cut.dim, cut.parallel)
+    made.__dict__[SHARDED_IN] = param.__dict__[SHARDED_IN] = fqn
+    return ShardedParam(fqn, made, cut.dim, cut.parallel, tuple(whole.shape))
 
 
 def _move_buffers(modules: list[nn.Module], info: MeshInfo) -> None:

@@ -35,7 +35,7 @@ class StateFacade:
 
     @property
     def _fsdp_param_groups(self) -> list[GroupFacade]:
-        return [GroupFacade()] if self._state.declaration.params else []
+        return [GroupFacade() for each in self._state.family if each.declaration.params]
 
     @property
     def _fsdp_param_group(self) -> GroupFacade | None:

@@ -13,7 +13,28 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from ._policies import CPUOffloadPolicy, OffloadPolicy
-from ._torch_distributed import launched, store_of_one_process
+from ._torch_distributed import (
+    DataParallelMeshDims,
+    FSDPMeshInfo,
+    concatenated_mesh,
+    flattened_mesh,
+    launched,
+    store_of_one_process,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class FullMesh:
+    """A mesh of all kinds of parallelism, on which parameters are DTensors already.
+
+    Attributes:
+        mesh: the mesh.
+        shard, replicate: its axes that this library shards over and replicates over, by number.
+    """
+
+    mesh: DeviceMesh
+    shard: tuple[int, ...]
+    replicate: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,23 +42,26 @@ class MeshInfo:
     """The sharding of a group: a 1D mesh shards; of a 2D mesh axis 0 replicates and axis 1 shards (HSDP).
 
     Attributes:
-        mesh: the mesh that the sharded DTensors live on.
+        mesh: the mesh of data parallelism, on which the sharded DTensors live if the parameters were plain tensors.
         device: where this rank computes.
-        shard_size, shard_rank, shard_group: size of, this rank's place in, and process group of the shard axis.
+        shard_size, shard_rank, shard_group: size of, this rank's place in, and process group of the shard axis (1, 0
+            and None if there is none).
         replicate_size, replicate_group: the same of the replicate axis (1 and None on a 1D mesh).
         home: where the shards and their gradients are kept: `device`, or the CPU if they are offloaded.
         pins: whether memory on the CPU is pinned, for copies that do not block.
+        full: the mesh of all kinds of parallelism, if `dp_mesh_dims` has named our axes of it.
     """
 
     mesh: DeviceMesh
     device: torch.device
     shard_size: int
     shard_rank: int
-    shard_group: dist.ProcessGroup
+    shard_group: dist.ProcessGroup | None
     replicate_size: int
     replicate_group: dist.ProcessGroup | None
     home: torch.device
     pins: bool = False
+    full: FullMesh | None = None
 
     @property
     def offloads(self) -> bool:
@@ -68,29 +92,96 @@ def compute_device(device_type: str) -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
-def mesh_info(mesh: DeviceMesh, offload: OffloadPolicy | None = None) -> MeshInfo:
+def mesh_info(mesh: DeviceMesh, offload: OffloadPolicy | None = None, dims: Any = None) -> MeshInfo:
     """Read a mesh, and where its shards shall be kept.
 
+    Args:
+        mesh: 1D or 2D; of any number of axes with `dims`.
+        offload: the policy.
+        dims: `DataParallelMeshDims`, the names of the axes that are ours.
+
     Raises:
-        ShardConfigTypeError: `mesh` is no DeviceMesh.
-        ShardConfigValueError: it has more than two axes, two without names, or does not contain this rank.
+        ShardConfigTypeError: `mesh` is no DeviceMesh, or `dims` of another type.
+        ShardConfigValueError: it has more than two axes, two without names, or does not contain this rank; or it lacks
+            an axis that `dims` names, or `dims` names one twice.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ShardConfigTypeError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}; use init_device_mesh")
+    if mesh.get_coordinate() is None:
+        raise ShardConfigValueError(f"mesh: rank {dist.get_rank()} is not part of {mesh}; shard on the ranks it names")
+    if dims is not None:
+        return _info_of_dims(mesh, dims, offload)
     if mesh.ndim not in (1, 2):
         raise ShardConfigValueError(
             f"mesh: expected 1 axis (shard) or 2 (replicate, shard), got {mesh.ndim}: {mesh}; "
-            "pass the submesh of the data-parallel axes, for example mesh['dp']"
+            "pass the submesh of the data-parallel axes, for example mesh['dp']; or, if the parameters are DTensors on "
+            "all of it, name these axes by dp_mesh_dims"
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise ShardConfigValueError(
             f"mesh: a 2D mesh needs names for its axes, got {mesh}; "
             "use init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
         )
-    if mesh.get_coordinate() is None:
-        raise ShardConfigValueError(f"mesh: rank {dist.get_rank()} is not part of {mesh}; shard on the ranks it names")
-    shard_axis = mesh.ndim - 1
-    replicate = mesh.get_group(0) if mesh.ndim == 2 else None
+    return _read(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None, offload)
+
+
+def mesh_info_of_torch(theirs: Any, offload: OffloadPolicy | None) -> MeshInfo:
+    """Read torch's own description of a mesh.
+
+    Raises:
+        ShardConfigTypeError: it is none.
+        ShardConfigValueError: other axes than the last one shard, or than the one before it replicate.
+    """
+    if not isinstance(theirs, FSDPMeshInfo):
+        raise ShardConfigTypeError(f"mesh_info: expected FSDPMeshInfo or HSDPMeshInfo, got {type(theirs).__name__}")
+    dims = getattr(theirs, "dp_mesh_dims", None)
+    if dims is not None:
+        assert theirs.spmd_mesh is not None
+        return mesh_info(theirs.spmd_mesh, offload, dims)
+    mesh = theirs.mesh
+    replicates = theirs.replicate_mesh_dim
+    if theirs.shard_mesh_dim != mesh.ndim - 1 or mesh.ndim != (1 if replicates is None else 2):
+        raise ShardConfigValueError(
+            f"mesh_info: FSDPMeshInfo of a 1D mesh, or HSDPMeshInfo of a 2D mesh (replicate, shard), got {theirs}"
+        )
+    return mesh_info(mesh, offload)
+
+
+def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
+
+
+def _info_of_dims(mesh: DeviceMesh, dims: Any, offload: OffloadPolicy | None) -> MeshInfo:
+    if not isinstance(dims, DataParallelMeshDims):
+        raise ShardConfigTypeError(f"dp_mesh_dims: expected DataParallelMeshDims, got {type(dims).__name__}")
+    if mesh.mesh_dim_names is None:
+        raise ShardConfigValueError(f"dp_mesh_dims: the axes of {mesh} have no names; give them mesh_dim_names")
+    wanted = [*_names(dims.shard), *_names(dims.replicate)]
+    unknown = [name for name in wanted if name not in mesh.mesh_dim_names]
+    if not wanted or unknown or len(set(wanted)) < len(wanted):
+        raise ShardConfigValueError(
+            f"dp_mesh_dims: {dims} names {unknown or 'no axis, or one twice'}; the axes of the mesh are "
+            f"{', '.join(mesh.mesh_dim_names)}"
+        )
+    shard, replicate = (
+        tuple(sorted(mesh.mesh_dim_names.index(name) for name in _names(given)))
+        for given in (dims.shard, dims.replicate)
+    )
+    parts = [
+        flattened_mesh(mesh, tuple(mesh.mesh_dim_names[axis] for axis in axes)) for axes in (replicate, shard) if axes
+    ]
+    own = parts[0] if len(parts) == 1 else concatenated_mesh(parts)
+    full = FullMesh(mesh, shard, replicate)
+    return _read(own, own.ndim - 1 if shard else None, 0 if replicate else None, offload, full)
+
+
+def _read(
+    mesh: DeviceMesh,
+    shard_axis: int | None,
+    replicate_axis: int | None,
+    offload: OffloadPolicy | None,
+    full: FullMesh | None = None,
+) -> MeshInfo:
     device = compute_device(mesh.device_type)
     to_cpu = isinstance(offload, CPUOffloadPolicy) and device.type not in ("cpu", "meta")
     return MeshInfo(
@@ -98,11 +189,12 @@ def mesh_info(mesh: DeviceMesh, offload: OffloadPolicy | None = None) -> MeshInf
         device=device,
         home=torch.device("cpu") if to_cpu else device,
         pins=to_cpu and isinstance(offload, CPUOffloadPolicy) and offload.pin_memory,
-        shard_size=mesh.size(shard_axis),
-        shard_rank=mesh.get_local_rank(shard_axis),
-        shard_group=mesh.get_group(shard_axis),
-        replicate_size=mesh.size(0) if mesh.ndim == 2 else 1,
-        replicate_group=replicate,
+        shard_size=1 if shard_axis is None else mesh.size(shard_axis),
+        shard_rank=0 if shard_axis is None else mesh.get_local_rank(shard_axis),
+        shard_group=None if shard_axis is None else mesh.get_group(shard_axis),
+        replicate_size=1 if replicate_axis is None else mesh.size(replicate_axis),
+        replicate_group=None if replicate_axis is None else mesh.get_group(replicate_axis),
+        full=full,
     )
 
 

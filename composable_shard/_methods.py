@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from ._engine import Engine
 from ._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from ._facade import StateFacade, state_facade
-from ._mesh import MeshInfo
 from ._state import STATE, ShardState, named_states, share_lanes
 from ._torch_distributed import process_group_allocation, symmetric_memory_gather
 
@@ -251,8 +250,9 @@ class Methods(TorchFSDPModule):
         """
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for state in _states(self, recurse):
-            group = _own_group(state.declaration.info, made) if enable else None
-            _change_comms(state, reduce_group=group)
+            shard_group = state.declaration.info.shard_group
+            wanted = enable and shard_group is not None
+            _change_comms(state, reduce_group=_own_group(shard_group, made) if wanted else None)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether buffers of communication come from the process group's own allocator, if its backend has one.
@@ -261,8 +261,9 @@ class Methods(TorchFSDPModule):
             ShardConfigStateError: custom communication is set, which allocates for itself.
         """
         _refuse_custom(self)
-        gather, scatter = process_group_allocation(self._own_state().declaration.info.shard_group)
-        _set_comms(self, all_gather=gather if enable else None, reduce_scatter=scatter if enable else None)
+        for state, group in _shard_groups(self):
+            gather, scatter = process_group_allocation(group) if enable else (None, None)
+            _change_comms(state, all_gather=gather, reduce_scatter=scatter)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Gather through torch's symmetric memory.
@@ -271,12 +272,13 @@ class Methods(TorchFSDPModule):
             ShardConfigStateError: custom communication is set, which allocates for itself; or torch has none.
         """
         _refuse_custom(self)
-        gather = symmetric_memory_gather(self._own_state().declaration.info.shard_group, backend)
-        if gather is None:
-            raise ShardConfigStateError(
-                f"symmetric memory: torch {torch.__version__} has none for FSDP; use 2.12 or later"
-            )
-        _set_comms(self, all_gather=gather)
+        for state, group in _shard_groups(self):
+            gather = symmetric_memory_gather(group, backend)
+            if gather is None:
+                raise ShardConfigStateError(
+                    f"symmetric memory: torch {torch.__version__} has none for FSDP; use 2.12 or later"
+                )
+            _change_comms(state, all_gather=gather)
 
     # ---- state
 
@@ -309,7 +311,7 @@ def _check_bool(name: str, value: Any) -> None:
 
 
 def _states(module: Methods, recurse: bool) -> list[ShardState]:
-    return [state for _, state in named_states(module)] if recurse else [module._own_state()]  # type: ignore[arg-type]
+    return [state for _, state in named_states(module)] if recurse else [*module._own_state().family]  # type: ignore[arg-type]
 
 
 def _set(module: Methods, recurse: bool, **changes: Any) -> None:
@@ -318,7 +320,8 @@ def _set(module: Methods, recurse: bool, **changes: Any) -> None:
 
 
 def _set_comms(module: Methods, **changes: Any) -> None:
-    _change_comms(module._own_state(), **changes)
+    for state in module._own_state().family:
+        _change_comms(state, **changes)
 
 
 def _change_comms(state: ShardState, **changes: Any) -> None:
@@ -346,9 +349,17 @@ def _states_of(modules: list[Any]) -> list[ShardState]:
     return states
 
 
-def _own_group(info: MeshInfo, made: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup:
-    """A process group over the ranks of the shard axis; one for all meshes that shard over the same ranks."""
-    ranks = tuple(dist.get_process_group_ranks(info.shard_group))
+def _shard_groups(module: Methods) -> list[tuple[ShardState, dist.ProcessGroup]]:
+    """The states of a call, with the process groups of their shard axes, where they have one."""
+    found = [(state, state.declaration.info.shard_group) for state in module._own_state().family]
+    return [(state, group) for state, group in found if group is not None]
+
+
+def _own_group(
+    shard_group: dist.ProcessGroup | None, made: dict[tuple[int, ...], dist.ProcessGroup]
+) -> dist.ProcessGroup:
+    """A process group over the ranks of a shard axis; one for all meshes that shard over the same ranks."""
+    ranks = tuple(dist.get_process_group_ranks(shard_group))
     if ranks not in made:
         # its type names the group of those outside as well, from torch 2.15 on; this rank is among `ranks`
         group: Any = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="composable_shard_reduce")

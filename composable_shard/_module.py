@@ -11,7 +11,7 @@ import functools
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
+from ._build import build_engine
 from ._engine import Engine
 from ._errors import ShardConfigStateError, ShardConfigValueError
 from ._group import ParamGroup
@@ -28,21 +29,22 @@ from ._methods import Methods
 from ._node import Outputs, Use
 from ._phases import ParamPhase
 from ._saved import PLAIN, address_of, saved_weights, weights_in_place
-from ._state import STATE, Bound, ShardState, Way, build_engine, named_states
+from ._state import STATE, Bound, ShardState, Way, named_states
 from ._torch import map_tensors, refuses_saved_tensors_hooks, run_while_tracing, tree_tensors, with_side_effects
 
 
 class UnshardHandle(TorchUnshardHandle):
     """An unshard that was issued and not yet waited for."""
 
-    def __init__(self, engine: Engine, group: ParamGroup) -> None:
+    def __init__(self, engine: Engine, groups: Sequence[ParamGroup]) -> None:
         self._engine = engine
-        self._group = group
+        self._groups = groups
 
     def wait(self) -> None:
         """Make the unsharded parameters readable in the module; nothing, if they are or have been given up."""
-        if self._group.phase is ParamPhase.GATHERING:
-            self._engine.unshard(self._group, wait=True)
+        for group in self._groups:
+            if group.phase is ParamPhase.GATHERING:
+                self._engine.unshard(group, wait=True)
 
 
 def _bound(module: nn.Module) -> Bound:
@@ -97,11 +99,11 @@ class FSDPModule(Methods):
         Args:
             async_op: return at once, with a handle whose `wait()` makes them readable.
         """
-        bound = _bound(self)  # type: ignore[arg-type]
-        if bound.group is None:
-            return None
-        bound.engine.unshard(bound.group, wait=not async_op)
-        return UnshardHandle(bound.engine, bound.group) if async_op else None
+        engine = _bound(self).engine  # type: ignore[arg-type]
+        groups = self._own_state().groups
+        for group in groups:
+            engine.unshard(group, wait=not async_op)
+        return UnshardHandle(engine, groups) if async_op and groups else None
 
     def reshard(self) -> None:
         """Give the unsharded parameters of this module up. Ignored while its forward runs."""
@@ -288,8 +290,7 @@ def _ended(module: nn.Module, state: ShardState, output: Any) -> Any:
         # A view of a weight would change when its slot is used again.
         output = map_tensors(lambda t: t if find(address_of(t)) is None else t.clone(), output)
         tensors = tree_tensors(output)
-    found = state.end(module, among_weights)
-    if found is not None:
+    for found in state.end(module, among_weights):
         _listen(engine, found, tensors)
     return output
 

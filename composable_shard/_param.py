@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from ._errors import ShardConfigTypeError, ShardConfigValueError
 from ._layout import ParamLayout, bucket_layout
 from ._mesh import MeshInfo
 from ._parallel import Parallel
@@ -18,59 +17,6 @@ from ._torch import Hook, take_gradient_hooks
 from ._torch_distributed import dtensor_like, local_tensor
 
 SHARDED_IN = "_sharded_in"  # marks a parameter that was sharded, and the one that it became, with its name
-
-
-def check_can_shard(name: str, param: nn.Parameter, info: MeshInfo) -> None:
-    """Refuse a parameter that cannot be sharded on `info`'s mesh.
-
-    Raises:
-        ShardConfigValueError: it is a scalar, not contiguous, or on a device that is not this rank's.
-        ShardConfigTypeError: it is a lazy parameter, which has no shape yet.
-    """
-    if isinstance(param, nn.parameter.UninitializedParameter):
-        raise ShardConfigTypeError(f"parameter {name}: has no shape yet; run the lazy module once before sharding it")
-    if param.ndim == 0:
-        raise ShardConfigValueError(
-            f"parameter {name}: a scalar has no dim to shard; give it shape (1,), or pass it in ignored_params"
-        )
-    whole = local_tensor(param) if isinstance(param, DTensor) else param
-    if not whole.is_contiguous():
-        raise ShardConfigValueError(
-            f"parameter {name}: is not contiguous (shape {tuple(param.shape)}, stride {param.stride()}); "
-            "assign its .contiguous() copy before sharding"
-        )
-    if param.device.type not in ("meta", "cpu") and param.device != info.device:
-        raise ShardConfigValueError(
-            f"parameter {name}: lies on {param.device}, but this rank computes on {info.device}; "
-            "set the device first (torch.accelerator.set_device_index) and move the module to it"
-        )
-
-
-def check_dim(name: str, param: nn.Parameter, placement: Any, info: MeshInfo) -> int:
-    """The dim that a user wants a parameter cut along.
-
-    Raises:
-        ShardConfigTypeError: the placement is no `Shard`.
-        ShardConfigValueError: the parameter has no such dim; or it is not 0, and does not divide by the ranks.
-    """
-    if placement is None:
-        return 0
-    if not isinstance(placement, Shard):
-        raise ShardConfigTypeError(
-            f"shard_placement_fn: gave {placement!r} for parameter {name}; expected None or Shard(dim)"
-        )
-    shape = tuple((local_tensor(param) if isinstance(param, DTensor) else param).shape)
-    dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
-    if not 0 <= dim < param.ndim:
-        raise ShardConfigValueError(
-            f"shard_placement_fn: gave {placement} for parameter {name}, which has shape {tuple(param.shape)}"
-        )
-    if dim > 0 and shape[dim] % info.shard_size:
-        raise ShardConfigValueError(
-            f"parameter {name}: its dim {dim} has size {shape[dim]}, which {info.shard_size} ranks cannot share "
-            "evenly, as they must along other dims than 0; choose another dim"
-        )
-    return dim
 
 
 def _cut(whole: torch.Tensor, info: MeshInfo, dim: int) -> torch.Tensor:

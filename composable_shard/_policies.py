@@ -14,6 +14,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 
 from ._torch import default_reduce_dtype
+from ._torch_distributed import DataParallelMeshDims as DataParallelMeshDims
+from ._torch_distributed import FSDPMeshInfo as FSDPMeshInfo
+from ._torch_distributed import HSDPMeshInfo as HSDPMeshInfo
+from ._torch_distributed import ShardPlacementResult as ShardPlacementResult
 
 AllReduceHook = Callable[[torch.Tensor], None]
 

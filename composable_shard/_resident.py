@@ -85,9 +85,10 @@ class Resident:
         return found
 
     def _dtensor(self, local: torch.Tensor, param: ShardedParam) -> DTensor:
-        like, info = param.sharded, self._info
+        shape, info = torch.Size(param.shape), self._info  # of a parameter that was a DTensor, its local tensor's
+        stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
-            local, info.mesh, info.placements(param.dim), run_check=False, shape=like.shape, stride=like.stride()
+            local, info.mesh, info.placements(param.dim), run_check=False, shape=shape, stride=stride
         )
 
     def start(self) -> Job[None]:

@@ -1,32 +1,29 @@
-"""What a sharded module knows of itself, and how the engine is made of all that a root's modules know."""
+"""What a sharded module knows of itself."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ._collectives import Transport, Transports, transport_for
 from ._engine import Engine
 from ._entries import ModuleEntries
 from ._errors import ShardConfigStateError
-from ._group import ParamGroup, Runtime, describe
+from ._group import ParamGroup
 from ._mesh import MeshInfo
 from ._node import Outputs, Use
 from ._param import ShardedParam
-from ._plan import GroupPlan, ShardPlan
-from ._policies import Comms, Options, Settings
-from ._pool import BufferPool
+from ._policies import Settings
 from ._streams import Lane, lane_for
 from ._torch import apart_from_checkpoints, current_backward, with_side_effects
 from ._traced import TracedGroup
+from ._transports import TransportCache
 
 STATE = "_shard_state"  # where a module keeps it
 PLACE = "_shard_place"  # ... and which module it is of those of its call
@@ -34,7 +31,7 @@ PLACE = "_shard_place"  # ... and which module it is of those of its call
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a call of `fully_shard` asked for.
+    """What a call of `fully_shard` asked for, for the parameters on one mesh.
 
     Attributes:
         modules: how many modules the call was given; more than one for a list.
@@ -42,6 +39,7 @@ class Declaration:
         info: the mesh.
         small: the mesh of the few ranks among which weights stay cut between forward and backward, if that is wanted.
         settings: the options, which setters may replace.
+        label: tells a group from the first of the same call: the axes of its mesh; empty for the first.
     """
 
     modules: int
@@ -49,6 +47,7 @@ class Declaration:
     info: MeshInfo
     settings: Settings
     small: MeshInfo | None = None
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,10 @@ class Way(Enum):
 class ShardState:
     """The state of the modules of one call of `fully_shard`; a list shares one.
 
+    Parameters that the call puts on other meshes than its own have states of their own, which the first one leads.
+
     Attributes:
+        others: those of the parameters on other meshes.
         way: how the call that runs now does.
         lists: on the root, once it is known: the states below that several modules share.
     """
@@ -79,6 +81,7 @@ class ShardState:
     def __init__(self, declaration: Declaration, entries: ModuleEntries) -> None:
         self.declaration = declaration
         self.entries = entries
+        self.others: tuple[ShardState, ...] = ()
         self.traced = TracedGroup(declaration.params, declaration.info, declaration.settings)
         self.bound: Bound | None = None
         self._found: list[tuple[Use, Outputs] | None] = []
@@ -95,10 +98,23 @@ class ShardState:
         asked = self.declaration
         params, settings = copy.deepcopy(asked.params, memo), Settings(asked.settings.current)
         made = memo[id(self)] = ShardState(
-            Declaration(asked.modules, params, asked.info, settings, asked.small), copy.deepcopy(self.entries, memo)
+            replace(asked, params=params, settings=settings),
+            copy.deepcopy(self.entries, memo),
         )
+        made.others = copy.deepcopy(self.others, memo)
         made._prefetch = copy.deepcopy(self._prefetch, memo)
         return made
+
+    @property
+    def family(self) -> Iterator[ShardState]:
+        """This and the others of the same call."""
+        yield self
+        yield from self.others
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        """The groups of the family, once the root is known."""
+        return [each.bound.group for each in self.family if each.bound is not None and each.bound.group is not None]
 
     def bind(self, bound: Bound) -> None:
         """The engine is there: this module's part in it, and what users have set before."""
@@ -120,13 +136,12 @@ class ShardState:
 
     def link_prefetch(self) -> None:
         """Tell the engine; all states must be bound, or else it is too early."""
-        if self.bound is None or self.bound.group is None:
+        if self.bound is None:
             return
         for backward, states in self._prefetch.items():
-            groups = [
-                state.bound.group for state in states if state.bound is not None and state.bound.group is not None
-            ]
-            self.bound.engine.order.explicit[backward, self.bound.group] = groups
+            groups = [group for state in states for group in state.groups]
+            for place, own in enumerate(self.groups):
+                self.bound.engine.order.explicit[backward, own] = [] if place else groups
 
     def comms_changed(self) -> None:
         """Users have put other communication in the place of ours."""
@@ -136,10 +151,16 @@ class ShardState:
         if self.bound.group.running:
             raise ShardConfigStateError(f"group {self.bound.group.name}: its communication cannot change while it runs")
         asked = self.declaration
-        self.bound.group.rebuild(_TransportCache().of(asked.info, asked.settings.current, asked.small))
+        self.bound.group.rebuild(TransportCache().of(asked.info, asked.settings.current, asked.small))
+
+    # ---- while Dynamo traces
 
     def begin_traced(self, module: nn.Module) -> None:
-        """`begin`, while Dynamo traces. A list gathers when the first of its modules runs."""
+        """`begin`. A list gathers when the first of its modules runs."""
+        for each in self.family:
+            each._begin_traced()
+
+    def _begin_traced(self) -> None:
         if not self.declaration.params:
             return
         if self.declaration.modules > 1:
@@ -150,10 +171,11 @@ class ShardState:
         with_side_effects(partial(self.entries.show, weights))
 
     def end_traced(self, module: nn.Module) -> None:
-        """`end`, while Dynamo traces."""
-        self.left.discard(module.__dict__[PLACE])
-        if not self.left:
-            with_side_effects(self.entries.hide)
+        """`end`."""
+        for each in self.family:
+            each.left.discard(module.__dict__[PLACE])
+            if not each.left:
+                with_side_effects(each.entries.hide)
 
     def finish_traced(self) -> None:
         """The root has run: end what waits for modules of a list that did not run."""
@@ -161,9 +183,16 @@ class ShardState:
             state.left.clear()
             state.entries.hide()
 
+    # ---- eager
+
     @apart_from_checkpoints
     def begin(self, module: nn.Module) -> None:
         """A module of the call is about to run."""
+        self._begin(module)
+        for other in self.others:
+            other._begin(module)
+
+    def _begin(self, module: nn.Module) -> None:
         assert self.bound is not None
         group = self.bound.group
         if group is None:
@@ -178,12 +207,18 @@ class ShardState:
         self._found.append(self.bound.engine.before_forward(group, self.entries))
 
     @apart_from_checkpoints
-    def end(self, module: nn.Module, copied: Sequence[torch.Tensor]) -> tuple[Use, Outputs] | None:
+    def end(self, module: nn.Module, copied: Sequence[torch.Tensor]) -> list[tuple[Use, Outputs]]:
         """It has run; of its outputs, these were views of weights.
 
         Returns:
-            the use whose backward will pass through its outputs, if there is one.
+            the uses whose backward will pass through its outputs.
         """
+        ended = [self._end(module, copied)]
+        if self.others:
+            ended += [other._end(module, copied) for other in self.others]
+        return [found for found in ended if found is not None]
+
+    def _end(self, module: nn.Module, copied: Sequence[torch.Tensor]) -> tuple[Use, Outputs] | None:
         assert self.bound is not None
         if self.bound.group is None or not self._found:
             return None
@@ -197,21 +232,23 @@ class ShardState:
     @apart_from_checkpoints
     def abort(self) -> None:
         """A module of the call has failed."""
-        assert self.bound is not None
-        if self.bound.group is not None and self._found:
-            self._found.pop()
-            self.bound.engine.after_forward(self.bound.group)
+        for each in self.family:
+            assert each.bound is not None
+            if each.bound.group is not None and each._found:
+                each._found.pop()
+                each.bound.engine.after_forward(each.bound.group)
 
     def overwritten(self) -> None:
         """The sharded parameters are about to be loaded: no graph may ask for the old ones."""
         self.release()
-        if self.bound is not None and self.bound.group is not None:
-            self.bound.group.stepped()
+        for group in self.groups:
+            group.stepped()
 
     def release(self) -> None:
         """Give the unsharded parameters up, so that the modules have the sharded ones."""
-        if self.bound is not None and self.bound.group is not None:
-            self.bound.engine.reshard(self.bound.group)
+        for group in self.groups:
+            assert self.bound is not None
+            self.bound.engine.reshard(group)
 
 
 def share_lanes(states: Sequence[ShardState]) -> None:
@@ -239,136 +276,7 @@ def named_states(root: nn.Module) -> Iterator[tuple[list[str], ShardState]]:
     names: dict[ShardState, list[str]] = {}
     for name, module in root.named_modules():
         state = state_of(module)
-        if state is not None:
-            names.setdefault(state, []).append(name)
+        for each in state.family if state is not None else ():
+            names.setdefault(each, []).append(name)
     for state, found in names.items():
         yield found, state
-
-
-class _TransportCache:
-    """The transports of each process group, made once."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[dist.ProcessGroup, Comms | None], Transport] = {}
-
-    def of(self, info: MeshInfo, options: Options, small: MeshInfo | None = None) -> Transports:
-        """Transports of the shard axis and of the replicate axis; None where an axis has one rank only."""
-        comms = options.comms
-        custom = comms if comms.all_gather is not None or comms.reduce_scatter is not None else None
-        shards = info.shard_size > 1
-        group = info.replicate_group
-        return Transports(
-            gather=self._get(info.shard_group, info, custom) if shards else None,
-            reduce=self._get(comms.reduce_group or info.shard_group, info, custom) if shards else None,
-            replicate=self._get(group, info) if group is not None and info.replicate_size > 1 else None,
-            small=None if small is None else self._get(small.shard_group, small),
-        )
-
-    def _get(self, group: dist.ProcessGroup, info: MeshInfo, comms: Comms | None = None) -> Transport:
-        key = group, comms
-        if key not in self._made:
-            self._made[key] = (
-                transport_for(group, info.device) if comms is None else transport_for(group, info.device, comms)
-            )
-        return self._made[key]
-
-
-def _set_fqns(root: nn.Module) -> None:
-    first = {id(p): name for name, p in reversed(list(root.named_parameters(remove_duplicate=False)))}
-    for _, state in named_states(root):
-        for param in state.declaration.params:
-            param.fqn = first.get(id(param.sharded), param.fqn)
-
-
-def _groups_of(root: nn.Module) -> list[tuple[str, ShardState]]:
-    return [(", ".join(names), state) for names, state in named_states(root) if state.declaration.params]
-
-
-def declared_plan(root: nn.Module) -> ShardPlan:
-    """The plan of a root that has not run: groups in the order of their modules. Meta parameters will do."""
-    _set_fqns(root)
-    transports = _TransportCache()
-    own = state_of(root)
-    plans: list[GroupPlan] = []
-    for fqn, state in _groups_of(root):
-        asked = state.declaration
-        options = asked.settings.current
-        plans.append(describe(fqn, asked.params, asked.info, options, state is own, transports.of(asked.info, options)))
-    return ShardPlan(tuple(plans), tuple(plan.fqn for plan in plans))
-
-
-def _check_ready(root: nn.Module, found: Sequence[tuple[list[str], ShardState]]) -> None:
-    own = state_of(root)
-    if own is not None and own.declaration.modules > 1:
-        names = ", ".join(next(names for names, state in found if state is own)) or type(root).__name__
-        raise ShardConfigStateError(
-            f"modules of one list ({names}) cannot be the root; call fully_shard on the module that contains them too"
-        )
-    for listed, state in found:
-        if state.bound is not None and state.bound.engine.has_run:
-            raise ShardConfigStateError(
-                f"{', '.join(listed) or type(root).__name__}: has already run as a root of its own, and now runs "
-                f"inside of {type(root).__name__}; run the outermost sharded module first"
-            )
-
-
-def _check_materialised(found: Sequence[tuple[list[str], ShardState]]) -> None:
-    meta = [p.fqn for _, state in found for p in state.declaration.params if p.sharded.is_meta]
-    if meta:
-        raise ShardConfigStateError(
-            f"parameters still on the meta device: {', '.join(meta)}; call model.to_empty(device=...), then initialise "
-            "or load them, before the first forward"
-        )
-
-
-def _check_offloaded(found: Sequence[tuple[list[str], ShardState]]) -> None:
-    offloaded = [p for _, state in found if state.declaration.info.offloads for p in state.declaration.params]
-    moved = [p.fqn for p in offloaded if p.local.device.type not in ("cpu", "meta")]
-    if moved:
-        raise ShardConfigStateError(
-            f"offloaded parameters that are not on the CPU: {', '.join(moved)}; load them there or move them back"
-        )
-
-
-def build_engine(root: nn.Module) -> Engine:
-    """Make the engine of a root out of the declarations at and below it.
-
-    Raises:
-        ShardConfigStateError: a list as root; a module below that has run as a root; parameters on the meta device.
-    """
-    found = list(named_states(root))
-    _check_ready(root, found)
-    for _, state in found:
-        state.release()  # unsharded before the root was known
-        state.entries.keep_lists(root)
-        state.entries.adopt()
-    plan = declared_plan(root)
-    _check_materialised(found)
-    _check_offloaded(found)
-    device = found[0][1].declaration.info.device
-    own = state_of(root)
-    gather_lane, reduce_lane = (own.lanes if own is not None else None) or (lane_for(device), lane_for(device))
-    runtime = Runtime(BufferPool(device, gather_lane), gather_lane, reduce_lane)
-    transports = _TransportCache()
-    groups: dict[ShardState, ParamGroup] = {}
-    for fqn, state in _groups_of(root):
-        asked = state.declaration
-        groups[state] = ParamGroup(
-            fqn,
-            asked.params,
-            asked.info,
-            asked.settings,
-            state is own,
-            transports.of(asked.info, asked.settings.current, asked.small),
-            runtime,
-            asked.small,
-        )
-    engine = Engine([(group, state.entries) for state, group in groups.items()], plan, runtime)
-    for _, state in found:
-        state.traced.bind(groups.get(state), is_root=state is own)
-        state.bind(Bound(engine, groups.get(state), state is own))
-    for _, state in found:
-        state.link_prefetch()
-    if own is not None:
-        own.lists = tuple(state for names, state in found if len(names) > 1)
-    return engine

@@ -37,27 +37,29 @@ class _Owner:
         return self if state is None else _Owner(copy.deepcopy(state, memo))
 
 
-def _params(module: nn.Module, state: ShardState) -> list[tuple[str, ShardedParam]]:
-    entries = state.entries
-    return [(name, entries.params[index]) for names, name, index in entries.places if names is module._parameters]
+def _params(module: nn.Module) -> list[tuple[ShardState, str, ShardedParam]]:
+    """The sharded parameters of a module by name, each with its state."""
+    first: ShardState | None = module.__dict__[OWNED_BY].state()
+    return [
+        (state, name, state.entries.params[index])
+        for state in (first.family if first is not None else ())
+        for names, name, index in state.entries.places
+        if names is module._parameters
+    ]
 
 
 def _after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    state: ShardState | None = module.__dict__[OWNED_BY].state()
-    if state is None:
-        return
-    for name, param in _params(module, state):
+    for state, name, param in _params(module):
         found = state_dict.get(prefix + name)
         if found is not None and (state.entries.shown or not isinstance(found, DTensor)):
             state_dict[prefix + name] = found if found is param.sharded else param.sharded.detach()
 
 
 def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    state: ShardState | None = module.__dict__[OWNED_BY].state()
-    if state is None:
-        return
-    state.overwritten()
-    for name, param in _params(module, state):
+    params = _params(module)
+    for state in {state: None for state, _, _ in params}:
+        state.overwritten()
+    for state, name, param in params:
         given = state_dict.get(prefix + name)
         if isinstance(given, torch.Tensor) and not isinstance(given, DTensor) and tuple(given.shape) == param.shape:
             state_dict[prefix + name] = param.piece_of(given, state.declaration.info)

@@ -4,14 +4,38 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo as HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+
+
+@dataclass
+class _MeshDims:
+    """`DataParallelMeshDims`, where torch has none yet: names of the axes to shard and to replicate over."""
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+
+@dataclass
+class _PlacementResult:
+    """`ShardPlacementResult`, where torch has none yet: where to cut a parameter, and on which mesh."""
+
+    placement: Shard | None
+    mesh_info: FSDPMeshInfo
+
+
+DataParallelMeshDims: Any = getattr(dist.fsdp, "DataParallelMeshDims", _MeshDims)
+ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", _PlacementResult)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,3 +133,8 @@ def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
 def strided_shard(dim: int, factor: int) -> Shard:
     """The placement of a mesh axis that cuts `dim` within each of the `factor` pieces of a later axis."""
     return _StridedShard(dim, split_factor=factor)  # type: ignore[return-value]
+
+
+def flattened_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Some axes of a mesh as one axis."""
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))

@@ -38,3 +38,8 @@ def mesh_of(*shape: int) -> DeviceMesh:
     """A mesh over the default group, made once per group: `mesh_of(2, 2)` replicates on axis 0 and shards on axis 1."""
     names = ("replicate", "shard") if len(shape) == 2 else ("shard",)
     return _mesh(shape, names, dist.group.WORLD)
+
+
+def named_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh over the default group; the same object whenever it is asked for, as torch's FSDP2 wants full meshes."""
+    return _mesh(shape, names, dist.group.WORLD)

@@ -89,7 +89,7 @@ def test_pieces_state_dict_and_plan_say_which_dim(rank, world):
 @pytest.mark.parametrize(
     ("placement", "kind", "words"),
     [
-        (1, TypeError, "shard_placement_fn: gave 1 for parameter weight; expected None or Shard"),
+        (1, TypeError, "shard_placement_fn: gave 1 for parameter weight; expected None, Shard"),
         (Replicate(), TypeError, "shard_placement_fn: gave Replicate"),
         (Shard(2), ValueError, r"gave S\(2\) for parameter weight, which has shape \(4, 3\)"),
         (Shard(-3), ValueError, r"which has shape \(4, 3\)"),

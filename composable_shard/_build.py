@@ -1,0 +1,130 @@
+"""How the engine is made of all that a root's modules know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ._engine import Engine
+from ._errors import ShardConfigStateError
+from ._group import ParamGroup, Runtime, describe
+from ._plan import GroupPlan, ShardPlan
+from ._pool import BufferPool
+from ._schedule import ROOT_NAME
+from ._state import Bound, ShardState, named_states, state_of
+from ._streams import lane_for
+from ._transports import TransportCache
+
+
+def _set_fqns(root: nn.Module) -> None:
+    first = {id(p): name for name, p in reversed(list(root.named_parameters(remove_duplicate=False)))}
+    for _, state in named_states(root):
+        for param in state.declaration.params:
+            param.fqn = first.get(id(param.sharded), param.fqn)
+
+
+def _groups_of(root: nn.Module) -> list[tuple[str, ShardState]]:
+    named = [(", ".join(names), state) for names, state in named_states(root) if state.declaration.params]
+    return [
+        (f"{fqn or ROOT_NAME} on {state.declaration.label}" if state.declaration.label else fqn, state)
+        for fqn, state in named
+    ]
+
+
+def _of_root(root: nn.Module) -> set[ShardState]:
+    """The states of the root's own parameters."""
+    own = state_of(root)
+    return set() if own is None else set(own.family)
+
+
+def declared_plan(root: nn.Module) -> ShardPlan:
+    """The plan of a root that has not run: groups in the order of their modules. Meta parameters will do."""
+    _set_fqns(root)
+    transports = TransportCache()
+    own = _of_root(root)
+    plans: list[GroupPlan] = []
+    for fqn, state in _groups_of(root):
+        asked = state.declaration
+        options = asked.settings.current
+        made = transports.of(asked.info, options)
+        plans.append(describe(fqn, asked.params, asked.info, options, state in own, made))
+    return ShardPlan(tuple(plans), tuple(plan.fqn for plan in plans))
+
+
+def _check_ready(root: nn.Module, found: Sequence[tuple[list[str], ShardState]]) -> None:
+    own = state_of(root)
+    if own is not None and own.declaration.modules > 1:
+        names = ", ".join(next(names for names, state in found if state is own)) or type(root).__name__
+        raise ShardConfigStateError(
+            f"modules of one list ({names}) cannot be the root; call fully_shard on the module that contains them too"
+        )
+    for listed, state in found:
+        if state.bound is not None and state.bound.engine.has_run:
+            raise ShardConfigStateError(
+                f"{', '.join(listed) or type(root).__name__}: has already run as a root of its own, and now runs "
+                f"inside of {type(root).__name__}; run the outermost sharded module first"
+            )
+
+
+def _check_materialised(found: Sequence[tuple[list[str], ShardState]]) -> None:
+    meta = [p.fqn for _, state in found for p in state.declaration.params if p.sharded.is_meta]
+    if meta:
+        raise ShardConfigStateError(
+            f"parameters still on the meta device: {', '.join(meta)}; call model.to_empty(device=...), then initialise "
+            "or load them, before the first forward"
+        )
+
+
+def _check_offloaded(found: Sequence[tuple[list[str], ShardState]]) -> None:
+    offloaded = [p for _, state in found if state.declaration.info.offloads for p in state.declaration.params]
+    moved = [p.fqn for p in offloaded if p.local.device.type not in ("cpu", "meta")]
+    if moved:
+        raise ShardConfigStateError(
+            f"offloaded parameters that are not on the CPU: {', '.join(moved)}; load them there or move them back"
+        )
+
+
+def build_engine(root: nn.Module) -> Engine:
+    """Make the engine of a root out of the declarations at and below it.
+
+    Raises:
+        ShardConfigStateError: a list as root; a module below that has run as a root; parameters on the meta device.
+    """
+    found = list(named_states(root))
+    _check_ready(root, found)
+    for _, state in found:
+        state.release()  # unsharded before the root was known
+        state.entries.keep_lists(root)
+        state.entries.adopt()
+    plan = declared_plan(root)
+    _check_materialised(found)
+    _check_offloaded(found)
+    device = found[0][1].declaration.info.device
+    own = state_of(root)
+    gather_lane, reduce_lane = (own.lanes if own is not None else None) or (lane_for(device), lane_for(device))
+    runtime = Runtime(BufferPool(device, gather_lane), gather_lane, reduce_lane)
+    transports = TransportCache()
+    of_root = _of_root(root)
+    groups: dict[ShardState, ParamGroup] = {}
+    for fqn, state in _groups_of(root):
+        asked = state.declaration
+        groups[state] = ParamGroup(
+            fqn,
+            asked.params,
+            asked.info,
+            asked.settings,
+            state in of_root,
+            transports.of(asked.info, asked.settings.current, asked.small),
+            runtime,
+            asked.small,
+        )
+    engine = Engine([(group, state.entries) for state, group in groups.items()], plan, runtime)
+    for _, state in found:
+        state.traced.bind(groups.get(state), is_root=state in of_root)
+        state.bind(Bound(engine, groups.get(state), state in of_root))
+    for _, state in found:
+        state.link_prefetch()
+    if own is not None:
+        own.lists = tuple(state for names, state in found if len(names) > 1)
+    return engine

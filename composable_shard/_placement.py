@@ -1,0 +1,125 @@
+"""Where each parameter of a call is cut, and on which mesh: what users ask for, and what cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ._errors import ShardConfigTypeError, ShardConfigValueError
+from ._mesh import MeshInfo, mesh_info_of_torch
+from ._parallel import Parallel, parallel_of
+from ._policies import OffloadPolicy
+from ._torch_distributed import ShardPlacementResult, local_tensor
+
+PlacementFn = Callable[[nn.Parameter], Any]  # -> Shard | ShardPlacementResult | None
+
+
+class Cut(NamedTuple):
+    """How a parameter is sharded.
+
+    Attributes:
+        info: the mesh.
+        dim: of the parameter, or of its local tensor.
+        parallel: how it was placed before, if it was a DTensor.
+    """
+
+    info: MeshInfo
+    dim: int
+    parallel: Parallel | None
+
+
+class Placements:
+    """Decides about the parameters of one call.
+
+    Args:
+        info: the mesh of the call.
+        offload: where shards are kept, on every mesh.
+        choose: the user's function; None to cut all along dim 0 on the mesh of the call.
+
+    Attributes:
+        info: the mesh of the call.
+    """
+
+    def __init__(self, info: MeshInfo, offload: OffloadPolicy, choose: PlacementFn | None) -> None:
+        self.info = info
+        self._offload = offload
+        self._choose = choose
+        self._others: dict[DeviceMesh, MeshInfo] = {}
+
+    def cut(self, name: str, param: nn.Parameter) -> Cut:
+        """How `param` is to be sharded.
+
+        Raises:
+            ShardConfigTypeError: it has no shape yet, or the user's function gave something else than a placement.
+            ShardConfigValueError: it cannot be sharded so.
+        """
+        wanted = None if self._choose is None else self._choose(param)
+        info = self.info
+        if isinstance(wanted, ShardPlacementResult):
+            info, wanted = self._info_of(wanted.mesh_info), wanted.placement
+        _check_can_shard(name, param, info)
+        return Cut(info, _dim_of(name, param, wanted, info), parallel_of(name, param, info))
+
+    def _info_of(self, theirs: Any) -> MeshInfo:
+        found = mesh_info_of_torch(theirs, self._offload)
+        key = found.mesh if found.full is None else found.full.mesh
+        own = self.info.mesh if self.info.full is None else self.info.full.mesh
+        return self.info if key == own else self._others.setdefault(key, found)
+
+
+def _check_can_shard(name: str, param: nn.Parameter, info: MeshInfo) -> None:
+    """Refuse a parameter that cannot be sharded on `info`'s mesh.
+
+    Raises:
+        ShardConfigValueError: it is a scalar, not contiguous, or on a device that is not this rank's.
+        ShardConfigTypeError: it is a lazy parameter, which has no shape yet.
+    """
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise ShardConfigTypeError(f"parameter {name}: has no shape yet; run the lazy module once before sharding it")
+    if param.ndim == 0:
+        raise ShardConfigValueError(
+            f"parameter {name}: a scalar has no dim to shard; give it shape (1,), or pass it in ignored_params"
+        )
+    whole = local_tensor(param) if isinstance(param, DTensor) else param
+    if not whole.is_contiguous():
+        raise ShardConfigValueError(
+            f"parameter {name}: is not contiguous (shape {tuple(param.shape)}, stride {param.stride()}); "
+            "assign its .contiguous() copy before sharding"
+        )
+    if param.device.type not in ("meta", "cpu") and param.device != info.device:
+        raise ShardConfigValueError(
+            f"parameter {name}: lies on {param.device}, but this rank computes on {info.device}; "
+            "set the device first (torch.accelerator.set_device_index) and move the module to it"
+        )
+
+
+def _dim_of(name: str, param: nn.Parameter, placement: Any, info: MeshInfo) -> int:
+    """The dim that a user wants a parameter cut along.
+
+    Raises:
+        ShardConfigTypeError: the placement is no `Shard`.
+        ShardConfigValueError: the parameter has no such dim; or it is not 0, and does not divide by the ranks.
+    """
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise ShardConfigTypeError(
+            f"shard_placement_fn: gave {placement!r} for parameter {name}; expected None, Shard(dim) or "
+            "ShardPlacementResult"
+        )
+    shape = tuple((local_tensor(param) if isinstance(param, DTensor) else param).shape)
+    dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < param.ndim:
+        raise ShardConfigValueError(
+            f"shard_placement_fn: gave {placement} for parameter {name}, which has shape {tuple(param.shape)}"
+        )
+    if dim > 0 and shape[dim] % info.shard_size:
+        raise ShardConfigValueError(
+            f"parameter {name}: its dim {dim} has size {shape[dim]}, which {info.shard_size} ranks cannot share "
+            "evenly, as they must along other dims than 0; choose another dim"
+        )
+    return dim

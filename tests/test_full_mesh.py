@@ -1,0 +1,194 @@
+"""Parameters that are DTensors on a mesh of all kinds of parallelism; `dp_mesh_dims` names the axes to shard over.
+
+torch's FSDP2 averages the gradients over these axes; a loss over the whole batch has the sum of them. Both sides do so.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import composable_shard as cs
+from _engines import ENGINES, fully_shard, named_mesh
+from _pool import distributed
+from _stepping import assert_at_rest
+from composable_shard import DataParallelMeshDims
+
+TORCH_HAS_DIMS = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
+SIDES = ("ours", "fsdp2") if TORCH_HAS_DIMS else ("ours",)
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(8, 16), nn.Linear(16, 8, bias=False), nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x))) * self.scale
+
+
+def make():
+    torch.manual_seed(3)
+    return nn.Sequential(Mlp(), Mlp())
+
+
+TENSOR_PARALLEL = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
+
+
+def distribute(model, mesh):
+    """All parameters on all axes: along `tp` as tensor parallelism wants, replicated over the others."""
+    for mlp in model:
+        for module_name, module in mlp.named_modules():
+            for name, param in list(module._parameters.items()):
+                if param is not None:
+                    own = TENSOR_PARALLEL.get(f"{module_name}.{name}", Replicate())
+                    placements = [own if axis == "tp" else Replicate() for axis in mesh.mesh_dim_names]
+                    module._parameters[name] = nn.Parameter(distribute_tensor(param.detach(), mesh, placements))
+    return model
+
+
+def shard(model, engine, **options):
+    for mlp in model:
+        engine(mlp, **options)
+    engine(model, **options)
+    return model
+
+
+def batch(mesh, step):
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+    return x, distribute_tensor(x, mesh, [Replicate() if axis == "tp" else Shard(0) for axis in mesh.mesh_dim_names])
+
+
+def full(tensor):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # DTensor on the number of collectives that this takes
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+CASES = {
+    "one axis": ((2, 2), ("dp", "tp"), {"shard": "dp"}, 2),
+    "one axis, which is all": ((4,), ("dp",), {"shard": "dp"}, 4),
+    "the later axis": ((2, 2), ("tp", "dp"), {"shard": "dp"}, 2),
+    "two axes as one": ((2, 2), ("dp", "cp"), {"shard": ("dp", "cp")}, 4),
+    "two axes as one, and another": ((2, 1, 2), ("dp", "cp", "tp"), {"shard": ("dp", "cp")}, 2),
+    "replicas of shards": ((2, 2), ("replicas", "dp"), {"shard": "dp", "replicate": "replicas"}, 4),
+    "replicas alone": ((2, 2), ("dp", "tp"), {"replicate": "dp"}, 2),
+}
+
+
+@pytest.mark.parametrize(("case", "reshard"), [*[(case, True) for case in CASES], ("one axis", False)])
+@distributed(world=4)
+def test_training_is_exact(rank, world, case, reshard):
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    shape, names, dims, parts = CASES[case]
+    mesh = named_mesh(shape, names)
+    plain = make()
+    models = {
+        side: shard(
+            distribute(make(), mesh),
+            ENGINES[side],
+            mesh=mesh,
+            dp_mesh_dims=DataParallelMeshDims(**dims),
+            reshard_after_forward=reshard,
+        )
+        for side in SIDES
+    }
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (plain, *models.values())]
+    for step in range(3):
+        x, distributed_x = batch(mesh, step)
+        (plain(x).square().mean() / parts).backward()
+        for model in models.values():
+            model(distributed_x).square().mean().backward()
+        for side, model in models.items():
+            for name, want in plain.named_parameters():
+                got = model.get_parameter(name)
+                where = f"{side}: {name}, step {step}"
+                torch.testing.assert_close(full(got.grad), want.grad, msg=lambda m, w=where: f"gradient of {w}: {m}")
+                torch.testing.assert_close(full(got), want, msg=lambda m, w=where: f"{w}: {m}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    if "fsdp2" in models:
+        for mine, theirs in zip(models["ours"].parameters(), models["fsdp2"].parameters(), strict=True):
+            assert (mine.placements, mine.device_mesh) == (theirs.placements, theirs.device_mesh)
+    assert_at_rest(models["ours"])
+
+
+@distributed(world=4)
+def test_a_module_sees_its_parameter_replicated_over_our_axes(rank, world):
+    mesh = named_mesh((2, 2), ("dp", "tp"))
+    model = shard(distribute(make(), mesh), fully_shard, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    seen = []
+    model[0].up.register_forward_pre_hook(lambda m, _: seen.append((m.weight.placements, full(m.weight.detach()))))
+    _, x = batch(mesh, 0)
+    with torch.no_grad():
+        model(x)
+    model(x).square().mean().backward()
+    for placements, weight in seen:
+        assert placements == (Replicate(), Shard(0))
+        torch.testing.assert_close(weight, make()[0].up.weight)
+    model.unshard()
+    made = copy.deepcopy(model)
+    made(x).square().mean().backward()
+    for mine, other in zip(model.parameters(), made.parameters(), strict=True):
+        assert torch.equal(full(mine.grad) * 2, full(other.grad))
+
+
+@distributed(world=4)
+def test_no_gradient_is_reduced_twice_over_our_axes(rank, world):
+    mesh = named_mesh((4,), ("dp",))
+    model = shard(distribute(make(), mesh), fully_shard, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    _, x = batch(mesh, 0)
+    loss = model(x).square().mean()
+    with torch.distributed.tensor.debug.CommDebugMode() as comms:
+        loss.backward()
+    found = {str(op): count for op, count in comms.get_comm_counts().items()}
+    assert found == {"c10d._allgather_base_": 2, "c10d.alltoall_base_": 2}, "more than a gather and a sum a group"
+
+
+@distributed(world=4)
+def test_one_full_graph_equals_eager(rank, world):
+    mesh = named_mesh((2, 2), ("dp", "tp"))
+    options = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="dp")}
+    eager, model = (shard(distribute(make(), mesh), fully_shard, **options) for _ in range(2))
+    torch._dynamo.reset()
+    run = cs.compile(model, backend="aot_eager")
+    for step in range(2):
+        _, x = batch(mesh, step)
+        for each in (eager, run):
+            each(x).square().mean().backward()
+        for (name, want), (_, got) in zip(eager.named_parameters(), model.named_parameters(), strict=True):
+            torch.testing.assert_close(full(got.grad), full(want.grad), msg=lambda m, n=name: f"gradient of {n}: {m}")
+
+
+@distributed(world=4)
+def test_mistakes_are_named(rank, world):
+    mesh = named_mesh((2, 2), ("dp", "tp"))
+    unnamed = init_device_mesh("cpu", (2, 2))
+    other = named_mesh((4,), ("dp",))
+    dims = DataParallelMeshDims(shard="dp")
+
+    def refuses(kind, words, mesh=mesh, dims=dims, model=None):
+        model = distribute(make(), mesh) if model is None else model
+        before = list(model.parameters())
+        with pytest.raises(kind, match=words):
+            fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+        assert [*map(id, before)] == [*map(id, model.parameters())]
+
+    refuses(TypeError, "dp_mesh_dims: expected DataParallelMeshDims, got str", dims="dp")
+    refuses(ValueError, "dp_mesh_dims: the axes of .* have no names", mesh=unnamed, model=make())
+    refuses(ValueError, r"names \['pp'\]; the axes of the mesh are dp, tp", dims=DataParallelMeshDims(shard="pp"))
+    refuses(ValueError, "no axis, or one twice", dims=DataParallelMeshDims(shard="dp", replicate="dp"))
+    refuses(ValueError, "parameter 0.scale: is a plain tensor, but dp_mesh_dims is for", model=make())
+    refuses(ValueError, "parameter 0.scale: is a DTensor on .*distribute it", model=distribute(make(), other))
+    refuses(ValueError, "on axis tp, which dp_mesh_dims names; it must be Repl", dims=DataParallelMeshDims(shard="tp"))
+    if TORCH_HAS_DIMS:
+        with pytest.raises(ValueError, match="At least one"):
+            DataParallelMeshDims()
