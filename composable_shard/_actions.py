@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ._bucket import GatherBucket
+from ._bucket import Bucket
 from ._errors import ShardConfigStateError
 from ._group import Gradients, ParamGroup, Reduction, Runtime
 from ._node import Entries, Outputs, Use
@@ -44,7 +44,7 @@ class Actions:
         self._runtime = runtime
         self._entries = {group: weakref.ref(entries) for group, entries in groups}
         self._watch_leaf = watch_leaf
-        self._by_bucket: dict[GatherBucket, ParamGroup] = {}
+        self._by_bucket: dict[Bucket, ParamGroup] = {}
         self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
         self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}  # for hooks, which see all uses at once
         self.seen: list[ParamGroup] = []
@@ -166,7 +166,7 @@ class Actions:
         while self._reductions:
             self._finish_oldest()
 
-    def group_of(self, bucket: GatherBucket) -> ParamGroup:
+    def group_of(self, bucket: Bucket) -> ParamGroup:
         """Whose bucket it is.
 
         Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -86,14 +86,64 @@ def _views(slot: Slot, dtype: torch.dtype, layout: BucketLayout, rank: int) -> _
     return _Views(flat, chunks[rank], own, pieces, places, wholes)
 
 
-class GatherBucket:
-    """Parameters of one group that are gathered in one dtype.
+class Bucket(Protocol):
+    """Parameters of one group that one collective gathers.
 
     Attributes:
-        params: its members.
+        fqns: names of its members.
+        dtype: in which they are used.
         slot: where they are now, or will be when the gather is done; None if nowhere.
         readable: whether they are there.
         generation: how often an optimizer has changed the sharded parameters.
+    """
+
+    fqns: list[str]
+    dtype: torch.dtype
+    slot: Slot | None
+    readable: bool
+    generation: int
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """The unsharded parameters, without autograd history."""
+
+    def weights_for_use(self) -> list[torch.Tensor]:
+        """The same for a forward that begins; `begin_use` follows when its node is made."""
+
+    def begin_use(self) -> None:
+        """All that a node shows of the weights is made."""
+
+    def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
+        """After a forward with gradients, while the module still has what it was shown: notice who else keeps views.
+
+        A selective checkpoint does, or a function that keeps them on its ``ctx``: no handle stands for those. They must
+        stay true as long as the graph lives.
+
+        Args:
+            dropped: views that will be gone at once.
+        """
+
+    def leaves(self) -> list[torch.nn.Parameter]:
+        """The unsharded parameters as leaves; the same objects whenever the bucket is in the same place."""
+
+    def start(self, after: torch.Event | None) -> Job[None]:
+        """Begin to gather, behind the event `after` (the parameters' last change)."""
+
+    def arrived(self) -> None:
+        """The weights can be read."""
+
+    def release(self, after: torch.Event | None, reserve: bool = False) -> None:
+        """Give the memory back, or reserve it for the next gather."""
+
+    def forget(self) -> None:
+        """Reserve nothing any more; this bucket will not be used again."""
+
+
+class GatherBucket(Bucket):
+    """Parameters that are gathered as they are, cast to one dtype, into a slot of the pool.
+
+    Attributes:
+        params: its members.
     """
 
     def __init__(
@@ -149,30 +199,19 @@ class GatherBucket:
 
     @property
     def weights(self) -> list[torch.Tensor]:
-        """The unsharded parameters, without autograd history."""
         return self._idle_face().weights
 
     def weights_for_use(self) -> list[torch.Tensor]:
-        """The same for a forward that begins; `begin_use` follows when its node is made."""
         self._face = face = self._idle_face()
         if self._lent and face in self._lent:
             self._lent.remove(face)  # nobody has views of it any more
         return face.weights
 
     def begin_use(self) -> None:
-        """All that a node shows of the weights is made."""
         assert self._face is not None
         self._face.at_rest = self._face.users
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
-        """After a forward with gradients, while the module still has what it was shown: notice who else keeps views.
-
-        A selective checkpoint does, or a function that keeps them on its ``ctx``: no handle stands for those. They must
-        stay true as long as the graph lives.
-
-        Args:
-            dropped: views that will be gone at once.
-        """
         face = self._face
         if face is None or face.users <= face.at_rest or face in self._lent:
             return
@@ -181,7 +220,6 @@ class GatherBucket:
             self._lent.append(face)
 
     def leaves(self) -> list[torch.nn.Parameter]:
-        """The unsharded parameters as leaves; the same objects whenever the bucket is in the same slot."""
         assert self.slot is not None
         found = self._leaves.get(self.slot)
         if found is None:
@@ -214,7 +252,6 @@ class GatherBucket:
         return self._views_of(slot).wholes
 
     def start(self, after: torch.Event | None) -> Job[None]:
-        """Lease a slot and begin to gather into it, behind the event `after` (the parameters' last change)."""
         slot = self.open()
         if self._direct:
             assert self._transport is not None
@@ -254,7 +291,6 @@ class GatherBucket:
         self.slot, self.readable = None, False
 
     def arrived(self) -> None:
-        """The weights can be read."""
         self.readable = True
         self._sum = checksum(self._bytes_in(self.slot)) if debugging() and self.slot is not None else None
 
@@ -270,7 +306,6 @@ class GatherBucket:
             )
 
     def forget(self) -> None:
-        """Reserve nothing any more; this bucket will not be used again."""
         if self._reserved is not None:
             self._pool.release(self._reserved, self._reserved.free_after)
             self._reserved = None

@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 from torch import nn
 
+from ._collectives import Transports
 from ._engine import Engine
 from ._errors import ShardConfigStateError
-from ._group import ParamGroup, Runtime, describe
-from ._plan import GroupPlan, ShardPlan
+from ._group import ParamGroup, Runtime
+from ._mesh import MeshInfo
+from ._param import ShardedParam
+from ._plan import GroupPlan, ParamPlan, ShardPlan
+from ._policies import Options
 from ._pool import BufferPool
 from ._schedule import ROOT_NAME
 from ._state import Bound, ShardState, named_states, state_of
 from ._streams import lane_for
 from ._transports import TransportCache
+
+
+def _describe(
+    fqn: str, params: Sequence[ShardedParam], info: MeshInfo, options: Options, is_root: bool, transports: Transports
+) -> GroupPlan:
+    """A group's part of a plan; it needs no group, and meta parameters will do."""
+    transport = transports.gather or transports.replicate
+    return GroupPlan(
+        fqn=fqn,
+        params=tuple(
+            ParamPlan(
+                fqn=p.fqn,
+                shape=p.shape,
+                stored=p.dtype,
+                gathered=options.compute_dtype(p.dtype),
+                reduced=options.reduce_dtype(p.dtype),
+                trains=p.sharded.requires_grad,
+                dim=p.dim,
+            )
+            for p in params
+        ),
+        shard_size=info.shard_size,
+        mesh=str(info),
+        is_root=is_root,
+        reshard_after_forward=options.reshards(is_root),
+        transport=transport.name if transport else "local",
+        direct=transports.gather is not None and transports.gather.direct,
+        reduce_buffers=0 if transports.reduce is None else 1 + transports.reduce.needs_scratch,
+        small_size=options.few_ranks,
+    )
 
 
 def _set_fqns(root: nn.Module) -> None:
@@ -48,7 +83,7 @@ def declared_plan(root: nn.Module) -> ShardPlan:
         asked = state.declaration
         options = asked.settings.current
         made = transports.of(asked.info, options)
-        plans.append(describe(fqn, asked.params, asked.info, options, state in own, made))
+        plans.append(_describe(fqn, asked.params, asked.info, options, state in own, made))
     return ShardPlan(tuple(plans), tuple(plan.fqn for plan in plans))
 
 
@@ -65,6 +100,14 @@ def _check_ready(root: nn.Module, found: Sequence[tuple[list[str], ShardState]])
                 f"{', '.join(listed) or type(root).__name__}: has already run as a root of its own, and now runs "
                 f"inside of {type(root).__name__}; run the outermost sharded module first"
             )
+
+
+def _set_modules(root: nn.Module, found: Sequence[tuple[list[str], ShardState]]) -> None:
+    """Tell each parameter which module holds it."""
+    holders = {id(module._parameters): weakref.ref(module) for module in root.modules()}
+    for _, state in found:
+        for names, _, index in reversed(state.entries.places):
+            state.declaration.params[index].module = holders.get(id(names))
 
 
 def _check_materialised(found: Sequence[tuple[list[str], ShardState]]) -> None:
@@ -100,6 +143,7 @@ def build_engine(root: nn.Module) -> Engine:
     plan = declared_plan(root)
     _check_materialised(found)
     _check_offloaded(found)
+    _set_modules(root, found)
     device = found[0][1].declaration.info.device
     own = state_of(root)
     gather_lane, reduce_lane = (own.lanes if own is not None else None) or (lane_for(device), lane_for(device))

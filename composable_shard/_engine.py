@@ -27,7 +27,7 @@ import torch
 
 from ._actions import Actions
 from ._backward import BackwardPass, Token
-from ._bucket import GatherBucket
+from ._bucket import Bucket
 from ._gradients import GradientFlow, watch_leaf
 from ._group import Gradients, ParamGroup, Runtime
 from ._node import Entries, Keeper, Outputs, Use, unshard
@@ -80,7 +80,7 @@ class Engine:
         self._pass: BackwardPass | None = None
         self._active: dict[ParamGroup, Use] = {}  # uses whose backward has begun and not ended
         self._open: dict[ParamGroup, Use] = {}  # uses whose forward runs now
-        self.keepers: dict[GatherBucket, Keeper] = {}  # and what the handles of frozen ones hold
+        self.keepers: dict[Bucket, Keeper] = {}  # and what the handles of frozen ones hold
         watch_steps(self)
 
     @property
@@ -238,7 +238,7 @@ class Engine:
         for later in [u for u in self._active.values() if u.number > use.last and not now.will_fire(u)]:
             self._complete(now, later, later.add([None] * len(later.group.params)))
 
-    def fetch(self, bucket: GatherBucket) -> None:
+    def fetch(self, bucket: Bucket) -> None:
         """Backward asks for a saved weight."""
         group = self._do.group_of(bucket)
         if group.phase is ParamPhase.UNSHARDED:

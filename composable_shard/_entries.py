@@ -63,7 +63,7 @@ class ModuleEntries:
         self._note_watched()
         self.converted = False
         self.shown = False
-        self._lists: list[dict[str, Any]] = []
+        self._lists: list[weakref.ref[nn.Module]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_lists": []}  # a copy finds those of its own modules
@@ -71,16 +71,20 @@ class ModuleEntries:
     def keep_lists(self, root: nn.Module) -> None:
         """Look for recurrent modules: they keep their parameters in lists, too, which shall follow the entries."""
         ours = {id(names) for names, _, _ in self.places}
-        of_ours = [vars(module) for module in root.modules() if id(module._parameters) in ours]
-        recurrent = [it for it in of_ours if "_flat_weights_names" in it]
-        self._lists = [it for it in recurrent if it["_parameters"].keys() >= {*it["_flat_weights_names"]}]
+        of_ours = [module for module in root.modules() if id(module._parameters) in ours]
+        recurrent = [(it, vars(it).get("_flat_weights_names")) for it in of_ours]
+        self._lists = [weakref.ref(it) for it, names in recurrent if names and it._parameters.keys() >= {*names}]
 
     def _list_anew(self) -> None:
         """As the recurrent module itself would, which would also move its weights to memory of its own on CUDA."""
-        for attributes in self._lists:
-            params = attributes["_parameters"]
-            flat = attributes["_flat_weights"] = [params[name] for name in attributes["_flat_weights_names"]]
-            attributes["_flat_weight_refs"] = [weakref.ref(weight) for weight in flat]
+        for known in self._lists:
+            module: Any = known()
+            if module is not None:
+                flat = [module._parameters[name] for name in module._flat_weights_names]
+                module._flat_weights = flat
+                # ... which Dynamo cannot compare, and a traced module need not.
+                traced = torch.compiler.is_compiling()
+                module._flat_weight_refs = [None if traced else weakref.ref(weight) for weight in flat]
 
     def follow(self) -> None:
         """`adopt`, while Dynamo traces; the eager runtime still hears of it at its next forward."""

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ._bucket import GatherBucket
+from ._bucket import Bucket, GatherBucket
 from ._collectives import Transports
+from ._extension import ExtensionBucket, is_extended
 from ._kept import KeptGradients
 from ._mesh import MeshInfo
 from ._param import ShardedParam
 from ._phases import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradPhase, ParamPhase, moved
-from ._plan import GroupPlan, ParamPlan
 from ._policies import Options, Settings
 from ._pool import BufferPool
 from ._reduction import ReduceBucket, Reduced
@@ -54,36 +54,6 @@ class Reduction:
     whole: bool
 
 
-def describe(
-    fqn: str, params: Sequence[ShardedParam], info: MeshInfo, options: Options, is_root: bool, transports: Transports
-) -> GroupPlan:
-    """A group's part of a plan; it needs no group, and meta parameters will do."""
-    transport = transports.gather or transports.replicate
-    return GroupPlan(
-        fqn=fqn,
-        params=tuple(
-            ParamPlan(
-                fqn=p.fqn,
-                shape=p.shape,
-                stored=p.dtype,
-                gathered=options.compute_dtype(p.dtype),
-                reduced=options.reduce_dtype(p.dtype),
-                trains=p.sharded.requires_grad,
-                dim=p.dim,
-            )
-            for p in params
-        ),
-        shard_size=info.shard_size,
-        mesh=str(info),
-        is_root=is_root,
-        reshard_after_forward=options.reshards(is_root),
-        transport=transport.name if transport else "local",
-        direct=transports.gather is not None and transports.gather.direct,
-        reduce_buffers=0 if transports.reduce is None else 1 + transports.reduce.needs_scratch,
-        small_size=options.few_ranks,
-    )
-
-
 class ParamGroup:
     """Parameters that are gathered together and whose gradients are reduced together.
 
@@ -97,6 +67,7 @@ class ParamGroup:
         shards: the sharded parameters themselves.
         wraps: whether any of them was a DTensor before it was sharded.
         buckets: what is gathered, one bucket per dtype.
+        extended: whether any of them says itself what is gathered (see `_extension`).
         was_gathered: whether a gather was finished since the last backward ended; on all ranks alike.
         pinned: whether a user asked for the unsharded parameters (`unshard`), so that no forward gives them up.
     """
@@ -137,18 +108,21 @@ class ParamGroup:
         options = self.options
         self.shards = [p.sharded for p in self.params]
         self.wraps = any(p.parallel for p in self.params)
-        self._dtypes = [options.compute_dtype(p.dtype) for p in self.params]
-        self.buckets = [
-            GatherBucket(
-                [p for p, d in zip(self.params, self._dtypes, strict=True) if d == dtype],
-                dtype,
-                self._info,
-                self._transports.gather,
-                self._runtime.pool,
-                self._runtime.gather_lane,
+        by_kind: dict[tuple[bool, torch.dtype], list[int]] = {}
+        for index, p in enumerate(self.params):
+            by_kind.setdefault((is_extended(p), options.compute_dtype(p.dtype)), []).append(index)
+        self._members = list(by_kind.values())
+        run = self._runtime
+        how = self._info, self._transports.gather, run.pool, run.gather_lane
+        self.buckets: list[Bucket] = []
+        for (extended, dtype), members in by_kind.items():
+            params = [self.params[i] for i in members]
+            self.buckets.append(
+                ExtensionBucket(params, dtype, *how, options.mp_policy)
+                if extended
+                else GatherBucket(params, dtype, *how)
             )
-            for dtype in dict.fromkeys(self._dtypes)
-        ]
+        self.extended = any(extended for extended, _ in by_kind)
         self._residents: list[Resident] = []
 
     # ---- facts
@@ -241,7 +215,7 @@ class ParamGroup:
     @property
     def shrinks(self) -> bool:
         """Whether forward leaves the weights cut among a few ranks."""
-        return self._small is not None and self.options.few_ranks > 0
+        return self._small is not None and self.options.few_ranks > 0 and not self.extended
 
     def shrink(self) -> None:
         """Give the unsharded parameters up but for what a few ranks keep among them."""
@@ -250,7 +224,8 @@ class ParamGroup:
         assert transport is not None
         self._set_params(ParamPhase.RESIDENT)
         if not self._residents:
-            self._residents = [Resident(b, small, transport, run.pool, run.gather_lane) for b in self.buckets]
+            buckets = [bucket for bucket in self.buckets if isinstance(bucket, GatherBucket)]
+            self._residents = [Resident(b, small, transport, run.pool, run.gather_lane) for b in buckets]
         for resident in self._residents:
             resident.keep()
         after = run.gather_lane.mark()
@@ -294,8 +269,11 @@ class ParamGroup:
     def _in_order(self, lists: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         if len(lists) == 1:
             return list(lists[0])
-        by_dtype = {bucket.dtype: iter(found) for bucket, found in zip(self.buckets, lists, strict=True)}
-        return [next(by_dtype[dtype]) for dtype in self._dtypes]
+        found: list[torch.Tensor] = [*self.shards]
+        for members, of_bucket in zip(self._members, lists, strict=True):
+            for index, tensor in zip(members, of_bucket, strict=True):
+                found[index] = tensor
+        return found
 
     def stepped(self) -> None:
         """An optimizer or a load is about to change the sharded parameters."""

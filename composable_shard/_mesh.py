@@ -73,6 +73,12 @@ class MeshInfo:
         return (Shard(dim),) if self.mesh.ndim == 1 else (Replicate(), Shard(dim))
 
     @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The shard axis as a mesh."""
+        names = self.mesh.mesh_dim_names
+        return self.mesh if self.mesh.ndim == 1 or names is None else self.mesh[names[-1]]
+
+    @property
     def size(self) -> int:
         """Number of ranks that share the work: gradients are averaged over so many."""
         return self.shard_size * self.replicate_size

@@ -23,7 +23,15 @@ def _cut(whole: torch.Tensor, info: MeshInfo, dim: int) -> torch.Tensor:
     """This rank's piece, with storage of its own."""
     layout = bucket_layout([tuple(whole.shape)], info.shard_size, whole.element_size(), [dim]).params[0]
     rows = layout.rows_of(info.shard_rank)
-    piece = whole.narrow(dim, min(info.shard_rank * layout.chunk, whole.shape[dim]), rows)
+    first = min(info.shard_rank * layout.chunk, whole.shape[dim])
+    if hasattr(whole, "fsdp_pre_all_gather"):  # of a subclass: with no other operations than torch's FSDP2 uses here
+        chunks = torch.chunk(whole, info.shard_size, dim)
+        padded = whole.new_zeros(chunks[0].shape)
+        piece = padded.narrow(dim, 0, rows)
+        if rows:
+            piece.copy_(chunks[info.shard_rank])
+        return piece if piece.device.type in ("meta", info.home.type) else piece.to(info.home)
+    piece = whole.narrow(dim, first, rows)
     device = piece.device if piece.device.type == "meta" else info.home
     pins = info.pins and device.type == "cpu"
     return torch.empty(piece.shape, dtype=piece.dtype, device=device, pin_memory=pins).copy_(piece)
@@ -73,9 +81,10 @@ class ShardedParam:
         shape: the unsharded shape, of the local tensor if it was a DTensor before.
         dim: the dim along which it is cut.
         parallel: how it was placed before, if it was a DTensor.
+        module: the module that holds it, weakly; known once the root is.
     """
 
-    __slots__ = ("_kept_in", "_post_hooks", "_tensor_hooks", "dim", "fqn", "parallel", "shape", "sharded")
+    __slots__ = ("_kept_in", "_post_hooks", "_tensor_hooks", "dim", "fqn", "module", "parallel", "shape", "sharded")
 
     def __init__(
         self,
@@ -90,6 +99,7 @@ class ShardedParam:
         self.fqn = fqn
         self.sharded = sharded
         self.shape = tuple(sharded.shape) if shape is None else shape
+        self.module: weakref.ref[nn.Module] | None = None
         self._kept_in: weakref.ref[torch.Tensor] | None = None
         self._tensor_hooks: list[dict[int, Hook]] = []
         self._post_hooks: list[dict[int, Hook]] = []
@@ -167,9 +177,10 @@ class ShardedParam:
 
     def mark_kept(self) -> None:
         """Make `.grad` show, later, whether it was cleared."""
-        grad = self.sharded.grad
+        grad, local = self.sharded.grad, self.local
         if grad is None:
-            grad = self.sharded.grad = dtensor_like(self.sharded, torch.full_like(self.local, -0.0))
+            marks = torch.full(local.shape, -0.0, dtype=local.dtype, device=local.device)
+            grad = self.sharded.grad = dtensor_like(self.sharded, marks)
         elif grad.numel() and (first := local_tensor(grad).view(-1)[:1]).numel():
             first.copy_(torch.where(first == 0, -0.0, first))
         self._kept_in = weakref.ref(grad)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right, insort
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +77,22 @@ class Slot:
         return found
 
 
+class Outside:
+    """Memory for weights that belongs to a parameter and not to the pool: it is read where it lies, or not at all.
+
+    Attributes:
+        owner: who reads weights from it, weakly.
+    """
+
+    __slots__ = ("begin", "end", "nbytes", "owner")
+
+    def __init__(self, memory: torch.UntypedStorage, owner: Any) -> None:
+        self.begin = memory.data_ptr()
+        self.nbytes = memory.nbytes()
+        self.end = self.begin + self.nbytes
+        self.owner: weakref.ref[Any] | None = weakref.ref(owner)
+
+
 class BufferPool:
     """The slots of one engine.
 
@@ -93,6 +110,7 @@ class BufferPool:
         self._free: dict[int, list[Slot]] = {}
         self._slots: list[Slot] = []
         self._begins: list[int] = []
+        self._outside: list[Outside] = []
 
     def lease(self, nbytes: int, owner: Any = None, prefer: Slot | None = None) -> Slot:
         """A slot of at least `nbytes` bytes, with undefined content, until it is released.
@@ -130,13 +148,29 @@ class BufferPool:
         poison(slot.typed(torch.uint8, written=True))
         return self._lane.mark()
 
-    def find(self, address: int) -> Slot | None:
-        """The slot whose weights lie at `address`, or None if no weights lie there."""
+    def find(self, address: int) -> Slot | Outside | None:
+        """What holds the weights that lie at `address`, or None if no weights lie there."""
         at = bisect_right(self._begins, address)
-        if at == 0:
-            return None
-        slot = self._slots[at - 1]
-        return slot if address < slot.end and slot.owner is not None else None
+        if at:
+            slot = self._slots[at - 1]
+            if address < slot.end and slot.owner is not None:
+                return slot
+        for outside in self._outside:
+            if outside.begin <= address < outside.end:
+                return outside
+        return None
+
+    def count(self, outside: Sequence[Outside]) -> None:
+        """Count memory that does not belong to the pool, and find the weights in it."""
+        self._outside += outside
+        self.live_bytes += sum(each.nbytes for each in outside)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def discount(self, outside: Sequence[Outside]) -> None:
+        """Count it no longer."""
+        gone = {id(each) for each in outside}
+        self._outside = [each for each in self._outside if id(each) not in gone]
+        self.live_bytes -= sum(each.nbytes for each in outside)
 
     def empty(self) -> None:
         """Give the memory of all free slots back to the allocator."""

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ._bucket import GatherBucket
+from ._bucket import Bucket, GatherBucket
 from ._errors import SavedTensorModifiedError, StaleStateError
-from ._pool import BufferPool, Place
+from ._pool import BufferPool, Outside, Place
 from ._torch import SavedTensorsHooks, active_saved_tensors_hooks, passed_by_checkpoints, saved_tensors_hooks_set_aside
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -38,11 +38,11 @@ class WeightOwner(Protocol):
     @property
     def pool(self) -> BufferPool: ...
 
-    def fetch(self, bucket: GatherBucket) -> None:
+    def fetch(self, bucket: Bucket) -> None:
         """Make a bucket's weights readable, gathering them if need be."""
 
     @property
-    def keepers(self) -> Mapping[GatherBucket, object]:
+    def keepers(self) -> Mapping[Bucket, object]:
         """What the handles of a bucket hold, where their end must be noticed."""
 
 
@@ -51,9 +51,19 @@ class Handle(NamedTuple):
 
     bucket: GatherBucket
     place: Place
-    owner: WeightOwner  # who makes them readable
+    owner: WeightOwner | None  # who makes them readable
     keeper: object  # dies with the last handle of its use
     generation: int  # of the weights
+
+
+class Kept(NamedTuple):
+    """A saved view of a weight in memory that is not the pool's: the view is kept, and its memory comes back."""
+
+    bucket: Bucket
+    view: torch.Tensor
+    owner: WeightOwner | None
+    keeper: object
+    generation: int
 
 
 _new = tuple.__new__  # makes a named tuple at a third of the cost of calling its class
@@ -127,7 +137,7 @@ class _Hooks:
             if tensor._version != version:
                 raise _modified(tensor, version)
             return tensor  # type: ignore[no-any-return]
-        if kind is Handle:
+        if kind is Handle or kind is Kept:
             return _weight(packed)
         if kind is _Foreign:
             assert self._outer is not None
@@ -144,9 +154,11 @@ class _Hooks:
         if slot is None:
             return None
         assert slot.owner is not None
-        bucket: GatherBucket | None = slot.owner()
+        bucket: Any = slot.owner()
         if bucket is None:
             return None
+        if type(slot) is Outside:
+            return Kept(bucket, tensor.detach(), self.owner(), self._keepers.get(bucket), bucket.generation)
         if bucket.dtype.is_complex and (tensor.is_conj() or tensor.is_neg()):
             copy = tensor.clone()  # a handle has no word for a lazy conjugate
             return copy, copy._version
@@ -170,7 +182,7 @@ class _Hooks:
         return _Flattened(type(tensor), kept, context, tensor.shape, tensor.stride())
 
 
-def _weight(handle: Handle) -> torch.Tensor:
+def _weight(handle: Handle | Kept) -> torch.Tensor:
     """The weight that a handle stands for, gathered again if need be."""
     bucket, place, owner, _, generation = handle
     if generation != bucket.generation:
@@ -179,9 +191,13 @@ def _weight(handle: Handle) -> torch.Tensor:
             "forward and backward; run backward first, or forward again after it"
         )
     if not bucket.readable:
+        assert owner is not None
         owner.fetch(bucket)
-    assert bucket.slot is not None
-    view = bucket.slot.view(place)
+    if isinstance(place, torch.Tensor):
+        view = place
+    else:
+        assert bucket.slot is not None
+        view = bucket.slot.view(place)
     # With grad mode on (create_graph) autograd saves what it gets here once more, and then past these hooks.
     return view.clone() if torch.is_grad_enabled() else view
 
@@ -192,7 +208,7 @@ def _kept(part: Any) -> Any:
 
 def _restored(packed: Any) -> torch.Tensor:
     """A tensor of a subclass, or one of its inner tensors."""
-    if type(packed) is Handle:
+    if isinstance(packed, Handle | Kept):
         return _weight(packed)
     if isinstance(packed, _Flattened):
         inner = {name: _restored(found) for name, found in packed.inner.items()}

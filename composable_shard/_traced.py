@@ -70,6 +70,7 @@ class TracedGroup:
         self._key = layout.register()
         self._replicated = layout.replicate is not None
         self.compiled = False
+        self._extended = False
         # Memory that stands for the group when a graph runs, if this rank holds no element of it.
         self._tag = (
             None if any(p.sharded.is_meta or p.local.numel() for p in params) else torch.empty(1, device=info.device)
@@ -82,6 +83,7 @@ class TracedGroup:
         self.unknown = ""
         self.is_root = is_root
         self._group = weakref.ref(group) if group is not None else None
+        self._extended = group is not None and group.extended
 
     # ---- while tracing
 
@@ -95,6 +97,11 @@ class TracedGroup:
             raise ShardConfigStateError(
                 "torch.compile: custom communication, all-reduce hooks and set_requires_all_reduce(False) work in "
                 "eager steps only; unset them, or run this step on the model that is not compiled"
+            )
+        if self._extended:
+            raise ShardConfigStateError(
+                "torch.compile: parameters with fsdp_pre_all_gather are gathered in eager steps only; compile the "
+                "modules that hold them one by one, by module.compile()"
             )
         shards = [param.sharded for param in self._params]
         if self._settings.current.reshards(self.is_root):

@@ -12,7 +12,7 @@ from torch import nn
 
 import composable_shard
 from _pool import distributed
-from composable_shard import _state
+from composable_shard import _transports
 from composable_shard._collectives import BROADCAST_FROM_BYTES, Native, RankOrdered, transport_for
 from composable_shard._streams import Lane
 
@@ -186,13 +186,16 @@ def test_direct_gathers_train_to_the_same_bits_as_packed_ones(rank, world, param
     """Even parameters that are not cast go straight into their places; the others are packed as on gloo."""
     policy = composable_shard.MixedPrecisionPolicy(param_dtype=param_dtype)
     models = {}
-    for name, choose in {"packed": _state.transport_for, "direct": lambda g, d: Native(g, averages=False)}.items():
+    for name, choose in {
+        "packed": _transports.transport_for,
+        "direct": lambda g, *_: Native(g, averages=False),
+    }.items():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 6), nn.Linear(6, 3))
         for child in model:
             composable_shard.fully_shard(child, mp_policy=policy)
         composable_shard.fully_shard(model, mp_policy=policy)
-        kept, _state.transport_for = _state.transport_for, choose
+        kept, _transports.transport_for = _transports.transport_for, choose
         try:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for step in range(3):
@@ -200,7 +203,7 @@ def test_direct_gathers_train_to_the_same_bits_as_packed_ones(rank, world, param
                 optimizer.step()
                 optimizer.zero_grad()
         finally:
-            _state.transport_for = kept
+            _transports.transport_for = kept
         record, plan = composable_shard.last_record(model), composable_shard.make_plan(model)
         assert record.live_bytes == plan.live_bytes(), name
         models[name] = model, plan

@@ -1,0 +1,297 @@
+"""Parameters that say themselves what is gathered: torch's extension of FSDP2 for tensor subclasses.
+
+    inputs, metadata = shard.fsdp_pre_all_gather(mesh[, outer_size, outer_stride, module, mp_policy])
+    tensor, owned = shard.fsdp_post_all_gather(outputs, metadata, param_dtype)
+    shard.fsdp_post_all_gather(outputs, metadata, param_dtype, out=tensor)  # from the second time on
+
+The unsharded tensor stays one object, as such subclasses expect, over memory of its own and not the pool's: what is
+gathered (`outputs`) and what the shard has made of it (`owned`). Its storage is emptied when the weights are given up.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._bucket import LEAF_OF, Bucket
+from ._collectives import Transport
+from ._errors import ShardConfigTypeError, ShardConfigValueError
+from ._layout import bucket_layout
+from ._mesh import MeshInfo
+from ._param import ShardedParam
+from ._policies import MixedPrecisionPolicy
+from ._pool import BufferPool, Outside, Slot
+from ._streams import Job, Lane, Steps
+
+_ALIGNMENT_BYTES = 16
+_PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+def is_extended(param: ShardedParam) -> bool:
+    """Whether a parameter says itself what is gathered.
+
+    Raises:
+        ShardConfigTypeError: it has one of the two methods only, or one with other parameters than torch's.
+    """
+    has = [hasattr(param.local, name) for name in (_PRE, _POST)]
+    if has[0] is not has[1]:
+        there, missing = (_PRE, _POST) if has[0] else (_POST, _PRE)
+        raise ShardConfigTypeError(f"parameter {param.fqn}: its tensor has {there} but not {missing}; define both")
+    if has[0]:
+        _takes_all(param)
+    return has[0]
+
+
+def _takes_all(param: ShardedParam) -> bool:
+    """Whether `fsdp_pre_all_gather` takes five arguments, and not the mesh alone."""
+    signature = inspect.signature(param.local.fsdp_pre_all_gather)  # type: ignore[attr-defined]
+    if len(signature.parameters) not in (1, 5):
+        raise ShardConfigTypeError(
+            f"parameter {param.fqn}: {_PRE}({', '.join(signature.parameters)}) must take (mesh) or (mesh, outer_size, "
+            "outer_stride, module, mp_policy)"
+        )
+    return len(signature.parameters) == 5
+
+
+def _inner_storages(tensor: torch.Tensor) -> list[torch.UntypedStorage] | None:
+    """The memory of a tensor, which may be of a subclass; None if it does not tell."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        inner = [_inner_storages(part) for part in parts if isinstance(part, torch.Tensor)]
+        return None if None in inner else [each for found in inner if found is not None for each in found]
+    return [tensor.untyped_storage()] if type(tensor) in (torch.Tensor, nn.Parameter) else None
+
+
+class _Memory:
+    """Storages that come and go while the tensors over them stay."""
+
+    def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        by_id = {storage._cdata: storage for storage in storages}
+        self.storages = [(storage, storage.nbytes()) for storage in by_id.values()]
+
+    def allocate(self) -> None:
+        for storage, nbytes in self.storages:
+            if storage.nbytes() != nbytes:
+                storage.resize_(nbytes)
+
+    def free(self) -> None:
+        for storage, _ in self.storages:
+            storage.resize_(0)
+
+
+class _Extended:
+    """One such parameter.
+
+    Attributes:
+        tensor: the unsharded parameter; None before the first gather.
+        inputs: what this rank sends for it.
+        outputs: where that of all ranks arrives, flat.
+    """
+
+    def __init__(self, param: ShardedParam, dtype: torch.dtype, info: MeshInfo) -> None:
+        self.param = param
+        self.tensor: torch.Tensor | None = None
+        self.inputs: list[torch.Tensor] = []
+        self.outputs: list[torch.Tensor] = []
+        self._dtype = dtype
+        self._info = info
+        self._metadata: Any = None
+        self._sizes: list[torch.Size] = []
+        self._arriving = _Memory([])  # of the outputs
+        self._reading = _Memory([])  # of the unsharded parameter
+
+    def ask(self, policy: MixedPrecisionPolicy) -> None:
+        """Learn what to send, and make room for what will arrive."""
+        param, info = self.param, self._info
+        local: Any = param.local.to(info.device, non_blocking=True) if info.offloads else param.local
+        shape = torch.Size(param.shape)
+        if _takes_all(param):
+            module = None if param.module is None else param.module()
+            stride = torch.empty(shape, device="meta").stride()
+            given = local.fsdp_pre_all_gather(info.shard_mesh, shape, stride, module, policy)
+        else:
+            given = local.fsdp_pre_all_gather(info.shard_mesh)
+        inputs, self._metadata = given
+        self.inputs = [tensor.contiguous() for tensor in inputs]
+        self._check_padded()
+        sizes = [tensor.shape for tensor in self.inputs]
+        kinds = [(tensor.numel() * info.shard_size, tensor.dtype) for tensor in self.inputs]
+        if kinds != [(output.numel(), output.dtype) for output in self.outputs]:
+            self.outputs = [torch.empty(numel, dtype=dtype, device=info.device) for numel, dtype in kinds]
+            self._arriving = _Memory([output.untyped_storage() for output in self.outputs])
+            self.tensor = None
+        self._sizes = sizes
+        self._arriving.allocate()
+
+    def _check_padded(self) -> None:
+        param, info = self.param, self._info
+        layout = bucket_layout([param.shape], info.shard_size, dims=[param.dim]).params[0]
+        rows = layout.rows_of(info.shard_rank)
+        if rows < layout.chunk and any(t.ndim > param.dim and t.shape[param.dim] == rows for t in self.inputs):
+            raise ShardConfigValueError(
+                f"parameter {param.fqn}: {_PRE} gave tensors of {[tuple(t.shape) for t in self.inputs]}; its "
+                f"{param.shape[param.dim]} rows do not divide by {info.shard_size} ranks, so every rank must give them "
+                f"padded to {layout.chunk} rows"
+            )
+
+    def take(self) -> list[torch.UntypedStorage]:
+        """Make the unsharded parameter of what has arrived; returns its memory."""
+        local: Any = self.param.local
+        outputs = tuple(output.view(-1, *size[1:]) for output, size in zip(self.outputs, self._sizes, strict=True))
+        if self.tensor is None:
+            made, owned = local.fsdp_post_all_gather(outputs, self._metadata, self._dtype)
+            own = _inner_storages(made)
+            found = own if own is not None else [*(t.untyped_storage() for t in owned)]
+            self._reading = _Memory([*found, *(t.untyped_storage() for t in owned)])
+            shape = torch.Size(self.param.shape)
+            if made.shape != shape:  # padded rows at its end
+                made = torch.as_strided(made, shape, torch.empty(shape, device="meta").stride(), 0)
+            self.tensor = made
+            self._shares_outputs = own is None or bool(self._ids(self._reading) & self._ids(self._arriving))
+        else:
+            self._reading.allocate()
+            local.fsdp_post_all_gather(outputs, self._metadata, self._dtype, out=self.tensor)
+        self.inputs, self._metadata = [], None
+        if not self._shares_outputs:
+            self._arriving.free()
+        return [storage for storage, _ in self._reading.storages]
+
+    @staticmethod
+    def _ids(memory: _Memory) -> set[int]:
+        return {storage._cdata for storage, _ in memory.storages}
+
+    def free(self) -> None:
+        """Empty its memory."""
+        self._arriving.free()
+        self._reading.free()
+        self.inputs = []
+
+
+class ExtensionBucket(Bucket):
+    """The parameters of a group that say themselves what is gathered: as bytes, in one collective."""
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        dtype: torch.dtype,
+        info: MeshInfo,
+        transport: Transport | None,
+        pool: BufferPool,
+        lane: Lane,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        self.fqns = [p.fqn for p in params]
+        self.dtype = dtype
+        self.slot = None
+        self.readable = False
+        self.generation = 0
+        self._members = [_Extended(p, dtype, info) for p in params]
+        self._info = info
+        self._transport = transport
+        self._pool = pool
+        self._lane = lane
+        self._claims: list[Outside] = []
+        self._leaves: list[nn.Parameter] = []
+        self._policy = policy
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        return [member.tensor for member in self._members if member.tensor is not None]
+
+    def weights_for_use(self) -> list[torch.Tensor]:
+        return self.weights
+
+    def begin_use(self) -> None:
+        pass
+
+    def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
+        pass  # views that others keep are of memory that is nobody else's
+
+    def leaves(self) -> list[nn.Parameter]:
+        if len(self._leaves) != len(self._members):
+            with torch.inference_mode(False), torch.no_grad():
+                self._leaves = [self._leaf(member) for member in self._members]
+        return self._leaves
+
+    def _leaf(self, member: _Extended) -> nn.Parameter:
+        assert member.tensor is not None
+        parallel = member.param.parallel
+        data = parallel.wrap(member.tensor) if parallel is not None else member.tensor.detach()
+        leaf = nn.Parameter(data, requires_grad=False)
+        leaf.__dict__[LEAF_OF] = member.param.fqn
+        return leaf
+
+    def start(self, after: torch.Event | None) -> Job[None]:
+        if after is not None:  # what is sent is made here, of the parameters
+            torch.accelerator.current_stream().wait_event(after)
+        with torch.inference_mode(False), torch.no_grad():
+            before = [member.tensor for member in self._members]
+            for member in self._members:
+                member.ask(self._policy)
+            if any(member.tensor is not tensor for member, tensor in zip(self._members, before, strict=True)):
+                self._leaves = []
+        inputs = [_bytes(tensor) for member in self._members for tensor in member.inputs]
+        outputs = [_bytes(tensor) for member in self._members for tensor in member.outputs]
+        if self._transport is None:
+            return self._lane.start(_copied(inputs, outputs), (self._lane.mark(),), held=inputs)
+        starts, end = [], 0
+        for each in inputs:
+            starts.append(end)
+            end += -(-each.numel() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        landing = self._pool.lease(end * self._info.shard_size)
+        steps = self._gathered(inputs, outputs, starts, end, landing)
+        return self._lane.start(steps, (self._lane.mark(), landing.free_after), held=inputs)
+
+    def _gathered(
+        self,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        starts: list[int],
+        end: int,
+        landing: Slot,
+    ) -> Steps[None]:
+        assert self._transport is not None
+        bucket = landing.typed(torch.uint8, written=True)[: end * self._info.shard_size]
+        chunks = bucket.view(self._info.shard_size, end)
+        chunk = chunks[self._info.shard_rank]
+        for start, sent in zip(starts, inputs, strict=True):
+            chunk[start : start + sent.numel()].copy_(sent)
+        yield from self._transport.all_gather(bucket, chunk)
+        for start, sent, arrived in zip(starts, inputs, outputs, strict=True):
+            arrived.view(self._info.shard_size, -1).copy_(chunks[:, start : start + sent.numel()])
+        self._pool.release(landing, self._lane.mark())
+
+    def arrived(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            memory = [storage for member in self._members for storage in member.take()]
+        by_id = {storage._cdata: storage for storage in memory}
+        self._claims = [Outside(storage, self) for storage in by_id.values()]
+        self._pool.count(self._claims)
+        self.readable = True
+
+    def release(self, after: torch.Event | None, reserve: bool = False) -> None:
+        self._pool.discount(self._claims)
+        self._claims = []
+        self.readable = False
+        for member in self._members if not reserve else ():
+            member.free()
+
+    def forget(self) -> None:
+        for member in self._members:
+            member.free()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _copied(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> Steps[None]:
+    """One rank alone: what it sends arrives."""
+    for sent, arrived in zip(inputs, outputs, strict=True):
+        arrived.copy_(sent)
+    return
+    yield

@@ -1,0 +1,395 @@
+"""Tensor subclasses that say themselves what is gathered, under ours and under torch's FSDP2."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils import _pytree as pytree
+
+import composable_shard as cs
+from _engines import ENGINES, fsdp2, fully_shard, mesh_of
+from _pool import distributed
+from _stepping import assert_at_rest, engine_of
+from composable_shard import StaleStateError
+
+aten = torch.ops.aten
+KEEP_CLASS = {
+    *(aten.empty_like.default, aten.new_zeros.default, aten.slice.Tensor, aten.copy_.default, aten.view.default),
+    *(aten.as_strided.default, aten._to_copy.default, aten.split.Tensor, aten.clone.default, aten.detach.default),
+}
+
+
+class Wrapping(torch.Tensor):
+    """A tensor around another, which most operations unwrap."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors, context, shape, stride):
+        return cls(tensors["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = pytree.tree_map_only(cls, lambda t: t.inner, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, cls, out) if func in KEEP_CLASS else out
+
+
+class Halved(Wrapping):
+    """Gathered in bfloat16, and used in float32."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        assert mesh.ndim == 1
+        return (self.inner.to(torch.bfloat16),), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        (gathered,) = outputs
+        assert metadata is None
+        if out is not None:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(gathered)
+            return None
+        wide = gathered.to(param_dtype)
+        return wide, (wide,)
+
+
+class InTwo(Wrapping):
+    """Signs and magnitudes, gathered apart; what arrives is used as it lies there."""
+
+    class Whole(torch.Tensor):
+        @staticmethod
+        def __new__(cls, sign, size, shape):
+            return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=size.dtype, device=size.device)
+
+        def __init__(self, sign, size, shape):
+            self.sign_of, self.size_of = sign, size
+
+        def __tensor_flatten__(self):
+            return ["sign_of", "size_of"], None
+
+        @classmethod
+        def __tensor_unflatten__(cls, tensors, context, shape, stride):
+            return cls(tensors["sign_of"], tensors["size_of"], shape)
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            if func is aten.detach.default:
+                return cls(args[0].sign_of, args[0].size_of, args[0].shape)
+            if func is aten.as_strided.default:
+                rows = args[1][0]
+                return cls(args[0].sign_of[:rows], args[0].size_of[:rows], args[1])
+            args, kwargs = pytree.tree_map_only(cls, cls.product, (args, kwargs or {}))
+            return func(*args, **kwargs)
+
+        def product(self):
+            return self.sign_of.to(self.size_of.dtype) * self.size_of
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        assert isinstance(module, nn.Linear)
+        assert tuple(outer_size) == (module.out_features, module.in_features)
+        assert outer_stride == (module.in_features, 1)
+        rows = -(-outer_size[0] // mesh.size())
+        padded = self.inner.new_zeros(rows, *self.inner.shape[1:])
+        padded[: len(self.inner)] = self.inner
+        return (padded.sign().to(torch.int8), padded.abs()), tuple(outer_size)
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        sign, size = outputs
+        if out is not None:
+            whole = out.to_local() if isinstance(out, DTensor) else out
+            assert whole.size_of.untyped_storage().data_ptr() == size.untyped_storage().data_ptr()
+            return None
+        return InTwo.Whole(sign, size, size.shape), ()
+
+
+class Net(nn.Module):
+    def __init__(self, kind, sizes=(8, 8), frozen=False):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(a, b) for a, b in zip((8, *sizes), (*sizes, 8), strict=True))
+        for block in self.blocks:
+            block.weight = nn.Parameter(kind(block.weight.detach()), requires_grad=not frozen)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def make(kind, **options):
+    torch.manual_seed(3)
+    return Net(kind, **options)
+
+
+def shard(model, engine, **options):
+    for block in model.blocks:
+        engine(block, **options)
+    engine(model, **options)
+    return model
+
+
+def batch(rank, step):
+    return torch.randn(5, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def value(tensor):
+    return tensor.inner if isinstance(tensor, Wrapping) else tensor
+
+
+def train(models, rank, steps=3, compare=True):
+    optimizers = {name: torch.optim.SGD(m.parameters(), lr=0.5) for name, m in models.items()}
+    for step in range(steps):
+        losses = {}
+        for name, model in models.items():
+            optimizers[name].zero_grad()
+            losses[name] = model(batch(rank, step)).square().mean()
+            losses[name].backward()
+        assert compare is False or torch.equal(losses["ours"], losses["fsdp2"])
+        for (name, mine), (_, theirs) in zip(*(m.named_parameters() for m in models.values()), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None), name
+            if mine.grad is not None:
+                assert torch.equal(mine.grad.to_local(), theirs.grad.to_local()), name
+        for optimizer in optimizers.values():
+            optimizer.step()
+    for (name, mine), (_, theirs) in zip(*(m.named_parameters() for m in models.values()), strict=True):
+        assert torch.equal(value(mine.to_local()), value(theirs.to_local())), name
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("kind", [Halved, InTwo])
+@distributed(world=2)
+def test_training_gives_the_bits_of_torchs_fsdp2(rank, world, kind, reshard):
+    models = {side: shard(make(kind), engine, reshard_after_forward=reshard) for side, engine in ENGINES.items()}
+    assert isinstance(models["ours"].blocks[0].weight.to_local(), kind)
+    train(models, rank)
+    assert_at_rest(models["ours"])
+
+
+@distributed(world=2)
+def test_uneven_shards_send_padded_ones(rank, world):
+    models = {side: shard(make(InTwo, sizes=(7, 5)), engine) for side, engine in ENGINES.items()}
+    train(models, rank)
+    assert_at_rest(models["ours"])
+
+
+@distributed(world=2)
+def test_frozen_ones_are_given_up_in_backward_as_soon_as_they_are_passed(rank, world):
+    models = {side: shard(make(InTwo, frozen=True), engine) for side, engine in ENGINES.items()}
+    train(models, rank)
+    assert_at_rest(models["ours"])
+    names = [group.name for group in engine_of(models["ours"]).groups]
+    models["ours"](batch(rank, 9)).square().mean().backward()
+    resident = 0
+    for action in cs.last_record(models["ours"]).actions:
+        resident += (action.kind == "UNSHARD") - (action.kind == "RESHARD")
+        assert resident <= 3, names
+
+
+def members_of(model):
+    return [m for group in engine_of(model).groups for b in group.buckets for m in getattr(b, "_members", ())]
+
+
+def step(model, rank, number=0):
+    loss = model(batch(rank, number)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+@distributed(world=2)
+def test_memory_comes_and_goes_and_the_unsharded_tensor_stays_the_same(rank, world):
+    model = shard(make(Halved), fully_shard, reshard_after_forward=True)
+    step(model, rank)
+    member = members_of(model)[0]
+    whole = member.tensor
+    assert whole.untyped_storage().nbytes() == 0
+    step(model, rank, 1)
+    assert member.tensor is whole
+    first = model.blocks[0]
+    first.unshard()
+    assert whole.untyped_storage().nbytes() == 8 * 8 * 4
+    assert [t.untyped_storage().nbytes() for t in member.outputs] == [0], "it was only copied from"
+    assert engine_of(model).pool.live_bytes >= 8 * 8 * 4
+    assert torch.equal(first.weight, make(Halved).blocks[0].weight.inner.to(torch.bfloat16).float())
+    first.reshard()
+    assert whole.untyped_storage().nbytes() == 0
+    assert_at_rest(model)
+    model.set_keep_unsharded_storage(True)
+    step(model, rank, 2)
+    assert whole.untyped_storage().nbytes() == 8 * 8 * 4
+
+
+@distributed(world=2)
+def test_methods_may_be_put_on_the_shards_themselves(rank, world):
+    """As those do who have no class of their own."""
+    models = {side: shard(make(lambda weight: weight), engine) for side, engine in ENGINES.items()}
+    calls = []
+    for side, model in models.items():
+        for block in model.blocks:
+            local = block.weight._local_tensor
+
+            def before(local, mesh):
+                return (local,), 7
+
+            def after(outputs, metadata, param_dtype, *, out=None, side=side):
+                calls.append((side, metadata, out is None))
+                return (outputs[0], ()) if out is None else None
+
+            local.fsdp_pre_all_gather = functools.partial(before, local.detach())
+            local.fsdp_post_all_gather = after
+    train(models, rank)
+    found = [[(metadata, first) for name, metadata, first in calls if name == side] for side in ENGINES]
+    assert found[0] == found[1]
+    assert {metadata for metadata, _ in found[0]} == {7}
+
+
+@distributed(world=4)
+def test_on_replicas_the_mesh_is_that_of_the_shards(rank, world):
+    models = {side: shard(make(Halved), engine, mesh=mesh_of(2, 2)) for side, engine in ENGINES.items()}
+    train(models, rank)
+    assert models["ours"].blocks[0].weight.placements == (Replicate(), Shard(0))
+
+
+@distributed(world=1)
+def test_one_rank_alone_sends_nothing_and_is_exact_where_torchs_fsdp2_fails(rank, world):
+    plain, model, theirs = make(lambda weight: weight), shard(make(InTwo), fully_shard), shard(make(InTwo), fsdp2)
+    for number in range(2):
+        step(plain, rank, number)
+        step(model, rank, number)
+    for want, got in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.to_local(), want.grad)
+    with pytest.raises(ValueError, match="not enough values to unpack"):
+        step(theirs, rank)
+
+
+@distributed(world=2)
+def test_the_dtype_of_compute_is_handed_on(rank, world):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    models = {side: shard(make(Halved), engine, mp_policy=policy) for side, engine in ENGINES.items()}
+    train(models, rank)
+    models["ours"].blocks[0].unshard()
+    assert models["ours"].blocks[0].weight.dtype == torch.bfloat16
+
+
+@distributed(world=2)
+def test_in_one_group_with_plain_parameters_accumulated_and_checkpointed(rank, world):
+    models = {side: make(InTwo) for side in ENGINES}
+    for side, engine in ENGINES.items():
+        engine(models[side])
+    for sync in (False, True):
+        for model in models.values():
+            model.set_requires_gradient_sync(sync)
+            torch.utils.checkpoint.checkpoint(model, batch(rank, 0), use_reentrant=False).square().mean().backward()
+    for mine, theirs in zip(*(m.parameters() for m in models.values()), strict=True):
+        assert torch.equal(mine.grad.to_local(), theirs.grad.to_local())
+    models["ours"].zero_grad()
+    models["fsdp2"].zero_grad()
+    train(models, rank)
+
+
+@distributed(world=2)
+def test_state_dicts_copies_and_forwards_without_gradients(rank, world):
+    model, other = (shard(make(Halved), fully_shard) for _ in range(2))
+    step(model, rank)
+    with torch.no_grad():
+        want = model(batch(rank, 1))
+        for p in other.parameters():
+            p.zero_()
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(other(batch(rank, 1)), want)
+    made = copy.deepcopy(model)
+    for each in (model, other, made):
+        each.zero_grad()
+        step(each, rank, 2)
+    for a, b, c in zip(model.parameters(), other.parameters(), made.parameters(), strict=True):
+        assert torch.equal(a.grad.to_local(), b.grad.to_local())
+        assert torch.equal(a.grad.to_local(), c.grad.to_local())
+    assert isinstance(made.blocks[1].weight.to_local(), Halved)
+
+
+@distributed(world=2)
+def test_a_step_between_forward_and_backward_is_an_error(rank, world):
+    model = shard(make(Halved), fully_shard)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, rank)
+    loss = model(batch(rank, 1)).square().mean()
+    optimizer.step()
+    with pytest.raises(StaleStateError, match=r"optimizer or a load has changed"):
+        loss.backward()
+
+
+@distributed(world=2)
+def test_an_exception_leaves_nothing_unsharded(rank, world):
+    model = shard(make(InTwo), fully_shard)
+    step(model, rank)
+
+    def fail(*args):
+        raise ZeroDivisionError
+
+    hook = model.blocks[1].register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        model(batch(rank, 0))
+    hook.remove()
+    model.zero_grad()
+    twin = shard(make(InTwo), fully_shard)
+    for each in (model, twin):
+        step(each, rank)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a.grad.to_local(), b.grad.to_local())
+    assert_at_rest(model)
+
+
+class OnlyBefore(Wrapping):
+    fsdp_pre_all_gather = Halved.fsdp_pre_all_gather
+
+
+class OfThree(Halved):
+    def fsdp_pre_all_gather(self, mesh, size, stride):
+        raise AssertionError
+
+
+class Unpadded(Halved):
+    def fsdp_pre_all_gather(self, mesh):
+        return (self.inner,), None
+
+
+@distributed(world=2)
+def test_mistakes_are_named(rank, world):
+    for kind, words in ((OnlyBefore, "has fsdp_pre_all_gather but not fsdp_post"), (OfThree, "must take .mesh. or")):
+        model = shard(make(kind), fully_shard)
+        with pytest.raises(TypeError, match=f"parameter blocks.0.weight: .*{words}"):
+            model(batch(rank, 0))
+    if rank == 1:  # the one whose shard is the smaller; the others would wait for it
+        model = shard(make(Unpadded, sizes=(7, 5)), fully_shard)
+        with pytest.raises(ValueError, match=r"parameter weight: .*padded to 4 rows"):
+            model.blocks[0].unshard()
+
+
+@distributed(world=2)
+def test_a_compiled_block_works_and_one_graph_says_what_it_cannot(rank, world):
+    eager, model = (shard(make(Halved), fully_shard) for _ in range(2))
+    torch._dynamo.reset()
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    for number in range(2):
+        for each in (eager, model):
+            each.zero_grad()
+            step(each, rank, number)
+        for a, b in zip(eager.parameters(), model.parameters(), strict=True):
+            assert torch.equal(a.grad.to_local(), b.grad.to_local())
+    run = cs.compile(eager, backend="aot_eager")
+    with pytest.raises(Exception, match=r"fsdp_pre_all_gather .* eager"):
+        run(batch(rank, 0))
