@@ -20,7 +20,7 @@ from ._module import FSDPModule, number, post_forward, pre_forward
 from ._param import SHARDED_IN, ShardedParam, shard_parameter
 from ._placement import Cut, PlacementFn, Placements
 from ._plan import ShardPlan
-from ._policies import MixedPrecisionPolicy, OffloadPolicy, Options, Settings
+from ._policies import MixedPrecisionPolicy, OffloadPolicy, Options, Settings, without_overrides
 from ._record import Record
 from ._state import PLACE, STATE, Declaration, ShardState, named_states, state_of
 from ._state_dict import watch_state_dict
@@ -106,8 +106,8 @@ def fully_shard(
     modules = _modules(module)
     _check_arguments(reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params)
     info = mesh_info(mesh if mesh is not None else default_mesh(), offload_policy, dp_mesh_dims)
-    placements = Placements(info, offload_policy, shard_placement_fn)
-    options = Options(reshard_after_forward, mp_policy=mp_policy)
+    placements = Placements(info, offload_policy, shard_placement_fn, mp_policy)
+    options = Options(reshard_after_forward, mp_policy=without_overrides(mp_policy))
     state = _shard(modules, placements, options, {id(p) for p in ignored_params or ()})
     _move_buffers(modules, info)
     for place, each in enumerate(modules):
@@ -279,7 +279,7 @@ def _sharded(fqn: str, param: nn.Parameter, cut: Cut) -> ShardedParam:
     whole = param if cut.parallel is None else local_tensor(param)
     made = shard_parameter(param, cut.info, cut.dim, cut.parallel)
     made.__dict__[SHARDED_IN] = param.__dict__[SHARDED_IN] = fqn
-    return ShardedParam(fqn, made, cut.dim, cut.parallel, tuple(whole.shape))
+    return ShardedParam(fqn, made, cut.dim, cut.parallel, tuple(whole.shape), cut.keeps_dtype)
 
 
 def _move_buffers(modules: list[nn.Module], info: MeshInfo) -> None:

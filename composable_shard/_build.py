@@ -34,7 +34,7 @@ def _describe(
                 fqn=p.fqn,
                 shape=p.shape,
                 stored=p.dtype,
-                gathered=options.compute_dtype(p.dtype),
+                gathered=p.compute_dtype(options),
                 reduced=options.reduce_dtype(p.dtype),
                 trains=p.sharded.requires_grad,
                 dim=p.dim,

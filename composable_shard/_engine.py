@@ -296,7 +296,8 @@ class Engine:
                 self._complete(now, use, use.add([None] * len(use.group.params)))
             self._gradients.finish(now, self.groups, wait=self.is_last_backward and not self.ends_by_hand)
         self._reshard_after_backward()
-        self._forget_pass()
+        self._pass = None
+        self._active.clear()
 
     def _reshard_after_backward(self) -> None:
         for group in self.groups:
@@ -322,10 +323,6 @@ class Engine:
         self._open.clear()
         self._recover()
 
-    def _forget_pass(self) -> None:
-        self._pass = None
-        self._active.clear()
-
     def on_pass_gone(self) -> None:
         """A pass has ended, or failed: then modules get their sharded parameters back; `_recover` does the rest."""
         if self._pass is not None and not self._pass.alive:
@@ -336,7 +333,8 @@ class Engine:
     def _recover(self) -> None:
         """A backward has failed: give up what it left behind."""
         self._gradients.discard()
-        self._forget_pass()
+        self._pass = None
+        self._active.clear()
         for use in self._uses.values():
             use.partial = None
         for group in self.groups:
@@ -374,6 +372,15 @@ class Engine:
         """Give the weights of a group up, unless a forward reads them now."""
         if not group.running and group.phase is not ParamPhase.SHARDED:
             self._do.drop(group)
+
+    def converted(self, groups: Sequence[ParamGroup]) -> None:
+        """Parameters were moved or converted: memory goes back, unless a graph still needs it for its backward."""
+        if self._depth or self._pass is not None or not all(use.fired for use in self._uses.values()):
+            return
+        for group in groups:
+            if group.phase is ParamPhase.SHARDED:
+                group.rebuild()
+        self.pool.empty()
 
     def before_optimizer_step(self, theirs: set[int]) -> None:
         """No unsharded copy outlives the values that it was made of, and no graph may ask for them any more."""

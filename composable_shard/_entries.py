@@ -63,6 +63,7 @@ class ModuleEntries:
         self._note_watched()
         self.converted = False
         self.shown = False
+        self._there: Sequence[torch.Tensor] = ()
         self._lists: list[weakref.ref[nn.Module]] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,6 +98,7 @@ class ModuleEntries:
     def show(self, tensors: Sequence[torch.Tensor]) -> None:
         """Put these tensors in the place of the sharded parameters."""
         self.shown = True
+        self._there = tensors
         for names, name, index in self.places:
             names[name] = tensors[index]  # type: ignore[assignment]
         if self._lists:
@@ -106,10 +108,25 @@ class ModuleEntries:
         """Put the sharded parameters back."""
         if self.shown:
             self.shown = False
+            self._there = ()
             for names, name, index in self.places:
                 names[name] = self.params[index].sharded
             if self._lists:
                 self._list_anew()
+
+    def check_kept(self) -> None:
+        """See that modules have what they were last given.
+
+        Raises:
+            ShardConfigStateError: somebody has put another tensor in its place, as `torch.func.functional_call` does.
+        """
+        for names, name, index in self.places:
+            if names.get(name) is not (self._there[index] if self.shown else self.params[index].sharded):
+                raise ShardConfigStateError(
+                    f"parameter {self.params[index].fqn}: {_kind(names.get(name))} was put in its place while the "
+                    "model runs (by torch.func.functional_call?), and sharding would put its own over it; call a "
+                    "module so that is not sharded"
+                )
 
     def adopt(self) -> bool:
         """Take over parameters that a load or a conversion has put in the place of sharded ones.

@@ -110,7 +110,7 @@ class ParamGroup:
         self.wraps = any(p.parallel for p in self.params)
         by_kind: dict[tuple[bool, torch.dtype], list[int]] = {}
         for index, p in enumerate(self.params):
-            by_kind.setdefault((is_extended(p), options.compute_dtype(p.dtype)), []).append(index)
+            by_kind.setdefault((is_extended(p), p.compute_dtype(options)), []).append(index)
         self._members = list(by_kind.values())
         run = self._runtime
         how = self._info, self._transports.gather, run.pool, run.gather_lane

@@ -72,7 +72,10 @@ class FSDPModule(Methods):
         try:
             return super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # past torch's own
         finally:
-            state.entries.converted = True
+            for each in state.family:
+                each.entries.converted = True
+            if state.bound is not None:
+                state.bound.engine.converted(state.groups)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:
         """A module with sharded parameters of its own, in the same mesh. It has run nothing yet."""

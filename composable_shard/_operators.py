@@ -47,6 +47,7 @@ class Layout:
     Attributes:
         shapes: the unsharded shapes.
         dims: along which dim each is cut.
+        keeps: whether each is gathered in the dtype in which it is stored.
         rank: this rank's place on the shard axis.
         shard, replicate: the axes, None where they have one rank.
         options: of which only the dtypes count here.
@@ -54,6 +55,7 @@ class Layout:
 
     shapes: tuple[tuple[int, ...], ...]
     dims: tuple[int, ...]
+    keeps: tuple[bool, ...]
     rank: int
     shard: Axis | None
     replicate: Axis | None
@@ -79,7 +81,8 @@ class Layout:
     def gather(self, shards: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
         """All-gather, one collective per dtype."""
         out: dict[int, torch.Tensor] = {}
-        dtypes = [self.options.compute_dtype(shard.dtype) for shard in shards]
+        stored = [shard.dtype for shard in shards]
+        dtypes = [d if keep else self.options.compute_dtype(d) for d, keep in zip(stored, self.keeps, strict=True)]
         for dtype in dict.fromkeys(dtypes):
             members = [i for i, d in enumerate(dtypes) if d == dtype]
             flat = torch.ops.composable_shard.pack([shards[i] for i in members], key, members, dtype)

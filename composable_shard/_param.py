@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from ._layout import ParamLayout, bucket_layout
 from ._mesh import MeshInfo
 from ._parallel import Parallel
+from ._policies import Options
 from ._torch import Hook, take_gradient_hooks
 from ._torch_distributed import dtensor_like, local_tensor
 
@@ -81,10 +82,22 @@ class ShardedParam:
         shape: the unsharded shape, of the local tensor if it was a DTensor before.
         dim: the dim along which it is cut.
         parallel: how it was placed before, if it was a DTensor.
+        keeps_dtype: whether it is gathered in the dtype in which it is stored, whatever the policy says of others.
         module: the module that holds it, weakly; known once the root is.
     """
 
-    __slots__ = ("_kept_in", "_post_hooks", "_tensor_hooks", "dim", "fqn", "module", "parallel", "shape", "sharded")
+    __slots__ = (
+        "_kept_in",
+        "_post_hooks",
+        "_tensor_hooks",
+        "dim",
+        "fqn",
+        "keeps_dtype",
+        "module",
+        "parallel",
+        "shape",
+        "sharded",
+    )
 
     def __init__(
         self,
@@ -93,12 +106,14 @@ class ShardedParam:
         dim: int = 0,
         parallel: Parallel | None = None,
         shape: tuple[int, ...] | None = None,
+        keeps_dtype: bool = False,
     ) -> None:
         self.dim = dim
         self.parallel = parallel
         self.fqn = fqn
         self.sharded = sharded
         self.shape = tuple(sharded.shape) if shape is None else shape
+        self.keeps_dtype = keeps_dtype
         self.module: weakref.ref[nn.Module] | None = None
         self._kept_in: weakref.ref[torch.Tensor] | None = None
         self._tensor_hooks: list[dict[int, Hook]] = []
@@ -113,7 +128,8 @@ class ShardedParam:
                     twin.grad = dtensor_like(sharded, local_tensor(sharded.grad).clone())
             twin.__dict__.update(copy.deepcopy(sharded.__dict__, memo))
             memo[id(sharded)] = twin
-        made = memo[id(self)] = ShardedParam(self.fqn, memo[id(sharded)], self.dim, self.parallel, self.shape)
+        made = ShardedParam(self.fqn, memo[id(sharded)], self.dim, self.parallel, self.shape, self.keeps_dtype)
+        memo[id(self)] = made
         return made
 
     @property
@@ -125,6 +141,10 @@ class ShardedParam:
     def dtype(self) -> torch.dtype:
         """The dtype in which it is stored."""
         return self.sharded.dtype
+
+    def compute_dtype(self, options: Options) -> torch.dtype:
+        """The dtype in which it is gathered and used."""
+        return self.dtype if self.keeps_dtype else options.compute_dtype(self.dtype)
 
     def piece_of(self, whole: torch.Tensor, info: MeshInfo) -> DTensor:
         """This rank's piece of an unsharded value of this parameter, placed like it."""

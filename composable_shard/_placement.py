@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ._errors import ShardConfigTypeError, ShardConfigValueError
 from ._mesh import MeshInfo, mesh_info_of_torch
 from ._parallel import Parallel, parallel_of
-from ._policies import OffloadPolicy
+from ._policies import MixedPrecisionPolicy, OffloadPolicy, overrides_of
 from ._torch_distributed import ShardPlacementResult, local_tensor
 
 PlacementFn = Callable[[nn.Parameter], Any]  # -> Shard | ShardPlacementResult | None
@@ -25,11 +25,13 @@ class Cut(NamedTuple):
         info: the mesh.
         dim: of the parameter, or of its local tensor.
         parallel: how it was placed before, if it was a DTensor.
+        keeps_dtype: whether it is gathered in the dtype in which it is stored.
     """
 
     info: MeshInfo
     dim: int
     parallel: Parallel | None
+    keeps_dtype: bool = False
 
 
 class Placements:
@@ -39,15 +41,19 @@ class Placements:
         info: the mesh of the call.
         offload: where shards are kept, on every mesh.
         choose: the user's function; None to cut all along dim 0 on the mesh of the call.
+        policy: dtypes, which may differ by parameter.
 
     Attributes:
         info: the mesh of the call.
     """
 
-    def __init__(self, info: MeshInfo, offload: OffloadPolicy, choose: PlacementFn | None) -> None:
+    def __init__(
+        self, info: MeshInfo, offload: OffloadPolicy, choose: PlacementFn | None, policy: MixedPrecisionPolicy
+    ) -> None:
         self.info = info
         self._offload = offload
         self._choose = choose
+        self._policy = policy
         self._others: dict[DeviceMesh, MeshInfo] = {}
 
     def cut(self, name: str, param: nn.Parameter) -> Cut:
@@ -62,7 +68,8 @@ class Placements:
         if isinstance(wanted, ShardPlacementResult):
             info, wanted = self._info_of(wanted.mesh_info), wanted.placement
         _check_can_shard(name, param, info)
-        return Cut(info, _dim_of(name, param, wanted, info), parallel_of(name, param, info))
+        dim, parallel = _dim_of(name, param, wanted, info), parallel_of(name, param, info)
+        return Cut(info, dim, parallel, _keeps_dtype(name, param, self._policy))
 
     def _info_of(self, theirs: Any) -> MeshInfo:
         found = mesh_info_of_torch(theirs, self._offload)
@@ -71,15 +78,37 @@ class Placements:
         return self.info if key == own else self._others.setdefault(key, found)
 
 
+def _keeps_dtype(name: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> bool:
+    """Whether the policy excepts this parameter.
+
+    Raises:
+        ShardConfigValueError: it asks for a third dtype.
+    """
+    overrides = overrides_of(policy)
+    wanted = None if overrides is None else overrides(param)
+    if wanted not in (None, policy.param_dtype, param.dtype):
+        raise ShardConfigValueError(
+            f"param_dtype_override_fn: gave {wanted} for parameter {name}; expected None, param_dtype "
+            f"({policy.param_dtype}) or the dtype in which it is stored ({param.dtype})"
+        )
+    return wanted is not None and wanted != policy.param_dtype
+
+
 def _check_can_shard(name: str, param: nn.Parameter, info: MeshInfo) -> None:
     """Refuse a parameter that cannot be sharded on `info`'s mesh.
 
     Raises:
-        ShardConfigValueError: it is a scalar, not contiguous, or on a device that is not this rank's.
+        ShardConfigValueError: it is a scalar, not contiguous, on a device that is not this rank's, or wants gradients
+            of another dtype than its own.
         ShardConfigTypeError: it is a lazy parameter, which has no shape yet.
     """
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ShardConfigTypeError(f"parameter {name}: has no shape yet; run the lazy module once before sharding it")
+    if getattr(param, "grad_dtype", param.dtype) != param.dtype:
+        raise ShardConfigValueError(
+            f"parameter {name}: has grad_dtype {param.grad_dtype}, which is not supported; leave it out, gradients are "
+            "then kept in the dtype of the parameter"
+        )
     if param.ndim == 0:
         raise ShardConfigValueError(
             f"parameter {name}: a scalar has no dim to shard; give it shape (1,), or pass it in ignored_params"

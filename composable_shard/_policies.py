@@ -95,6 +95,16 @@ class Options:
         return self.mp_policy.reduce_dtype or default_reduce_dtype(stored, self.compute_dtype(stored))
 
 
+def without_overrides(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """The policy for all parameters that `param_dtype_override_fn`, of torch 2.15, gives no dtype of their own."""
+    return policy if overrides_of(policy) is None else replace(policy, param_dtype_override_fn=None)  # type: ignore[call-arg]
+
+
+def overrides_of(policy: MixedPrecisionPolicy) -> Callable[[torch.nn.Parameter], torch.dtype | None] | None:
+    """The policy's `param_dtype_override_fn`, if it has one."""
+    return getattr(policy, "param_dtype_override_fn", None)
+
+
 class Division(NamedTuple):
     """How a sum of gradients becomes what a user wants.
 

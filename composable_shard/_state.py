@@ -204,6 +204,7 @@ class ShardState:
             self._found.clear()  # of a forward in which some of the list did not run
         else:
             self._to_run = {module.__dict__[PLACE]}  # a recomputation may run any of the list alone
+        self.entries.check_kept()
         self._found.append(self.bound.engine.before_forward(group, self.entries))
 
     @apart_from_checkpoints

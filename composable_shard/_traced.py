@@ -62,6 +62,7 @@ class TracedGroup:
         layout = Layout(
             shapes=tuple(param.shape for param in params),
             dims=tuple(param.dim for param in params),
+            keeps=tuple(param.keeps_dtype for param in params),
             rank=info.shard_rank,
             shard=axis_of(info.shard_group, info.shard_size, info.device),
             replicate=axis_of(info.replicate_group, info.replicate_size, info.device),

@@ -71,6 +71,36 @@ def test_the_installed_version_has_the_methods_that_were_reviewed():
         assert theirs == REVIEWED[version]
 
 
+RESERVED = {"get_pending_gradients", "synchronize_gradients"}  # that torch is about to add
+
+
+def test_names_that_torch_is_about_to_add_mean_nothing_else_here():
+    assert RESERVED.isdisjoint(dir(composable_shard.FSDPModule)) or set(dir(fsdp.FSDPModule)) >= RESERVED
+
+
+# The arguments of `fully_shard` and the fields of its policies, likewise.
+ARGUMENTS_2_11 = [
+    *["module", "mesh", "reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params"]
+]
+ARGUMENTS = {
+    "2.11": ARGUMENTS_2_11,
+    "2.13": [*ARGUMENTS_2_11, "dp_mesh_dims"],
+    "2.15": [*ARGUMENTS_2_11, "dp_mesh_dims"],
+}
+FIELDS_2_11 = ["param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"]
+FIELDS = {"2.11": FIELDS_2_11, "2.13": FIELDS_2_11, "2.15": [*FIELDS_2_11, "param_dtype_override_fn"]}
+
+
+def test_the_arguments_of_every_reviewed_version_are_ours_in_their_order():
+    ours = list(inspect.signature(composable_shard.fully_shard).parameters)
+    assert ours == ARGUMENTS["2.15"]
+    version = ".".join(torch.__version__.split(".")[:2])
+    if version in ARGUMENTS:
+        assert list(inspect.signature(fsdp.fully_shard).parameters) == ARGUMENTS[version]
+        assert list(inspect.signature(fsdp.MixedPrecisionPolicy).parameters) == FIELDS[version]
+    assert issubclass(composable_shard.DataParallelMeshDims, getattr(fsdp, "DataParallelMeshDims", object))
+
+
 def test_the_class_is_a_kind_of_torchs():
     assert issubclass(composable_shard.FSDPModule, fsdp.FSDPModule)
     assert issubclass(composable_shard.UnshardHandle, fsdp.UnshardHandle)

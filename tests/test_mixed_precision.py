@@ -5,17 +5,22 @@ FSDP2 is the other side here: the unsharded model has no such policy.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
+from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from _engines import fully_shard
+from _engines import ENGINES, fully_shard
 from _models import Stack, TiedText, shard_blocks, tokens
 from _parity import Case, check_parity
 from _pool import distributed
+from composable_shard import make_plan
 
 BF16, FP32 = torch.bfloat16, torch.float32
 POLICIES = {
@@ -117,3 +122,73 @@ def test_outputs_are_cast_to_the_output_dtype_except_integers(rank, world):
     _, out = run_spy(param_dtype=BF16, output_dtype=FP32)
     assert out["out"].dtype == FP32
     assert out["count"].dtype == torch.int64
+
+
+# ---- parameters that are excepted
+
+
+@dataclasses.dataclass(frozen=True)
+class Overriding(MixedPrecisionPolicy):
+    """What torch 2.15 has added to its policy."""
+
+    param_dtype_override_fn: Any = None
+
+
+HAS_OVERRIDES = "param_dtype_override_fn" in {field.name for field in dataclasses.fields(MixedPrecisionPolicy)}
+
+
+def keep_scales(param):
+    return FP32 if param.ndim == 1 else None
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4))
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        assert (self.weight.dtype, self.scale.dtype) == (BF16, FP32)
+        return F.linear(x.to(BF16), self.weight).float() * self.scale
+
+
+@distributed(world=2)
+def test_single_parameters_keep_their_dtype(rank, world):
+    kind = MixedPrecisionPolicy if HAS_OVERRIDES else Overriding
+    policy = kind(param_dtype=BF16, reduce_dtype=FP32, param_dtype_override_fn=keep_scales)
+    torch.manual_seed(3)
+    plain = Scaled()
+    models = {name: copy.deepcopy(plain) for name in (ENGINES if HAS_OVERRIDES else ("ours",))}
+    for name, model in models.items():
+        ENGINES[name](model, mp_policy=policy)
+    x = torch.randn(3, 4)
+    for model in models.values():
+        model(x).square().mean().backward()
+    weight = plain.weight.to(BF16)
+    (F.linear(x.to(BF16), weight).float() * plain.scale).square().mean().backward()
+    for name, want in plain.named_parameters():
+        for model in models.values():
+            got = model.get_parameter(name)
+            assert got.dtype == FP32
+            assert torch.equal(got.grad.full_tensor(), want.grad), name
+    gathered = {param.fqn: param.gathered for param in make_plan(models["ours"]).groups[0].params}
+    assert gathered == {"weight": BF16, "scale": FP32}
+    torch._dynamo.reset()
+    run = torch.compile(copy.deepcopy(models["ours"]), backend="aot_eager", fullgraph=True)
+    assert torch.equal(run(x), models["ours"](x))
+
+
+@distributed(world=1)
+def test_a_third_dtype_is_refused_by_name(rank, world):
+    kind = MixedPrecisionPolicy if HAS_OVERRIDES else Overriding
+    policy = kind(param_dtype=BF16, param_dtype_override_fn=lambda param: torch.float16)
+    with pytest.raises(ValueError, match=r"param_dtype_override_fn: gave torch.float16 for parameter weight; expected"):
+        fully_shard(Scaled(), mp_policy=policy)
+
+
+@distributed(world=1)
+def test_gradients_of_another_dtype_are_refused_by_name(rank, world):
+    model = Scaled()
+    model.scale.grad_dtype = BF16
+    with pytest.raises(ValueError, match=r"parameter scale: has grad_dtype torch.bfloat16, which is not supported"):
+        fully_shard(model)

@@ -118,6 +118,30 @@ def test_functional_calls_in_a_forward_are_exact(rank, world):
     train_alike(models, lambda model, step: model(noise(3, 4)).square().mean())
 
 
+class CallsWith(nn.Module):
+    """Runs one of its modules with other parameters than those that it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.shift = nn.Linear(4, 4), nn.Linear(4, 4), True
+        self.other = {"weight": torch.zeros(4, 4), "bias": torch.ones(4)}
+
+    def forward(self, x):
+        return torch.func.functional_call(self.b, self.other, (self.a(x),)) if self.shift else self.b(self.a(x))
+
+
+@distributed(world=2)
+def test_a_functional_call_of_a_sharded_module_is_named_where_torchs_fsdp2_ignores_it(rank, world):
+    models = models_of(CallsWith, shard_children)
+    assert torch.equal(models["plain"](noise(3, 4)), torch.ones(3, 4))
+    assert not torch.equal(models["fsdp2"](noise(3, 4)), torch.ones(3, 4)), "its own parameters were used"
+    with pytest.raises(RuntimeError, match=r"parameter b.weight: a Tensor was put in its place .*functional_call"):
+        models["ours"](noise(3, 4))
+    for model in models.values():
+        model.shift = False
+    train_alike(models, lambda model, step: model(noise(3, 4, seed=step)).square().mean())
+
+
 @pytest.mark.parametrize("kind", ["vmap", "jvp"])
 @distributed(world=2)
 def test_functional_transforms_in_a_forward(rank, world, kind):

@@ -1,0 +1,138 @@
+"""A sharded model is moved and converted as any module is, in every form that torch has for it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from _alike import assert_alike, models_of, noise, optimizers_of
+from _pool import distributed
+from _stepping import assert_at_rest, engine_of
+
+
+class Conv(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.norm(self.conv(x))).mean((2, 3)))
+
+
+CONVERSIONS = {
+    "to a dtype": lambda model: model.to(torch.float64),
+    "to a device": lambda model: model.to("cpu"),
+    "to a device and a dtype": lambda model: model.to(torch.device("cpu"), torch.float64, non_blocking=True),
+    "to what a tensor is": lambda model: model.to(torch.zeros(1, dtype=torch.float64)),
+    "to a memory format": lambda model: model.to(memory_format=torch.channels_last),
+    "double": lambda model: model.double(),
+    "double and back": lambda model: model.double().float(),
+    "cpu": lambda model: model.cpu(),
+    "type": lambda model: model.type(torch.float64),
+    "requires_grad": lambda model: model.requires_grad_(False).requires_grad_(True),
+    "a part alone": lambda model: (model.head.double(), model.head.float()),
+    "eval and train": lambda model: model.eval().train(),
+}
+
+
+@contextlib.contextmanager
+def converted_by(way):
+    """Parameters are changed in place, replaced, or swapped."""
+    future = torch.__future__
+    before = future.get_overwrite_module_params_on_conversion(), future.get_swap_module_params_on_conversion()
+    future.set_overwrite_module_params_on_conversion(way == "overwrite")
+    future.set_swap_module_params_on_conversion(way == "swap")
+    try:
+        yield
+    finally:
+        future.set_overwrite_module_params_on_conversion(before[0])
+        future.set_swap_module_params_on_conversion(before[1])
+
+
+def step(models, number):
+    for model in models.values():
+        model.zero_grad()
+        dtype = next(model.parameters()).dtype
+        model(noise(2, 3, 5, 5, seed=number).to(dtype)).square().mean().backward()
+
+
+def train(models, steps=2):
+    optimizers = optimizers_of(models)  # made after a conversion, as for any module
+    for number in range(steps):
+        step(models, number)
+        assert_alike(models, exact=False)
+        for optimizer in optimizers.values():
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("conversion", "way"),
+    [
+        *[(conversion, "in place") for conversion in CONVERSIONS],
+        *[(conversion, way) for conversion in ("to a dtype", "double and back") for way in ("overwrite", "swap")],
+    ],
+)
+@distributed(world=2)
+def test_training_goes_on_exactly(rank, world, conversion, way):
+    # torch's FSDP2 takes conversions in place only, and none to a memory format
+    models = models_of(Conv, fsdp2=way == "in place" and conversion != "to a memory format")
+    convert = CONVERSIONS[conversion]
+    for moment in ("before the first forward", "between steps", "while unsharded"):
+        if moment == "while unsharded":
+            if conversion in ("requires_grad", "eval and train"):
+                return  # they leave it unsharded, where parameters are others
+            models["ours"].head.unshard()
+        with converted_by(way):
+            for model in models.values():
+                convert(model)
+        train(models)
+        assert_at_rest(models["ours"])
+
+
+@pytest.mark.parametrize("conversion", ["cpu", "to a dtype"])
+@distributed(world=2)
+def test_the_memory_of_the_pool_is_given_back_at_once(rank, world, conversion):
+    models = models_of(Conv)
+    train(models)
+    engine = engine_of(models["ours"])
+    assert engine.pool.held_bytes > 0
+    CONVERSIONS[conversion](models["ours"])
+    assert engine.pool.held_bytes == 0
+    buckets = [bucket for group in engine.groups for bucket in group.buckets]
+    assert not any(found for bucket in buckets for found in (bucket._seen, bucket._faces, bucket._leaves)), (
+        "views of it"
+    )
+
+
+@distributed(world=2)
+def test_a_conversion_between_forward_and_backward_is_named(rank, world):
+    models = models_of(Conv, fsdp2=False)
+    train(models)
+    loss = models["ours"](noise(2, 3, 5, 5)).square().mean()
+    models["ours"].double()
+    with pytest.raises(RuntimeError):
+        loss.backward()
+    for model in models.values():
+        model.zero_grad()
+    models["plain"].double()
+    models["plain"].load_state_dict(
+        {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in models["ours"].state_dict().items()}
+    )
+    train(models)
+
+
+@distributed(world=2)
+def test_a_model_that_went_to_meta_is_materialised_again(rank, world):
+    models = models_of(Conv, fsdp2=False)
+    train(models)
+    state = {name: value.clone() for name, value in models["ours"].state_dict().items()}
+    models["ours"].to("meta")
+    with pytest.raises(RuntimeError, match="meta"):
+        models["ours"](noise(2, 3, 5, 5))
+    models["ours"].to_empty(device="cpu")
+    models["ours"].load_state_dict(state)
+    train(models)
