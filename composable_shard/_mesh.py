@@ -258,4 +258,11 @@ def small_mesh(info: MeshInfo, size: int) -> MeshInfo:
 
 @functools.lru_cache(maxsize=16)
 def _few_ranks(mesh: DeviceMesh, size: int, world: object) -> DeviceMesh:
-    return DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("copies", "few"))
+    """Process groups among those alone who share one: other ranks of the world may have another mesh, or none."""
+    rows = mesh.mesh.reshape(-1, size)
+    row, column = (rows == dist.get_rank()).nonzero()[0].tolist()
+    copies, few = (
+        dist.new_group(ranks.tolist(), use_local_synchronization=True, group_desc="composable_shard_few")
+        for ranks in (rows[:, column], rows[row])
+    )
+    return DeviceMesh.from_group([copies, few], mesh.device_type, mesh=rows, mesh_dim_names=("copies", "few"))

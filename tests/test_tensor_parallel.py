@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from _engines import ENGINES, fully_shard
+from _engines import ENGINES, fully_shard, named_mesh
 from _pool import distributed
 from _stepping import assert_at_rest
 
@@ -250,3 +250,23 @@ def test_meshes_that_do_not_belong_together_are_named(rank, world):
         parallelize(model, mesh["tp"])
         with pytest.raises(ValueError, match=f"parameter up.weight: is a DTensor on .*{words}"):
             fully_shard(model.layers[0], mesh=sharding)
+
+
+@pytest.mark.matrix
+@distributed(world=8)
+def test_weights_stay_among_few_of_the_ranks_of_each_submesh(rank, world):
+    """torch's FSDP2 makes the groups of all ranks from a mesh that is another on each, and waits for ever."""
+    mesh = named_mesh((4, 2), ("dp", "tp"))
+    torch.manual_seed(3)
+    plain = Net()
+    model = copy.deepcopy(plain)
+    parallelize(model, mesh["tp"])
+    shard(model, fully_shard, mesh["dp"], reshard_after_forward=2)
+    want = mean_gradients(plain, 4, 0)
+    loss = full(model(batch(mesh.get_local_rank("dp"), 0))).square().mean()
+    kept = model.layers[0].up.weight
+    assert (kept.device_mesh.mesh_dim_names, kept.shape) == (("copies", "few"), (8, 8)), "of the local tensor"
+    loss.backward()
+    for name, gradient in want.items():
+        torch.testing.assert_close(full(model.get_parameter(name).grad), gradient)
+    assert_at_rest(model)

@@ -146,7 +146,7 @@ def finish(process, limit_s=90):
     return output, errors
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_the_demo_shows_its_plan_and_leaves_metrics_figures_and_a_checkpoint(tmp_path):
     import torch.distributed.checkpoint as dcp
 
@@ -176,11 +176,11 @@ def test_the_demo_shows_its_plan_and_leaves_metrics_figures_and_a_checkpoint(tmp
     assert held_out == pytest.approx(rows[-1]["final"], rel=1e-4)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_ctrl_c_ends_every_rank_and_keeps_what_was_saved(tmp_path):
     process = start("01_train_gpt.py", "--evaluation", "32", "--out", tmp_path, "--minutes", "10", "--sample", "0")
     metrics = tmp_path / "metrics.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
         if process.poll() is not None or time.monotonic() > deadline:
             output, errors = finish(process, limit_s=3)
