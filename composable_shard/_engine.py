@@ -39,7 +39,6 @@ from ._pool import BufferPool
 from ._record import Record
 from ._torch import (
     Fate,
-    any_gradient_hooks,
     apart_from_checkpoints,
     current_backward,
     gradient_fates,
@@ -252,9 +251,7 @@ class Engine:
         """The node of a use runs."""
         number = current_backward()
         now = self._open_pass(number)
-        if any_gradient_hooks(use.group.shards):
-            for param in use.group.params:
-                param.take_hooks()
+        self._gradients.take_hooks(use.group)
         fates = gradient_fates(leaf_nodes)
         wanted = gradients
         if fates is not None:

@@ -20,7 +20,7 @@ from ._errors import ShardConfigStateError
 from ._group import Gradients, ParamGroup
 from ._node import Use, added
 from ._phases import ParamPhase
-from ._torch import Fate
+from ._torch import Fate, any_gradient_hooks
 
 
 class GradientFlow:
@@ -30,6 +30,20 @@ class GradientFlow:
         self._do = actions
         self._strays: dict[ParamGroup, Gradients] = {}
         self._reduced: set[ParamGroup] = set()  # in this pass
+        self._hooked: set[ParamGroup] = set()  # whose hooks were taken from autograd
+
+    def take_hooks(self, group: ParamGroup) -> None:
+        """Before autograd can call the hooks of a group's parameters: they see what is reduced, until the pass ends."""
+        if any_gradient_hooks(group.shards):
+            self._hooked.add(group)
+            for param in group.params:
+                param.take_hooks()
+
+    def _give_hooks_back(self) -> None:
+        for group in self._hooked:
+            for param in group.params:
+                param.give_hooks_back()
+        self._hooked.clear()
 
     def take(self, now: BackwardPass, use: Use, gradients: Gradients) -> None:
         """All gradients of a use are there."""
@@ -89,12 +103,14 @@ class GradientFlow:
         self._reduced.clear()
         if wait:
             self._do.settle()
+            self._give_hooks_back()
 
     def discard(self) -> None:
         """A backward has failed: throw its gradients away."""
         self._strays.clear()
         self._reduced.clear()
         self._do.discard()
+        self._give_hooks_back()
 
 
 class StrayOwner(Protocol):

@@ -14,7 +14,7 @@ from ._layout import ParamLayout, bucket_layout
 from ._mesh import MeshInfo
 from ._parallel import Parallel
 from ._policies import Options
-from ._torch import Hook, take_gradient_hooks
+from ._torch import Hook, return_gradient_hooks, take_gradient_hooks
 from ._torch_distributed import dtensor_like, local_tensor
 
 SHARDED_IN = "_sharded_in"  # marks a parameter that was sharded, and the one that it became, with its name
@@ -167,6 +167,7 @@ class ShardedParam:
 
     # Autograd calls the hooks of a leaf when it hands a gradient on to it. Here the gradient is there only when its
     # reduction is done, so they are taken from autograd before it can call them, and called with what was reduced.
+    # After the pass they are autograd's again: a compiled step hands on reduced gradients.
 
     @property
     def has_hooks(self) -> bool:
@@ -180,6 +181,10 @@ class ShardedParam:
             self._tensor_hooks.append(tensor_hooks)
         if post_hooks is not None:
             self._post_hooks.append(post_hooks)
+
+    def give_hooks_back(self) -> None:
+        """Let autograd have them again."""
+        self._tensor_hooks, self._post_hooks = return_gradient_hooks(self.sharded, self._tensor_hooks, self._post_hooks)
 
     def hooked(self, gradient: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a reduced gradient as a DTensor, after the tensor hooks."""

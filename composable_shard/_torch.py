@@ -278,6 +278,20 @@ def take_gradient_hooks(leaf: torch.Tensor) -> tuple[dict[int, Hook] | None, dic
     return tensor_hooks or None, post_hooks or None
 
 
+def return_gradient_hooks(
+    leaf: torch.Tensor, tensor_hooks: list[dict[int, Hook]], post_hooks: list[dict[int, Hook]]
+) -> tuple[list[dict[int, Hook]], list[dict[int, Hook]]]:
+    """Give a leaf the hooks that were taken from it, in dictionaries in the order of the taking; returns what is left.
+
+    A leaf has room for one dictionary of each kind, and handles know theirs: what was registered meanwhile stays taken.
+    """
+    if tensor_hooks and not leaf._backward_hooks:
+        leaf._backward_hooks, tensor_hooks = tensor_hooks[0], tensor_hooks[1:]
+    if post_hooks and not leaf._post_accumulate_grad_hooks:
+        leaf._post_accumulate_grad_hooks, post_hooks = post_hooks[0], post_hooks[1:]
+    return tensor_hooks, post_hooks
+
+
 def set_grad_enabled(enabled: bool) -> None:
     """Set grad mode; a tenth of the cost of `torch.no_grad`."""
     torch._C._set_grad_enabled(enabled)

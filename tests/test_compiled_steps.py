@@ -273,3 +273,24 @@ def test_parameters_on_meta_are_named_when_the_model_is_compiled_first(rank, wor
 def test_a_thing_that_is_no_module_cannot_be_compiled():
     with pytest.raises(cs.ShardConfigTypeError, match=r"expected an nn\.Module, got int"):
         cs.compile(3)
+
+
+@distributed(world=2)
+def test_hooks_of_parameters_are_called_in_eager_and_compiled_steps_alike(rank, world):
+    eager, model = twins()
+    of_eager, of_model = calls = [], []
+    for each, found in zip((eager, model), calls, strict=True):
+        for name, param in each.named_parameters():
+            param.register_hook(lambda grad: grad * 2)
+            param.register_post_accumulate_grad_hook(
+                lambda p, found=found, n=name: found.append((n, p.grad.to_local().sum().item()))
+            )
+    torch._dynamo.reset()
+    run = cs.compile(model, backend="aot_eager")
+    for step, way in enumerate((model, run, model, run)):
+        for each in (eager, way):
+            each.zero_grad()
+            each(*vectors(rank, step)).square().mean().backward()
+        same_gradients(eager, model, f"in step {step}")
+        assert sorted(of_eager) == sorted(of_model)
+        assert len(of_model) == (step + 1) * len(list(model.parameters()))

@@ -6,16 +6,20 @@ All of them are raised on every rank before any communication.
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 import composable_shard
 from _engines import fully_shard
 from _models import Block, Stack, vectors
 from _pool import distributed
+from composable_shard._build import _check_offloaded
 
 
 @contextlib.contextmanager
@@ -262,3 +266,35 @@ def test_mistakes_in_wrapping_by_class_are_rejected(rank, world, mistake):
 def test_a_wrong_size_limit_is_rejected(rank, world, value):
     with rejected("min_bytes"):
         composable_shard.shard_by_size(Stack(), min_bytes=value)
+
+
+def on_another_device(*shape):
+    """A tensor that says that it lies on a GPU, whether there is one or not."""
+    with FakeTensorMode():
+        return torch.empty(shape, device="cuda")
+
+
+@distributed(world=2)
+def test_a_parameter_on_a_device_that_is_not_this_ranks_is_rejected_by_its_name(rank, world):
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].weight = nn.Parameter(on_another_device(2, 2))
+    with pytest.raises(ValueError, match=r"parameter 0.weight: lies on cuda:0, but this rank computes on cpu; set"):
+        fully_shard(model)
+
+
+@distributed(world=2)
+def test_a_dtensor_on_a_mesh_of_another_device_type_is_rejected_by_its_name(rank, world):
+    other = DeviceMesh("meta", [0, 1], mesh_dim_names=("tp",), _init_backend=False)
+    model = nn.Linear(2, 2)
+    weight = torch.empty(2, 2, device="meta")
+    model.weight = nn.Parameter(DTensor.from_local(weight, other, [Replicate()], run_check=False))
+    with pytest.raises(ValueError, match=r"parameter weight: is a DTensor on .*, of another device type than"):
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+
+
+@distributed(world=1)
+def test_offloaded_parameters_that_have_left_the_cpu_are_listed(rank, world):
+    param = SimpleNamespace(fqn="block.weight", local=on_another_device(2))
+    state = SimpleNamespace(declaration=SimpleNamespace(info=SimpleNamespace(offloads=True), params=[param]))
+    with pytest.raises(RuntimeError, match=r"offloaded parameters that are not on the CPU: block.weight; load them"):
+        _check_offloaded([(["block"], state)])

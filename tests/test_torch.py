@@ -226,6 +226,27 @@ def test_hooks_that_are_registered_after_the_taking_are_taken_the_next_time():
     assert first is not second
 
 
+def test_hooks_that_are_returned_are_called_by_autograd_again_and_those_that_came_meanwhile_stay():
+    leaf, log = nn.Parameter(torch.ones(2)), []
+    handles = [
+        leaf.register_hook(lambda grad: log.append("tensor")),
+        leaf.register_post_accumulate_grad_hook(lambda param: log.append("post")),
+    ]
+    taken = tuple([found] for found in _torch.take_gradient_hooks(leaf))
+    assert _torch.return_gradient_hooks(leaf, *taken) == ([], [])
+    leaf.sum().backward()
+    assert log == ["tensor", "post"]
+    taken = tuple([found] for found in _torch.take_gradient_hooks(leaf))
+    meanwhile = leaf.register_hook(lambda grad: log.append("meanwhile"))
+    assert _torch.return_gradient_hooks(leaf, *taken) == (taken[0], [])
+    leaf.sum().backward()
+    assert log == ["tensor", "post", "meanwhile", "post"]
+    for handle in (*handles, meanwhile):
+        handle.remove()
+    leaf.sum().backward()
+    assert len(log) == 4
+
+
 def test_it_is_seen_whether_any_leaf_has_a_hook_of_either_kind():
     leaves = [nn.Parameter(torch.ones(1)) for _ in range(3)]
     assert not _torch.any_gradient_hooks(leaves)
