@@ -66,11 +66,12 @@ ENGINES: dict[str, Build] = {
     "fsdp1": _fsdp1,
     "ddp": _ddp,
     "ours-whole": _ours,
+    "ours-placed-whole": _ours,
     "ours-blocks": _ours,
     "fsdp2-blocks": _fsdp2,
     "compute-whole": _plain,
 }
-WHOLE, BLOCKS = "-whole", "-blocks"  # endings of those that are compiled
+WHOLE, PLACED, BLOCKS = "-whole", "-placed-whole", "-blocks"  # endings of those that are compiled
 
 
 def build(
@@ -78,14 +79,19 @@ def build(
 ) -> nn.Module:
     """The engine of that name around `model`.
 
-    What ends in `-whole` is compiled as one graph each way; of what ends in `-blocks`, every block is compiled on its
-    own, in place, before the model is sharded.
+    What ends in `-whole` is compiled as one graph each way, `-placed-whole` by `composable_shard.compile`, which places
+    the communication; of what ends in `-blocks`, every block is compiled on its own, in place, before the model is
+    sharded.
     """
     if name.endswith(BLOCKS):
         for child in model.modules():
             if isinstance(child, block):
                 child.compile(fullgraph=True, backend=backend)
     built = ENGINES[name](model, block, mesh)
+    if name.endswith(PLACED):
+        import composable_shard
+
+        return composable_shard.compile(built, backend=backend)
     return torch.compile(built, fullgraph=True, backend=backend) if name.endswith(WHOLE) else built
 
 

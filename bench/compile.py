@@ -26,6 +26,7 @@ PLAIN = "compute-whole"
 WHOLE = "ours-whole"
 SIDES = {
     WHOLE: "gloo's all-gather and reduce-scatter, in one graph each way",
+    "ours-placed-whole": "the same, launched ahead and waited for later",
     "ours-blocks": "the same, in a graph a block; the root as in ours",
     "ours": "broadcasts, and all-to-all with a local sum, in hooks",
     REFERENCE: "gloo's all-gather and reduce-scatter, in hooks around a graph a block",

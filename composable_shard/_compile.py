@@ -69,7 +69,8 @@ def _options(kwargs: dict[str, Any]) -> dict[str, Any]:
     mode = kwargs.pop("mode", None)
     if mode is not None:
         options = {**mode_options(mode, kwargs.get("dynamic")), **options}
-    options["post_grad_custom_post_pass"] = guard_pass(options.get("post_grad_custom_post_pass"))
+    options["post_grad_custom_post_pass"] = guard_pass(options.get("post_grad_custom_post_pass"), places=True)
+    options.setdefault("reorder_for_peak_memory", False)  # it would undo that
     return options
 
 

@@ -57,7 +57,12 @@ _MOVES = frozenset(
 ) | {"_c10d_functional.wait_tensor", "composable_shard.unpack", "prims.convert_element_type", "prims.view_of"}
 
 
-def _name_of(node: fx.Node) -> str:
+def letter_of(node: fx.Node) -> str:
+    """The letter of a node in a sequence; empty if it does not count."""
+    return _LETTERS.get(name_of(node), "") if node.op == "call_function" else ""
+
+
+def name_of(node: fx.Node) -> str:
     """Name of the operator without its overload, as ``aten.mm``; empty for what is no operator."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
@@ -67,7 +72,7 @@ def _name_of(node: fx.Node) -> str:
 
 def sequence(graph: fx.Graph) -> str:
     """The graph as a sequence of letters."""
-    return "".join(_LETTERS.get(_name_of(node), "") for node in graph.nodes if node.op == "call_function")
+    return "".join(letter_of(node) for node in graph.nodes)
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ def report_graph(graph: fx.Graph, outputs: int | None) -> GraphReport:
     backward = any(n.op == "placeholder" and "tangents" in n.name for n in graph.nodes)
     direction = "backward" if backward else "inference" if outputs is None else "forward"
     saved = _saved(graph, outputs) if outputs is not None and not backward else []
-    gathers = [n for n in graph.nodes if n.op == "call_function" and _LETTERS.get(_name_of(n)) == "G"]
+    gathers = [n for n in graph.nodes if letter_of(n) == "G"]
     found = tuple(_gather(node, saved) for node in gathers)
     return GraphReport(direction, sequence(graph), found, sum(map(_nbytes, saved)))
 
@@ -153,7 +158,7 @@ def _weights_of(gather: fx.Node) -> Iterator[fx.Node]:
         node = to_do.pop()
         yield node
         for user in node.users:
-            moves = _name_of(user) in _MOVES or user.target is operator.getitem
+            moves = name_of(user) in _MOVES or user.target is operator.getitem
             if moves and user not in seen:
                 seen.add(user)
                 to_do.append(user)

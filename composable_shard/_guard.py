@@ -21,6 +21,7 @@ from torch import fx
 
 from ._errors import CompiledGraphWarning
 from ._graphs import GraphReport, faults, repeated_gathers, report_graph
+from ._overlap import place
 from ._torch import (
     current_compilation,
     forward_outputs,
@@ -94,26 +95,31 @@ def _mark(graph: fx.Graph, found: list[str]) -> None:
             graph.call_function(torch.ops.composable_shard_guard.warn.default, (text,))
 
 
-def guard_pass(before: Any) -> Any:
-    """An Inductor pass that runs `before`, another one or None, and then the guard."""
+def guard_pass(before: Any, places: bool = False) -> Any:
+    """An Inductor pass: `before`, another one or None; then communication is placed, if it shall; then the guard."""
     base: Any = graph_pass()
+    version = f"{_VERSION}, {'places' if places else 'reads'}"
 
     class Guard(base):  # type: ignore[misc]
         chained = before
+        kind = version
 
         def __call__(self, graph: fx.Graph) -> None:
             if before is not None:
                 before(graph)
+            if places:
+                place(graph)
             _mark(graph, read(graph))
 
         def __eq__(self, other: object) -> bool:  # models compiled alike share code, as equal layers do
-            return isinstance(other, base) and getattr(other, "chained", self) == before
+            same = getattr(other, "kind", None) == version
+            return isinstance(other, base) and same and getattr(other, "chained", self) == before
 
         def __hash__(self) -> int:
-            return hash(_VERSION)
+            return hash(version)
 
         def uuid(self) -> Any:
-            return (_VERSION, before.uuid()) if isinstance(before, base) else (_VERSION, before)
+            return (version, before.uuid()) if isinstance(before, base) else (version, before)
 
     return Guard()
 
@@ -130,10 +136,12 @@ def install() -> None:
 
 
 def guarded(compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiler of a backend of AOTAutograd, with the guard before it."""
+    """The compiler of a backend of AOTAutograd; before it communication is placed, and the guard reads the graph."""
 
     @functools.wraps(compiler)
     def compile_graph(module: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        place(module.graph)
+        module.recompile()
         for text in read(module.graph):
             _say(text)
         return compiler(module, inputs, **options)

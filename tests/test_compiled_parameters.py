@@ -29,8 +29,8 @@ def test_mixed_precision_casts_before_the_gather(reduce_dtype, world):
         assert_expected_inline(
             text,
             """\
-forward GwmGwmmGwmmm, saves 1184 bytes
-backward mmGwmmmmRwGwmmmmRwmRw
+forward GGwmGwmmwmmm, saves 1184 bytes
+backward GmmGwmmmmRwmmmmRwmRww
 """,
         )
 
@@ -57,8 +57,8 @@ def test_a_group_of_two_dtypes_has_a_collective_for_each():
     assert_expected_inline(
         graphs_of(two_dtypes),
         """\
-forward GwGwmm, saves 360 bytes
-backward GwmmmGwRwRw
+forward GGwwmm, saves 360 bytes
+backward GGwmmmwRRww
 """,
     )
 
@@ -81,8 +81,8 @@ def test_frozen_parameters_are_gathered_and_not_reduced():
     assert_expected_inline(
         graphs_of(frozen),
         """\
-forward GwmGwmmGwmmm, saves 1328 bytes
-backward mmGwmmRwGwmmmRw
+forward GGwmGwmmwmmm, saves 1328 bytes
+backward GmmGwmmRwmmmRww
 """,
     )
 
@@ -99,8 +99,8 @@ def test_tied_weights_are_one_parameter():
     assert_expected_inline(
         graphs_of(tied),
         """\
-forward GwGwmmGwmmm, saves 5440 bytes
-backward mmGwmmmmRwGwmmmmRwRw
+forward GGwGwmmwmmm, saves 5440 bytes
+backward GmmGwmmmmRwmmmmRwRww
 """,
     )
 
@@ -113,8 +113,8 @@ def test_a_list_is_gathered_once():
     assert_expected_inline(
         graphs_of(lists),
         """\
-forward GwmGwmmmmGwmmm, saves 3352 bytes
-backward mmGwmmmmRwGwmmmmmmmmRwmRw
+forward GGwmGwmmmmwmmm, saves 3352 bytes
+backward GmmGwmmmmRwmmmmmmmmRwmRww
 """,
     )
 
@@ -127,8 +127,8 @@ def test_groups_within_groups():
     assert_expected_inline(
         graphs_of(nested),
         """\
-forward GwmGwGwmmm, saves 1288 bytes
-backward mmGwmmGwmmRwRwmRw
+forward GGwmGwwmmm, saves 1288 bytes
+backward GmmGwmmwmmRRwmRww
 """,
     )
 
@@ -167,7 +167,7 @@ backward GwmRw
         texts[1].replace("X", "R"),
         """\
 forward Gwm, saves 0 bytes
-backward mGwRw
+backward GmwRw
 """,
     )
 
@@ -200,8 +200,8 @@ backward mmwmmmmRwwmmmmRwRw
     assert_expected_inline(
         text,
         """\
-forward GwGwmmmmm, saves 1104 bytes
-backward mmGwmmmmRwmmmmRwRw
+forward GGwwmmmmm, saves 1104 bytes
+backward GmmwmmmmRmmmmRwRww
 """,
     )
 
@@ -214,8 +214,8 @@ def test_weights_that_eager_keeps_among_few_ranks_are_gathered_among_all():
     assert_expected_inline(
         graphs_of(few_ranks, world=4),
         """\
-forward GwmGwmmm, saves 1160 bytes
-backward GwmmGwmmmmXwmXw
+forward GGwmwmmm, saves 1160 bytes
+backward GGwmmwmmmmXmXww
 """,
     )
 
@@ -228,8 +228,8 @@ def test_offloading_without_an_accelerator_changes_nothing():
     assert_expected_inline(
         graphs_of(offloaded),
         """\
-forward GwmGwmmm, saves 1288 bytes
-backward mmGwmmmmRwmRw
+forward GGwmwmmm, saves 1288 bytes
+backward GmmwmmmmRmRww
 """,
     )
 
@@ -256,8 +256,8 @@ def test_buffers_change_as_in_eager():
     assert_expected_inline(
         graphs_of(normed),
         """\
-forward GwmGwm, saves 448 bytes
-backward GwmmRwGwmRw
+forward GGwmwm, saves 448 bytes
+backward GGwmmRwmRww
 """,
     )
 
@@ -298,7 +298,7 @@ def test_an_auxiliary_loss_that_a_module_keeps():
     assert_expected_inline(
         graphs_of(auxiliary),
         """\
-forward GwmGwm, saves 480 bytes
-backward GwmmRwmGwRw
+forward GGwmwm, saves 480 bytes
+backward GGwmmRmwRww
 """,
     )

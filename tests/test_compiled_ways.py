@@ -197,7 +197,7 @@ def test_a_registered_forward_method_is_one_graph_too():
         graphs_of(methods),
         """\
 forward Gwm, saves 160 bytes
-backward mGwRw
+backward GmwRw
 """,
     )
 

@@ -1,0 +1,93 @@
+"""Where a compiled graph launches its communication and where it waits, so that both overlap with compute.
+
+AOTAutograd hands a graph over with each gather launched where it is needed, and each reduction waited for at once. Only
+nodes are moved, never data: the graph computes the same. The schedule is that of eager: one gather ahead, and one
+reduction in flight while the next group's backward runs. Every rank has the same graph, so collectives keep one order.
+
+    forward     GwmGwmGwm        becomes    GGwmGwmwm
+    backward    mGwmRwGwmRwmRw   becomes    GmGwmRwmRwmRww
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from torch import fx
+
+from ._graphs import letter_of, name_of
+
+_PACK_SHARDS, _PACK_GRADIENTS = "composable_shard.pack", "composable_shard.pack_gradients"
+
+
+def place(graph: fx.Graph) -> None:
+    """Launch gathers one ahead, and wait for reductions behind the launch of the next one."""
+    gathers = [node for node in graph.nodes if letter_of(node) == "G" and _pack_of(node) is not None]
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for place, gather in zip([first, *map(_wait_of, gathers)], gathers, strict=False):
+        _launch_earlier(gather, place)
+    launches = [_launch_of(node) for node in graph.nodes if name_of(node) == _PACK_GRADIENTS]
+    for reduction, following in itertools.pairwise(launches):
+        if reduction is not None and following is not None:
+            _finish_later(_wait_of(reduction), following)
+
+
+def _launch_earlier(gather: fx.Node, place: fx.Node | None) -> None:
+    """Move a gather, and the packing of what it sends, before `place`."""
+    pack = _pack_of(gather)
+    if place is None or pack is None or gather <= place:
+        return
+    before = place.prev
+    for node in _with_inputs([pack, gather], place) or ():
+        if node is not before.next:
+            before.append(node)
+        before = node
+
+
+def _pack_of(gather: fx.Node) -> fx.Node | None:
+    """The packing of a group's shards that a gather sends; None for a gather of another kind."""
+    sent = gather.args[0]
+    return sent if isinstance(sent, fx.Node) and name_of(sent) == _PACK_SHARDS else None
+
+
+def _wait_of(collective: fx.Node) -> fx.Node | None:
+    return next((user for user in collective.users if letter_of(user) == "w"), None)
+
+
+def _with_inputs(nodes: Sequence[fx.Node], place: fx.Node) -> list[fx.Node] | None:
+    """These nodes and the views of inputs that they need and that come after `place`; None if they need more."""
+    found, to_do = set(nodes), [each for node in nodes for each in node.all_input_nodes]
+    while to_do:
+        node = to_do.pop()
+        if node in found or node < place:
+            continue
+        if node.op != "call_function" or letter_of(node) or len(node.all_input_nodes) != 1:
+            return None
+        found.add(node)
+        to_do += node.all_input_nodes
+    return sorted(found)
+
+
+def _launch_of(pack: fx.Node) -> fx.Node | None:
+    """The collective that begins the reduction of packed gradients; None if there is none."""
+    node = pack
+    while len(node.users) == 1:
+        (node,) = node.users
+        if letter_of(node):
+            return node
+    return None
+
+
+def _finish_later(wait: fx.Node | None, place: fx.Node) -> None:
+    """Move a wait, and all that comes of what it waits for, behind `place`; but no compute."""
+    found: set[fx.Node] = set() if wait is None else {wait}
+    to_do = list(found)
+    while to_do:
+        for user in to_do.pop().users:
+            if letter_of(user) == "m" or user is place:
+                return
+            if user.op != "output" and user not in found:
+                found.add(user)
+                to_do.append(user)
+    for node in sorted((node for node in found if node < place), reverse=True):
+        place.append(node)
