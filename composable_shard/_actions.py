@@ -166,6 +166,14 @@ class Actions:
         while self._reductions:
             self._finish_oldest()
 
+    def rebuild(self, groups: Sequence[ParamGroup]) -> None:
+        """Make the buckets of these groups anew, and give back all memory that nobody uses."""
+        for group in groups:
+            if group.phase is ParamPhase.SHARDED:
+                group.rebuild()
+        self._by_bucket.clear()  # it would keep the old ones
+        self.pool.empty()
+
     def group_of(self, bucket: Bucket) -> ParamGroup:
         """Whose bucket it is.
 

@@ -271,14 +271,15 @@ def _shard_all(places: list[Place], info: MeshInfo, cuts: dict[int, Cut]) -> lis
         share.spots.append((owner._parameters, name, made[id(param)]))
     for share in shares.values():
         for names, name, index in share.spots:
-            names[name] = share.params[index].sharded
+            param, fqn = share.params[index].sharded, share.params[index].fqn
+            names[name].__dict__[SHARDED_IN] = param.__dict__[SHARDED_IN] = fqn
+            names[name] = param
     return list(shares.values())
 
 
 def _sharded(fqn: str, param: nn.Parameter, cut: Cut) -> ShardedParam:
     whole = param if cut.parallel is None else local_tensor(param)
     made = shard_parameter(param, cut.info, cut.dim, cut.parallel)
-    made.__dict__[SHARDED_IN] = param.__dict__[SHARDED_IN] = fqn
     return ShardedParam(fqn, made, cut.dim, cut.parallel, tuple(whole.shape), cut.keeps_dtype)
 
 

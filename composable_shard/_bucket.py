@@ -133,7 +133,7 @@ class Bucket(Protocol):
         """The weights can be read."""
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
-        """Give the memory back, or reserve it for the next gather."""
+        """Give the memory back, or reserve it for the next gather; nothing, if there is none."""
 
     def forget(self) -> None:
         """Reserve nothing any more; this bucket will not be used again."""
@@ -277,7 +277,8 @@ class GatherBucket(Bucket):
         Leaves over it can have been used, and saved, outside of a forward, where no handle stands for them: from now
         on autograd refuses to read those.
         """
-        assert self.slot is not None
+        if self.slot is None:
+            return
         if self._sum is not None:
             self._check_unchanged(self.slot)
         if self.slot in self._leaves:

@@ -10,6 +10,7 @@ from torch import nn
 from ._collectives import Transports
 from ._engine import Engine
 from ._errors import ShardConfigStateError
+from ._extension import is_extended
 from ._group import ParamGroup, Runtime
 from ._mesh import MeshInfo
 from ._param import ShardedParam
@@ -48,7 +49,7 @@ def _describe(
         transport=transport.name if transport else "local",
         direct=transports.gather is not None and transports.gather.direct,
         reduce_buffers=0 if transports.reduce is None else 1 + transports.reduce.needs_scratch,
-        small_size=options.few_ranks,
+        small_size=0 if any(map(is_extended, params)) else options.few_ranks,
     )
 
 

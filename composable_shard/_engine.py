@@ -121,10 +121,7 @@ class Engine:
             if adopted or not kept or group.is_stale():
                 self._do.drop(group)
         if adopted:
-            for group in self.groups:
-                if group.phase is ParamPhase.SHARDED:
-                    group.rebuild()
-            self.pool.empty()
+            self._do.rebuild(self.groups)
         self.order.begin()
         self._first_seen = len(self._do.seen)
 
@@ -293,8 +290,7 @@ class Engine:
                 self._complete(now, use, use.add([None] * len(use.group.params)))
             self._gradients.finish(now, self.groups, wait=self.is_last_backward and not self.ends_by_hand)
         self._reshard_after_backward()
-        self._pass = None
-        self._active.clear()
+        self._forget_pass()
 
     def _reshard_after_backward(self) -> None:
         for group in self.groups:
@@ -320,6 +316,10 @@ class Engine:
         self._open.clear()
         self._recover()
 
+    def _forget_pass(self) -> None:
+        self._pass = None
+        self._active.clear()
+
     def on_pass_gone(self) -> None:
         """A pass has ended, or failed: then modules get their sharded parameters back; `_recover` does the rest."""
         if self._pass is not None and not self._pass.alive:
@@ -330,8 +330,7 @@ class Engine:
     def _recover(self) -> None:
         """A backward has failed: give up what it left behind."""
         self._gradients.discard()
-        self._pass = None
-        self._active.clear()
+        self._forget_pass()
         for use in self._uses.values():
             use.partial = None
         for group in self.groups:
@@ -374,10 +373,8 @@ class Engine:
         """Parameters were moved or converted: memory goes back, unless a graph still needs it for its backward."""
         if self._depth or self._pass is not None or not all(use.fired for use in self._uses.values()):
             return
-        for group in groups:
-            if group.phase is ParamPhase.SHARDED:
-                group.rebuild()
-        self.pool.empty()
+        self._gradients.settle()
+        self._do.rebuild(groups)
 
     def before_optimizer_step(self, theirs: set[int]) -> None:
         """No unsharded copy outlives the values that it was made of, and no graph may ask for them any more."""
@@ -385,7 +382,7 @@ class Engine:
             if theirs.isdisjoint(map(id, group.shards)):
                 continue
             if self._pass is None:
-                self._do.settle()  # of a backward that was not the last one
+                self._gradients.settle()  # of a backward that was not the last one
             group.stepped()
             if group.phase is not ParamPhase.SHARDED and not group.running:
                 self._do.drop(group)

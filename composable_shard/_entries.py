@@ -124,8 +124,8 @@ class ModuleEntries:
             if names.get(name) is not (self._there[index] if self.shown else self.params[index].sharded):
                 raise ShardConfigStateError(
                     f"parameter {self.params[index].fqn}: {_kind(names.get(name))} was put in its place while the "
-                    "model runs (by torch.func.functional_call?), and sharding would put its own over it; call a "
-                    "module so that is not sharded"
+                    "model runs (by torch.func.functional_call?), and sharding would put its own over it; use a "
+                    "module that is not sharded for such calls"
                 )
 
     def adopt(self) -> bool:

@@ -5,7 +5,8 @@
     shard.fsdp_post_all_gather(outputs, metadata, param_dtype, out=tensor)  # from the second time on
 
 The unsharded tensor stays one object, as such subclasses expect, over memory of its own and not the pool's: what is
-gathered (`outputs`) and what the shard has made of it (`owned`). Its storage is emptied when the weights are given up.
+gathered (`outputs`) and what the shard hands over with it (`owned`). The storage of both is emptied when the weights
+are given up; whatever else the tensor refers to is the shard's own and stays.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ._param import ShardedParam
 from ._policies import MixedPrecisionPolicy
 from ._pool import BufferPool, Outside, Slot
 from ._streams import Job, Lane, Steps
+from ._torch import plain_parts
 
 _ALIGNMENT_BYTES = 16
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -59,11 +61,9 @@ def _takes_all(param: ShardedParam) -> bool:
 
 def _inner_storages(tensor: torch.Tensor) -> list[torch.UntypedStorage] | None:
     """The memory of a tensor, which may be of a subclass; None if it does not tell."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        inner = [_inner_storages(part) for part in parts if isinstance(part, torch.Tensor)]
-        return None if None in inner else [each for found in inner if found is not None for each in found]
-    return [tensor.untyped_storage()] if type(tensor) in (torch.Tensor, nn.Parameter) else None
+    parts = plain_parts(tensor)
+    told = all(type(part) in (torch.Tensor, nn.Parameter) for part in parts)
+    return [part.untyped_storage() for part in parts] if told else None
 
 
 class _Memory:
@@ -71,6 +71,7 @@ class _Memory:
 
     def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
         by_id = {storage._cdata: storage for storage in storages}
+        self.ids = set(by_id)
         self.storages = [(storage, storage.nbytes()) for storage in by_id.values()]
 
     def allocate(self) -> None:
@@ -92,46 +93,49 @@ class _Extended:
         outputs: where that of all ranks arrives, flat.
     """
 
-    def __init__(self, param: ShardedParam, dtype: torch.dtype, info: MeshInfo) -> None:
+    def __init__(self, param: ShardedParam, dtype: torch.dtype, info: MeshInfo, policy: MixedPrecisionPolicy) -> None:
         self.param = param
         self.tensor: torch.Tensor | None = None
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
         self._dtype = dtype
         self._info = info
+        shape = torch.Size(param.shape)
+        self._stride = torch.empty(shape, device="meta").stride()
+        module = None if param.module is None else param.module()
+        rest = (shape, self._stride, module, policy) if _takes_all(param) else ()
+        self._asked_with = (info.shard_mesh, *rest)
         self._metadata: Any = None
         self._sizes: list[torch.Size] = []
         self._arriving = _Memory([])  # of the outputs
-        self._reading = _Memory([])  # of the unsharded parameter
+        self._handed_over = _Memory([])  # what the shard has made, and gives to whoever gathers
+        self._reads_outputs = True  # whether the unsharded parameter lies in the outputs
 
-    def ask(self, policy: MixedPrecisionPolicy) -> None:
-        """Learn what to send, and make room for what will arrive."""
+    def ask(self) -> bool:
+        """Learn what to send, and make room for what will arrive; whether that is of another kind than before."""
         param, info = self.param, self._info
         local: Any = param.local.to(info.device, non_blocking=True) if info.offloads else param.local
-        shape = torch.Size(param.shape)
-        if _takes_all(param):
-            module = None if param.module is None else param.module()
-            stride = torch.empty(shape, device="meta").stride()
-            given = local.fsdp_pre_all_gather(info.shard_mesh, shape, stride, module, policy)
-        else:
-            given = local.fsdp_pre_all_gather(info.shard_mesh)
-        inputs, self._metadata = given
+        inputs, self._metadata = local.fsdp_pre_all_gather(*self._asked_with)
         self.inputs = [tensor.contiguous() for tensor in inputs]
         self._check_padded()
-        sizes = [tensor.shape for tensor in self.inputs]
+        self._sizes = [tensor.shape for tensor in self.inputs]
         kinds = [(tensor.numel() * info.shard_size, tensor.dtype) for tensor in self.inputs]
+        before = self.tensor
         if kinds != [(output.numel(), output.dtype) for output in self.outputs]:
+            self._arriving.free()
+            self._handed_over.free()
             self.outputs = [torch.empty(numel, dtype=dtype, device=info.device) for numel, dtype in kinds]
             self._arriving = _Memory([output.untyped_storage() for output in self.outputs])
             self.tensor = None
-        self._sizes = sizes
         self._arriving.allocate()
+        return before is not None and self.tensor is None
 
     def _check_padded(self) -> None:
         param, info = self.param, self._info
         layout = bucket_layout([param.shape], info.shard_size, dims=[param.dim]).params[0]
         rows = layout.rows_of(info.shard_rank)
-        if rows < layout.chunk and any(t.ndim > param.dim and t.shape[param.dim] == rows for t in self.inputs):
+        unpadded = torch.Size(layout.local_shape(info.shard_rank))
+        if rows < layout.chunk and any(tensor.shape == unpadded for tensor in self.inputs):
             raise ShardConfigValueError(
                 f"parameter {param.fqn}: {_PRE} gave tensors of {[tuple(t.shape) for t in self.inputs]}; its "
                 f"{param.shape[param.dim]} rows do not divide by {info.shard_size} ranks, so every rank must give them "
@@ -139,35 +143,32 @@ class _Extended:
             )
 
     def take(self) -> list[torch.UntypedStorage]:
-        """Make the unsharded parameter of what has arrived; returns its memory."""
+        """Make the unsharded parameter of what has arrived; returns the memory that will be freed with it."""
         local: Any = self.param.local
         outputs = tuple(output.view(-1, *size[1:]) for output, size in zip(self.outputs, self._sizes, strict=True))
         if self.tensor is None:
             made, owned = local.fsdp_post_all_gather(outputs, self._metadata, self._dtype)
-            own = _inner_storages(made)
-            found = own if own is not None else [*(t.untyped_storage() for t in owned)]
-            self._reading = _Memory([*found, *(t.untyped_storage() for t in owned)])
+            self._handed_over = _Memory([tensor.untyped_storage() for tensor in owned])
+            lies_in = _inner_storages(made)
+            self._reads_outputs = lies_in is None or not {s._cdata for s in lies_in}.isdisjoint(self._arriving.ids)
             shape = torch.Size(self.param.shape)
             if made.shape != shape:  # padded rows at its end
-                made = torch.as_strided(made, shape, torch.empty(shape, device="meta").stride(), 0)
+                made = torch.as_strided(made, shape, self._stride, 0)
             self.tensor = made
-            self._shares_outputs = own is None or bool(self._ids(self._reading) & self._ids(self._arriving))
         else:
-            self._reading.allocate()
+            self._handed_over.allocate()
             local.fsdp_post_all_gather(outputs, self._metadata, self._dtype, out=self.tensor)
         self.inputs, self._metadata = [], None
-        if not self._shares_outputs:
+        kept = [self._handed_over, self._arriving]
+        if not self._reads_outputs:
+            kept.remove(self._arriving)
             self._arriving.free()
-        return [storage for storage, _ in self._reading.storages]
-
-    @staticmethod
-    def _ids(memory: _Memory) -> set[int]:
-        return {storage._cdata for storage, _ in memory.storages}
+        return [storage for memory in kept for storage, _ in memory.storages]
 
     def free(self) -> None:
         """Empty its memory."""
         self._arriving.free()
-        self._reading.free()
+        self._handed_over.free()
         self.inputs = []
 
 
@@ -189,14 +190,13 @@ class ExtensionBucket(Bucket):
         self.slot = None
         self.readable = False
         self.generation = 0
-        self._members = [_Extended(p, dtype, info) for p in params]
+        self._members = [_Extended(p, dtype, info, policy) for p in params]
         self._info = info
         self._transport = transport
         self._pool = pool
         self._lane = lane
         self._claims: list[Outside] = []
         self._leaves: list[nn.Parameter] = []
-        self._policy = policy
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -229,11 +229,9 @@ class ExtensionBucket(Bucket):
         if after is not None:  # what is sent is made here, of the parameters
             torch.accelerator.current_stream().wait_event(after)
         with torch.inference_mode(False), torch.no_grad():
-            before = [member.tensor for member in self._members]
-            for member in self._members:
-                member.ask(self._policy)
-            if any(member.tensor is not tensor for member, tensor in zip(self._members, before, strict=True)):
+            if any([member.ask() for member in self._members]):  # noqa: C419 - all of them
                 self._leaves = []
+                self.generation += 1  # what was saved of the tensors before is gone
         inputs = [_bytes(tensor) for member in self._members for tensor in member.inputs]
         outputs = [_bytes(tensor) for member in self._members for tensor in member.outputs]
         if self._transport is None:
@@ -262,7 +260,7 @@ class ExtensionBucket(Bucket):
             chunk[start : start + sent.numel()].copy_(sent)
         yield from self._transport.all_gather(bucket, chunk)
         for start, sent, arrived in zip(starts, inputs, outputs, strict=True):
-            arrived.view(self._info.shard_size, -1).copy_(chunks[:, start : start + sent.numel()])
+            arrived.view(self._info.shard_size, sent.numel()).copy_(chunks[:, start : start + sent.numel()])
         self._pool.release(landing, self._lane.mark())
 
     def arrived(self) -> None:
@@ -270,11 +268,13 @@ class ExtensionBucket(Bucket):
             memory = [storage for member in self._members for storage in member.take()]
         by_id = {storage._cdata: storage for storage in memory}
         self._claims = [Outside(storage, self) for storage in by_id.values()]
-        self._pool.count(self._claims)
+        self._pool.claim(self._claims)
         self.readable = True
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
-        self._pool.discount(self._claims)
+        if self._leaves:  # as `GatherBucket` does
+            torch.autograd.graph.increment_version(self._leaves)
+        self._pool.unclaim(self._claims)
         self._claims = []
         self.readable = False
         for member in self._members if not reserve else ():

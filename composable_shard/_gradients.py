@@ -39,6 +39,11 @@ class GradientFlow:
             for param in group.params:
                 param.take_hooks()
 
+    def settle(self) -> None:
+        """Wait for all reductions, set `.grad` and call the hooks, which are autograd's again then."""
+        self._do.settle()
+        self._give_hooks_back()
+
     def _give_hooks_back(self) -> None:
         for group in self._hooked:
             for param in group.params:
@@ -60,6 +65,7 @@ class GradientFlow:
         if not options.reduce_unused and all([gradient is None for gradient in gradients]):  # noqa: C419 - faster
             return
         if options.requires_gradient_sync:
+            self.take_hooks(group)
             self._reduced.add(group)
             self._do.reduce(group, group.take_kept(gradients))
         else:
@@ -97,13 +103,13 @@ class GradientFlow:
             unused = options.reduce_unused and gathered and options.requires_gradient_sync and group.trains
             # Kept in earlier micro-batches and not used in this one, or not used at all where zeros are wanted.
             if group.awaits_reduction or (unused and group not in self._reduced):
+                self.take_hooks(group)
                 self._do.reduce(group, group.take_kept([None] * len(group.params)))
             group.was_gathered = False
         self._strays.clear()
         self._reduced.clear()
         if wait:
-            self._do.settle()
-            self._give_hooks_back()
+            self.settle()
 
     def discard(self) -> None:
         """A backward has failed: throw its gradients away."""

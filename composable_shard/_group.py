@@ -6,6 +6,7 @@ with one writer.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -176,22 +177,37 @@ class ParamGroup:
         gives_up = options.reshard_after_backward and options.reshards(self.is_root) and not options.few_ranks
         if self.pinned or not gives_up:
             self._stamp = self._stamp_now()  # these weights may outlive the forward
+        self._gathers = []
         try:
-            self._gathers = [bucket.start(after) for bucket in self.buckets]
-        except BaseException:  # out of memory, say: the group is sharded as before
             for bucket in self.buckets:
-                if bucket.slot is not None:
-                    bucket.release(None)
+                self._gathers.append(bucket.start(after))
+        except BaseException:  # out of memory, say: the group is sharded as before
+            self._give_up_gathers()
             raise
         self.phase = gathering
+
+    def _give_up_gathers(self) -> None:
+        """Something went wrong on the way to the weights: end what was begun, for it writes to what is freed here."""
+        for job in self._gathers:
+            with contextlib.suppress(Exception):  # of which the first is on its way
+                job.finish()
+        self._gathers, self.pinned = [], False
+        after = self._runtime.gather_lane.mark()
+        for bucket in self.buckets:
+            bucket.release(after)
 
     def finish_gather(self) -> None:
         """Wait until the weights can be read."""
         self._set_params(ParamPhase.UNSHARDED)
+        try:
+            for bucket, job in zip(self.buckets, self._gathers, strict=True):
+                job.finish()
+                bucket.arrived()
+        except BaseException:
+            self._give_up_gathers()
+            self._set_params(ParamPhase.SHARDED)
+            raise
         self.was_gathered = True
-        for bucket, job in zip(self.buckets, self._gathers, strict=True):
-            job.finish()
-            bucket.arrived()
         self._gathers = []
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> None:

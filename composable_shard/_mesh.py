@@ -258,11 +258,19 @@ def small_mesh(info: MeshInfo, size: int) -> MeshInfo:
 
 @functools.lru_cache(maxsize=16)
 def _few_ranks(mesh: DeviceMesh, size: int, world: object) -> DeviceMesh:
-    """Process groups among those alone who share one: other ranks of the world may have another mesh, or none."""
+    """Process groups of the rows and columns of all ranks' meshes, which may differ (beside tensor parallelism, say).
+
+    Groups are made by all ranks of the world in one order: those made among a few alone find each other by how many
+    groups each rank has made before, and wait for ever where that differs.
+    """
+    everybodys: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybodys, (size, mesh.mesh.flatten().tolist()))
+    own: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for few, ranks in dict.fromkeys((few, tuple(ranks)) for few, ranks in everybodys):
+        rows = torch.tensor(ranks).view(-1, few)
+        for members in (*rows.T.tolist(), *rows.tolist()):
+            own[tuple(members)] = dist.new_group(members, group_desc="composable_shard_few")
     rows = mesh.mesh.reshape(-1, size)
     row, column = (rows == dist.get_rank()).nonzero()[0].tolist()
-    copies, few = (
-        dist.new_group(ranks.tolist(), use_local_synchronization=True, group_desc="composable_shard_few")
-        for ranks in (rows[:, column], rows[row])
-    )
-    return DeviceMesh.from_group([copies, few], mesh.device_type, mesh=rows, mesh_dim_names=("copies", "few"))
+    groups = [own[tuple(rows[:, column].tolist())], own[tuple(rows[row].tolist())]]
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=rows, mesh_dim_names=("copies", "few"))

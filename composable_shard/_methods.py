@@ -239,7 +239,8 @@ class Methods(TorchFSDPModule):
         Raises:
             ShardConfigValueError: a stream is given and the mesh has replicas.
         """
-        if stream is not None and self._own_state().declaration.info.replicate_group is not None:
+        infos = [state.declaration.info for state in self._own_state().family]
+        if stream is not None and any(info.replicate_group is not None for info in infos):
             raise ShardConfigValueError("stream: the hook runs behind the all-reduce over the replicas; leave it out")
         _set_comms(self, all_reduce_hook=hook, hook_stream=stream)
 

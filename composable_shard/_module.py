@@ -30,7 +30,14 @@ from ._node import Outputs, Use
 from ._phases import ParamPhase
 from ._saved import PLAIN, address_of, saved_weights, weights_in_place
 from ._state import STATE, Bound, ShardState, Way, named_states
-from ._torch import map_tensors, refuses_saved_tensors_hooks, run_while_tracing, tree_tensors, with_side_effects
+from ._torch import (
+    map_tensors,
+    plain_parts,
+    refuses_saved_tensors_hooks,
+    run_while_tracing,
+    tree_tensors,
+    with_side_effects,
+)
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -288,10 +295,12 @@ def _ended(module: nn.Module, state: ShardState, output: Any) -> Any:
     engine = state.bound.engine
     find = engine.pool.find
     tensors = tree_tensors(output)
-    among_weights = [t for t in tensors if type(t) in PLAIN and find(address_of(t)) is not None]
+    parts = tensors if all([type(t) in PLAIN for t in tensors]) else [p for t in tensors for p in plain_parts(t)]  # noqa: C419
+    among_weights = [part for part in parts if find(address_of(part)) is not None]
     if among_weights:
         # A view of a weight would change when its slot is used again.
-        output = map_tensors(lambda t: t if find(address_of(t)) is None else t.clone(), output)
+        views = {id(part) for part in among_weights}
+        output = map_tensors(lambda t: t.clone() if any(id(p) in views for p in plain_parts(t)) else t, output)
         tensors = tree_tensors(output)
     for found in state.end(module, among_weights):
         _listen(engine, found, tensors)

@@ -4,8 +4,8 @@ AOTAutograd hands a graph over with each gather launched where it is needed, and
 nodes are moved, never data: the graph computes the same. The schedule is that of eager: one gather ahead, and one
 reduction in flight while the next group's backward runs. Every rank has the same graph, so collectives keep one order.
 
-    forward     GwmGwmGwm        becomes    GGwmGwmwm
-    backward    mGwmRwGwmRwmRw   becomes    GmGwmRwmRwmRww
+    forward     GwmGwmGwm        becomes    GwGmwGmwm
+    backward    mGwmRwGwmRwmRw   becomes    GmwGmRwmRwmRww
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from torch import fx
 
 from ._graphs import letter_of, name_of
 
-_PACK_SHARDS, _PACK_GRADIENTS = "composable_shard.pack", "composable_shard.pack_gradients"
+_PACK_SHARDS, _UNPACK = "composable_shard.pack", "composable_shard.unpack"
+_PACK_GRADIENTS = "composable_shard.pack_gradients"
 
 
 def place(graph: fx.Graph) -> None:
     """Launch gathers one ahead, and wait for reductions behind the launch of the next one."""
     gathers = [node for node in graph.nodes if letter_of(node) == "G" and _pack_of(node) is not None]
-    first = next(node for node in graph.nodes if node.op != "placeholder")
-    for place, gather in zip([first, *map(_wait_of, gathers)], gathers, strict=False):
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    for place, gather in zip([inputs[-1] if inputs else None, *map(_arrival_of, gathers)], gathers, strict=False):
         _launch_earlier(gather, place)
     launches = [_launch_of(node) for node in graph.nodes if name_of(node) == _PACK_GRADIENTS]
     for reduction, following in itertools.pairwise(launches):
@@ -33,15 +34,21 @@ def place(graph: fx.Graph) -> None:
 
 
 def _launch_earlier(gather: fx.Node, place: fx.Node | None) -> None:
-    """Move a gather, and the packing of what it sends, before `place`."""
+    """Move a gather, and the packing of what it sends, behind `place`, if that comes before it."""
     pack = _pack_of(gather)
-    if place is None or pack is None or gather <= place:
+    if place is None or pack is None or gather < place:
         return
-    before = place.prev
     for node in _with_inputs([pack, gather], place) or ():
-        if node is not before.next:
-            before.append(node)
-        before = node
+        if node is not place.next:
+            place.append(node)
+        place = node
+
+
+def _arrival_of(gather: fx.Node) -> fx.Node | None:
+    """The node behind which all weights of a gather lie in their places, and its buffer is not needed any more."""
+    wait = _wait_of(gather)
+    unpacks = [node for node in wait.users if name_of(node) == _UNPACK] if wait is not None else []
+    return max(node for unpack in unpacks for node in (unpack, *unpack.users)) if unpacks else wait
 
 
 def _pack_of(gather: fx.Node) -> fx.Node | None:
@@ -59,7 +66,7 @@ def _with_inputs(nodes: Sequence[fx.Node], place: fx.Node) -> list[fx.Node] | No
     found, to_do = set(nodes), [each for node in nodes for each in node.all_input_nodes]
     while to_do:
         node = to_do.pop()
-        if node in found or node < place:
+        if node in found or node <= place:
             continue
         if node.op != "call_function" or letter_of(node) or len(node.all_input_nodes) != 1:
             return None

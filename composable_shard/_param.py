@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ._errors import ShardConfigStateError
 from ._layout import ParamLayout, bucket_layout
 from ._mesh import MeshInfo
 from ._parallel import Parallel
@@ -31,7 +32,8 @@ def _cut(whole: torch.Tensor, info: MeshInfo, dim: int) -> torch.Tensor:
         piece = padded.narrow(dim, 0, rows)
         if rows:
             piece.copy_(chunks[info.shard_rank])
-        return piece if piece.device.type in ("meta", info.home.type) else piece.to(info.home)
+        piece = piece if piece.device.type in ("meta", info.home.type) else piece.to(info.home)
+        return piece.pin_memory() if info.pins and piece.device.type == "cpu" else piece
     piece = whole.narrow(dim, first, rows)
     device = piece.device if piece.device.type == "meta" else info.home
     pins = info.pins and device.type == "cpu"
@@ -121,6 +123,11 @@ class ShardedParam:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
         sharded = self.sharded
+        if "fsdp_pre_all_gather" in getattr(self.local, "__dict__", ()):
+            raise ShardConfigStateError(
+                f"parameter {self.fqn}: fsdp_pre_all_gather was put on its shard, and cannot be copied with it; "
+                "define a class of tensors with these methods"
+            )
         if id(sharded) not in memo:  # torch's own copy of a DTensor fails if it has a gradient
             with torch.no_grad():
                 twin = nn.Parameter(dtensor_like(sharded, self.local.clone()), sharded.requires_grad)
@@ -167,7 +174,7 @@ class ShardedParam:
 
     # Autograd calls the hooks of a leaf when it hands a gradient on to it. Here the gradient is there only when its
     # reduction is done, so they are taken from autograd before it can call them, and called with what was reduced.
-    # After the pass they are autograd's again: a compiled step hands on reduced gradients.
+    # After the pass they are autograd's again, which in a compiled step hands on gradients that are reduced.
 
     @property
     def has_hooks(self) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ._errors import ShardConfigTypeError, ShardConfigValueError
@@ -54,7 +53,7 @@ class Placements:
         self._offload = offload
         self._choose = choose
         self._policy = policy
-        self._others: dict[DeviceMesh, MeshInfo] = {}
+        self._others: dict[tuple[object, ...], MeshInfo] = {}
 
     def cut(self, name: str, param: nn.Parameter) -> Cut:
         """How `param` is to be sharded.
@@ -73,9 +72,15 @@ class Placements:
 
     def _info_of(self, theirs: Any) -> MeshInfo:
         found = mesh_info_of_torch(theirs, self._offload)
-        key = found.mesh if found.full is None else found.full.mesh
-        own = self.info.mesh if self.info.full is None else self.info.full.mesh
-        return self.info if key == own else self._others.setdefault(key, found)
+        return (
+            self.info if _identity(found) == _identity(self.info) else self._others.setdefault(_identity(found), found)
+        )
+
+
+def _identity(info: MeshInfo) -> tuple[object, ...]:
+    """What tells one way to shard from another."""
+    full = info.full
+    return (info.mesh,) if full is None else (full.mesh, full.shard, full.replicate)
 
 
 def _keeps_dtype(name: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> bool:
@@ -104,7 +109,7 @@ def _check_can_shard(name: str, param: nn.Parameter, info: MeshInfo) -> None:
     """
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ShardConfigTypeError(f"parameter {name}: has no shape yet; run the lazy module once before sharding it")
-    if getattr(param, "grad_dtype", param.dtype) != param.dtype:
+    if getattr(param, "grad_dtype", None) not in (None, param.dtype):
         raise ShardConfigValueError(
             f"parameter {name}: has grad_dtype {param.grad_dtype}, which is not supported; leave it out, gradients are "
             "then kept in the dtype of the parameter"

@@ -78,9 +78,10 @@ class Slot:
 
 
 class Outside:
-    """Memory for weights that belongs to a parameter and not to the pool: it is read where it lies, or not at all.
+    """Memory of weights that belongs to a parameter and not to the pool; its address holds until it is emptied.
 
     Attributes:
+        begin, end, nbytes: where it lies.
         owner: who reads weights from it, weakly.
     """
 
@@ -160,20 +161,24 @@ class BufferPool:
                 return outside
         return None
 
-    def count(self, outside: Sequence[Outside]) -> None:
-        """Count memory that does not belong to the pool, and find the weights in it."""
+    def claim(self, outside: Sequence[Outside]) -> None:
+        """Let `find` know of weights outside of the slots; their bytes are live, though the pool does not hold them."""
         self._outside += outside
         self.live_bytes += sum(each.nbytes for each in outside)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def discount(self, outside: Sequence[Outside]) -> None:
-        """Count it no longer."""
+    def unclaim(self, outside: Sequence[Outside]) -> None:
+        """Forget them."""
         gone = {id(each) for each in outside}
         self._outside = [each for each in self._outside if id(each) not in gone]
         self.live_bytes -= sum(each.nbytes for each in outside)
 
     def empty(self) -> None:
         """Give the memory of all free slots back to the allocator."""
+        for slots in self._free.values():
+            for slot in slots:  # work in flight may still use what the allocator would hand out
+                if slot.free_after is not None:
+                    torch.accelerator.current_stream().wait_event(slot.free_after)
         freed = {id(slot) for slots in self._free.values() for slot in slots}
         self._free.clear()
         self._slots = [slot for slot in self._slots if id(slot) not in freed]

@@ -76,6 +76,9 @@ class ShardState:
         others: those of the parameters on other meshes.
         way: how the call that runs now does.
         lists: on the root, once it is known: the states below that several modules share.
+        left: while Dynamo traces a list: its modules that have not run yet, by their place in it.
+        traced: the group as traced code sees it.
+        lanes: of gathers and of reductions, if several roots share theirs.
     """
 
     def __init__(self, declaration: Declaration, entries: ModuleEntries) -> None:
@@ -156,7 +159,7 @@ class ShardState:
     # ---- while Dynamo traces
 
     def begin_traced(self, module: nn.Module) -> None:
-        """`begin`. A list gathers when the first of its modules runs."""
+        """A module of the call is about to run. A list gathers when the first of its modules does."""
         for each in self.family:
             each._begin_traced()
 
@@ -171,7 +174,7 @@ class ShardState:
         with_side_effects(partial(self.entries.show, weights))
 
     def end_traced(self, module: nn.Module) -> None:
-        """`end`."""
+        """It has run."""
         for each in self.family:
             each.left.discard(module.__dict__[PLACE])
             if not each.left:

@@ -304,6 +304,14 @@ def tree_tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The ordinary tensors that a tensor of a subclass is made of (a DTensor's local one, say); else the tensor."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [part for each in inner if isinstance(each, torch.Tensor) for part in plain_parts(each)]
+
+
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     """The same tree with `function` applied to each of its tensors."""
     if isinstance(tree, torch.Tensor):

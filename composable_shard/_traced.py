@@ -24,7 +24,7 @@ from ._operators import KEEP, REDUCE, TAKE, Layout, owners
 from ._optimizers import watch_steps
 from ._param import ShardedParam
 from ._policies import Comms, Options, Settings
-from ._torch import GRAPHS_GIVE_NONE, with_side_effects
+from ._torch import GRAPHS_GIVE_NONE, any_gradient_hooks, queue_backward_callback, with_side_effects
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -150,6 +150,7 @@ class TracedGroup:
         """Keep these for a later backward."""
         group = self._group() if self._group is not None else None
         if group is not None:
+            self._set_hooks_aside()
             group.keep(gradients)
 
     def take(self, gradients: Gradients) -> list[torch.Tensor | None]:
@@ -158,8 +159,20 @@ class TracedGroup:
         return list(gradients) if group is None else group.take_kept(gradients)
 
     def settle(self, index: int, piece: torch.Tensor) -> None:
-        """Add a reduced gradient to `.grad`."""
+        """Add a reduced gradient to `.grad`, and call the hooks."""
+        self._set_hooks_aside()
         self._params[index].accumulate(piece)
+
+    def _set_hooks_aside(self) -> None:
+        """Until this pass is over: autograd has no gradients for the parameters, and would call hooks with none."""
+        if any_gradient_hooks([param.sharded for param in self._params]):
+            for param in self._params:
+                param.take_hooks()
+            queue_backward_callback(self._give_hooks_back)
+
+    def _give_hooks_back(self) -> None:
+        for param in self._params:
+            param.give_hooks_back()
 
     @property
     def zeros_for_unused(self) -> bool:

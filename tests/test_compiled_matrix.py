@@ -29,8 +29,8 @@ def test_two_blocks_and_their_root():
     assert_expected_inline(
         graphs_of(plain),
         """\
-forward GGwmGwmmwmmm, saves 2288 bytes
-backward GmmGwmmmmRwmmmmRwmRww
+forward GwGmwGmmwmmm, saves 2288 bytes
+backward GmmwGmmmmRwmmmmRwmRww
 """,
     )
 
@@ -39,8 +39,8 @@ def test_a_root_that_reshards_is_gathered_again_too():
     assert_expected_inline(
         graphs_of(plain, reshard_after_forward=True),
         """\
-forward GGwmGwmmwmmm, saves 2160 bytes
-backward GGwmmGwmmmmRwmmmmRwmRww
+forward GwGmwGmmwmmm, saves 2160 bytes
+backward GwGmmwGmmmmRwmmmmRwmRww
 """,
     )
 
@@ -49,7 +49,7 @@ def test_groups_that_stay_unsharded_are_not_gathered_again():
     assert_expected_inline(
         graphs_of(plain, reshard_after_forward=False),
         """\
-forward GGwmGwmmwmmm, saves 4464 bytes
+forward GwGmwGmmwmmm, saves 4464 bytes
 backward mmmmmmRmmmmRwmRww
 """,
     )
@@ -69,8 +69,8 @@ def test_four_ranks_on_gloo_add_in_the_order_of_the_ranks():
     assert_expected_inline(
         graphs_of(plain, world=4),
         """\
-forward GGwmGwmmwmmm, saves 2288 bytes
-backward GmmGwmmmmXwmmmmXwmXww
+forward GwGmwGmmwmmm, saves 2288 bytes
+backward GmmwGmmmmXwmmmmXwmXww
 """,
     )
 
@@ -83,7 +83,7 @@ def test_replicas_of_shards_reduce_scatter_and_then_all_reduce():
     assert_expected_inline(
         graphs_of(hybrid, world=4),
         """\
-forward GGwmwmmm, saves 1288 bytes
+forward GwGmwmmm, saves 1288 bytes
 backward GmmwmmmmRmRwAwwAw
 """,
     )
@@ -117,7 +117,7 @@ def test_uneven_shards_are_padded(world):
         assert_expected_inline(
             text,
             """\
-forward GGwmwmmm, saves 896 bytes
+forward GwGmwmmm, saves 896 bytes
 backward GmmwmmmmRmRww
 """,
         )
@@ -148,8 +148,8 @@ def test_ranks_that_hold_nothing_take_part():
     assert_expected_inline(
         graphs_of(empty, world=2),
         """\
-forward GGwmwm, saves 40 bytes
-backward GmGwmRmwRww
+forward GwGmwm, saves 40 bytes
+backward GmwGmRmwRww
 """,
     )
 
@@ -165,7 +165,7 @@ def test_parameters_cut_along_another_dim():
     assert_expected_inline(
         graphs_of(cut_along_columns),
         """\
-forward GGwmwmmm, saves 1288 bytes
+forward GwGmwmmm, saves 1288 bytes
 backward GmmwmmmmRmRww
 """,
     )
@@ -220,8 +220,8 @@ def test_a_checkpoint_inside_of_the_sharded_block():
     assert_expected_inline(
         graphs_of(checkpointed, where="inside", kind="plain"),
         """\
-forward GGwmGwmmwmmm, saves 448 bytes
-backward GmGwmmmmmmmRwmmmmmRwmRww
+forward GwGmwGmmwmmm, saves 448 bytes
+backward GmwGmmmmmmmRwmmmmmRwmRww
 """,
     )
 
@@ -230,8 +230,8 @@ def test_a_checkpoint_around_the_sharded_block():
     assert_expected_inline(
         graphs_of(checkpointed, where="outside", kind="plain"),
         """\
-forward GGwmGwmmwmmm, saves 448 bytes
-backward GmGwmmmmmmmRwmmmmmRwmRww
+forward GwGmwGmmwmmm, saves 448 bytes
+backward GmwGmmmmmmmRwmmmmmRwmRww
 """,
     )
 
@@ -240,8 +240,8 @@ def test_a_selective_checkpoint_inside_of_the_sharded_block():
     assert_expected_inline(
         graphs_of(checkpointed, where="inside", kind="selective"),
         """\
-forward GGwmGwmmwmmm, saves 1248 bytes
-backward GmmGwmmmmRwmmmmRwmRww
+forward GwGmwGmmwmmm, saves 1248 bytes
+backward GmmwGmmmmRwmmmmRwmRww
 """,
     )
 
@@ -250,8 +250,8 @@ def test_a_selective_checkpoint_around_the_sharded_block():
     assert_expected_inline(
         graphs_of(checkpointed, where="outside", kind="selective"),
         """\
-forward GGwmGwmmwmmm, saves 1248 bytes
-backward GmmGwmmmmRwmmmmRwmRww
+forward GwGmwGmmwmmm, saves 1248 bytes
+backward GmmwGmmmmRwmmmmRwmRww
 """,
     )
 
@@ -260,7 +260,7 @@ def test_a_checkpoint_inside_of_a_block_that_stays_unsharded():
     assert_expected_inline(
         graphs_of(checkpointed, where="inside", kind="plain", reshard_after_forward=False),
         """\
-forward GGwmGwmmwmmm, saves 2784 bytes
+forward GwGmwGmmwmmm, saves 2784 bytes
 backward mmmmmmmmRmmmmmRwmRww
 """,
     )
@@ -270,7 +270,7 @@ def test_a_checkpoint_around_a_block_that_stays_unsharded():
     assert_expected_inline(
         graphs_of(checkpointed, where="outside", kind="plain", reshard_after_forward=False),
         """\
-forward GGwmGwmmwmmm, saves 2784 bytes
+forward GwGmwGmmwmmm, saves 2784 bytes
 backward mmmmmmmmRmmmmmRwmRww
 """,
     )

@@ -29,8 +29,8 @@ def test_mixed_precision_casts_before_the_gather(reduce_dtype, world):
         assert_expected_inline(
             text,
             """\
-forward GGwmGwmmwmmm, saves 1184 bytes
-backward GmmGwmmmmRwmmmmRwmRww
+forward GwGmwGmmwmmm, saves 1184 bytes
+backward GmmwGmmmmRwmmmmRwmRww
 """,
         )
 
@@ -57,8 +57,8 @@ def test_a_group_of_two_dtypes_has_a_collective_for_each():
     assert_expected_inline(
         graphs_of(two_dtypes),
         """\
-forward GGwwmm, saves 360 bytes
-backward GGwmmmwRRww
+forward GwGwmm, saves 360 bytes
+backward GwGmmmwRRww
 """,
     )
 
@@ -81,8 +81,8 @@ def test_frozen_parameters_are_gathered_and_not_reduced():
     assert_expected_inline(
         graphs_of(frozen),
         """\
-forward GGwmGwmmwmmm, saves 1328 bytes
-backward GmmGwmmRwmmmRww
+forward GwGmwGmmwmmm, saves 1328 bytes
+backward GmmwGmmRwmmmRww
 """,
     )
 
@@ -99,8 +99,8 @@ def test_tied_weights_are_one_parameter():
     assert_expected_inline(
         graphs_of(tied),
         """\
-forward GGwGwmmwmmm, saves 5440 bytes
-backward GmmGwmmmmRwmmmmRwRww
+forward GwGwGmmwmmm, saves 5440 bytes
+backward GmmwGmmmmRwmmmmRwRww
 """,
     )
 
@@ -113,8 +113,8 @@ def test_a_list_is_gathered_once():
     assert_expected_inline(
         graphs_of(lists),
         """\
-forward GGwmGwmmmmwmmm, saves 3352 bytes
-backward GmmGwmmmmRwmmmmmmmmRwmRww
+forward GwGmwGmmmmwmmm, saves 3352 bytes
+backward GmmwGmmmmRwmmmmmmmmRwmRww
 """,
     )
 
@@ -127,8 +127,8 @@ def test_groups_within_groups():
     assert_expected_inline(
         graphs_of(nested),
         """\
-forward GGwmGwwmmm, saves 1288 bytes
-backward GmmGwmmwmmRRwmRww
+forward GwGmwGwmmm, saves 1288 bytes
+backward GmmwGmmwmmRRwmRww
 """,
     )
 
@@ -200,7 +200,7 @@ backward mmwmmmmRwwmmmmRwRw
     assert_expected_inline(
         text,
         """\
-forward GGwwmmmmm, saves 1104 bytes
+forward GwGwmmmmm, saves 1104 bytes
 backward GmmwmmmmRmmmmRwRww
 """,
     )
@@ -214,8 +214,8 @@ def test_weights_that_eager_keeps_among_few_ranks_are_gathered_among_all():
     assert_expected_inline(
         graphs_of(few_ranks, world=4),
         """\
-forward GGwmwmmm, saves 1160 bytes
-backward GGwmmwmmmmXmXww
+forward GwGmwmmm, saves 1160 bytes
+backward GwGmmwmmmmXmXww
 """,
     )
 
@@ -228,7 +228,7 @@ def test_offloading_without_an_accelerator_changes_nothing():
     assert_expected_inline(
         graphs_of(offloaded),
         """\
-forward GGwmwmmm, saves 1288 bytes
+forward GwGmwmmm, saves 1288 bytes
 backward GmmwmmmmRmRww
 """,
     )
@@ -256,8 +256,8 @@ def test_buffers_change_as_in_eager():
     assert_expected_inline(
         graphs_of(normed),
         """\
-forward GGwmwm, saves 448 bytes
-backward GGwmmRwmRww
+forward GwGmwm, saves 448 bytes
+backward GwGmmRwmRww
 """,
     )
 
@@ -298,7 +298,7 @@ def test_an_auxiliary_loss_that_a_module_keeps():
     assert_expected_inline(
         graphs_of(auxiliary),
         """\
-forward GGwmwm, saves 480 bytes
-backward GGwmmRmwRww
+forward GwGmwm, saves 480 bytes
+backward GwGmmRmwRww
 """,
     )

@@ -6,6 +6,8 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from _engines import ENGINES, fully_shard, mesh_of
@@ -139,3 +141,9 @@ def test_one_rank_and_all_ranks_mean_false_and_true(rank, world):
 def test_numbers_that_do_not_divide_are_refused(rank, world, value, kind):
     with pytest.raises(kind, match="reshard_after_forward: "):
         fully_shard(Stack(), reshard_after_forward=value)
+
+
+@distributed(world=4)
+def test_ranks_may_belong_to_different_numbers_of_process_groups(rank, world):
+    dist.new_group([0, 1], use_local_synchronization=True) if rank < 2 else None
+    check_parity(Case(model=Stack, shard=functools.partial(few, mesh=init_device_mesh("cpu", (4,)))), rank, world)

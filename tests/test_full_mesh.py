@@ -19,7 +19,7 @@ import composable_shard as cs
 from _engines import ENGINES, fully_shard, named_mesh
 from _pool import distributed
 from _stepping import assert_at_rest
-from composable_shard import DataParallelMeshDims
+from composable_shard import DataParallelMeshDims, FSDPMeshInfo, ShardPlacementResult
 
 TORCH_HAS_DIMS = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
 SIDES = ("ours", "fsdp2") if TORCH_HAS_DIMS else ("ours",)
@@ -166,6 +166,36 @@ def test_one_full_graph_equals_eager(rank, world):
             each(x).square().mean().backward()
         for (name, want), (_, got) in zip(eager.named_parameters(), model.named_parameters(), strict=True):
             torch.testing.assert_close(full(got.grad), full(want.grad), msg=lambda m, n=name: f"gradient of {n}: {m}")
+
+
+@distributed(world=4)
+def test_one_call_may_shard_over_different_axes_of_one_mesh(rank, world):
+    mesh = named_mesh((2, 2), ("dp", "ep"))
+    both = DataParallelMeshDims(shard=("dp", "ep"))
+    info = FSDPMeshInfo(mesh["dp"], shard_mesh_dim=0, dp_mesh_dims=DataParallelMeshDims(shard="dp"), spmd_mesh=mesh)
+    found = {}
+    for side in SIDES:
+        model = distribute(make(), mesh)
+        ups = {id(p) for mlp in model for p in mlp.up.parameters()}
+        ENGINES[side](
+            model,
+            mesh=mesh,
+            dp_mesh_dims=both,
+            shard_placement_fn=lambda p, ups=ups: ShardPlacementResult(None, info) if id(p) in ups else None,
+        )
+        found[side] = [(p.placements, p.device_mesh.shape) for p in model.parameters()]
+    assert found["ours"] == found[SIDES[-1]]
+    assert {shape for _, shape in found["ours"]} == {(4,), (2, 2)}
+
+
+@distributed(world=4)
+def test_a_parameter_that_is_returned_keeps_its_value(rank, world):
+    mesh = named_mesh((2, 2), ("dp", "tp"))
+    model = shard(distribute(make(), mesh), fully_shard, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    model[0].forward = lambda x, mlp=model[0]: (x, mlp.up.weight)
+    _, weight = model[0](batch(mesh, 0)[1])
+    model[1](batch(mesh, 0)[1]).square().mean().backward()
+    torch.testing.assert_close(full(weight.detach()), make()[0].up.weight)
 
 
 @distributed(world=4)

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn as nn
 
 from _alike import assert_alike, models_of, noise, optimizers_of, shard_children, stack, train_alike, whole
 from _engines import mesh_of
@@ -149,3 +150,41 @@ def test_parameters_on_several_meshes_are_clipped_and_stepped_together(rank, wor
             optimizer.step()
             optimizer.zero_grad()
     assert_alike(models, exact=False)
+
+
+# ---- hooks of groups that a backward reduces without having run them
+
+
+class TwoParts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, both=True):
+        return self.a(x) + self.b(x) if both else self.a(x)
+
+
+@pytest.mark.parametrize("ends", ["by the last micro-batch", "by hand"])
+@distributed(world=2)
+def test_hooks_see_gradients_that_were_kept_from_earlier_micro_batches(rank, world, ends):
+    models = models_of(TwoParts)
+    calls = {name: [] for name in models}
+    for name, model in models.items():
+        for param_name, param in model.named_parameters():
+            param.register_post_accumulate_grad_hook(lambda p, n=param_name, found=calls[name]: found.append(n))
+    for _ in range(2):
+        for found in calls.values():
+            found.clear()
+        for name, model in models.items():
+            if name != "plain":
+                model.set_requires_gradient_sync(False)
+            model(noise(3, 4)).square().mean().backward()
+            calls[name].clear()
+            if name == "plain":
+                continue
+            model.set_requires_gradient_sync(True)
+            if ends == "by hand" and name == "ours":
+                model.finalize_backward()
+            else:
+                model(noise(3, 4), both=False).square().mean().backward()
+        assert sorted(calls["ours"]) == sorted(calls["fsdp2"]) == ["a.bias", "a.weight", "b.bias", "b.weight"]

@@ -1,0 +1,128 @@
+"""Where launches and waits of a graph are moved, and where they must stay."""
+
+from __future__ import annotations
+
+import torch
+from expecttest import assert_expected_inline
+from torch import fx
+
+from composable_shard._graphs import sequence
+from composable_shard._overlap import place
+
+cs, c10d, aten = torch.ops.composable_shard, torch.ops._c10d_functional, torch.ops.aten
+
+
+class Builder:
+    """A graph of groups in the order in which AOTAutograd has it."""
+
+    def __init__(self):
+        self.graph = fx.Graph()
+        self.x = self.graph.placeholder("x")
+        self.ends = []
+
+    def shard(self, name):
+        return self.graph.placeholder(name)
+
+    def call(self, op, *args):
+        return self.graph.call_function(op.default, args)
+
+    def gather(self, shard):
+        flat = self.call(cs.pack, [shard], "key", [0], torch.float32)
+        waited = self.call(c10d.wait_tensor, self.call(c10d.all_gather_into_tensor, flat, 2, "group"))
+        unpacked = self.call(cs.unpack, waited, "key", [0])
+        return self.graph.call_function(torch.ops.aten.select.int, (unpacked, 0, 0))
+
+    def multiply(self, weight):
+        self.x = self.call(aten.mm, self.x, weight)
+        return self.x
+
+    def reduce(self, gradient, *after):
+        bucket = self.call(cs.pack_gradients, [gradient], [None], gradient, "key", [0], torch.float32)
+        sent = self.call(aten.view, bucket, [-1])
+        waited = self.call(c10d.wait_tensor, self.call(c10d.reduce_scatter_tensor, sent, "sum", 2, "group"))
+        for op in after:
+            waited = self.call(op, waited)
+        self.ends.append(waited)
+        return waited
+
+    def placed(self):
+        before = {node.name: [each.name for each in node.all_input_nodes] for node in self.graph.nodes}
+        self.graph.output([self.x, *self.ends])
+        place(self.graph)
+        self.graph.lint()  # every node comes after what it needs
+        after = {n.name: [each.name for each in n.all_input_nodes] for n in self.graph.nodes if n.op != "output"}
+        assert before == after, "nodes are moved, and not changed"
+        return sequence(self.graph)
+
+
+def test_gathers_are_launched_one_ahead():
+    made = Builder()
+    shards = [made.shard(f"shard{i}") for i in range(4)]
+    for shard in shards:
+        made.multiply(made.gather(shard))
+    assert sequence(made.graph) == "GwmGwmGwmGwm"
+    assert_expected_inline(made.placed(), """GwGmwGmwGmwm""")
+
+
+def test_the_first_gather_is_launched_before_compute_that_does_not_need_it():
+    made = Builder()
+    shard = made.shard("shard")
+    made.multiply(made.x)
+    made.multiply(made.gather(shard))
+    assert_expected_inline(made.placed(), """Gmwm""")
+
+
+def test_views_of_inputs_move_along():
+    made = Builder()
+    shards = [made.shard(f"shard{i}") for i in range(2)]
+    for shard in shards:
+        made.multiply(made.gather(made.call(aten.view, made.call(aten.detach, shard), [2, 2])))
+    assert_expected_inline(made.placed(), """GwGmwm""")
+
+
+def test_a_gather_of_what_is_computed_stays():
+    made = Builder()
+    shard = made.shard("shard")
+    made.multiply(made.gather(shard))
+    made.multiply(made.gather(made.call(aten.mm, shard, made.x)))
+    assert_expected_inline(made.placed(), """GwmmGwm""")
+
+
+def test_reductions_are_waited_for_behind_the_launch_of_the_next_one():
+    made = Builder()
+    for _ in range(3):
+        made.multiply(made.x)
+        made.reduce(made.x, aten.neg, aten.abs)
+    assert sequence(made.graph) == "mRwmRwmRw"
+    assert_expected_inline(made.placed(), """mRmRwmRww""")
+
+
+def test_a_reduction_whose_result_is_computed_with_is_waited_for_at_once():
+    made = Builder()
+    made.x = made.reduce(made.multiply(made.x))
+    made.reduce(made.multiply(made.x))
+    assert_expected_inline(made.placed(), """mRwmRw""")
+
+
+def test_both_at_once():
+    made = Builder()
+    shards = [made.shard(f"shard{i}") for i in range(3)]
+    for shard in shards:
+        made.multiply(made.gather(shard))
+        made.reduce(made.x)
+    assert_expected_inline(made.placed(), """GwGmRwGmRwwmRww""")
+
+
+def test_gathers_that_are_not_of_a_groups_shards_stay():
+    made = Builder()
+    shard = made.shard("shard")
+    for _ in range(2):
+        waited = made.call(c10d.wait_tensor, made.call(c10d.all_gather_into_tensor, shard, 2, "group"))
+        made.multiply(waited)
+    assert_expected_inline(made.placed(), """GwmGwm""")
+
+
+def test_a_graph_without_communication_is_left_alone():
+    made = Builder()
+    made.multiply(made.x)
+    assert made.placed() == "m"
