@@ -84,6 +84,17 @@ class FSDPModule(Methods):
             if state.bound is not None:
                 state.bound.engine.converted(state.groups)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, also while unsharded parameters are in the place of those that have them."""
+        for _, state in named_states(self):  # type: ignore[arg-type]
+            for param in state.declaration.params if state.entries.shown else ():
+                grad = param.sharded.grad
+                if set_to_none:
+                    param.sharded.grad = None
+                elif grad is not None:
+                    grad.detach_().zero_()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:
         """A module with sharded parameters of its own, in the same mesh. It has run nothing yet."""
         for _, state in named_states(self):  # type: ignore[arg-type]

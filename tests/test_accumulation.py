@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from _both import backward, both
 from _engines import fully_shard
 from _models import Stack, shard_blocks, shard_nested, vectors
 from _parity import Case, check_parity, plain_step
@@ -147,3 +148,19 @@ def test_a_gradient_that_the_user_holds_is_not_overwritten_by_the_next_step(rank
             assert torch.equal(grad.to_local(), copy), f"step {step} overwrote the held gradient of {name}"
         held = {n: (p.grad, p.grad.to_local().clone()) for n, p in model.named_parameters()}
         model.zero_grad()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@distributed(world=2)
+def test_zero_grad_between_forward_and_backward_clears_where_torchs_fsdp2_adds_up(rank, world, set_to_none):
+    """The root, and all that stays unsharded until backward, shows other parameters then."""
+    models = both(reshard_after_forward=False)
+    for model in models.values():
+        backward(model, rank, 0)
+        first = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
+        loss = model(*vectors(rank, 0)).square().mean()
+        model.zero_grad(set_to_none)
+        loss.backward()
+        times = 1 if model is models["ours"] else 2
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad.to_local(), times * first[name], msg=lambda m, n=name: f"{n}: {m}")
