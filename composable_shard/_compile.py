@@ -8,13 +8,13 @@ from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from ._errors import ShardConfigTypeError
 from ._guard import guard_pass, guarded
 from ._module import FSDPModule
 from ._torch import never_compile
-from ._torch_compile import aot_backend, as_it_is, mode_options
+from ._torch_compile import aot_backend, as_it_is, inductor, mode_options
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -24,7 +24,8 @@ def compile(  # noqa: A001 - the name of the function in torch that it stands fo
 ) -> M:
     """`torch.compile` for a sharded model: one whole graph by default, and read by the guard under every backend.
 
-    ``torch.compile(model, fullgraph=True)`` alone is right and whole too. What this adds, for this model only:
+    ``torch.compile(model, fullgraph=True)`` alone is right and whole too. What this adds, for this model only (as does
+    ``torch.compile(model, backend="composable_shard", fullgraph=True)``):
 
     - ``fullgraph=True`` is the default, so that a graph break is an error that shows the frame.
     - Communication overlaps with compute, under Inductor and ``aot_eager``: a gather is launched one group ahead, and a
@@ -64,6 +65,16 @@ def compile(  # noqa: A001 - the name of the function in torch that it stands fo
         backend = aot_eager()
     compiled: M = torch.compile(model, fullgraph=fullgraph, backend=backend, **torch_compile_kwargs)  # type: ignore[assignment]
     return compiled
+
+
+def backend(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+    """What ``torch.compile(model, backend="composable_shard")`` calls: Inductor, with the same as `compile` adds.
+
+    Args:
+        module, inputs: what Dynamo has traced.
+        kwargs: ``options`` and ``mode``, as for Inductor.
+    """
+    return inductor(module, inputs, _options(kwargs))
 
 
 def _options(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,13 @@ def aot_backend(compiler: Callable[..., Any]) -> Callable[..., Any]:
     return backend
 
 
+def inductor(module: fx.GraphModule, inputs: Any, options: dict[str, Any]) -> Any:
+    """Compile by Inductor, with these of its options."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(module, inputs, config_patches=options)
+
+
 def graph_pass() -> type[Any]:
     """The base class of passes that Inductor's compile cache can tell apart."""
     from torch._inductor.custom_graph_pass import CustomGraphPass

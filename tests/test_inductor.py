@@ -21,6 +21,7 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
+import composable_shard as cs
 from _compiling import LIMIT_S, even, text_of, under_inductor
 from _engines import fully_shard
 from _models import Block, Stack, TiedText, shard_blocks, tokens, vectors
@@ -177,3 +178,26 @@ def test_a_second_process_that_takes_its_code_from_the_cache_gathers_and_is_guar
     assert first.pop("hits") == 0
     assert second.pop("hits") > 0
     assert first == second == {"gathers": 6, "reductions": 3, "gradients": 6, "guarded": True}
+
+
+def by_name(model):
+    return torch.compile(model, backend="composable_shard", fullgraph=True)
+
+
+@distributed(world=2)
+def test_the_backend_that_is_found_by_its_name_places_communication_too(rank, world):
+    models = [with_frozen_weights() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        shard_blocks(model, fully_shard, reshard_after_forward=True)
+    texts = []
+    for model, make in zip(models, (by_name, cs.compile), strict=True):
+        torch._dynamo.reset()
+        with watch_graphs() as found, under_inductor(0.0):  # with no cache
+            make(model)(*vectors(rank, 0)).square().mean().backward()
+        texts.append(text_of(found))
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("forward GwG"), texts
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        assert a.grad is None or torch.equal(a.grad.to_local(), b.grad.to_local())

@@ -137,7 +137,8 @@ def test_parameters_on_several_meshes_are_clipped_and_stepped_together(rank, wor
         engine(model[0], mesh=mesh_of(2, 2))
         engine(model[2], mesh=mesh_of(4))
 
-    models = models_of(partial(stack, 4, 2), shard, fsdp2=False)
+    models = models_of(partial(stack, 4, 2), shard)
+    theirs = models.pop("fsdp2")
     optimizers = {name: OPTIMIZERS["adamw foreach"](model.parameters()) for name, model in models.items()}
     for step in range(2):
         norms = []
@@ -150,6 +151,9 @@ def test_parameters_on_several_meshes_are_clipped_and_stepped_together(rank, wor
             optimizer.step()
             optimizer.zero_grad()
     assert_alike(models, exact=False)
+    theirs(noise(3, 4)).square().mean().backward()
+    with pytest.raises(RuntimeError, match="mesh"):
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
 
 
 # ---- hooks of groups that a backward reduces without having run them
