@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from ._build import declared_plan
 from ._entries import ModuleEntries, check_use
 from ._errors import ShardConfigTypeError, ShardConfigValueError
+from ._extension import is_extended
 from ._facade import state_facade
 from ._mesh import MeshInfo, default_mesh, mesh_info, small_mesh
 from ._module import FSDPModule, number, post_forward, pre_forward
@@ -280,7 +281,9 @@ def _shard_all(places: list[Place], info: MeshInfo, cuts: dict[int, Cut]) -> lis
 def _sharded(fqn: str, param: nn.Parameter, cut: Cut) -> ShardedParam:
     whole = param if cut.parallel is None else local_tensor(param)
     made = shard_parameter(param, cut.info, cut.dim, cut.parallel)
-    return ShardedParam(fqn, made, cut.dim, cut.parallel, tuple(whole.shape), cut.keeps_dtype)
+    sharded = ShardedParam(fqn, made, cut.dim, cut.parallel, tuple(whole.shape), cut.keeps_dtype)
+    is_extended(sharded)  # refuses what could not be gathered
+    return sharded
 
 
 def _move_buffers(modules: list[nn.Module], info: MeshInfo) -> None:

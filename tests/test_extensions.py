@@ -369,9 +369,10 @@ class Unpadded(Halved):
 @distributed(world=2)
 def test_mistakes_are_named(rank, world):
     for kind, words in ((OnlyBefore, "has fsdp_pre_all_gather but not fsdp_post"), (OfThree, "must take .mesh. or")):
-        model = shard(make(kind), fully_shard)
-        with pytest.raises(TypeError, match=f"parameter blocks.0.weight: .*{words}"):
-            model(batch(rank, 0))
+        model = make(kind)
+        with pytest.raises(TypeError, match=f"parameter weight: .*{words}"):
+            shard(model, fully_shard)
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
     if rank == 1:  # the one whose shard is the smaller; the others would wait for it
         model = shard(make(Unpadded, sizes=(7, 5)), fully_shard)
         with pytest.raises(ValueError, match=r"parameter weight: .*padded to 4 rows"):
