@@ -26,12 +26,14 @@ from ._module import FSDPModule as FSDPModule
 from ._module import UnshardHandle as UnshardHandle
 from ._module import register_fsdp_forward_method as register_fsdp_forward_method
 from ._plan import ShardPlan as ShardPlan
+from ._policies import AllGather as AllGather
 from ._policies import CPUOffloadPolicy as CPUOffloadPolicy
 from ._policies import DataParallelMeshDims as DataParallelMeshDims
 from ._policies import FSDPMeshInfo as FSDPMeshInfo
 from ._policies import HSDPMeshInfo as HSDPMeshInfo
 from ._policies import MixedPrecisionPolicy as MixedPrecisionPolicy
 from ._policies import OffloadPolicy as OffloadPolicy
+from ._policies import ReduceScatter as ReduceScatter
 from ._policies import ShardPlacementResult as ShardPlacementResult
 from ._record import Record as Record
 from ._schedule import Action as Action

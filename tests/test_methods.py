@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 
 import pytest
@@ -160,3 +161,14 @@ def test_values_of_a_wrong_kind_are_refused_by_name(rank, world, name, value, ki
     argument = next(iter(inspect.signature(getattr(model, name)).parameters))
     with pytest.raises(kind, match=f"{argument}: "):
         getattr(model, name)(value)
+
+
+def test_every_name_that_users_of_torchs_fsdp2_import_is_here():
+    names = [
+        *["fully_shard", "FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"],
+        *["MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "DataParallelMeshDims", "ShardPlacementResult"],
+        *["FSDPMeshInfo", "HSDPMeshInfo", "AllGather", "ReduceScatter"],
+    ]
+    assert [name for name in names if not hasattr(composable_shard, name)] == []
+    theirs = importlib.import_module("torch.distributed.fsdp._fully_shard")
+    assert [name for name in theirs.__all__ if not hasattr(composable_shard, name)] == []
