@@ -120,8 +120,9 @@ class ModuleEntries:
         Raises:
             ShardConfigStateError: somebody has put another tensor in its place, as `torch.func.functional_call` does.
         """
+        shown, there, params = self.shown, self._there, self.params
         for names, name, index in self.places:
-            if names.get(name) is not (self._there[index] if self.shown else self.params[index].sharded):
+            if names.get(name) is not (there[index] if shown else params[index].sharded):
                 raise ShardConfigStateError(
                     f"parameter {self.params[index].fqn}: {_kind(names.get(name))} was put in its place while the "
                     "model runs (by torch.func.functional_call?), and sharding would put its own over it; use a "

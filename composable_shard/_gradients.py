@@ -31,9 +31,11 @@ class GradientFlow:
         self._strays: dict[ParamGroup, Gradients] = {}
         self._reduced: set[ParamGroup] = set()  # in this pass
         self._hooked: set[ParamGroup] = set()  # whose hooks were taken from autograd
+        self._looked: set[ParamGroup] = set()  # for hooks, in this pass
 
     def take_hooks(self, group: ParamGroup) -> None:
         """Before autograd can call the hooks of a group's parameters: they see what is reduced, until the pass ends."""
+        self._looked.add(group)
         if any_gradient_hooks(group.shards):
             self._hooked.add(group)
             for param in group.params:
@@ -65,7 +67,8 @@ class GradientFlow:
         if not options.reduce_unused and all([gradient is None for gradient in gradients]):  # noqa: C419 - faster
             return
         if options.requires_gradient_sync:
-            self.take_hooks(group)
+            if group not in self._looked:  # its node did not run
+                self.take_hooks(group)
             self._reduced.add(group)
             self._do.reduce(group, group.take_kept(gradients))
         else:
@@ -108,6 +111,7 @@ class GradientFlow:
             group.was_gathered = False
         self._strays.clear()
         self._reduced.clear()
+        self._looked.clear()
         if wait:
             self.settle()
 
@@ -115,6 +119,7 @@ class GradientFlow:
         """A backward has failed: throw its gradients away."""
         self._strays.clear()
         self._reduced.clear()
+        self._looked.clear()
         self._do.discard()
         self._give_hooks_back()
 

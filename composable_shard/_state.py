@@ -211,15 +211,16 @@ class ShardState:
         self._found.append(self.bound.engine.before_forward(group, self.entries))
 
     @apart_from_checkpoints
-    def end(self, module: nn.Module, copied: Sequence[torch.Tensor]) -> list[tuple[Use, Outputs]]:
+    def end(self, module: nn.Module, copied: Sequence[torch.Tensor]) -> Sequence[tuple[Use, Outputs]]:
         """It has run; of its outputs, these were views of weights.
 
         Returns:
             the uses whose backward will pass through its outputs.
         """
-        ended = [self._end(module, copied)]
-        if self.others:
-            ended += [other._end(module, copied) for other in self.others]
+        own = self._end(module, copied)
+        if not self.others:
+            return () if own is None else (own,)
+        ended = [own, *[other._end(module, copied) for other in self.others]]
         return [found for found in ended if found is not None]
 
     def _end(self, module: nn.Module, copied: Sequence[torch.Tensor]) -> tuple[Use, Outputs] | None:
