@@ -126,8 +126,9 @@ def _shard(modules: list[nn.Module], placements: Placements, options: Options, i
     for owner, name, fqn, _ in places:
         check_use(owner, name, fqn)
     cuts = _cuts(places, placements)
-    infos = placements.info, *{cut.info: 0 for cut in cuts.values()}
-    asked = {info: _small(options.reshard_after_forward, info) for info in infos}
+    asked: dict[MeshInfo, tuple[bool | int | None, MeshInfo | None]] = {}
+    for info in dict.fromkeys([placements.info, *(cut.info for cut in cuts.values())]):
+        asked[info] = _small(options.reshard_after_forward, info)
     settings = {info: Settings(replace(options, reshard_after_forward=reshard)) for info, (reshard, _) in asked.items()}
     watched = [(name, m._parameters, m._modules) for name, m in managed]
     state, *others = [
@@ -192,7 +193,7 @@ def _small(reshard: bool | int | None, info: MeshInfo) -> tuple[bool | int | Non
             "give a divisor between, for example the number of accelerators of a node, or True or False"
         )
     if reshard == 1:
-        warnings.warn("reshard_after_forward=1 keeps the unsharded parameters, as False does; say False", stacklevel=3)
+        warnings.warn("reshard_after_forward=1 keeps the unsharded parameters, as False does; say False", stacklevel=4)
         return False, None
     return (True, None) if reshard == info.shard_size else (reshard, small_mesh(info, reshard))
 

@@ -251,7 +251,7 @@ def replicated_mesh(replicas: int) -> DeviceMesh:
 
 
 def small_mesh(info: MeshInfo, size: int) -> MeshInfo:
-    """The mesh of `size` neighbouring ranks of the shard axis, with copies on the others; every rank must call it."""
+    """The mesh of `size` neighbouring ranks of the shard axis, with copies on the others; all ranks must call it."""
     mesh = _few_ranks(info.mesh, size, dist.group.WORLD)
     return replace(mesh_info(mesh), home=info.device, pins=False)
 

@@ -72,9 +72,8 @@ class Placements:
 
     def _info_of(self, theirs: Any) -> MeshInfo:
         found = mesh_info_of_torch(theirs, self._offload)
-        return (
-            self.info if _identity(found) == _identity(self.info) else self._others.setdefault(_identity(found), found)
-        )
+        key = _identity(found)
+        return self.info if key == _identity(self.info) else self._others.setdefault(key, found)
 
 
 def _identity(info: MeshInfo) -> tuple[object, ...]:
