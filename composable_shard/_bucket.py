@@ -11,7 +11,7 @@ import torch
 from ._collectives import Transport
 from ._debug import checksum, debugging
 from ._errors import ShardConfigStateError
-from ._layout import BucketLayout, bucket_layout, goes_direct
+from ._layout import BucketLayout, GatherLayout, ParamLayout, gather_layout
 from ._mesh import MeshInfo
 from ._param import ShardedParam, by_rank
 from ._pool import BufferPool, Slot
@@ -23,14 +23,30 @@ LEAF_OF = "_unsharded_copy_of"  # marks a leaf, for whoever takes it for the par
 
 
 class _Views(NamedTuple):
-    """One slot, seen as the gathered bucket or as the unsharded parameters."""
+    """One slot, seen as the unsharded parameters, to write to.
+
+    Attributes:
+        wholes: the parameters.
+        places: of those that are packed, by rank: (world, piece), or (world, *local shape) if not cut along dim 0.
+        own: where the pieces go that this rank copies before they are gathered.
+        regions: of those that are gathered alone, (world * piece,).
+        sent: and what this rank sends of each: its place among them, or None for the shard itself.
+    """
+
+    wholes: list[torch.Tensor]
+    places: list[torch.Tensor]
+    own: list[torch.Tensor]
+    regions: list[torch.Tensor]
+    sent: list[torch.Tensor | None]
+
+
+class _Landed(NamedTuple):
+    """One slot, seen as the buffer of the packed: whole, this rank's part, its pieces, and those of all ranks."""
 
     flat: torch.Tensor
-    chunk: torch.Tensor  # this rank's part of it
-    own: list[torch.Tensor]  # where this rank's pieces go
-    pieces: list[torch.Tensor]  # (world, piece) per parameter, strided by rank; or (world, *local shape)
-    places: list[torch.Tensor]  # the same of the parameters themselves
-    wholes: list[torch.Tensor]  # the unsharded parameters, to write to
+    chunk: torch.Tensor
+    own: list[torch.Tensor]
+    pieces: list[torch.Tensor]
 
 
 class _Face:
@@ -65,25 +81,36 @@ class _Face:
         return storage_uses(self._storage)
 
 
-def _views(slot: Slot, dtype: torch.dtype, layout: BucketLayout, rank: int) -> _Views:
+def _own(row: torch.Tensor, param: ParamLayout, rank: int) -> torch.Tensor:
+    """Of a rank's padded piece, (piece,), what it really holds."""
+    return row[: param.rows_of(rank) * param.row].view(param.local_shape(rank))
+
+
+def _views(slot: Slot, dtype: torch.dtype, layout: GatherLayout, rank: int, copied: Sequence[int]) -> _Views:
+    with torch.inference_mode(False), torch.no_grad():
+        flat, params = slot.typed(dtype, written=True), layout.places.params
+        world = layout.places.world
+        regions = [flat[world * at.offset :][: world * at.piece] for at in params]
+        wholes = [region[: at.numel].view(at.shape) for region, at in zip(regions, params, strict=True)]
+        places = [
+            regions[i].view(world, -1) if params[i].dim == 0 else by_rank(wholes[i], params[i]) for i in layout.packed
+        ]
+        rows = {i: regions[i].view(world, -1)[rank] for i in copied}
+        own = [_own(row, params[i], rank) for i, row in rows.items()]
+        return _Views(wholes, places, own, [regions[i] for i in layout.alone], [rows.get(i) for i in layout.alone])
+
+
+def _landed(slot: Slot, dtype: torch.dtype, layout: BucketLayout, rank: int) -> _Landed:
     with torch.inference_mode(False), torch.no_grad():
         flat = slot.typed(dtype, written=True)[: layout.total]
         chunks = flat.view(layout.world, layout.numel)
-        own, pieces, places, wholes = [], [], [], []
-        for param in layout.params:
-            local = param.local_shape(rank)
-            begin = layout.world * param.offset
-            whole = flat[begin : begin + param.numel].view(param.shape)
-            piece = chunks[:, param.offset : param.offset + param.piece]
-            own.append(chunks[rank, param.offset : param.offset + param.rows_of(rank) * param.row].view(local))
-            if param.dim == 0:
-                pieces.append(piece)
-                places.append(flat[begin : begin + layout.world * param.piece].view(layout.world, param.piece))
-            else:
-                pieces.append(piece.view(layout.world, *local))
-                places.append(by_rank(whole, param))
-            wholes.append(whole)
-    return _Views(flat, chunks[rank], own, pieces, places, wholes)
+        pieces = [chunks[:, at.offset : at.offset + at.piece] for at in layout.params]
+        own = [_own(piece[rank], at, rank) for piece, at in zip(pieces, layout.params, strict=True)]
+        cut = [
+            piece if at.dim == 0 else piece.view(layout.world, *at.local_shape(rank))
+            for piece, at in zip(pieces, layout.params, strict=True)
+        ]
+        return _Landed(flat, chunks[rank], own, cut)
 
 
 class Bucket(Protocol):
@@ -159,33 +186,40 @@ class GatherBucket(Bucket):
         self.fqns = [p.fqn for p in params]
         self._sharded = [p.sharded for p in params]
         self.dtype = dtype
-        dims = [p.dim for p in params]
-        self.layout = bucket_layout([p.shape for p in params], info.shard_size, dtype.itemsize, dims)
+        shapes, dims = [p.shape for p in params], [p.dim for p in params]
+        route = None if transport is None else transport.route
+        self._layout = layout = gather_layout(shapes, info.shard_size, dtype.itemsize, dims, route)
+        self._rank = info.shard_rank
         self._transport = transport
         self._pool = pool
         self._lane = lane
-        casts = info.offloads or any(p.dtype != dtype for p in params)
-        self._direct = transport is not None and transport.direct and goes_direct(self.layout, casts)
         self._offloads = info.offloads
-        self._packs = transport is not None and self.layout.packs
-        self.nbytes = self.layout.total * dtype.itemsize
+        self.nbytes = layout.nbytes
+        self._copied = [i for i in (layout.alone if transport else range(len(params))) if self._must_copy(i)]
         self.slot: Slot | None = None
         self.readable = False
         self.generation = 0
         self._sum: int | None = None  # of their bytes, when debugging
         self._last: Slot | None = None  # where they were before
         self._reserved: Slot | None = None  # where they will be again
-        self._rank = info.shard_rank
         self._seen: dict[Slot, _Views] = {}
+        self._landed: dict[Slot, _Landed] = {}
         self._faces: dict[Slot, list[_Face]] = {}
         self._face: _Face | None = None  # what the forward that runs now reads
         self._lent: list[_Face] = []  # those of which somebody keeps views
         self._leaves: dict[Slot, tuple[_Face, list[torch.nn.Parameter]]] = {}
 
+    def _must_copy(self, index: int) -> bool:
+        """Whether a shard itself cannot be sent: it must be cast, padded or moved first, or there is nobody else."""
+        at = self._layout.places.params[index]
+        short, param = at.rows_of(self._rank) < at.chunk, self.params[index]
+        as_it_is = param.dtype == self.dtype and param.local.is_contiguous()
+        return self._transport is None or short or self._offloads or not as_it_is
+
     def _views_of(self, slot: Slot) -> _Views:
         views = self._seen.get(slot)
         if views is None:
-            views = self._seen[slot] = _views(slot, self.dtype, self.layout, self._rank)
+            views = self._seen[slot] = _views(slot, self.dtype, self._layout, self._rank, self._copied)
         return views
 
     def _idle_face(self) -> _Face:
@@ -194,7 +228,7 @@ class GatherBucket(Bucket):
         for face in faces:
             if face.users == face.alone:
                 return face
-        faces.append(_Face(self.slot, self.dtype, self.layout))
+        faces.append(_Face(self.slot, self.dtype, self._layout.places))
         return faces[-1]
 
     @property
@@ -224,7 +258,7 @@ class GatherBucket(Bucket):
         found = self._leaves.get(self.slot)
         if found is None:
             with torch.inference_mode(False):
-                face = _Face(self.slot, self.dtype, self.layout)
+                face = _Face(self.slot, self.dtype, self._layout.places)
                 # `.data` gives each a version counter of its own, which `release` moves.
                 leaves = [
                     torch.nn.Parameter(p.parallel.wrap(w.data) if p.parallel else w.data, requires_grad=False)
@@ -253,23 +287,35 @@ class GatherBucket(Bucket):
 
     def start(self, after: torch.Event | None) -> Job[None]:
         slot = self.open()
-        if self._direct:
-            assert self._transport is not None
-            steps = self._transport.all_gather_each(self._views_of(slot).wholes, local_tensors(self._sharded))
-            return self._lane.start(steps, (after, slot.free_after))
-        landing = self._pool.lease(self.nbytes) if self._packs else slot
-        return self._lane.start(self._packed(slot, landing), (after, slot.free_after, landing.free_after))
+        landing = self._pool.lease(self._layout.landing_bytes) if self._layout.landing is not None else None
+        events = (after, slot.free_after) if landing is None else (after, slot.free_after, landing.free_after)
+        return self._lane.start(self._steps(slot, landing), events)
 
-    def _packed(self, slot: Slot, landing: Slot) -> Steps[None]:
-        """Gather all parameters as one, and bring each of them together."""
-        landed = self._views_of(landing)
-        torch._foreach_copy_(landed.own, local_tensors(self._sharded), non_blocking=self._offloads)
+    def _steps(self, slot: Slot, landing: Slot | None) -> Steps[None]:
+        """Gather large parameters alone, straight into their places, the others as one, to be copied there."""
+        views = self._views_of(slot)
+        shards = local_tensors(self._sharded)
+        if views.own:
+            torch._foreach_copy_(views.own, [shards[i] for i in self._copied], non_blocking=self._offloads)
         if self._transport is None:
             return
-        yield from self._transport.all_gather(landed.flat, landed.chunk)
-        if landing is not slot:
-            torch._foreach_copy_(self._views_of(slot).places, landed.pieces)
-            self._pool.release(landing, self._lane.mark())
+        alone = self._layout.alone
+        sent = [shards[i] if own is None else own for i, own in zip(alone, views.sent, strict=True)]
+        if landing is None:
+            yield from self._transport.all_gather(views.regions, sent)
+            return
+        landed = self._landed_in(landing)
+        torch._foreach_copy_(landed.own, [shards[i] for i in self._layout.packed], non_blocking=self._offloads)
+        yield from self._transport.all_gather([*views.regions, landed.flat], [*sent, landed.chunk])
+        torch._foreach_copy_(views.places, landed.pieces)
+        self._pool.release(landing, self._lane.mark())
+
+    def _landed_in(self, landing: Slot) -> _Landed:
+        landed = self._landed.get(landing)
+        if landed is None:
+            assert self._layout.landing is not None
+            landed = self._landed[landing] = _landed(landing, self.dtype, self._layout.landing, self._rank)
+        return landed
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
         """Give the slot back, or reserve it for the next gather, as also while others keep views of it.

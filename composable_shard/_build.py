@@ -27,7 +27,6 @@ def _describe(
     fqn: str, params: Sequence[ShardedParam], info: MeshInfo, options: Options, is_root: bool, transports: Transports
 ) -> GroupPlan:
     """A group's part of a plan; it needs no group, and meta parameters will do."""
-    transport = transports.gather or transports.replicate
     return GroupPlan(
         fqn=fqn,
         params=tuple(
@@ -46,9 +45,7 @@ def _describe(
         mesh=str(info),
         is_root=is_root,
         reshard_after_forward=options.reshards(is_root),
-        transport=transport.name if transport else "local",
-        direct=transports.gather is not None and transports.gather.direct,
-        reduce_buffers=0 if transports.reduce is None else 1 + transports.reduce.needs_scratch,
+        route=None if transports.gather is None else transports.gather.route,
         small_size=0 if any(map(is_extended, params)) else options.few_ranks,
     )
 
@@ -83,7 +80,7 @@ def declared_plan(root: nn.Module) -> ShardPlan:
     for fqn, state in _groups_of(root):
         asked = state.declaration
         options = asked.settings.current
-        made = transports.of(asked.info, options)
+        made = asked.transports(transports)
         plans.append(_describe(fqn, asked.params, asked.info, options, state in own, made))
     return ShardPlan(tuple(plans), tuple(plan.fqn for plan in plans))
 
@@ -141,15 +138,18 @@ def build_engine(root: nn.Module) -> Engine:
         state.release()  # unsharded before the root was known
         state.entries.keep_lists(root)
         state.entries.adopt()
-    plan = declared_plan(root)
     _check_materialised(found)
     _check_offloaded(found)
+    transports = TransportCache()
+    for _, state in found:
+        asked = state.declaration
+        transports.measure(asked.info, asked.piece_bytes())
+    plan = declared_plan(root)
     _set_modules(root, found)
     device = found[0][1].declaration.info.device
     own = state_of(root)
     gather_lane, reduce_lane = (own.lanes if own is not None else None) or (lane_for(device), lane_for(device))
     runtime = Runtime(BufferPool(device, gather_lane), gather_lane, reduce_lane)
-    transports = TransportCache()
     of_root = _of_root(root)
     groups: dict[ShardState, ParamGroup] = {}
     for fqn, state in _groups_of(root):
@@ -160,7 +160,7 @@ def build_engine(root: nn.Module) -> Engine:
             asked.info,
             asked.settings,
             state in of_root,
-            transports.of(asked.info, asked.settings.current, asked.small),
+            asked.transports(transports),
             runtime,
             asked.small,
         )

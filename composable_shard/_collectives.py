@@ -1,20 +1,27 @@
 """All-gather, reduce-scatter and all-reduce on tensors: they know no parameter and keep no state.
 
 The eager form is a generator that launches and yields what must be waited for (see `_streams`); it calls the process
-group's own methods. `Native` asks the backend for the collective itself. `RankOrdered` builds the same from
-primitives that gloo has in a faster form: its own all-gather and reduce-scatter make a temporary of the full size at
-every call, and beyond two ranks it adds in another order than that of the ranks, so that sums would not be equal, to
-the bit, to those of one process.
+group's own methods. A transport is one way to do it, and its `route` says which parameters it takes alone:
+
+    packed   one collective moves all that share a buffer
+    direct   coalesced gathers, each parameter straight into its place
+    p2p      on gloo: large parameters by sends and receives, small ones packed
+
+gloo's own all-gather and reduce-scatter make a temporary of the full size at every call, and beyond two ranks gloo adds
+in another order than that of the ranks, so that sums would not be equal, to the bit, to those of one process. There
+every transport is made of other primitives and adds in the order of the ranks; all give the same bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from ._layout import Route
 from ._policies import Comms
 from ._streams import Awaitable, Steps
 from ._torch_distributed import (
@@ -26,30 +33,33 @@ from ._torch_distributed import (
     reduce_scatter_options,
 )
 
-BROADCAST_FROM_BYTES = 512 * 1024
+BROADCAST_FROM_BYTES = 512 * 1024  # of a bucket: smaller ones are faster with gloo's own all-gather
+ALONE_FROM_BYTES = 64 * 1024  # of a piece: smaller ones cost as much as messages of their own as all of them in one
 _AVERAGING = ("nccl", "xccl")  # backends that know a mean
+_GATHER_TAG, _REDUCE_TAG = 0x5AD0_0000, 0x5AD8_0000  # of messages; far from those that users number
+
+Tensors = Sequence[torch.Tensor]
 
 
 class Transport(Protocol):
-    """A way to move buckets within one process group. Every rank calls the same methods in the same order."""
+    """A way to move tensors within one process group. Every rank calls the same methods in the same order."""
 
-    name: str
+    route: Route
     averages: bool  # whether the reductions can give means instead of sums
-    needs_scratch: bool  # whether `reduce_scatter` wants a scratch tensor of the size of the bucket
-    direct: bool  # whether `all_gather_each` costs no more than one gather of all
 
-    def all_gather(self, bucket: torch.Tensor, chunk: torch.Tensor) -> Steps[None]:
-        """Fill `bucket`, `world` chunks, with every rank's `chunk`, which is this rank's part of `bucket`."""
+    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Steps[None]:
+        """Fill each of `wholes`, (world * n,), with every rank's piece of it, n elements and contiguous.
 
-    def all_gather_each(self, wholes: list[torch.Tensor], pieces: list[torch.Tensor]) -> Steps[None]:
-        """Fill each of `wholes` with every rank's piece of it. All have one dtype; if `direct`, as one collective."""
+        All have one dtype. A piece may be this rank's part of the whole.
+        """
 
     def reduce_scatter(
-        self, out: torch.Tensor, bucket: torch.Tensor, scratch: torch.Tensor | None, mean: bool = False
+        self, outs: Tensors, wholes: Tensors, scratch: torch.Tensor | None, mean: bool = False
     ) -> Steps[None]:
-        """Set `out`, one chunk, to the sum over ranks of their part for this rank; may overwrite `bucket`.
+        """Set each of `outs`, (n,), to the sum over ranks of their part of `wholes`, (world * n,), for this rank.
 
-        With `mean`, which only those can that average, to the mean.
+        With `mean`, which only those can that average, to the mean. The last of `wholes` is a bucket, which may be
+        overwritten; those before it, moved alone, are not written to. `scratch` is as `ReduceLayout` says.
         """
 
     def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Steps[None]:
@@ -61,39 +71,9 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _reals(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def _reals(tensors: Tensors) -> list[torch.Tensor]:
     """The same for tensors of one dtype."""
-    return [torch.view_as_real(tensor) for tensor in tensors] if tensors[0].is_complex() else tensors
-
-
-class Native:
-    """The backend's own collectives."""
-
-    name = "packed"
-    needs_scratch = False
-    direct = True
-
-    def __init__(self, group: dist.ProcessGroup, averages: bool) -> None:
-        self.averages = averages
-        self._group = group
-        self._gather = all_gather_options()
-        ops = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)  # by whether a mean is wanted
-        self._scatter = [reduce_scatter_options(op) for op in ops]
-        self._reduce = [all_reduce_options(op) for op in ops]
-
-    def all_gather(self, bucket: torch.Tensor, chunk: torch.Tensor) -> Steps[None]:
-        yield self._group._allgather_base(_real(bucket), _real(chunk), self._gather)
-
-    def all_gather_each(self, wholes: list[torch.Tensor], pieces: list[torch.Tensor]) -> Steps[None]:
-        yield self._group.allgather_into_tensor_coalesced(_reals(wholes), _reals(pieces), self._gather)
-
-    def reduce_scatter(
-        self, out: torch.Tensor, bucket: torch.Tensor, scratch: torch.Tensor | None, mean: bool = False
-    ) -> Steps[None]:
-        yield self._group._reduce_scatter_base(_real(out), _real(bucket), self._scatter[mean])
-
-    def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Steps[None]:
-        yield self._group.allreduce([_real(tensor)], self._reduce[mean])
+    return [torch.view_as_real(t) for t in tensors] if tensors[0].is_complex() else list(tensors)
 
 
 class _All:
@@ -109,54 +89,162 @@ class _All:
             handle.wait()
 
 
+class Packed:
+    """The backend's own collectives."""
+
+    route = Route("packed")
+
+    def __init__(self, group: dist.ProcessGroup, averages: bool = False) -> None:
+        self.averages = averages
+        self._group = group
+        self._gather = all_gather_options()
+        ops = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)  # by whether a mean is wanted
+        self._scatter = [reduce_scatter_options(op) for op in ops]
+        self._reduce = [all_reduce_options(op) for op in ops]
+
+    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Steps[None]:
+        for whole, piece in zip(_reals(wholes), _reals(pieces), strict=True):
+            yield self._group._allgather_base(whole, piece, self._gather)
+
+    def reduce_scatter(
+        self, outs: Tensors, wholes: Tensors, scratch: torch.Tensor | None, mean: bool = False
+    ) -> Steps[None]:
+        for out, whole in zip(_reals(outs), _reals(wholes), strict=True):
+            yield self._group._reduce_scatter_base(out, whole, self._scatter[mean])
+
+    def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Steps[None]:
+        yield self._group.allreduce([_real(tensor)], self._reduce[mean])
+
+
+class Direct(Packed):
+    """The same, but for gathers of parameters one by one, coalesced.
+
+    Gradients are packed: one kernel copies them, and then autograd's own can go while the collective runs.
+    """
+
+    route = Route("direct", gather_from=0)
+
+    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Steps[None]:
+        yield self._group.allgather_into_tensor_coalesced(_reals(wholes), _reals(pieces), self._gather)
+
+
 class RankOrdered:
     """For gloo: gathers by broadcast, reductions by all-to-all and a local sum in the order of the ranks."""
 
-    name = "packed, rank order"
+    route = Route("packed", sums=True)
     averages = False
-    needs_scratch = True
-    direct = False  # gloo sends each on its own, and small ones cost as much as large ones
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._world = group.size()
+        self._rank = group.rank()
+        self._others = [(self._rank + by) % self._world for by in range(1, self._world)]
         self._gather = all_gather_options()
         self._roots = [broadcast_options(rank) for rank in range(self._world)]
         self._exchange = all_to_all_options()
 
-    def all_gather(self, bucket: torch.Tensor, chunk: torch.Tensor) -> Steps[None]:
-        if bucket.nbytes < BROADCAST_FROM_BYTES:
-            yield self._group._allgather_base(_real(bucket), _real(chunk), self._gather)
-            return
-        parts = _real(bucket).view(self._world, -1)
-        yield _All([self._group.broadcast([parts[rank]], root) for rank, root in enumerate(self._roots)])
+    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Steps[None]:
+        pairs = enumerate(zip(_reals(wholes), _reals(pieces), strict=True))
+        yield _All([handle for at, (whole, piece) in pairs for handle in self._gathered(at, whole, piece)])
 
-    def all_gather_each(self, wholes: list[torch.Tensor], pieces: list[torch.Tensor]) -> Steps[None]:
-        for whole, piece in zip(wholes, pieces, strict=True):
-            own = whole.view(self._world, -1)[self._group.rank()]
-            own.copy_(piece.reshape(-1))
-            yield from self.all_gather(whole.view(-1), own)
+    def _gathered(self, at: int, whole: torch.Tensor, piece: torch.Tensor) -> list[Awaitable]:
+        """Launch the gather of one tensor, the `at`-th of several."""
+        if whole.nbytes < BROADCAST_FROM_BYTES:
+            return [self._group._allgather_base(whole, piece.reshape(whole.shape[0] // self._world, *whole.shape[1:]), self._gather)]
+        parts = self._with_own(whole, piece)
+        return [self._group.broadcast([parts[rank]], root) for rank, root in enumerate(self._roots)]
+
+    def _with_own(self, whole: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+        """A whole tensor by ranks, with this rank's part in its place."""
+        parts = whole.view(self._world, -1)
+        own = parts[self._rank]
+        if own.data_ptr() != piece.data_ptr():
+            own.copy_(piece.view(-1))
+        return parts
 
     def reduce_scatter(
-        self, out: torch.Tensor, bucket: torch.Tensor, scratch: torch.Tensor | None, mean: bool = False
+        self, outs: Tensors, wholes: Tensors, scratch: torch.Tensor | None, mean: bool = False
     ) -> Steps[None]:
+        (out,), (bucket,) = outs, wholes
         assert scratch is not None
-        yield self._group.alltoall_base(_real(scratch), _real(bucket), [], [], self._exchange)
-        parts = scratch.view(self._world, -1)
+        yield self._exchanged(bucket, scratch)
+        self._add_up(out, list(scratch.view(self._world, -1)))
+
+    def _exchanged(self, bucket: torch.Tensor, scratch: torch.Tensor) -> Awaitable:
+        handle: Awaitable = self._group.alltoall_base(_real(scratch), _real(bucket), [], [], self._exchange)
+        return handle
+
+    @staticmethod
+    def _add_up(out: torch.Tensor, parts: Tensors) -> None:
         torch.add(parts[0], parts[1], out=out)
-        for rank in range(2, self._world):
-            out.add_(parts[rank])
+        for part in parts[2:]:
+            out.add_(part)
 
     def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Steps[None]:
         chunk = -(-tensor.numel() // self._world)
         bucket = tensor.new_zeros(self._world * chunk)
         bucket[: tensor.numel()].copy_(tensor.view(-1))
         own = torch.empty_like(bucket[:chunk])
-        yield from self.reduce_scatter(own, bucket, torch.empty_like(bucket), mean)
-        place = bucket.view(self._world, chunk)[self._group.rank()]
+        yield from self.reduce_scatter([own], [bucket], torch.empty_like(bucket), mean)
+        place = bucket.view(self._world, chunk)[self._rank]
         place.copy_(own)
-        yield from self.all_gather(bucket, place)
+        yield from self.all_gather([bucket], [place])
         tensor.view(-1).copy_(bucket[: tensor.numel()])
+
+
+class RankOrderedDirect(RankOrdered):
+    """The same with gloo's coalesced all-gather, each parameter into its place."""
+
+    route = Route("direct", gather_from=0, sums=True)
+
+    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Steps[None]:
+        flat = [piece.view(-1) for piece in pieces]
+        yield self._group.allgather_into_tensor_coalesced(_reals(wholes), _reals(flat), self._gather)
+
+
+class PointToPoint(RankOrdered):
+    """The same with large parameters by sends and receives: from their shards into their places, without a buffer."""
+
+    route = Route("p2p", gather_from=ALONE_FROM_BYTES, reduce_from=ALONE_FROM_BYTES, sums=True)
+
+    def _gathered(self, at: int, whole: torch.Tensor, piece: torch.Tensor) -> list[Awaitable]:
+        if piece.nbytes < ALONE_FROM_BYTES:
+            return [self._group._allgather_base(whole, piece.reshape(whole.shape[0] // self._world, *whole.shape[1:]), self._gather)]
+        parts, tag = self._with_own(whole, piece), _GATHER_TAG + at
+        found: list[Awaitable] = [self._group.recv([parts[rank]], rank, tag) for rank in self._others]
+        return found + [self._group.send([piece], rank, tag) for rank in self._others]
+
+    def reduce_scatter(
+        self, outs: Tensors, wholes: Tensors, scratch: torch.Tensor | None, mean: bool = False
+    ) -> Steps[None]:
+        assert scratch is not None
+        bucket = wholes[-1]
+        room = scratch[: bucket.numel()]
+        handles = [self._exchanged(bucket, room)]
+        sums = []
+        begin = bucket.numel()
+        for at, (out, whole) in enumerate(zip(outs[:-1], wholes[:-1], strict=True)):
+            end = begin + (self._world - 2) * out.numel()
+            rows = [out, *scratch[begin:end].view(self._world - 2, out.numel())] if end > begin else [out]
+            sums.append((out, self._sent(at, whole.view(self._world, -1), rows, handles)))
+            begin = end
+        yield _All(handles)
+        for out, parts in sums:
+            self._add_up(out, parts)
+        self._add_up(outs[-1], list(room.view(self._world, -1)))
+
+    def _sent(self, at: int, parts: torch.Tensor, rows: Tensors, handles: list[Awaitable]) -> list[torch.Tensor]:
+        """Launch the exchange of one tensor; returns where the parts of all ranks will be, in their order.
+
+        The first that is received goes where the sum will be: it is the first or the second to be added.
+        """
+        tag = _REDUCE_TAG + at
+        free = iter(rows)
+        found = [parts[rank] if rank == self._rank else next(free) for rank in range(self._world)]
+        for rank in self._others:
+            handles.append(self._group.recv([_real(found[rank])], rank, tag))
+            handles.append(self._group.send([_real(parts[rank])], rank, tag))
+        return found
 
 
 class Custom:
@@ -166,35 +254,37 @@ class Custom:
     `ReduceScatter`), so a bucket is copied there and back.
     """
 
-    name = "custom"
-
     def __init__(self, inner: Transport, group: dist.ProcessGroup, comms: Comms) -> None:
         self._inner = inner
         self._group = group
         self._gather = comms.all_gather
         self._scatter = comms.reduce_scatter
         self.averages = inner.averages
-        self.needs_scratch = inner.needs_scratch and self._scatter is None
-        self.direct = inner.direct and self._gather is None
+        was = inner.route
+        self.route = Route(
+            "custom",
+            gather_from=was.gather_from if self._gather is None else None,
+            reduce_from=was.reduce_from if self._scatter is None else None,
+            sums=was.sums and self._scatter is None,
+        )
 
-    def all_gather(self, bucket: torch.Tensor, chunk: torch.Tensor) -> Steps[None]:
+    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Steps[None]:
         if self._gather is None:
-            yield from self._inner.all_gather(bucket, chunk)
+            yield from self._inner.all_gather(wholes, pieces)
             return
-        out = self._gather.allocate((bucket.numel(),), dtype=bucket.dtype, device=bucket.device)
-        own = out.view(self._group.size(), -1)[self._group.rank()].copy_(chunk)
-        yield from _called(self._gather(output_tensor=out, input_tensor=own, group=self._group, async_op=True))
-        bucket.copy_(out)
-
-    def all_gather_each(self, wholes: list[torch.Tensor], pieces: list[torch.Tensor]) -> Steps[None]:
-        yield from self._inner.all_gather_each(wholes, pieces)
+        for whole, piece in zip(wholes, pieces, strict=True):
+            out = self._gather.allocate((whole.numel(),), dtype=whole.dtype, device=whole.device)
+            own = out.view(self._group.size(), -1)[self._group.rank()].copy_(piece.view(-1))
+            yield from _called(self._gather(output_tensor=out, input_tensor=own, group=self._group, async_op=True))
+            whole.view(-1).copy_(out)
 
     def reduce_scatter(
-        self, out: torch.Tensor, bucket: torch.Tensor, scratch: torch.Tensor | None, mean: bool = False
+        self, outs: Tensors, wholes: Tensors, scratch: torch.Tensor | None, mean: bool = False
     ) -> Steps[None]:
         if self._scatter is None:
-            yield from self._inner.reduce_scatter(out, bucket, scratch, mean)
+            yield from self._inner.reduce_scatter(outs, wholes, scratch, mean)
             return
+        (out,), (bucket,) = outs, wholes
         to, frm = (self._scatter.allocate((t.numel(),), dtype=t.dtype, device=t.device) for t in (out, bucket))
         frm.copy_(bucket)
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
@@ -211,11 +301,15 @@ def _called(handle: Awaitable | None) -> Steps[None]:
         yield handle
 
 
-def transport_for(group: dist.ProcessGroup, device: torch.device, comms: Comms | None = None) -> Transport:
-    """The transport of a process group: `RankOrdered` on gloo, else `Native`; within `Custom`, if a user wants that."""
+def transports_of(group: dist.ProcessGroup, device: torch.device) -> dict[str, Transport]:
+    """The transports of a process group by name; the first is the one to take without a measurement."""
     name = backend_name(group, device)
-    own: Transport = RankOrdered(group) if name == "gloo" else Native(group, averages=name in _AVERAGING)
-    return own if comms is None else Custom(own, group, comms)
+    found: list[Transport]
+    if name == "gloo":
+        found = [PointToPoint(group), RankOrdered(group), RankOrderedDirect(group)]
+    else:
+        found = [Direct(group, name in _AVERAGING), Packed(group, name in _AVERAGING)]
+    return {each.route.name: each for each in found}
 
 
 @dataclass(frozen=True)

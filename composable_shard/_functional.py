@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ._collectives import transport_for
+from ._collectives import transports_of
 
 _ops = torch.ops._c10d_functional
 
@@ -37,8 +37,8 @@ def axis_of(group: dist.ProcessGroup | None, size: int, device: torch.device) ->
     """The axis of a process group; None where it has one rank only."""
     if group is None or size == 1:
         return None
-    transport = transport_for(group, device)
-    return Axis(size, group.group_name, transport.averages, ordered=transport.needs_scratch and size > 2)
+    transport = next(iter(transports_of(group, device).values()))
+    return Axis(size, group.group_name, transport.averages, ordered=transport.route.sums and size > 2)
 
 
 def all_gather(chunk: torch.Tensor, axis: Axis) -> torch.Tensor:

@@ -357,8 +357,9 @@ class ParamGroup:
             dtypes = [reduce_dtype(p.dtype) if t else None for p, t in zip(self.params, trains, strict=True)]
             members = {d: [(i, p) for i, p in enumerate(self.params) if dtypes[i] == d] for d in dtypes if d}
             run = self._runtime
+            slots = [bucket.nbytes for bucket in self.buckets if isinstance(bucket, GatherBucket)]
             buckets = self._reduces[key] = [
-                ReduceBucket(m, d, self._info, self._transports, options, run.pool, run.reduce_lane)
+                ReduceBucket(m, d, self._info, self._transports, options, run.pool, run.reduce_lane, slots)
                 for d, m in members.items()
             ]
         return buckets

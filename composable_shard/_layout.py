@@ -82,16 +82,6 @@ class BucketLayout:
         """Elements of the whole bucket, all ranks."""
         return self.world * self.numel
 
-    @property
-    def packs(self) -> bool:
-        """Whether the gathered bucket must be copied apart: not if one piece a rank is already the parameter."""
-        return self.world > 1 and (len(self.params) > 1 or self.params[0].dim > 0)
-
-
-def goes_direct(layout: BucketLayout, casts: bool) -> bool:
-    """Whether each parameter can be gathered from its shard straight into its place: not padded, cast or turned."""
-    return not casts and all(param.even and param.piece and param.dim == 0 for param in layout.params)
-
 
 def bucket_layout(
     shapes: Sequence[tuple[int, ...]], world: int, itemsize: int | None = None, dims: Sequence[int] | None = None
@@ -113,3 +103,116 @@ def bucket_layout(
         params.append(layout)
         end = offset + layout.piece
     return BucketLayout(world, tuple(params), end)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How a transport takes parameters: large ones *alone*, from where they are to where they belong; the rest packed.
+
+    Attributes:
+        name: of the transport.
+        gather_from: bytes of a rank's piece from which on a parameter is gathered alone; None for never.
+        reduce_from: likewise, for the reduction of a gradient.
+        sums: whether each rank adds up what the others send, which takes a buffer to receive it in.
+    """
+
+    name: str
+    gather_from: int | None = None
+    reduce_from: int | None = None
+    sums: bool = False
+
+
+def _is_alone(param: ParamLayout, itemsize: int, least: int | None) -> bool:
+    return least is not None and param.dim == 0 and param.piece > 0 and param.piece * itemsize >= least
+
+
+@dataclass(frozen=True, slots=True)
+class GatherLayout:
+    """Where the parameters of one gather land, and which of them share a buffer on the way.
+
+    Attributes:
+        places: all parameters; the places of one rank after the other's are those of a whole parameter.
+        alone: indices of those that are gathered straight into their places.
+        packed: indices of the others.
+        landing: the buffer that these share until they are copied to their places; None if there are none.
+        nbytes: of the slot; with room for the marks of the reduction, which may take the slot over.
+        landing_bytes: of the buffer.
+    """
+
+    places: BucketLayout
+    alone: tuple[int, ...]
+    packed: tuple[int, ...]
+    landing: BucketLayout | None
+    nbytes: int
+    landing_bytes: int
+
+
+def gather_layout(
+    shapes: Sequence[tuple[int, ...]], world: int, itemsize: int, dims: Sequence[int], route: Route | None
+) -> GatherLayout:
+    """Lay out a gather of parameters of one dtype; `route` is None where there is nothing to gather."""
+    places = bucket_layout(shapes, world, itemsize, dims)
+    nbytes = (places.total + world * len(shapes)) * itemsize
+    least = None if route is None else route.gather_from
+    alone = [i for i, param in enumerate(places.params) if _is_alone(param, itemsize, least)]
+    packed = [i for i in range(len(shapes)) if i not in alone]
+    if len(packed) == 1 and places.params[packed[0]].dim == 0:  # its buffer would be its place
+        alone, packed = sorted(alone + packed), []
+    if route is None or not packed:
+        return GatherLayout(places, tuple(alone), tuple(packed), None, nbytes, 0)
+    landing = bucket_layout([shapes[i] for i in packed], world, itemsize, [dims[i] for i in packed])
+    return GatherLayout(places, tuple(alone), tuple(packed), landing, nbytes, landing.total * itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceLayout:
+    """How gradients are reduced: some alone, the others in one bucket, with a mark a gradient at its end.
+
+    Attributes:
+        order: indices of the gradients, those that go alone first.
+        alone: how many these are.
+        result: one rank's pieces, in this order and one after the other.
+        begin: where in a result the pieces of the bucket begin.
+        numel: length of a result, the marks included.
+        nbytes: of the bucket.
+        scratch: elements of the buffer in which to receive what is added up.
+    """
+
+    order: tuple[int, ...]
+    alone: int
+    result: BucketLayout
+    begin: int
+    numel: int
+    nbytes: int
+    scratch: int
+
+
+def reduce_layout(
+    shapes: Sequence[tuple[int, ...]],
+    world: int,
+    itemsize: int,
+    dims: Sequence[int],
+    route: Route | None,
+    slots: Sequence[int] = (),
+) -> ReduceLayout:
+    """Lay out a reduction of gradients of one dtype.
+
+    Args:
+        shapes, dims: of the unsharded gradients, and the dim along which each is cut.
+        world: number of ranks.
+        itemsize: bytes of an element.
+        route: of the transport; None where there is nothing to reduce.
+        slots: bytes of buffers that others use; the bucket is made as large as one of them that is but little larger.
+    """
+    least = None if route is None else route.reduce_from
+    found = bucket_layout(shapes, world, dims=dims).params
+    alone = [i for i, param in enumerate(found) if param.even and _is_alone(param, itemsize, least)]
+    order = alone + [i for i in range(len(shapes)) if i not in alone]
+    result = bucket_layout([shapes[i] for i in order], world, dims=[dims[i] for i in order])
+    begin = sum(param.piece for param in result.params[: len(alone)])
+    numel = result.numel + len(shapes)
+    bucket = world * (numel - begin)
+    nbytes = 0 if route is None else bucket * itemsize
+    scratch = bucket + (world - 2) * begin if route is not None and route.sums else 0
+    roomy = [slot for slot in slots if nbytes <= slot <= nbytes * 9 // 8]
+    return ReduceLayout(tuple(order), len(alone), result, begin, numel, min(roomy, default=nbytes), scratch)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ._arena import Lifetime, peak_bytes
-from ._layout import bucket_layout, goes_direct
+from ._layout import GatherLayout, Route, bucket_layout, gather_layout, reduce_layout
 from ._record import Record
 from ._schedule import ROOT_NAME, Action, Kind, Step, training_step
 
@@ -43,9 +43,7 @@ class GroupPlan:
         mesh: the mesh in words.
         is_root: whether it is the root's own group.
         reshard_after_forward: whether the unsharded parameters are given up between forward and backward.
-        transport: how it is moved, in words.
-        direct: whether parameters that are neither padded nor cast are gathered straight into their places.
-        reduce_buffers: how many buffers of a bucket's size a reduction leases.
+        route: how it is moved; None if its axis has one rank only.
         small_size: among how many ranks weights stay cut between forward and backward; 0 if they do not.
     """
 
@@ -55,9 +53,7 @@ class GroupPlan:
     mesh: str
     is_root: bool
     reshard_after_forward: bool
-    transport: str
-    direct: bool
-    reduce_buffers: int
+    route: Route | None
     small_size: int = 0
 
     @property
@@ -65,26 +61,24 @@ class GroupPlan:
         """The name to show."""
         return self.fqn or ROOT_NAME
 
-    def gather_layouts(self) -> list[tuple[int, bool]]:
-        """Bytes of each gathered bucket, and whether it lands in a buffer of its own and is copied apart."""
+    def gather_layouts(self) -> list[GatherLayout]:
+        """Where each dtype's parameters are gathered."""
         found = []
         for dtype in dict.fromkeys(p.gathered for p in self.params):
             members = [p for p in self.params if p.gathered == dtype]
-            dims = [p.dim for p in members]
-            layout = bucket_layout([p.shape for p in members], self.shard_size, dtype.itemsize, dims)
-            direct = self.direct and goes_direct(layout, casts=any(p.stored != dtype for p in members))
-            found.append((_slot_bytes(layout.total * dtype.itemsize), layout.packs and not direct))
+            shapes, dims = [p.shape for p in members], [p.dim for p in members]
+            found.append(gather_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route))
         return found
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of its unsharded parameters, padding included."""
-        return sum(nbytes for nbytes, _ in self.gather_layouts())
+        """Bytes of the slots of its unsharded parameters, padding included."""
+        return sum(_slot_bytes(layout.nbytes) for layout in self.gather_layouts())
 
     @property
     def landing_bytes(self) -> int:
         """Bytes of the buffers that a gather needs besides, until it is done."""
-        return sum(nbytes for nbytes, packs in self.gather_layouts() if packs)
+        return sum(_slot_bytes(layout.landing_bytes) for layout in self.gather_layouts() if layout.landing)
 
     def resident_bytes(self) -> tuple[int, int]:
         """Bytes of what this rank keeps of weights that a few ranks share, and of buffers to gather them again."""
@@ -100,13 +94,16 @@ class GroupPlan:
     @property
     def reduce_bytes(self) -> int:
         """Bytes of the buffers that a reduction needs until it is done."""
+        if self.route is None:
+            return 0
         total = 0
+        slots = [layout.nbytes for layout in self.gather_layouts()]
         for dtype in dict.fromkeys(p.reduced for p in self.params if p.trains):
             members = [p for p in self.params if p.trains and p.reduced == dtype]
-            layout = bucket_layout([p.shape for p in members], self.shard_size, dims=[p.dim for p in members])
-            # Each rank's chunk ends with one element a parameter, which says whether the rank had a gradient for it.
-            elements = layout.total + self.shard_size * len(members)
-            total += self.reduce_buffers * _slot_bytes(elements * dtype.itemsize)
+            shapes, dims = [p.shape for p in members], [p.dim for p in members]
+            layout = reduce_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route, slots)
+            total += _slot_bytes(layout.nbytes)
+            total += _slot_bytes(layout.scratch * dtype.itemsize) if layout.scratch else 0
         return total
 
     @property
@@ -187,8 +184,18 @@ def _row(group: GroupPlan) -> tuple[str, ...]:
         _mib(group.unsharded_bytes),
         _joined(_dtype(p) for p in group.params),
         _resharded(group),
-        group.transport if group.landing_bytes or not group.direct else "direct",
+        _moved(group),
     )
+
+
+def _moved(group: GroupPlan) -> str:
+    if group.route is None:
+        return "local"
+    layouts = group.gather_layouts()
+    alone, packed = sum(len(x.alone) for x in layouts), sum(len(x.packed) for x in layouts)
+    if not packed:
+        return group.route.name if group.route.name != "packed" else "direct"
+    return f"{group.route.name}, {packed} packed" if alone else "packed"
 
 
 def _resharded(group: GroupPlan) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from ._collectives import Transports
 from ._kept import Partial
-from ._layout import ParamLayout, bucket_layout
+from ._layout import ParamLayout, reduce_layout
 from ._mesh import MeshInfo
 from ._param import ShardedParam, paired
 from ._policies import AllReduceHook, Comms, Options, division
@@ -66,43 +67,54 @@ class ReduceBucket:
         options: Options,
         pool: BufferPool,
         lane: Lane,
+        slots: Sequence[int] = (),
     ) -> None:
-        self.indices = [index for index, _ in members]
         self.dtype = dtype
-        dims = [p.dim for _, p in members]
-        self.layout = bucket_layout([p.shape for _, p in members], info.shard_size, dims=dims)
-        self._even = all(p.even and p.piece and p.dim == 0 for p in self.layout.params)
+        self._shard, self._replicate = transports.reduce, transports.replicate
+        self._set_division(info, options)
+        shapes, dims = [p.shape for _, p in members], [p.dim for _, p in members]
+        route = None if self._shard is None else self._shard.route
+        if route is not None and self._divide_before is not None:
+            route = replace(route, reduce_from=None)  # gradients are autograd's, and not ours to divide
+        self._layout = layout = reduce_layout(shapes, info.shard_size, dtype.itemsize, dims, route, slots)
+        members = [members[i] for i in layout.order]
+        self.indices = [index for index, _ in members]
+        self._alone = layout.alone
+        packed = layout.result.params[layout.alone :]
+        self._even = all(p.even and p.piece and p.dim == 0 for p in packed)
         self._members = [
-            _Member(layout, layout.local_shape(info.shard_rank), param.dtype)
-            for (_, param), layout in zip(members, self.layout.params, strict=True)
+            _Member(at, at.local_shape(info.shard_rank), param.dtype)
+            for (_, param), at in zip(members, layout.result.params, strict=True)
         ]
         # The result falls into what this rank holds of each member and the padding behind it, if there is any.
         self._sizes: list[int] = []
         self._own: list[int] = []  # which of them are the members'
-        for layout in self.layout.params:
-            own = layout.rows_of(info.shard_rank) * layout.row
+        for at in layout.result.params:
+            own = at.rows_of(info.shard_rank) * at.row
             self._own.append(len(self._sizes))
-            self._sizes += [own, layout.piece - own] if own < layout.piece else [own]
+            self._sizes += [own, at.piece - own] if own < at.piece else [own]
         self._sizes.append(len(members))
-        self._numel = self.layout.numel + len(members)
+        self._outs = [*(at.piece for at in layout.result.params[: layout.alone]), layout.numel - layout.begin]
         self._ones = torch.ones(info.shard_size * len(members), dtype=dtype, device=info.device)
         self._others = {m.stored for m in self._members} - {dtype}
-        self._shard, self._replicate = transports.reduce, transports.replicate
         self._world = info.shard_size
-        sizes = ((transports.reduce, info.shard_size), (transports.replicate, info.replicate_size))
-        axes = [(size, transport.averages) for transport, size in sizes if transport is not None]
-        self._mean, before, after = division(options.divide_factor, options.only_sums, dtype, axes)
-        # A tensor of no dims, on the CPU, divides to the same bits as a number does, at a quarter of the host's time.
-        self._divide_before = torch.tensor(before, dtype=torch.float64) if before != 1 else None
-        self._divide_after = torch.tensor(after, dtype=torch.float64) if after != 1 else None
         self._hook = _on_stream(options.comms)
-        self._slots_needed = 0 if self._shard is None else 1 + self._shard.needs_scratch
-        self._nbytes = self._world * self._numel * dtype.itemsize
+        self._leased = [layout.nbytes] if self._shard is not None else []
+        if layout.scratch:
+            self._leased.append(layout.scratch * dtype.itemsize)
         self._pool = pool
         self._lane = lane
         self._info = info
         self._offloads = info.offloads
         self._seen: dict[Slot, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def _set_division(self, info: MeshInfo, options: Options) -> None:
+        sizes = ((self._shard, info.shard_size), (self._replicate, info.replicate_size))
+        axes = [(size, transport.averages) for transport, size in sizes if transport is not None]
+        self._mean, before, after = division(options.divide_factor, options.only_sums, self.dtype, axes)
+        # A tensor of no dims, on the CPU, divides to the same bits as a number does, at a quarter of the host's time.
+        self._divide_before = torch.tensor(before, dtype=torch.float64) if before != 1 else None
+        self._divide_after = torch.tensor(after, dtype=torch.float64) if after != 1 else None
 
     def start(
         self, gradients: Sequence[torch.Tensor | None], partial: Partial | None = None, whole: bool = True
@@ -110,14 +122,15 @@ class ReduceBucket:
         """Begin to average `gradients`, unsharded and in the order of the members (None stands for zeros).
 
         Args:
-            gradients: of this use.
+            gradients: of this use, in the order of `indices`.
             partial: what earlier calls have left unfinished, by index; it joins these.
             whole: on a mesh of replicas, finish; else stop after the reduce-scatter.
         """
         # What outlives the step as `.grad` is allocated here, on the stream that will read it.
-        out = self._ones.new_empty(self._numel)
-        others = {dtype: self._ones.new_empty(self._numel, dtype=dtype) for dtype in self._others}
-        slots = [self._pool.lease(self._nbytes) for _ in range(self._slots_needed)]
+        numel = self._layout.numel
+        out = self._ones.new_empty(numel)
+        others = {dtype: self._ones.new_empty(numel, dtype=dtype) for dtype in self._others}
+        slots = [self._pool.lease(nbytes) for nbytes in self._leased]
         after = (self._lane.mark(), *[slot.free_after for slot in slots])
         steps = self._steps(gradients, partial, whole, out, others, slots)
         return self._lane.start(steps, after, held=(out, others, gradients, partial))
@@ -140,8 +153,10 @@ class ReduceBucket:
             self._copy_in(gradients, chunks)
             if self._divide_before is not None:
                 bucket.div_(self._divide_before)
-            scratch = self._views_of(slots[1])[0] if len(slots) > 1 else None
-            yield from self._shard.reduce_scatter(out, bucket, scratch, self._mean and self._shard.averages)
+            scratch = self._scratch_in(slots[1]) if len(slots) > 1 else None
+            wholes = [*self._sent_alone(gradients), bucket]
+            outs = split(out, self._outs) if self._alone else [out]
+            yield from self._shard.reduce_scatter(outs, wholes, scratch, self._mean and self._shard.averages)
             for slot in slots:
                 self._pool.release(slot, self._lane.mark())
         if partial:
@@ -153,7 +168,7 @@ class ReduceBucket:
         if self._divide_after is not None:
             out.div_(self._divide_after)
         if self._hook is not None:
-            self._hook(out[: self.layout.numel])
+            self._hook(out[: self._layout.result.numel])
         for converted in others.values():
             converted.copy_(out)
         return self._reduced(self._at_home(out), {dtype: self._at_home(t) for dtype, t in others.items()})
@@ -190,20 +205,37 @@ class ReduceBucket:
         views = self._seen.get(slot)
         if views is None:
             with torch.inference_mode(False), torch.no_grad():
-                flat = slot.typed(self.dtype, written=True)[: self._world * self._numel]
+                numel = self._world * (self._layout.numel - self._layout.begin)
+                flat = slot.typed(self.dtype, written=True)[:numel]
                 views = self._seen[slot] = (flat, flat.view(self._world, -1))
         return views
 
+    def _scratch_in(self, slot: Slot) -> torch.Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            return slot.typed(self.dtype, written=True)[: self._layout.scratch]
+
+    def _sent_alone(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """The gradients that are reduced from where they are, flat."""
+        found = []
+        for member, gradient in zip(self._members[: self._alone], gradients, strict=False):
+            if gradient is None:
+                gradient = self._ones.new_zeros(member.layout.shape)
+            found.append(gradient.to(self.dtype).contiguous().view(-1))
+        return found
+
     def _copy_in(self, gradients: Sequence[torch.Tensor | None], chunks: torch.Tensor) -> None:
-        """Fill the bucket, (world, chunk): the pieces of each gradient, then a 1 for each that exists on this rank."""
-        given = [gradient for gradient in gradients if gradient is not None and gradient.dtype is self.dtype]
-        if self._even and len(given) == len(gradients):
+        """Fill the bucket, (world, chunk): the pieces of the packed, then for each gradient a 1 if it exists here."""
+        packed = gradients[self._alone :]
+        given = [gradient for gradient in packed if gradient is not None and gradient.dtype is self.dtype]
+        missing = [gradient is None for gradient in gradients]
+        if self._even and len(given) == len(packed) and True not in missing:
             chunk_cat([*given, self._ones], chunks)
             return
-        chunks[:, self.layout.numel :] = torch.tensor([gradient is not None for gradient in gradients])
+        chunks[:, -len(missing) :] = ~torch.tensor(missing)
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for member, gradient in zip(self._members, gradients, strict=True):
-            place = chunks[:, member.layout.offset : member.layout.offset + member.layout.piece]
+        for member, gradient in zip(self._members[self._alone :], packed, strict=True):
+            begin = member.layout.offset - self._layout.begin
+            place = chunks[:, begin : begin + member.layout.piece]
             if gradient is None:
                 place.zero_()
             else:

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._collectives import Transports
 from ._engine import Engine
 from ._entries import ModuleEntries
 from ._errors import ShardConfigStateError
 from ._group import ParamGroup
+from ._layout import bucket_layout
 from ._mesh import MeshInfo
 from ._node import Outputs, Use
 from ._param import ShardedParam
@@ -48,6 +50,17 @@ class Declaration:
     settings: Settings
     small: MeshInfo | None = None
     label: str = ""
+
+    def piece_bytes(self) -> list[int]:
+        """Bytes of what a rank sends of each parameter, padding included."""
+        options, world = self.settings.current, self.info.shard_size
+        layouts = [bucket_layout([p.shape], world, dims=[p.dim]).params[0] for p in self.params]
+        dtypes = [p.compute_dtype(options) for p in self.params]
+        return [at.piece * dtype.itemsize for at, dtype in zip(layouts, dtypes, strict=True)]
+
+    def transports(self, made: TransportCache) -> Transports:
+        """What moves its parameters and gradients now."""
+        return made.of(self.info, self.settings.current, self.piece_bytes(), self.small)
 
 
 @dataclass(frozen=True)
@@ -153,8 +166,7 @@ class ShardState:
         self.release()
         if self.bound.group.running:
             raise ShardConfigStateError(f"group {self.bound.group.name}: its communication cannot change while it runs")
-        asked = self.declaration
-        self.bound.group.rebuild(TransportCache().of(asked.info, asked.settings.current, asked.small))
+        self.bound.group.rebuild(self.declaration.transports(TransportCache()))
 
     # ---- while Dynamo traces
 

@@ -1,39 +1,196 @@
-"""Which transports serve a group: made once for each process group and each communication of a user's own."""
+"""Which transports serve a group: those that a user names, else those that a measurement has found to be fastest.
+
+What is fastest depends on the network, the backend and the size of what is moved. So the first engine of a process
+group measures the transports of its backend, for each size class that it needs, with a gather and a reduction of a
+sample. All ranks take the slowest rank's times, and with them the same decision. It is kept as long as the process
+group is, and without it (before the first forward, on a simulated network) the first transport is taken.
+"""
 
 from __future__ import annotations
 
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
 import torch.distributed as dist
 
-from ._collectives import Transport, Transports, transport_for
+from ._collectives import Custom, Transport, Transports, transports_of
+from ._errors import ShardConfigValueError
+from ._layout import GatherLayout, gather_layout, reduce_layout
 from ._mesh import MeshInfo
 from ._policies import Comms, Options
+from ._streams import Steps, lane_for
+from ._torch import chunk_cat, split
+from ._torch_distributed import all_reduce_options, backend_name
+
+VARIABLE = "COMPOSABLE_SHARD_TRANSPORT"
+CLASS_LIMITS = (1 << 20, 8 << 20)  # bytes of a bucket at which the next size class begins
+_SAMPLE_BYTES = (1 << 19, 4 << 20, 16 << 20)
+_SHARES = (1, 768, 256, 1, 1024, 1024)  # of a sample among its parameters: a block of a transformer
+_ROUNDS = 4  # of which the first is not counted
+_WORTH = 0.9  # of the time of the first transport: what another one must not exceed to be taken
+_SIMULATED = ("fake",)  # backends whose time says nothing
+
+_measured: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]] = weakref.WeakKeyDictionary()
+
+
+def size_class(nbytes: int) -> int:
+    """The size class of a bucket: 0 for the smallest."""
+    return sum(nbytes >= limit for limit in CLASS_LIMITS)
 
 
 class TransportCache:
     """The transports of each process group, made once."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[dist.ProcessGroup, Comms | None], Transport] = {}
+        self._made: dict[dist.ProcessGroup, dict[str, Transport]] = {}
+        self._custom: dict[tuple[dist.ProcessGroup, Comms, str], Transport] = {}
 
-    def of(self, info: MeshInfo, options: Options, small: MeshInfo | None = None) -> Transports:
-        """Transports of the shard axis and of the replicate axis; None where an axis has one rank only."""
+    def of(self, info: MeshInfo, options: Options, pieces: Sequence[int], small: MeshInfo | None = None) -> Transports:
+        """Transports for parameters of which a rank's pieces have so many bytes; None where an axis has one rank only.
+
+        Raises:
+            ShardConfigValueError: the environment names a transport that the backend does not have.
+        """
         comms = options.comms
         custom = comms if comms.all_gather is not None or comms.reduce_scatter is not None else None
-        own = comms.reduce_group or info.shard_group
-        group = info.replicate_group
+        nbytes = sum(pieces) * info.shard_size
         return Transports(
-            gather=self._get(info.shard_group, info.shard_size, info, custom),
-            reduce=self._get(own, info.shard_size, info, custom),
-            replicate=self._get(group, info.replicate_size, info),
-            small=None if small is None else self._get(small.shard_group, small.shard_size, small),
+            gather=self._get(info.shard_group, info.shard_size, info, nbytes, custom),
+            reduce=self._get(comms.reduce_group or info.shard_group, info.shard_size, info, nbytes, custom),
+            replicate=self._get(info.replicate_group, info.replicate_size, info, sum(pieces)),
+            small=None if small is None else self._get(small.shard_group, small.shard_size, small, nbytes),
         )
 
     def _get(
-        self, group: dist.ProcessGroup | None, size: int, info: MeshInfo, comms: Comms | None = None
+        self, group: dist.ProcessGroup | None, size: int, info: MeshInfo, nbytes: int, comms: Comms | None = None
     ) -> Transport | None:
         if group is None or size == 1:
             return None
-        key = group, comms
-        if key not in self._made:
-            self._made[key] = transport_for(group, info.device, comms)
-        return self._made[key]
+        made = self._all(group, info.device)
+        name = _forced(made) or _measured.get(group, {}).get(size_class(nbytes)) or next(iter(made))
+        if comms is None:
+            return made[name]
+        key = group, comms, name
+        if key not in self._custom:
+            self._custom[key] = Custom(made[name], group, comms)
+        return self._custom[key]
+
+    def _all(self, group: dist.ProcessGroup, device: torch.device) -> dict[str, Transport]:
+        if group not in self._made:
+            self._made[group] = transports_of(group, device)
+        return self._made[group]
+
+    def measure(self, info: MeshInfo, pieces: Sequence[int]) -> None:
+        """Find the fastest transport of the shard axis for such parameters, unless it is known or makes no difference.
+
+        A collective: all ranks of the axis call it, in the same order.
+        """
+        group = info.shard_group
+        if group is None or info.shard_size == 1 or info.device.type == "meta":
+            return
+        found, at = _measured.setdefault(group, {}), size_class(sum(pieces) * info.shard_size)
+        made = self._all(group, info.device)
+        if at in found or _forced(made) or backend_name(group, info.device) in _SIMULATED:
+            return
+        candidates = [name for name in made if name in _CANDIDATES.get(backend_name(group, info.device), made)]
+        takes = {_takes_alone(made[name], pieces) for name in candidates}
+        if len(takes) > 1:
+            found[at] = _fastest([made[name] for name in candidates], group, info, _SAMPLE_BYTES[at])
+
+
+# Of gloo's, `direct` was never the fastest: its coalesced gathers run one after the other, each with a temporary.
+_CANDIDATES = {"gloo": ("p2p", "packed")}
+
+
+def _forced(made: dict[str, Transport]) -> str | None:
+    wanted = os.environ.get(VARIABLE, "").strip().lower()
+    if wanted and wanted not in made:
+        raise ShardConfigValueError(
+            f"{VARIABLE}={wanted}: this process group has no such transport; it has {', '.join(made)}. Unset the "
+            "variable to let a measurement decide"
+        )
+    return wanted or None
+
+
+def _takes_alone(transport: Transport, pieces: Sequence[int]) -> bool:
+    least = transport.route.gather_from
+    return least is not None and any(0 < piece >= least for piece in pieces)
+
+
+def _fastest(transports: Sequence[Transport], group: dist.ProcessGroup, info: MeshInfo, nbytes: int) -> str:
+    """The name of the transport to take for buckets of about that size."""
+    with torch.inference_mode(False), torch.no_grad():
+        runs = [_sample(transport, info, nbytes) for transport in transports]
+        best = [float("inf")] * len(runs)
+        for count in range(_ROUNDS):
+            for at, run in enumerate(runs):  # in turns, so that what else happens falls on all
+                taken = _timed(run, info.device)
+                best[at] = min(best[at], taken) if count else best[at]
+        agreed = torch.tensor(best, dtype=torch.float64).to(info.device)
+        group.allreduce([agreed], all_reduce_options(dist.ReduceOp.MAX)).wait()
+        seconds = agreed.tolist()
+    quickest = min(range(len(seconds)), key=seconds.__getitem__)
+    return transports[quickest if seconds[quickest] <= _WORTH * seconds[0] else 0].route.name
+
+
+def _timed(run: Callable[[], None], device: torch.device) -> float:
+    _wait(device)
+    begin = time.perf_counter()
+    run()
+    _wait(device)
+    return time.perf_counter() - begin
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _sample(transport: Transport, info: MeshInfo, nbytes: int) -> Callable[[], None]:
+    """A gather and a reduction of parameters with so many bytes in all, with the copies that the transport demands."""
+    world, rank, device = info.shard_size, info.shard_rank, info.device
+    rows = -(-nbytes // (4 * sum(_SHARES) * world))
+    shapes, dims = [(world, rows * share) for share in _SHARES], [0] * len(_SHARES)
+    to = gather_layout(shapes, world, 4, dims, transport.route)
+    frm = reduce_layout(shapes, world, 4, dims, transport.route)
+    slot = torch.zeros(to.places.total, device=device)
+    shards = [torch.zeros(param.piece, device=device) for param in to.places.params]
+    gradients = [torch.zeros(shapes[i], device=device) for i in frm.order]
+    marks = torch.ones(world * len(shapes), device=device)
+    bucket = torch.zeros(world, frm.numel - frm.begin, device=device)
+    out = torch.zeros(frm.numel, device=device)
+    scratch = torch.zeros(frm.scratch, device=device) if frm.scratch else None
+    outs = split(out, [*(param.piece for param in frm.result.params[: frm.alone]), frm.numel - frm.begin])
+    lane = lane_for(device)
+
+    def reduce() -> Steps[None]:
+        chunk_cat([*gradients[frm.alone :], marks], bucket)
+        wholes = [*(gradient.view(-1) for gradient in gradients[: frm.alone]), bucket.view(-1)]
+        yield from transport.reduce_scatter(outs, wholes, scratch)
+
+    def run() -> None:
+        lane.start(_gather(transport, to, slot, shards, rank)).finish()
+        lane.start(reduce()).finish()
+
+    return run
+
+
+def _gather(
+    transport: Transport, to: GatherLayout, slot: torch.Tensor, shards: Sequence[torch.Tensor], rank: int
+) -> Steps[None]:
+    world = to.places.world
+    places = [slot[world * at.offset :][: world * at.piece] for at in to.places.params]
+    wholes, pieces = [places[i] for i in to.alone], [shards[i] for i in to.alone]
+    chunks = slot.new_empty(0)
+    if to.landing is not None:
+        landing = slot.new_empty(to.landing.total)
+        chunks = landing.view(world, -1)
+        for i, at in zip(to.packed, to.landing.params, strict=True):
+            chunks[rank, at.offset : at.offset + at.piece] = shards[i]
+        wholes, pieces = [*wholes, landing], [*pieces, chunks[rank]]
+    yield from transport.all_gather(wholes, pieces)
+    for i, at in zip(to.packed, to.landing.params if to.landing else (), strict=True):
+        places[i].view(world, -1).copy_(chunks[:, at.offset : at.offset + at.piece])

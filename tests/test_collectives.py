@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-import composable_shard
 from _pool import distributed
-from composable_shard import _transports
-from composable_shard._collectives import BROADCAST_FROM_BYTES, Native, RankOrdered, transport_for
+from composable_shard._collectives import (
+    ALONE_FROM_BYTES,
+    BROADCAST_FROM_BYTES,
+    Direct,
+    Packed,
+    PointToPoint,
+    RankOrdered,
+    RankOrderedDirect,
+    transports_of,
+)
 from composable_shard._streams import Lane
 
-TRANSPORTS = {"native": functools.partial(Native, averages=False), "rank-ordered": RankOrdered}
-LARGE = BROADCAST_FROM_BYTES // 4  # elements a rank: the whole bucket is then beyond the limit
+ORDERED = {"rank-ordered": RankOrdered, "rank-ordered direct": RankOrderedDirect, "point-to-point": PointToPoint}
+TRANSPORTS = {"packed": Packed, "direct": Direct, **ORDERED}
+LARGE = BROADCAST_FROM_BYTES // 4  # elements a rank: the whole bucket is then beyond the limits
 
 
 def run(steps):
@@ -39,8 +45,16 @@ def rough_data(rank, numel):
     return data(rank, numel) * 10.0**exponents
 
 
-def scratch_for(transport, bucket):
-    return torch.full_like(bucket, float("nan")) if transport.needs_scratch else None
+def gather(transport, bucket, chunk):
+    run(transport.all_gather([bucket], [chunk]))
+
+
+def reduce(transport, outs, wholes):
+    """The last of `wholes` is a bucket, the others are moved alone."""
+    world = dist.get_world_size()
+    numel = world * outs[-1].numel() + (world - 2) * sum(out.numel() for out in outs[:-1])
+    scratch = torch.full((numel,), float("nan")).to(outs[0].dtype) if transport.route.sums else None
+    run(transport.reduce_scatter(outs, wholes, scratch))
 
 
 def ordered_sum(tensors):
@@ -57,7 +71,7 @@ def test_all_gather_fills_the_bucket_with_every_ranks_chunk(rank, world, name, n
     bucket = torch.full((world * numel,), float("nan"))
     chunk = bucket.view(world, numel)[rank]
     chunk.copy_(data(rank, numel))
-    run(make(name).all_gather(bucket, chunk))
+    gather(make(name), bucket, chunk)
     want = [torch.empty(numel) for _ in range(world)]
     dist.all_gather(want, data(rank, numel))
     assert torch.equal(bucket.view(world, numel), torch.stack(want))
@@ -71,10 +85,10 @@ def test_buckets_of_any_dtype_are_moved(rank, world, name, dtype):
     bucket = torch.zeros(world * 5, dtype=dtype)
     chunk = bucket.view(world, 5)[rank]
     chunk.copy_(torch.arange(5) + 10 * rank)
-    run(transport.all_gather(bucket, chunk))
+    gather(transport, bucket, chunk)
     assert torch.equal(bucket, torch.cat([torch.arange(5) + 10 * r for r in range(world)]).to(dtype))
     out, full = torch.zeros(5, dtype=dtype), bucket.clone()
-    run(transport.reduce_scatter(out, full, torch.zeros_like(full) if transport.needs_scratch else None))
+    reduce(transport, [out], [full])
     assert torch.equal(out, world * bucket.view(world, 5)[rank])
 
 
@@ -84,7 +98,7 @@ def test_buckets_of_any_dtype_are_moved(rank, world, name, dtype):
 def test_reduce_scatter_gives_each_rank_the_sum_of_its_part(rank, world, name, numel):
     transport = make(name)
     bucket, out = data(rank, world * numel), torch.full((numel,), float("nan"))
-    run(transport.reduce_scatter(out, bucket, scratch_for(transport, bucket)))
+    reduce(transport, [out], [bucket])
     want = data(rank, world * numel)
     dist.all_reduce(want)
     torch.testing.assert_close(out, want.view(world, numel)[rank])
@@ -102,13 +116,14 @@ def test_all_reduce_gives_every_rank_the_sum_also_where_ranks_do_not_divide_it(r
 
 
 @pytest.mark.parametrize("numel", [1, 257, LARGE])
+@pytest.mark.parametrize("name", ORDERED)
 @distributed(world=(2, 4))
-def test_rank_ordered_sums_run_in_the_order_of_the_ranks_to_the_bit(rank, world, numel):
-    transport = make("rank-ordered")
+def test_rank_ordered_sums_run_in_the_order_of_the_ranks_to_the_bit(rank, world, name, numel):
+    transport = make(name)
     brought = [rough_data(r, world * numel) for r in range(world)]
     want = ordered_sum(brought)
     bucket, out = brought[rank].clone(), torch.empty(numel)
-    run(transport.reduce_scatter(out, bucket, torch.empty_like(bucket)))
+    reduce(transport, [out], [bucket])
     assert torch.equal(out, want.view(world, numel)[rank])
     whole = brought[rank].clone()
     run(transport.all_reduce(whole))
@@ -135,7 +150,7 @@ def test_several_collectives_can_be_in_flight_and_be_finished_in_another_order(r
         chunk = bucket.view(world, 4)[rank]
         chunk.copy_(data(10 * number + rank, 4))
         buckets.append(bucket)
-        jobs.append(lane.start(transport.all_gather(bucket, chunk)))
+        jobs.append(lane.start(transport.all_gather([bucket], [chunk])))
     for number in (2, 0, 1):
         jobs[number].finish()
         want = torch.cat([data(10 * number + r, 4) for r in range(world)])
@@ -151,7 +166,7 @@ def test_transports_work_within_a_group_of_some_ranks(rank, world, name):
         bucket = torch.empty(2 * numel)
         chunk = bucket.view(2, numel)[rank % 2]
         chunk.fill_(rank)
-        run(transport.all_gather(bucket, chunk))
+        gather(transport, bucket, chunk)
         first = 2 * (rank // 2)
         assert torch.equal(bucket.view(2, numel)[:, 0], torch.tensor([first, first + 1.0]))
     tensor = torch.ones(3)
@@ -160,54 +175,63 @@ def test_transports_work_within_a_group_of_some_ranks(rank, world, name):
 
 
 @distributed(world=2)
-def test_gloo_gets_rank_ordered_sums_and_says_so(rank, world):
-    transport = transport_for(dist.group.WORLD, torch.device("cpu"))
-    assert isinstance(transport, RankOrdered)
-    assert "rank order" in transport.name
-    assert transport.needs_scratch
-    assert not Native.needs_scratch
+def test_gloo_gets_rank_ordered_sums_by_any_name_and_others_their_own(rank, world):
+    made = transports_of(dist.group.WORLD, torch.device("cpu"))
+    assert {name: type(each) for name, each in made.items()} == {
+        "p2p": PointToPoint,
+        "packed": RankOrdered,
+        "direct": RankOrderedDirect,
+    }
+    assert all(each.route.sums for each in made.values())
+    fake = dist.new_group(backend="fake")
+    made = transports_of(fake, torch.device("cpu"))
+    assert {name: type(each) for name, each in made.items()} == {"direct": Direct, "packed": Packed}
+    assert not any(each.route.sums for each in made.values())
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("name", TRANSPORTS)
 @distributed(world=(2, 4))
-def test_all_gather_each_fills_every_whole_with_its_pieces(rank, world, name):
-    shapes = [(3, 2), (5,), (1, 2, 2)]
+def test_a_gather_of_several_fills_every_whole_with_its_pieces(rank, world, name, in_place):
+    shapes = [(3, 2), (5,), (ALONE_FROM_BYTES // 4, 1), (1, 2, 2)]
     pieces = [data(rank, math.prod(shape)).view(shape) for shape in shapes]
-    wholes = [torch.full((world * shape[0], *shape[1:]), float("nan")) for shape in shapes]
-    run(make(name).all_gather_each(wholes, pieces))
+    if name not in ORDERED:
+        pieces = [piece.view(-1) for piece in pieces]  # gloo's own want it so
+    wholes = [torch.full((world * math.prod(shape),), float("nan")) for shape in shapes]
+    if in_place:
+        own = [whole.view(world, -1)[rank] for whole in wholes]
+        pieces = [place.copy_(piece.view(-1)) for place, piece in zip(own, pieces, strict=True)]
+    run(make(name).all_gather(wholes, pieces))
     for whole, shape in zip(wholes, shapes, strict=True):
-        want = torch.cat([data(r, math.prod(shape)).view(shape) for r in range(world)])
+        want = torch.cat([data(r, math.prod(shape)) for r in range(world)])
         assert torch.equal(whole, want)
 
 
-@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@distributed(world=(2, 4))
+def test_gradients_that_are_reduced_alone_keep_their_bits_and_sums_run_in_the_order_of_the_ranks(rank, world, dtype):
+    sizes = [ALONE_FROM_BYTES // 4, 3, ALONE_FROM_BYTES // 2, 5]  # elements of a rank; the last is the bucket's
+    brought = [[rough_data(10 * at + r, world * n).to(dtype) for at, n in enumerate(sizes)] for r in range(world)]
+    mine = [tensor.clone() for tensor in brought[rank]]
+    outs = [torch.empty(n, dtype=dtype) for n in sizes]
+    reduce(make("point-to-point"), outs, mine)
+    for at, out in enumerate(outs):
+        want = ordered_sum([brought[r][at] for r in range(world)])
+        assert torch.equal(out, want.view(world, -1)[rank])
+    for now, before in zip(mine[:-1], brought[rank], strict=False):
+        assert torch.equal(now, before)
+
+
 @distributed(world=2)
-def test_direct_gathers_train_to_the_same_bits_as_packed_ones(rank, world, param_dtype):
-    """Even parameters that are not cast go straight into their places; the others are packed as on gloo."""
-    policy = composable_shard.MixedPrecisionPolicy(param_dtype=param_dtype)
-    models = {}
-    for name, choose in {
-        "packed": _transports.transport_for,
-        "direct": lambda g, *_: Native(g, averages=False),
-    }.items():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 6), nn.Linear(6, 3))
-        for child in model:
-            composable_shard.fully_shard(child, mp_policy=policy)
-        composable_shard.fully_shard(model, mp_policy=policy)
-        kept, _transports.transport_for = _transports.transport_for, choose
-        try:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for step in range(3):
-                model(data(rank + 2 * step, 20).view(5, 4)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        finally:
-            _transports.transport_for = kept
-        record, plan = composable_shard.last_record(model), composable_shard.make_plan(model)
-        assert record.live_bytes == plan.live_bytes(), name
-        models[name] = model, plan
-    assert models["direct"][1].peak_bytes <= models["packed"][1].peak_bytes
-    assert ("direct" in str(models["direct"][1])) == (param_dtype is None)
-    for (n, p), q in zip(models["packed"][0].named_parameters(), models["direct"][0].parameters(), strict=True):
-        assert torch.equal(p.full_tensor(), q.full_tensor()), n
+def test_messages_of_a_users_own_are_not_mistaken_for_ours(rank, world):
+    transport = make("point-to-point")
+    bucket = torch.empty(world * LARGE)
+    chunk = bucket.view(world, LARGE)[rank].fill_(rank)
+    theirs = torch.full((LARGE,), 7.0 + rank)
+    got = torch.empty(LARGE)
+    pending = [dist.isend(theirs, 1 - rank), dist.irecv(got, 1 - rank)]
+    gather(transport, bucket, chunk)
+    for each in pending:
+        each.wait()
+    assert got.unique().tolist() == [8.0 - rank]
+    assert bucket.view(world, -1)[:, 0].tolist() == [0.0, 1.0]

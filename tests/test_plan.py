@@ -54,14 +54,14 @@ def test_the_plan_of_the_demo_model_at_world_2():
         """\
 plan: 7 groups, 2,755,008 parameters, shard over 2
 group     parameters     shard  unsharded  dtype    reshard         transport
-(root)        98,496  0.19 MiB   0.38 MiB  float32  after backward  packed, rank order
-blocks.0     442,752  0.84 MiB   1.69 MiB  float32  after forward   packed, rank order
-blocks.1     442,752  0.84 MiB   1.69 MiB  float32  after forward   packed, rank order
-blocks.2     442,752  0.84 MiB   1.69 MiB  float32  after forward   packed, rank order
-blocks.3     442,752  0.84 MiB   1.69 MiB  float32  after forward   packed, rank order
-blocks.4     442,752  0.84 MiB   1.69 MiB  float32  after forward   packed, rank order
-blocks.5     442,752  0.84 MiB   1.69 MiB  float32  after forward   packed, rank order
-peak of unsharded parameters and communication in a training step: 12.20 MiB""",
+(root)        98,496  0.19 MiB   0.38 MiB  float32  after backward  p2p
+blocks.0     442,752  0.84 MiB   1.69 MiB  float32  after forward   p2p, 2 packed
+blocks.1     442,752  0.84 MiB   1.69 MiB  float32  after forward   p2p, 2 packed
+blocks.2     442,752  0.84 MiB   1.69 MiB  float32  after forward   p2p, 2 packed
+blocks.3     442,752  0.84 MiB   1.69 MiB  float32  after forward   p2p, 2 packed
+blocks.4     442,752  0.84 MiB   1.69 MiB  float32  after forward   p2p, 2 packed
+blocks.5     442,752  0.84 MiB   1.69 MiB  float32  after forward   p2p, 2 packed
+peak of unsharded parameters and communication in a training step: 3.76 MiB""",
     )
 
 
@@ -71,13 +71,13 @@ def test_the_plan_of_the_demo_model_under_ddp_moves_nothing_for_a_gather():
         """\
 plan: 7 groups, 2,755,008 parameters, replicate over 2, shard over 1
 group     parameters     shard  unsharded  dtype    reshard         transport
-(root)        98,496  0.38 MiB   0.38 MiB  float32  after backward  packed, rank order
-blocks.0     442,752  1.69 MiB   1.69 MiB  float32  after backward  packed, rank order
-blocks.1     442,752  1.69 MiB   1.69 MiB  float32  after backward  packed, rank order
-blocks.2     442,752  1.69 MiB   1.69 MiB  float32  after backward  packed, rank order
-blocks.3     442,752  1.69 MiB   1.69 MiB  float32  after backward  packed, rank order
-blocks.4     442,752  1.69 MiB   1.69 MiB  float32  after backward  packed, rank order
-blocks.5     442,752  1.69 MiB   1.69 MiB  float32  after backward  packed, rank order
+(root)        98,496  0.38 MiB   0.38 MiB  float32  after backward  local
+blocks.0     442,752  1.69 MiB   1.69 MiB  float32  after backward  local
+blocks.1     442,752  1.69 MiB   1.69 MiB  float32  after backward  local
+blocks.2     442,752  1.69 MiB   1.69 MiB  float32  after backward  local
+blocks.3     442,752  1.69 MiB   1.69 MiB  float32  after backward  local
+blocks.4     442,752  1.69 MiB   1.69 MiB  float32  after backward  local
+blocks.5     442,752  1.69 MiB   1.69 MiB  float32  after backward  local
 peak of unsharded parameters and communication in a training step: 10.51 MiB""",
     )
 
@@ -88,8 +88,8 @@ def test_the_plan_of_zero2_keeps_weights_until_after_backward():
         """\
 plan: 2 groups, 206 parameters, shard over 2
 group     parameters     shard  unsharded  dtype    reshard         transport
-(root)            58  0.00 MiB   0.00 MiB  float32  after backward  packed, rank order
-blocks.0         148  0.00 MiB   0.00 MiB  float32  after backward  packed, rank order
+(root)            58  0.00 MiB   0.00 MiB  float32  after backward  packed
+blocks.0         148  0.00 MiB   0.00 MiB  float32  after backward  packed
 peak of unsharded parameters and communication in a training step: 0.00 MiB""",
     )
 
@@ -100,8 +100,8 @@ def test_the_plan_on_a_mesh_of_replicas_names_both_axes():
         """\
 plan: 2 groups, 206 parameters, replicate over 2, shard over 2
 group     parameters     shard  unsharded  dtype    reshard         transport
-(root)            58  0.00 MiB   0.00 MiB  float32  after backward  packed, rank order
-blocks.0         148  0.00 MiB   0.00 MiB  float32  after forward   packed, rank order
+(root)            58  0.00 MiB   0.00 MiB  float32  after backward  packed
+blocks.0         148  0.00 MiB   0.00 MiB  float32  after forward   packed
 peak of unsharded parameters and communication in a training step: 0.00 MiB""",
     )
 
@@ -113,8 +113,8 @@ def test_the_dtype_column_shows_stored_gathered_and_reduced_dtypes():
         """\
 plan: 2 groups, 206 parameters, shard over 2
 group     parameters     shard  unsharded  dtype                                    reshard         transport
-(root)            58  0.00 MiB   0.00 MiB  float32 as bfloat16, reduced as float32  after backward  packed, rank order
-blocks.0         148  0.00 MiB   0.00 MiB  float32 as bfloat16, reduced as float32  after forward   packed, rank order
+(root)            58  0.00 MiB   0.00 MiB  float32 as bfloat16, reduced as float32  after backward  packed
+blocks.0         148  0.00 MiB   0.00 MiB  float32 as bfloat16, reduced as float32  after forward   packed
 peak of unsharded parameters and communication in a training step: 0.00 MiB""",
     )
 

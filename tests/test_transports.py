@@ -1,0 +1,168 @@
+"""Which transport serves a group: the one that is named, else the one that was measured; bits are equal on all."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import composable_shard
+from _parity import Case, check_parity
+from _pool import distributed
+from composable_shard import _transports
+from composable_shard._errors import ShardConfigValueError
+from composable_shard._transports import VARIABLE, size_class
+
+WIDE = 256  # a square weight is 256 KiB: a piece of it is large enough to go alone, at world 2 and at 4
+NAMES = ["p2p", "packed", "direct"]
+
+
+@contextmanager
+def forced(name):
+    kept = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = name
+    try:
+        yield
+    finally:
+        os.environ.pop(VARIABLE)
+        if kept is not None:
+            os.environ[VARIABLE] = kept
+
+
+class Block(nn.Module):
+    """Large and small parameters, one that is uneven at any world, one whose gradient is no block of memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDE, WIDE)
+        self.odd = nn.Linear(WIDE, WIDE + 1)
+        self.down = nn.Linear(WIDE + 1, WIDE, bias=False)
+        self.turned = nn.Parameter(torch.randn(WIDE, WIDE) / WIDE)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.odd(self.up(x)))) @ self.turned.t()
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDE, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def rows(rank, step):
+    return (torch.randn(4, WIDE, generator=torch.Generator().manual_seed(100 * step + rank)),)
+
+
+def train(model, rank, steps=3):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        model(*rows(rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sharded(policy=None, **kwargs):
+    torch.manual_seed(0)
+    model, more = Wide(), {} if policy is None else {"mp_policy": policy}
+    for block in model.blocks:
+        composable_shard.fully_shard(block, **more, **kwargs)
+    return composable_shard.fully_shard(model, **more, **kwargs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@distributed(world=(2, 4))
+def test_training_is_that_of_the_unsharded_model_on_every_transport(rank, world, name):
+    with forced(name):
+        check_parity(Case(model=Wide, batch=rows), rank, world)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16 sums", "hsdp", "offload", "dim 1"])
+@distributed(world=4)
+def test_all_transports_give_the_same_bits_also_where_pieces_must_be_cast_padded_or_turned(rank, world, kind):
+    half, policy = torch.bfloat16, composable_shard.MixedPrecisionPolicy
+    kwargs = {
+        "bfloat16": lambda: {"policy": policy(param_dtype=half, reduce_dtype=torch.float32)},
+        "float16 sums": lambda: {"policy": policy(reduce_dtype=torch.float16)},
+        "hsdp": lambda: {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))},
+        "offload": lambda: {"offload_policy": composable_shard.CPUOffloadPolicy(pin_memory=False)},
+        "dim 1": lambda: {"shard_placement_fn": lambda p: torch.distributed.tensor.Shard(int(p.shape == (WIDE, WIDE)))},
+    }[kind]()
+    found = {}
+    for name in NAMES:
+        with forced(name):
+            model = sharded(**kwargs)
+            train(model, rank)
+            record, plan = composable_shard.last_record(model), composable_shard.make_plan(model)
+            assert record.live_bytes == plan.live_bytes(), name
+            found[name] = [p.full_tensor() for p in model.parameters()], plan
+    first, _ = found["p2p"]
+    for name, (params, _) in found.items():
+        assert all(torch.equal(a, b) for a, b in zip(first, params, strict=True)), name
+    assert found["direct"][1].peak_bytes <= found["packed"][1].peak_bytes
+    assert found["p2p"][1].peak_bytes < found["packed"][1].peak_bytes or kind == "float16 sums"
+
+
+@distributed(world=2)
+def test_the_plan_shows_what_is_forced_and_another_name_is_an_error_that_lists_them(rank, world):
+    for name, shown in {"p2p": "p2p, 2 packed", "packed": "packed", "direct": "direct"}.items():
+        with forced(name):
+            line = next(line for line in str(composable_shard.make_plan(sharded())).splitlines() if "blocks.0" in line)
+            assert line.endswith(f"  {shown}"), line
+    with forced("pigeon"), pytest.raises(ShardConfigValueError, match=r"TRANSPORT=pigeon: .* has p2p, packed, direct"):
+        sharded()(*rows(rank, 0))
+
+
+@distributed(world=2)
+def test_the_fastest_is_measured_once_for_each_size_class_and_all_ranks_agree(rank, world):
+    measured, kept = [], _transports._fastest
+
+    def fastest(transports, *rest):
+        measured.append([each.route.name for each in transports])
+        kept(*[transports, *rest])  # for real; then one that is not the first, to see that it is taken
+        return "packed"
+
+    _transports._fastest = fastest
+    group = dist.new_group()
+    mesh = init_device_mesh("cpu", (world,)).from_group(group, "cpu")
+    try:
+        before = str(composable_shard.make_plan(sharded(mesh=mesh)))
+        assert not measured, "a plan is no collective"
+        for _ in range(2):
+            model = sharded(mesh=mesh)
+            train(model, rank, steps=1)
+            assert "p2p" in before
+            assert "p2p" not in str(composable_shard.make_plan(model))
+        assert measured == [["p2p", "packed"]], "once, for the only class in which they differ"
+        small = composable_shard.fully_shard(nn.Linear(4, 4), mesh=mesh)
+        small(torch.ones(1, 4)).sum().backward()
+        assert len(measured) == 1
+    finally:
+        _transports._fastest = kept
+
+
+@distributed(world=2)
+def test_ranks_take_the_slowest_ranks_times(rank, world):
+    kept = _transports._timed
+    times = iter([9.0, 9.0, *([2.0, 1.0] if rank else [2.0, 3.0]) * 3])  # the first round is not counted
+    _transports._timed = lambda run, device: (run(), next(times))[1]
+    try:
+        info = sharded().__dict__["_shard_state"].declaration.info
+        transports = [*_transports.transports_of(dist.group.WORLD, torch.device("cpu")).values()][:2]
+        assert _transports._fastest(transports, dist.group.WORLD, info, 1 << 16) == "p2p"
+    finally:
+        _transports._timed = kept
+
+
+def test_size_classes():
+    assert [size_class(n) for n in (0, (1 << 20) - 1, 1 << 20, (8 << 20) - 1, 8 << 20, 1 << 40)] == [0, 0, 1, 1, 2, 2]
