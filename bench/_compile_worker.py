@@ -1,10 +1,8 @@
 """One rank of `compile.py`: the time until a model is compiled, or the most memory that a step holds."""
 
-import ctypes
 import os
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import _noop
+import _process
 from _step_worker import batch, build, run
 
 WARM_STEPS = 3
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def cpu_seconds() -> float:
@@ -109,19 +107,11 @@ def live_bytes(settings: dict[str, Any], ids: torch.Tensor) -> tuple[int, int]:
 
 def growth(step: Any) -> int | None:
     """Bytes by which the process grows at most during a step; None where the system does not tell."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-        CLEAR.write_text("5")  # the highest resident size starts anew
-    except (OSError, AttributeError):
+    if not _process.forget_peak():
         return None
-    before = resident("VmRSS")
+    before = _process.resident()
     step()
-    return resident("VmHWM") - before
-
-
-def resident(key: str) -> int:
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(key))
-    return 1024 * int(line.split()[1])
+    return _process.resident("VmHWM") - before
 
 
 def measure(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ root, with the defaults of their library.
 
 import argparse
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -36,6 +36,18 @@ def _ours(model: nn.Module, block: type[nn.Module], mesh: DeviceMesh) -> nn.Modu
     return _per_block(composable_shard.fully_shard, model, block, mesh)
 
 
+def _ours_none_ahead(model: nn.Module, block: type[nn.Module], mesh: DeviceMesh) -> nn.Module:
+    """Ours, told that nothing is to be gathered before it is needed."""
+    import composable_shard
+
+    built = _ours(model, block, mesh)
+    for module in built.modules():
+        if isinstance(module, composable_shard.FSDPModule):
+            module.set_modules_to_forward_prefetch([])
+            module.set_modules_to_backward_prefetch([])
+    return built
+
+
 def _fsdp2(model: nn.Module, block: type[nn.Module], mesh: DeviceMesh) -> nn.Module:
     return _per_block(fully_shard, model, block, mesh)
 
@@ -61,6 +73,7 @@ ENGINES: dict[str, Build] = {
     "plain": _plain,
     "compute": _plain,
     "ours": _ours,
+    "ours-none-ahead": _ours_none_ahead,
     "fsdp2": _fsdp2,
     "fsdp2-again": _fsdp2,
     "fsdp1": _fsdp1,
@@ -95,10 +108,11 @@ def build(
     return torch.compile(built, fullgraph=True, backend=backend) if name.endswith(WHOLE) else built
 
 
-def parse(text: str) -> list[str]:
-    """Engine names from a comma-separated option of the command line."""
+def parse(text: str, others: Sequence[str] = ()) -> list[str]:
+    """Engine names, or `others`, from a comma-separated option of the command line."""
+    known = [*ENGINES, *others]
     names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in ENGINES]
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise argparse.ArgumentTypeError(f"unknown engine {', '.join(unknown)}; known: {', '.join(ENGINES)}")
+        raise argparse.ArgumentTypeError(f"unknown engine {', '.join(unknown)}; known: {', '.join(known)}")
     return names

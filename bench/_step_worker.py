@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import _communication
 import _engines
 import _launch
 from _models import GPT, SIZES, GPTBlock
@@ -66,10 +67,24 @@ class Side:
         self.losses.append(loss.item())
 
 
+class Communication(Side):
+    """The collectives of a step alone: no model, no loss."""
+
+    def __init__(self, model: nn.Module, world: int) -> None:
+        super().__init__(_communication.NAME, nn.Module(), torch.optim.SGD([torch.zeros(1)]))
+        self._groups = _communication.groups_of(model, GPTBlock, world)
+
+    def gradients(self, ids: Tensor) -> Tensor:
+        _communication.communicate(self._groups)
+        return torch.tensor(torch.nan)
+
+
 def build(name: str, settings: dict[str, Any], mesh: DeviceMesh, **changes: Any) -> Side:
     """The engine of that name around a model of the size in `settings`, of which `changes` replace some figures."""
     torch.manual_seed(0)  # every engine and rank starts from the same weights
     model = GPT(replace(SIZES[settings["size"]], **changes))
+    if name == _communication.NAME:
+        return Communication(model, mesh.size())
     model = _engines.build(name, model, GPTBlock, mesh, settings["backend"])
     return Side(name, model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
 
@@ -86,6 +101,7 @@ def spread_of_losses(sides: list[Side]) -> float:
 
     After the check steps `compute` goes its own way on each rank and is left out.
     """
+    sides = [side for side in sides if side.name != _communication.NAME]
     together = [side.losses[:CHECK_STEPS] for side in sides]
     later = [side.losses[CHECK_STEPS:] for side in sides if not side.alone]
     steps = [*zip(*together, strict=True), *zip(*later, strict=True)]

@@ -5,16 +5,19 @@
 All engines live in the same processes, each with a model of its own, and take turns in an order
 drawn anew in every round; ratios are formed within a round. A step is zero_grad, forward, loss,
 backward and plain SGD (`--optimizer none` leaves SGD out), on one sequence of 256 bytes a rank in
-float32, one thread a rank. `compute` is the unsharded model stepping by itself.
+float32, one thread a rank. `compute` is the unsharded model stepping by itself, `collectives` are
+the gathers and reductions of FSDP2 by themselves, and `fsdp2-again` is a second FSDP2: the control.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import _communication
 import _engines
 import _launch
 import _report
@@ -61,7 +64,11 @@ def evaluate(
 
     def beyond(times: dict[str, list[float]], engine: str) -> _report.Spread | None:
         base = times.get(compute)
-        return ratio(times[engine], times.get(reference), base) if base and engine != compute else None
+        return (
+            ratio(times[engine], times.get(reference), base)
+            if base and engine not in (compute, _communication.NAME)
+            else None
+        )
 
     return [
         EngineResult(
@@ -107,7 +114,7 @@ def show(results: list[EngineResult], options: argparse.Namespace, reference: st
     )
     agree = first.loss_difference <= options.tolerance
     print(
-        f"losses of {', '.join(r.engine for r in results)} "
+        f"losses of {', '.join(r.engine for r in results if r.engine != _communication.NAME)} "
         f"{'agree' if agree else 'DIFFER'} over all steps: "
         f"relative difference at most {first.loss_difference:.1e}"
     )
@@ -122,7 +129,13 @@ def sizes(text: str) -> list[str]:
     return names
 
 
-def options_of_steps(description: str | None, engines: str) -> argparse.ArgumentParser:
+def engines_or_collectives(text: str) -> list[str]:
+    return _engines.parse(text, [_communication.NAME])
+
+
+def options_of_steps(
+    description: str | None, engines: str, parse: Callable[[str], list[str]] = _engines.parse
+) -> argparse.ArgumentParser:
     """A command line with what every benchmark of steps takes."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -134,7 +147,7 @@ def options_of_steps(description: str | None, engines: str) -> argparse.Argument
     parser.add_argument("--world", type=int, default=2, help="ranks (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="sequences a rank (default: %(default)s)")
-    parser.add_argument("--engines", type=_engines.parse, default=engines, help="default: %(default)s")
+    parser.add_argument("--engines", type=parse, default=engines, help="default: %(default)s")
     parser.add_argument("--optimizer", choices=("sgd", "none"), default="sgd", help="default: %(default)s")
     parser.add_argument("--malloc", choices=("default", "tuned"), default="default", help="tuned: glibc keeps pages")
     parser.add_argument(
@@ -159,7 +172,8 @@ def measure(worker: Path, settings: dict[str, Any], options: argparse.Namespace)
         timeout=options.timeout,
         tuned=options.malloc == "tuned",
     )
-    return json.loads(text)
+    found: dict[str, Any] = json.loads(text)
+    return found
 
 
 def write(options: argparse.Namespace, name: str, results: list[Any]) -> None:
@@ -170,8 +184,8 @@ def write(options: argparse.Namespace, name: str, results: list[Any]) -> None:
 
 
 def main() -> int:
-    parser = options_of_steps(__doc__, "ours,fsdp2,fsdp1,ddp,compute")
-    parser.add_argument("--aa", action="store_true", help="add a second FSDP2: the control of the method")
+    parser = options_of_steps(__doc__, "ours,fsdp2,fsdp2-again,fsdp1,ddp,compute,collectives", engines_or_collectives)
+    parser.add_argument("--aa", action="store_true", help="add a second FSDP2, if --engines leaves it out: the control")
     options = parser.parse_args()
     engines = list(dict.fromkeys(options.engines + (["fsdp2-again"] if options.aa else [])))
     results: list[EngineResult] = []

@@ -108,13 +108,30 @@ def test_the_profile_shows_functions_of_the_package() -> None:
 
 def test_step_prints_its_table_and_the_losses_of_all_engines_agree(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
-    shown = bench("step.py", "--sizes=tiny", "--rounds=2", "--aa", "--timeout=45", f"--json={file}")
+    shown = bench("step.py", "--sizes=tiny", "--rounds=2", "--timeout=45", f"--json={file}")
     assert "beyond compute" in shown
     assert "agree over all steps" in shown
     results = {result["engine"]: result for result in read(file)["results"]}
-    assert [*results] == ["ours", "fsdp2", "fsdp1", "ddp", "compute", "fsdp2-again"]
+    assert [*results] == ["ours", "fsdp2", "fsdp2-again", "fsdp1", "ddp", "compute", "collectives"]
+    assert results["collectives"]["wall_beyond"] is None
     assert results["fsdp2"]["wall_ratio"]["median"] == 1
     assert all(result["loss_difference"] < 1e-5 for result in results.values())
+
+
+def test_memory_accounts_for_every_byte_and_prints_both_parts(tmp_path: Path) -> None:
+    file = tmp_path / "memory.json"
+    tiny = ["--sizes=tiny", "--resident-sizes=tiny", "--world=4", "--repeats=1", "--steps=1", "--timeout=45"]
+    shown = bench("memory.py", *tiny, "--engines=ours,fsdp2", "--resident-engines=ours,fsdp2", f"--json={file}")
+    assert "The runtime's bytes at their peak" in shown
+    assert "Growth of a rank's process" in shown
+    live = {result["engine"]: result for result in read(file)["results"] if "apart" in result}
+    assert [*live] == ["ours", "fsdp2"]
+    for result in live.values():
+        assert result["apart"] < 0.01
+        assert result["total"]["nbytes"] == sum(result["total"]["by_kind"].values())
+        for kind in ("unsharded parameters", "unsharded gradients", "own parameters"):
+            assert result["runtime"]["by_kind"][kind] > 0, kind
+    assert live["fsdp2"]["runtime"]["by_kind"]["reduce buffers"] > 0
 
 
 def test_step_ends_ranks_that_take_too_long_and_says_so() -> None:

@@ -35,6 +35,8 @@ SIZES = {
     "3m": GPTConfig(depth=6, width=192, heads=6, context=256),  # 2.8 million
     "10m": GPTConfig(depth=8, width=320, heads=5, context=256),  # 10.0 million
     "50m": GPTConfig(depth=16, width=512, heads=8, context=256),  # 50.6 million
+    "150m": GPTConfig(depth=12, width=1024, heads=16, context=256),  # 151.5 million
+    "1b": GPTConfig(depth=36, width=1536, heads=12, context=256),  # 1.02 billion
 }
 
 

@@ -1,0 +1,181 @@
+"""One process of `memory.py`: the bytes of a step by kind, or the resident memory of a rank."""
+
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+import _engines
+import _kinds
+import _launch
+import _noop
+import _process
+from _models import GPT, SIZES, GPTBlock
+from _step_worker import batch, build
+
+WARM_STEPS = 2
+
+
+class Checkpointed(GPTBlock):  # type: ignore[misc, valid-type]
+    """A block that keeps its input alone and runs again in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._once, x, use_reentrant=False)
+
+    def _once(self, x: Tensor) -> Tensor:
+        _kinds.note(_kinds.MOMENT + f"{'backward' if Checkpointed.backward else 'forward'}, block {self.place}")
+        return super().forward(x)
+
+    place: int
+    backward = False
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def addresses(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Where the memory of these tensors begins."""
+    return [local(tensor).untyped_storage().data_ptr() for tensor in tensors if tensor is not None]
+
+
+@contextmanager
+def replaced(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
+    """Within, calls of `owner.name` go to `around`, with the function itself as the first argument."""
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def note_gradients(
+    reduce: Callable[..., Any], of: Any, gradients: Sequence[Tensor | None], *args: Any, **kwargs: Any
+) -> Any:
+    """Notes the gradients that are about to be reduced."""
+    _kinds.note(_kinds.GRADIENTS, addresses(gradients))
+    return reduce(of, gradients, *args, **kwargs)
+
+
+def note_lease(lease: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Notes for what a slot of the pool is leased: the caller's file tells."""
+    slot = lease(*args, **kwargs)
+    caller = sys._getframe(2).f_code.co_filename
+    purpose = _kinds.REDUCE if caller.endswith("_reduction.py") else _kinds.GATHER
+    _kinds.note(_kinds.UNSHARDED if slot.owner is not None else purpose, [slot.begin])
+    return slot
+
+
+def note_release(release: Callable[..., Any], pool: Any, slot: Any, *args: Any, **kwargs: Any) -> Any:
+    """Notes that a slot of the pool is free."""
+    _kinds.note(_kinds.FREE, [slot.begin])
+    return release(pool, slot, *args, **kwargs)
+
+
+@contextmanager
+def noting(engine: str) -> Iterator[None]:
+    """Within, the runtime's use of memory leaves notes where a stack alone would not tell."""
+    if not engine.startswith("ours"):
+        with replaced(_fsdp_param_group, "foreach_reduce", note_gradients):
+            yield
+        return
+    from composable_shard._group import ParamGroup
+    from composable_shard._pool import BufferPool
+
+    with (
+        replaced(ParamGroup, "start_reduce", note_gradients),
+        replaced(BufferPool, "lease", note_lease),
+        replaced(BufferPool, "release", note_release),
+    ):
+        yield
+
+
+def checkpointed(settings: dict[str, Any]) -> nn.Module:
+    """The model under the engine: made without memory, sharded, then given memory with arbitrary content."""
+    config = replace(SIZES[settings["size"]], context=settings["context"])
+    with torch.device("meta"):
+        model = GPT(config)
+    for place, block in enumerate(model.blocks):
+        block.__class__ = Checkpointed
+        block.place = place
+    mesh = init_device_mesh("cpu", (settings["simulated"],))
+    if settings["engine"] in ("plain", "ddp"):
+        return _engines.build(settings["engine"], model.to_empty(device="cpu"), GPTBlock, mesh)
+    return _engines.build(settings["engine"], model, GPTBlock, mesh).to_empty(device="cpu")
+
+
+def live(settings: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of each kind at the peaks of a step, of rank 0 in a world whose collectives do nothing."""
+    warnings.filterwarnings(
+        "ignore", message="The .grad attribute of a Tensor that is not a leaf"
+    )  # the profiler looks
+    _noop.init(settings["simulated"])
+    with (
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=True) as watched,
+        noting(settings["engine"]),
+    ):
+        model = checkpointed(settings)
+        _kinds.note(_kinds.OWN, addresses([*model.parameters()]))
+        ids = torch.randint(256, (settings["batch"], settings["context"] + 1))
+        for step in range(WARM_STEPS + 1):
+            model.zero_grad(set_to_none=True)
+            if step == WARM_STEPS:
+                _kinds.note(_kinds.BEGINS)
+            Checkpointed.backward = False
+            _kinds.note(_kinds.MOMENT + "forward, root")
+            loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+            Checkpointed.backward = True
+            _kinds.note(_kinds.MOMENT + "backward, root")
+            loss.backward()
+        _kinds.note(_kinds.ENDS)
+        _kinds.note(_kinds.OWN_GRADIENTS, addresses([p.grad for p in model.parameters()]))
+    runtime, total, apart = _kinds.peaks(_kinds.read(watched))
+    count = sum(p.numel() for p in model.parameters())
+    return {"parameters": count, "runtime": vars(runtime), "total": vars(total), "apart": apart}
+
+
+def resident(settings: dict[str, Any]) -> dict[str, Any]:
+    """Bytes by which the process of a rank grows at most in steps with SGD, from before it has a model."""
+    rank, world = _launch.join()
+    mesh = init_device_mesh("cpu", (world,))
+    _process.forget_peak()
+    before = _process.resident()
+    side = build(settings["engine"], settings, mesh)
+    measured = _process.forget_peak()  # the unsharded model that it was made from counts no more
+    for step in range(settings["steps"]):
+        side.gradients(batch(settings["size"], settings["batch"], rank, step))
+        side.optimizer.step()
+    most = torch.tensor(_process.resident("VmHWM") - before if measured else -1)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return {"resident": most.item()}
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    found = live(settings) if settings["part"] == "live" else resident(settings)
+    if dist.get_rank() == 0:
+        _launch.answer(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""Memory of a training step: ours beside torch's FSDP2, by kind of bytes and as the system sees it.
+
+    python bench/memory.py --sizes 150m,1b --world 8,64
+
+*Live* plays rank 0 of a simulated world in one process, with collectives that do nothing (`_noop.py`), and reads from
+torch's profiler what its CPU allocator has given out and to whom (`_kinds.py`). Blocks are checkpointed and sequences
+short, so that what the runtime holds is a large part of all. *Resident* trains on gloo with one engine a launch and
+reads from Linux how far a rank's process grew. The first leaves the optimizer out, the second steps with plain SGD.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import _engines
+import _kinds
+import _launch
+import _report
+from step import sizes
+
+WORKER = Path(__file__).with_name("_memory_worker.py")
+REFERENCE = "fsdp2"
+AIMS = {"ours": 0.80, "ours-none-ahead": 0.60}  # of the runtime's bytes over FSDP2's
+
+
+@dataclass(frozen=True)
+class LiveResult:
+    """Bytes of one rank at two moments of a step: when the runtime holds most, and when all together is most.
+
+    The ratios are over FSDP2's peak of the same kind. `apart` is how far the sum of all kinds was at most from the
+    profiler's own count, relative to the peak.
+    """
+
+    size: str
+    parameters: int
+    world: int
+    engine: str
+    runtime: dict[str, Any]
+    total: dict[str, Any]
+    runtime_ratio: float | None
+    total_ratio: float | None
+    aim: float | None
+    apart: float
+
+
+@dataclass(frozen=True)
+class ResidentResult:
+    """Megabytes by which a rank's process grew at most, of the rank that grew most; ratios to FSDP2's by launch."""
+
+    size: str
+    world: int
+    engine: str
+    resident_mb: _report.Spread
+    ratio: _report.Spread | None
+
+
+def launched(options: argparse.Namespace, world: int, **settings: Any) -> dict[str, Any]:
+    """What a worker with these settings found. Raises _launch.WorkerError."""
+    common = {"batch": options.batch, "context": options.context, "steps": options.steps, "backend": "none"}
+    text = _launch.launch(WORKER, json.dumps(common | settings), world=world, timeout=options.timeout, tuned=False)
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def living(size: str, options: argparse.Namespace) -> list[LiveResult]:
+    """Bytes by kind, for each simulated world."""
+    results: list[LiveResult] = []
+    for world in options.world:
+        found = {
+            name: launched(options, 1, part="live", size=size, simulated=world, engine=name) for name in options.engines
+        }
+        reference = found.get(REFERENCE)
+
+        def over(name: str, sum_of: str, reference: Any = reference, found: Any = found) -> float | None:
+            return found[name][sum_of]["nbytes"] / reference[sum_of]["nbytes"] if reference else None
+
+        of_world = [
+            LiveResult(
+                size=size,
+                world=world,
+                engine=name,
+                runtime_ratio=over(name, "runtime") if found[name]["runtime"]["nbytes"] else None,
+                total_ratio=over(name, "total"),
+                aim=AIMS.get(name),
+                **found[name],
+            )
+            for name in options.engines
+        ]
+        show_live(of_world, options)
+        results += of_world
+    return results
+
+
+def show_live(results: list[LiveResult], options: argparse.Namespace) -> None:
+    """Prints the two peaks of one size in one world."""
+    first = results[0]
+    where = f"{first.size} ({first.parameters:,} parameters), world {first.world} simulated"
+    kinds = [kind for kind in _kinds.RUNTIME if any(r.runtime["by_kind"][kind] for r in results)]
+    _report.table(
+        f"The runtime's bytes at their peak, MB: {where}",
+        ("engine", "runtime", "/ FSDP2's", "aim", *kinds, "when"),
+        [
+            (
+                r.engine,
+                _megabytes(r.runtime["nbytes"]),
+                _ratio(r.runtime_ratio),
+                _ratio(r.aim),
+                *(_megabytes(r.runtime["by_kind"][kind]) for kind in kinds),
+                r.runtime["moment"] if r.runtime["nbytes"] else "-",
+            )
+            for r in results
+        ],
+        f"blocks checkpointed, {options.batch} x {options.context} tokens, float32",
+    )
+    others = (_kinds.OWN, _kinds.OWN_GRADIENTS, _kinds.REST)
+    _report.table(
+        f"All bytes at their peak, MB: {where}",
+        ("engine", "total", "/ FSDP2's", "runtime", *others, "when"),
+        [
+            (
+                r.engine,
+                _megabytes(r.total["nbytes"]),
+                _ratio(r.total_ratio),
+                _megabytes(sum(r.total["by_kind"][kind] for kind in _kinds.RUNTIME)),
+                *(_megabytes(r.total["by_kind"][kind]) for kind in others),
+                r.total["moment"],
+            )
+            for r in results
+        ],
+        "the aim is at most FSDP2's; the sum of the kinds and the profiler's own count are apart by at most "
+        f"{100 * max(r.apart for r in results):.2g} % of the peak",
+    )
+
+
+def residing(size: str, options: argparse.Namespace) -> list[ResidentResult]:
+    """How far processes grow on gloo; the launches of the engines take turns."""
+    names = options.resident_engines
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(options.repeats):
+        for name in names:
+            grown = launched(options, options.ranks, part="resident", size=size, engine=name)["resident"]
+            if grown < 0:
+                print("memory.py: this system does not tell the resident memory of a process", file=sys.stderr)
+                return []
+            found[name].append(grown / 1e6)
+    reference = found.get(REFERENCE)
+    results = [
+        ResidentResult(
+            size=size,
+            world=options.ranks,
+            engine=name,
+            resident_mb=_report.Spread.of(found[name]),
+            ratio=_report.Spread.of([a / b for a, b in zip(found[name], reference, strict=True)])
+            if reference
+            else None,
+        )
+        for name in names
+    ]
+    _report.table(
+        f"Growth of a rank's process: {size}, gloo, world {options.ranks}",
+        ("engine", "resident at most, MB", "/ FSDP2's"),
+        [
+            (r.engine, f"{r.resident_mb.median:.0f} [{r.resident_mb.low:.0f}, {r.resident_mb.high:.0f}]", str(r.ratio))
+            for r in results
+        ],
+        f"VmHWM over {options.steps} steps with SGD, less what the process held before it had a model; blocks are not "
+        f"checkpointed; median [quartiles] of {options.repeats} launches an engine, in turns",
+    )
+    return results
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f}"
+
+
+def _ratio(figure: float | None) -> str:
+    return "-" if figure is None else f"{figure:.3f}"
+
+
+PARTS: dict[str, Callable[[str, argparse.Namespace], Sequence[LiveResult | ResidentResult]]] = {
+    "live": living,
+    "resident": residing,
+}
+
+
+def parts(text: str) -> list[str]:
+    """Parts of the benchmark from a comma-separated option of the command line."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in PARTS]:
+        raise argparse.ArgumentTypeError(f"unknown part {', '.join(unknown)}; known: {', '.join(PARTS)}")
+    return names
+
+
+def parse() -> argparse.Namespace:
+    """The command line's options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--parts", type=parts, default="live,resident", help="what to measure (default: %(default)s)")
+    add("--sizes", type=sizes, default="150m,1b", help="of the live part (default: %(default)s)")
+    add("--world", type=_report.integers, default="8,64", help="simulated worlds (default: %(default)s)")
+    add("--engines", type=_engines.parse, default="ours,ours-none-ahead,fsdp2", help="default: %(default)s")
+    add("--context", type=int, default=32, help="tokens of a sequence, live part (default: %(default)s)")
+    add("--batch", type=int, default=1, help="sequences a rank (default: %(default)s)")
+    add("--resident-sizes", type=sizes, default="150m", help="of the resident part (default: %(default)s)")
+    add("--resident-engines", type=_engines.parse, default="ours,fsdp2,ddp", help="default: %(default)s")
+    add("--ranks", type=int, default=2, help="processes of the resident part (default: %(default)s)")
+    add("--steps", type=int, default=3, help="of the resident part (default: %(default)s)")
+    add("--repeats", type=int, default=3, help="launches an engine, resident part (default: %(default)s)")
+    add("--timeout", type=float, default=600.0, help="seconds for each launch (default: %(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse()
+    results: list[LiveResult | ResidentResult] = []
+    for part in options.parts:
+        for size in options.sizes if part == "live" else options.resident_sizes:
+            try:
+                results += PARTS[part](size, options)
+            except _launch.WorkerError as error:
+                print(f"memory.py: {size}, {part}: {error}", file=sys.stderr)
+                return 1
+    if options.json:
+        settings = {key: value for key, value in vars(options).items() if key != "json"}
+        _report.write_json(options.json, "memory", settings, results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
