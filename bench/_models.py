@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -25,12 +26,28 @@ class TinyBlock(nn.Module):
         return x + self.down(F.relu(self.up(self.norm(x))))
 
 
-class TinyStack(nn.Module):
-    """`blocks` tiny blocks and a norm that belongs to the root."""
+class ChainBlock(nn.Module):
+    """`count` parameters of length `width`, added to the input one after the other."""
 
-    def __init__(self, blocks: int, width: int) -> None:
+    def __init__(self, width: int, count: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(TinyBlock(width) for _ in range(blocks))
+        self.names = [f"weight{i}" for i in range(count)]
+        for name in self.names:
+            self.register_parameter(name, nn.Parameter(torch.zeros(width)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.names:
+            x = x + getattr(self, name)
+        return x
+
+
+class TinyStack(nn.Module):
+    """Tiny blocks, or chains of `per_block` parameters, and a norm that belongs to the root."""
+
+    def __init__(self, blocks: int, width: int, per_block: int | None = None) -> None:
+        super().__init__()
+        made = (TinyBlock(width) if per_block is None else ChainBlock(width, per_block) for _ in range(blocks))
+        self.layers = nn.ModuleList(made)
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], cap
 
 def console() -> Console:
     """A console that is wide enough for the tables also where the output is a file."""
-    return Console() if sys.stdout.isatty() else Console(width=140)
+    return Console() if sys.stdout.isatty() else Console(width=180)
 
 
 def write_json(path: Path, name: str, settings: dict[str, Any], results: Sequence[Any]) -> None:

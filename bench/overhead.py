@@ -6,6 +6,9 @@ One process plays rank 0 of a world whose collectives do nothing (`_noop.py`). I
 engine runs one step (forward and backward) and its own collectives are called bare, so what other
 processes do to this machine falls on all sides alike. Of each round: added = step - plain step -
 bare collectives, divided by the number of sharded modules (the blocks and the root).
+
+    python bench/overhead.py --per-group 1,4,16         # what each parameter of a module costs
+    python bench/overhead.py --blocks 48,200,1000       # whether a module costs more among many
 """
 
 import argparse
@@ -23,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import _engines
 import _noop
 import _report
-from _models import TinyBlock, TinyStack
+from _models import ChainBlock, TinyBlock, TinyStack
 from _profile import print_profile
 
 CLOCKS = {"thread": time.thread_time, "process": time.process_time}
@@ -31,18 +34,38 @@ WARM_STEPS = 4
 
 
 @dataclass(frozen=True)
-class EngineResult:
-    """Microseconds per sharded module and step.
+class Case:
+    """A stack of blocks: so many, and the parameters of each (None: the six of a `TinyBlock`)."""
 
-    `ratio` is this engine's added time over that of torch's FSDP2, formed within each round.
+    blocks: int
+    per_group: int | None
+
+    @property
+    def modules(self) -> int:
+        return self.blocks + 1
+
+    def __str__(self) -> str:
+        return f"{self.blocks} blocks of {self.per_group or 6} and the root"
+
+
+@dataclass(frozen=True)
+class EngineResult:
+    """Microseconds per sharded module and step, and `added_param` per parameter and step.
+
+    `ratio` is this engine's added time over that of torch's FSDP2, formed within each round; so is `growth`, its added
+    time per module over that in the first number of blocks.
     """
 
     world: int
+    blocks: int
+    per_group: int
     engine: str
     step: _report.Spread
     bare: _report.Spread
     added: _report.Spread | None
+    added_param: _report.Spread | None
     ratio: _report.Spread | None
+    growth: _report.Spread | None
     collectives: int
     collective_bytes: int
 
@@ -52,6 +75,7 @@ class Side:
     """One engine's model, its recorded collectives and the seconds of its rounds."""
 
     name: str
+    case: Case
     model: nn.Module
     inputs: torch.Tensor
     calls: list[tuple[_noop.NoopGroup, _noop.Call]] = field(default_factory=list)
@@ -83,25 +107,23 @@ class Side:
         self.bare_s.append(clock() - start)
 
 
-def build(name: str, world: int, blocks: int, width: int) -> Side:
-    """The tiny stack under one engine, warmed up."""
+def build(name: str, world: int, case: Case, width: int | None) -> Side:
+    """The stack under one engine, warmed up."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (world,))
-    side = Side(
-        name,
-        _engines.build(name, TinyStack(blocks, width), TinyBlock, mesh),
-        torch.randn(2, width),
-    )
+    width = width or max(64, world)
+    block = TinyBlock if case.per_group is None else ChainBlock
+    model = _engines.build(name, TinyStack(case.blocks, width, case.per_group), block, mesh)
+    side = Side(name, case, model, torch.randn(2, width))
     side.warm()
     return side
 
 
-def run(world: int, names: list[str], options: argparse.Namespace) -> list[EngineResult]:
-    """Measures the engines at one world size."""
-    width = max(64, world) if options.width is None else options.width
+def run(world: int, names: list[str], cases: list[Case], options: argparse.Namespace) -> list[EngineResult]:
+    """Measures the engines at one world size, with every stack, all in turns."""
     _noop.init(world)
     try:
-        sides = [build(name, world, options.blocks, width) for name in names]
+        sides = [build(name, world, case, options.width) for case in cases for name in names]
         gc.collect()
         gc.freeze()  # no engine pays for scanning the models of the others
         # A fixed cycle would favour the engine that always follows its like.
@@ -110,56 +132,71 @@ def run(world: int, names: list[str], options: argparse.Namespace) -> list[Engin
             for side in shuffle.sample(sides, len(sides)):
                 side.measure(CLOCKS[options.clock])
         gc.unfreeze()
-        return _results(world, sides, options.blocks + 1)
+        return _results(world, sides)
     finally:
         _noop.shutdown()
 
 
-def _results(world: int, sides: list[Side], modules: int) -> list[EngineResult]:
-    by_name = {side.name: side for side in sides}
-    plain = by_name["plain"].step_s
+def _results(world: int, sides: list[Side]) -> list[EngineResult]:
+    found = {(side.case, side.name): side for side in sides}
 
-    def added(side: Side) -> list[float]:
+    def added(case: Case, name: str) -> list[float]:
+        """Seconds per module, round by round."""
+        side, plain = found[case, name], found[case, "plain"].step_s
         rounds = zip(side.step_s, plain, side.bare_s, strict=True)
-        return [step - base - bare for step, base, bare in rounds]
+        return [(step - base - bare) / case.modules for step, base, bare in rounds]
 
-    def per_module(seconds: list[float]) -> _report.Spread:
-        return _report.Spread.of([1e6 * s / modules for s in seconds])
-
-    def ratio(side: Side) -> _report.Spread | None:
-        if side.name == "plain" or "fsdp2" not in by_name:
+    def over(case: Case, name: str, other_case: Case, other: str) -> _report.Spread | None:
+        if name == "plain" or (other_case, other) not in found:
             return None
-        rounds = zip(added(side), added(by_name["fsdp2"]), strict=True)
+        rounds = zip(added(case, name), added(other_case, other), strict=True)
         return _report.Spread.of([a / b for a, b in rounds])
 
-    return [
-        EngineResult(
-            world=world,
-            engine=side.name,
-            step=per_module(side.step_s),
-            bare=per_module(side.bare_s),
-            added=None if side.name == "plain" else per_module(added(side)),
-            ratio=ratio(side),
-            collectives=len(side.calls),
-            collective_bytes=sum(call.nbytes() for _, call in side.calls),
+    def microseconds(seconds: list[float], count: float = 1.0) -> _report.Spread:
+        return _report.Spread.of([1e6 * s / count for s in seconds])
+
+    results: list[EngineResult] = []
+    for (case, name), side in found.items():
+        first = next(each for each, _ in found if each.per_group == case.per_group)
+        per_group, alone = case.per_group or 6, name == "plain"
+        of_module = (case.blocks * per_group + 2) / case.modules  # parameters; the root has two
+        results.append(
+            EngineResult(
+                world=world,
+                blocks=case.blocks,
+                per_group=per_group,
+                engine=name,
+                step=microseconds(side.step_s, case.modules),
+                bare=microseconds(side.bare_s, case.modules),
+                added=None if alone else microseconds(added(case, name)),
+                added_param=None if alone else microseconds(added(case, name), of_module),
+                ratio=over(case, name, case, "fsdp2"),
+                growth=over(case, name, first, name),
+                collectives=len(side.calls),
+                collective_bytes=sum(call.nbytes() for _, call in side.calls),
+            )
         )
-        for side in sides
-    ]
+    return results
 
 
-def show(world: int, results: list[EngineResult], options: argparse.Namespace) -> None:
-    """Prints one world's table."""
+def show(world: int, case: Case, results: list[EngineResult], options: argparse.Namespace) -> None:
+    """Prints the table of one stack in one world."""
 
-    def us(spread: _report.Spread) -> str:
-        return f"{spread.median:.0f} [{spread.low:.0f}, {spread.high:.0f}]"
+    def us(spread: _report.Spread | None, digits: int = 0) -> str:
+        if spread is None:
+            return "-"
+        return f"{spread.median:.{digits}f} [{spread.low:.{digits}f}, {spread.high:.{digits}f}]"
 
+    grows = len(options.blocks) > 1
     rows = [
         (
             r.engine,
             us(r.step),
             us(r.bare),
-            us(r.added) if r.added else "-",
-            str(r.ratio) if r.ratio else "-",
+            us(r.added),
+            us(r.added_param, 1),
+            str(r.ratio or "-"),
+            *([str(r.growth or "-")] if grows else []),
             str(r.collectives),
         )
         for r in results
@@ -169,11 +206,13 @@ def show(world: int, results: list[EngineResult], options: argparse.Namespace) -
         "step, us",
         "bare collectives, us",
         "added, us",
+        "added a parameter, us",
         "added / FSDP2's",
+        *([f"added / with {options.blocks[0]} blocks"] if grows else []),
         "collectives a step",
     )
     _report.table(
-        f"Host time per module and step: world {world}, {options.blocks} blocks of 6 and the root",
+        f"Host time per module and step: world {world}, {case}",
         columns,
         rows,
         f"median [quartiles] of {options.rounds} interleaved rounds; CPU time of the {options.clock}",
@@ -189,7 +228,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default="8,64",
         help="simulated world sizes (default: %(default)s)",
     )
-    parser.add_argument("--blocks", type=int, default=48, help="blocks of 6 parameters (default: %(default)s)")
+    parser.add_argument(
+        "--blocks",
+        type=_report.integers,
+        default="48",
+        help="numbers of blocks; with several, how the time grows (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--per-group",
+        type=_report.integers,
+        help="parameters of a block, all small: the time for each of them (default: a norm and two layers, six)",
+    )
     parser.add_argument("--rounds", type=int, default=30, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--width", type=int, help="dim 0 of every parameter (default: 64, or the world if larger)")
     parser.add_argument(
@@ -224,25 +273,33 @@ def main() -> None:
         profile(options.profile, options.world[0], options)
         return
     names = list(dict.fromkeys(["plain", *options.engines]))
+    cases = all_cases(options)
     results: list[EngineResult] = []
     for world in options.world:
-        found = run(world, names, options)
-        show(world, found, options)
+        found = run(world, names, cases, options)
+        for at, case in enumerate(cases):
+            show(world, case, found[at * len(names) :][: len(names)], options)
         results += found
     if options.json:
-        kept = ("world", "blocks", "rounds", "width", "engines", "clock")
+        kept = ("world", "blocks", "per_group", "rounds", "width", "engines", "clock")
         settings = {key: getattr(options, key) for key in kept}
         _report.write_json(options.json, "overhead", settings, results)
+
+
+def all_cases(options: argparse.Namespace) -> list[Case]:
+    """Every number of blocks with every number of parameters."""
+    return [Case(blocks, count) for count in options.per_group or [None] for blocks in options.blocks]
 
 
 def profile(name: str, world: int, options: argparse.Namespace) -> None:
     _noop.init(world)
     try:
-        side = build(name, world, options.blocks, options.width or max(64, world))
+        case = all_cases(options)[0]
+        side = build(name, world, case, options.width)
         print_profile(
             side.step,
             side.clear,
-            modules=options.blocks + 1,
+            modules=case.modules,
             sort=options.sort,
             lines=options.lines,
         )

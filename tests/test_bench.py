@@ -101,6 +101,16 @@ def test_overhead_prints_its_table_and_writes_json(tmp_path: Path) -> None:
         assert (result["collectives"] > 0) == (result["engine"] != "plain")
 
 
+def test_overhead_tells_the_time_for_a_parameter_and_how_it_grows_with_the_modules(tmp_path: Path) -> None:
+    file = tmp_path / "overhead.json"
+    shown = bench("overhead.py", "--blocks=2,4", "--per-group=1,3", "--rounds=2", "--world=4", f"--json={file}")
+    assert "added a parameter" in shown
+    assert "added / with 2 blocks" in shown
+    results = [result for result in read(file)["results"] if result["engine"] == "ours"]
+    assert [(result["per_group"], result["blocks"]) for result in results] == [(1, 2), (1, 4), (3, 2), (3, 4)]
+    assert [result["growth"]["median"] == 1 for result in results] == [True, False, True, False]
+
+
 def test_the_profile_shows_functions_of_the_package() -> None:
     shown = bench("overhead.py", "--blocks=2", "--world=8", "--profile=ours", "--lines=200")
     assert "composable_shard/_" in shown
