@@ -16,7 +16,7 @@ from ._group import Gradients, ParamGroup, Reduction, Runtime
 from ._node import Entries, Outputs, Use
 from ._phases import ParamPhase
 from ._record import Record
-from ._schedule import Action, Kind
+from ._schedule import MAX_REDUCTIONS, Action, Kind
 from ._torch_distributed import local_tensor
 
 StrayHook = Callable[[torch.Tensor, ParamGroup, int], None]
@@ -119,7 +119,7 @@ class Actions:
 
     def reduce(self, group: ParamGroup, gradients: Gradients) -> None:
         """Issue the reduction of a group's gradients; `.grad` is set when it is waited for."""
-        while len(self._reductions) >= group.options.max_reductions:
+        while len(self._reductions) >= (group.options.max_reductions or MAX_REDUCTIONS):
             self._settle_oldest()
         self._start_reduce(group, gradients)
 
@@ -138,6 +138,13 @@ class Actions:
         self.settle()
         self._start_reduce(group, gradients)
         return self._finish_oldest()[1]
+
+    def before_gathers(self, group: ParamGroup) -> None:
+        """Backward is about to gather for a group: where only waiting frees memory, wait for what is being reduced."""
+        if self._reductions and group.reduces_first:
+            with torch.no_grad():
+                while self._reductions:
+                    self._settle_oldest()
 
     def settle(self) -> None:
         """Wait for all reductions and set `.grad`."""

@@ -150,9 +150,13 @@ class RankOrdered:
     def _gathered(self, at: int, whole: torch.Tensor, piece: torch.Tensor) -> list[Awaitable]:
         """Launch the gather of one tensor, the `at`-th of several."""
         if whole.nbytes < BROADCAST_FROM_BYTES:
-            return [self._group._allgather_base(whole, piece.reshape(whole.shape[0] // self._world, *whole.shape[1:]), self._gather)]
+            return [self._flat_gather(whole, piece)]
         parts = self._with_own(whole, piece)
         return [self._group.broadcast([parts[rank]], root) for rank, root in enumerate(self._roots)]
+
+    def _flat_gather(self, whole: torch.Tensor, piece: torch.Tensor) -> Awaitable:
+        handle: Awaitable = self._group._allgather_base(whole, piece.reshape(-1, *whole.shape[1:]), self._gather)
+        return handle
 
     def _with_own(self, whole: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
         """A whole tensor by ranks, with this rank's part in its place."""
@@ -209,7 +213,7 @@ class PointToPoint(RankOrdered):
 
     def _gathered(self, at: int, whole: torch.Tensor, piece: torch.Tensor) -> list[Awaitable]:
         if piece.nbytes < ALONE_FROM_BYTES:
-            return [self._group._allgather_base(whole, piece.reshape(whole.shape[0] // self._world, *whole.shape[1:]), self._gather)]
+            return [self._flat_gather(whole, piece)]
         parts, tag = self._with_own(whole, piece), _GATHER_TAG + at
         found: list[Awaitable] = [self._group.recv([parts[rank]], rank, tag) for rank in self._others]
         return found + [self._group.send([piece], rank, tag) for rank in self._others]

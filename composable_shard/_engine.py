@@ -220,6 +220,7 @@ class Engine:
         self._finish_later_uses(now, use)
         group = use.group
         self._active[group] = use
+        self._do.before_gathers(group)
         if group.options.unshard_in_backward or not group.away:
             self._do.show_again(use, outputs)
         for each in self.order.before(group, now.next_group()):

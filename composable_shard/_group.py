@@ -144,6 +144,11 @@ class ParamGroup:
         return self.options.reshards(self.is_root)
 
     @property
+    def reduces_first(self) -> bool:
+        """Whether reductions are waited for before backward gathers for it."""
+        return self.options.reduces_first(self._info.device)
+
+    @property
     def away(self) -> bool:
         """Whether the weights must be gathered before they can be read, and no gather was issued."""
         return self.phase is ParamPhase.SHARDED or self.phase is ParamPhase.RESIDENT

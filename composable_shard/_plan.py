@@ -45,6 +45,7 @@ class GroupPlan:
         reshard_after_forward: whether the unsharded parameters are given up between forward and backward.
         route: how it is moved; None if its axis has one rank only.
         small_size: among how many ranks weights stay cut between forward and backward; 0 if they do not.
+        reduces_first: whether its backward waits for reductions before it gathers.
     """
 
     fqn: str
@@ -55,6 +56,7 @@ class GroupPlan:
     reshard_after_forward: bool
     route: Route | None
     small_size: int = 0
+    reduces_first: bool = False
 
     @property
     def name(self) -> str:
@@ -173,7 +175,9 @@ class ShardPlan:
 
 
 def _step(group: GroupPlan) -> Step:
-    return Step(group.fqn, group.is_root, group.reshard_after_forward, group.trains, group.small_size > 0)
+    return Step(
+        group.fqn, group.is_root, group.reshard_after_forward, group.trains, group.small_size > 0, group.reduces_first
+    )
 
 
 def _row(group: GroupPlan) -> tuple[str, ...]:

@@ -58,7 +58,8 @@ class Options:
         reduce_unused: reduce zeros for parameters that got no gradient.
         divide_factor: what the sum of gradients over ranks is divided by; ``None`` means the number of ranks.
         only_sums: never let the backend form a mean.
-        max_reductions: how many reductions of the engine may be in flight when one of this group is issued.
+        max_reductions: how many reductions of the engine may be in flight when one of this group is issued; ``None``
+            for few: two on an accelerator, and on a CPU none beside a gather of backward (see `reduces_first`).
         mp_policy: dtypes of compute, of reduction and of the module's inputs and outputs.
         comms: what takes the place of our own communication.
     """
@@ -72,7 +73,7 @@ class Options:
     reduce_unused: bool = False
     divide_factor: float | None = None
     only_sums: bool = False
-    max_reductions: int = 2
+    max_reductions: int | None = None
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     comms: Comms = field(default_factory=Comms)
 
@@ -80,6 +81,14 @@ class Options:
         """Whether forward gives up the unsharded parameters; by default all but the root's."""
         wanted = self.reshard_after_forward
         return not is_root if wanted is None else bool(wanted)
+
+    def reduces_first(self, device: torch.device) -> bool:
+        """Whether reductions are waited for before backward gathers.
+
+        An accelerator orders both on its streams, so that one's buffers can follow the other's without a wait. On a CPU
+        only waiting frees memory; and what overlaps there takes the cores of what it overlaps with.
+        """
+        return self.max_reductions is None and device.type == "cpu"
 
     @property
     def few_ranks(self) -> int:

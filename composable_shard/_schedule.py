@@ -51,13 +51,21 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the schedule must know of a group: is it the root, does it reshard (or shrink), does it train."""
+    """What the schedule must know of a group.
+
+    Attributes:
+        is_root: whether it is the root's.
+        reshard_after_forward, shrinks: whether forward gives its weights up, or keeps some.
+        trains: whether it gets gradients.
+        reduces_first: whether its backward waits for reductions before it gathers.
+    """
 
     fqn: str
     is_root: bool
     reshard_after_forward: bool
     trains: bool
     shrinks: bool = False
+    reduces_first: bool = False
 
 
 MAX_REDUCTIONS = 2  # reductions in flight: issuing one more waits for the oldest
@@ -93,6 +101,10 @@ class _Writer:
         self.resident.remove(fqn)
         self.act(Kind.SHRINK if shrinks else Kind.RESHARD, fqn)
 
+    def settle(self) -> None:
+        while self.reducing:
+            self.act(Kind.REDUCED, self.reducing.pop(0))
+
     def reduce(self, fqn: str) -> None:
         if len(self.reducing) == MAX_REDUCTIONS:
             self.act(Kind.REDUCED, self.reducing.pop(0))
@@ -119,6 +131,8 @@ def training_step(steps: Sequence[Step]) -> tuple[Action, ...]:
             to.reshard(step.fqn, step.shrinks)
     entered = [s for s in order if s.is_root] + [s for s in reversed(order) if not s.is_root]
     for step, ahead in zip(entered, [*entered[1:], None], strict=True):
+        if step.reduces_first:
+            to.settle()
         to.enter(step.fqn, ahead.fqn if ahead else None)
         if not step.is_root:
             to.reshard(step.fqn)
@@ -129,6 +143,5 @@ def training_step(steps: Sequence[Step]) -> tuple[Action, ...]:
             to.reshard(step.fqn)
             if step.trains:
                 to.reduce(step.fqn)
-    for fqn in to.reducing:
-        to.act(Kind.REDUCED, fqn)
+    to.settle()
     return tuple(to.actions)
