@@ -44,9 +44,15 @@ def integers(text: str) -> list[int]:
     return numbers
 
 
-def about() -> dict[str, Any]:
-    """Versions and the kind of machine."""
+def device() -> str:
+    """What the benchmarks of this machine run on at best: its card by name, or "cpu"."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def about(ran_on: str = "cpu") -> dict[str, Any]:
+    """Versions, the kind of machine, and the device on which the figures were made."""
     return {
+        "device": ran_on,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": platform.machine(),

@@ -164,7 +164,11 @@ def residing(size: str, options: argparse.Namespace) -> list[ResidentResult]:
         f"Growth of a rank's process: {size}, gloo, world {options.ranks}",
         ("engine", "resident at most, MB", "/ FSDP2's"),
         [
-            (r.engine, f"{r.resident_mb.median:.0f} [{r.resident_mb.low:.0f}, {r.resident_mb.high:.0f}]", str(r.ratio))
+            (
+                r.engine,
+                f"{r.resident_mb.median:.0f} [{r.resident_mb.low:.0f}, {r.resident_mb.high:.0f}]",
+                str(r.ratio or "-"),
+            )
             for r in results
         ],
         f"VmHWM over {options.steps} steps with SGD, less what the process held before it had a model; blocks are not "

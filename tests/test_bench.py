@@ -130,8 +130,8 @@ def test_step_prints_its_table_and_the_losses_of_all_engines_agree(tmp_path: Pat
 
 def test_memory_accounts_for_every_byte_and_prints_both_parts(tmp_path: Path) -> None:
     file = tmp_path / "memory.json"
-    tiny = ["--sizes=tiny", "--resident-sizes=tiny", "--world=4", "--repeats=1", "--steps=1", "--timeout=45"]
-    shown = bench("memory.py", *tiny, "--engines=ours,fsdp2", "--resident-engines=ours,fsdp2", f"--json={file}")
+    few = ["--sizes=3m", "--resident-sizes=tiny", "--world=4", "--context=16", "--repeats=1", "--steps=1"]
+    shown = bench("memory.py", *few, "--engines=ours,fsdp2", "--resident-engines=ours", f"--json={file}")
     assert "The runtime's bytes at their peak" in shown
     assert "Growth of a rank's process" in shown
     live = {result["engine"]: result for result in read(file)["results"] if "apart" in result}
@@ -142,6 +142,18 @@ def test_memory_accounts_for_every_byte_and_prints_both_parts(tmp_path: Path) ->
         for kind in ("unsharded parameters", "unsharded gradients", "own parameters"):
             assert result["runtime"]["by_kind"][kind] > 0, kind
     assert live["fsdp2"]["runtime"]["by_kind"]["reduce buffers"] > 0
+
+
+def test_figures_stand_beside_those_of_fsdp2(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    tiny = ["--size=tiny", "--repeats=1", "--steps=1", "--timeout=45"]
+    shown = bench("figures.py", *tiny, "--engines=ours,fsdp2", f"--json={file}")
+    assert "share of communication" in shown
+    results = {result["engine"]: result for result in read(file)["results"]}
+    figures = ["peak_mb", "start_s", "tokens_s", "communication", "write_s", "read_s"]
+    assert all([*result["figures"]] == figures for result in results.values())
+    assert "communication" not in results["ours"]["ratios"]
+    assert all(ratio["median"] == 1 for ratio in results["fsdp2"]["ratios"].values())
 
 
 def test_step_ends_ranks_that_take_too_long_and_says_so() -> None:
