@@ -4,7 +4,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH  ?= 2.13.0
 DEMO   ?=
-RESULTS ?= runs/bench
+RESULTS ?= bench/results
+BENCH  ?=
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -17,7 +18,7 @@ help:
 	@echo "make demo    train a small GPT on two processes (options: DEMO='--strategy zero2')"
 	@echo "make test    linters, types, floors and the test suite"
 	@echo "make matrix  the larger sweeps of the test suite"
-	@echo "make bench   the benchmarks; figures as JSON under $(RESULTS)/"
+	@echo "make bench   the benchmarks, half an hour; JSON and charts under $(RESULTS)/ (BENCH='--only memory')"
 	@echo "make format  rewrite the sources as ruff likes them"
 	@echo "make clean   remove the environment, caches and runs"
 
@@ -48,10 +49,7 @@ matrix: $(READY)
 	$(BIN)/python -m pytest -m matrix
 
 bench: $(READY)
-	mkdir -p $(RESULTS)
-	for name in overhead step compile; do \
-	    $(BIN)/python bench/$$name.py --json $(RESULTS)/$$name.json || exit 1; \
-	done
+	$(BIN)/python bench/run_all.py --results $(RESULTS) $(BENCH)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

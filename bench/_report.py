@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+DEVICE = "cpu"  # of every benchmark, also where the machine has a card
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -44,15 +46,11 @@ def integers(text: str) -> list[int]:
     return numbers
 
 
-def device() -> str:
-    """What the benchmarks of this machine run on at best: its card by name, or "cpu"."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-
-
-def about(ran_on: str = "cpu") -> dict[str, Any]:
-    """Versions, the kind of machine, and the device on which the figures were made."""
+def about() -> dict[str, Any]:
+    """Versions, the device on which the figures are made, and the machine."""
     return {
-        "device": ran_on,
+        "device": DEVICE,
+        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": platform.machine(),

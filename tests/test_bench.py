@@ -156,6 +156,14 @@ def test_figures_stand_beside_those_of_fsdp2(tmp_path: Path) -> None:
     assert all(ratio["median"] == 1 for ratio in results["fsdp2"]["ratios"].values())
 
 
+def test_a_run_of_all_leaves_figures_and_a_chart(tmp_path: Path) -> None:
+    shown = bench("run_all.py", "--smoke", "--only=overhead-growth", f"--results={tmp_path}")
+    assert "added / with 2 blocks" in shown
+    (figures,) = tmp_path.glob("overhead-growth-cpu-torch*.json")
+    assert read(figures)["about"]["device"] == "cpu"
+    assert figures.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_step_ends_ranks_that_take_too_long_and_says_so() -> None:
     done = python(str(BENCH / "step.py"), "--sizes=tiny", "--engines=fsdp2", "--timeout=0.2")
     assert done.returncode == 1

@@ -1,0 +1,170 @@
+"""Charts of the benchmarks' figures, from their JSON files.
+
+python bench/_plots.py bench/results/memory-cpu-torch2.13.json      # leaves a PNG beside it
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+Results = list[dict[str, Any]]
+
+
+@dataclass
+class Panel:
+    """A bar chart: a cluster of bars for each group, with a bar, or when stacked a layer, for each series.
+
+    A figure is a number or a median with its quartiles, which become whiskers.
+    """
+
+    title: str
+    unit: str
+    figures: dict[tuple[str, str], Any] = field(default_factory=dict)
+    stacked: bool = False
+
+    def add(self, group: str, series: str, figure: Any) -> None:
+        if figure is not None:
+            self.figures[group, series] = figure
+
+    def draw(self, axes: Axes) -> None:
+        groups, series = (list(dict.fromkeys(key[i] for key in self.figures)) for i in (0, 1))
+        width = 0.8 if self.stacked else 0.8 / max(len(series), 1)
+        floor = dict.fromkeys(groups, 0.0)
+        for i, name in enumerate(series):
+            shown = [group for group in groups if (group, name) in self.figures]
+            middles, down, up = zip(*(_whiskers(self.figures[group, name]) for group in shown), strict=True)
+            at = [groups.index(group) + (0 if self.stacked else (i + 0.5) * width - 0.4) for group in shown]
+            bottom = [floor[group] if self.stacked else 0.0 for group in shown]
+            whiskers = None if self.stacked else (down, up)
+            axes.bar(at, middles, width, bottom=bottom, label=name, yerr=whiskers, capsize=2, error_kw={"lw": 1})
+            for group, middle in zip(shown, middles, strict=True):
+                floor[group] += middle
+        axes.set_title(self.title, fontsize=10)
+        axes.set_ylabel(self.unit)
+        axes.set_xticks(range(len(groups)), groups, fontsize=8, rotation=0 if len(groups) < 5 else 20)
+        if self.unit.startswith("over "):
+            axes.axhline(1.0, color="black", lw=0.8, ls=":")
+        if len(series) > 1:
+            axes.legend(fontsize=7)
+
+
+def _whiskers(figure: Any) -> tuple[float, float, float]:
+    if isinstance(figure, dict):
+        return figure["median"], figure["median"] - figure["low"], figure["high"] - figure["median"]
+    return figure, 0.0, 0.0
+
+
+def overhead(results: Results) -> Iterable[Panel]:
+    added = Panel("Host time that the runtime adds", "us per module and step")
+    param = Panel("The same for each parameter", "us per parameter and step")
+    growth = Panel("Per module, among more of them", "over the first number of blocks")
+    grows = len({r["blocks"] for r in results}) > 1
+    for r in results:
+        group = f"world {r['world']}\n{r['blocks']} x {r['per_group']}"
+        added.add(group, r["engine"], r["added"])
+        param.add(group, r["engine"], r["added_param"])
+        if grows:
+            growth.add(group, r["engine"], r["growth"])
+    return added, param, growth
+
+
+def step(results: Results) -> Iterable[Panel]:
+    wall = Panel("Time of a step", "over FSDP2's")
+    beyond = Panel("Beyond the unsharded model's time", "over FSDP2's")
+    for r in results:
+        wall.add(r["size"], r["engine"], r["wall_ratio"])
+        beyond.add(r["size"], r["engine"], r["wall_beyond"])
+    return wall, beyond
+
+
+def compiled(results: Results) -> Iterable[Panel]:
+    wall = Panel("Time of a step", "over compiled FSDP2's")
+    compiling = Panel("Time to compile", "over the unsharded model's")
+    live = Panel("Live bytes beyond the parameters", "over compiled FSDP2's")
+    for r in results:
+        if "wall_ms" in r:
+            wall.add(r["size"], r["engine"], r["wall_ratio"])
+        elif "layers" in r:
+            compiling.add(f"{r['size']}, {r['layers']} layers", r["engine"], r["wall_ratio"])
+        else:
+            live.add(r["size"], r["engine"], r["live_ratio"])
+    return wall, compiling, live
+
+
+def memory(results: Results) -> Iterable[Panel]:
+    panels: dict[str, Panel] = {}
+    resident = Panel("Growth of a rank's process, gloo", "MB")
+    for r in results:
+        if "resident_mb" in r:
+            resident.add(r["size"], r["engine"], r["resident_mb"])
+            continue
+        title = f"{r['size']}, world {r['world']}: peak of"
+        for key, what in (("runtime", "the runtime"), ("total", "all bytes")):
+            panel = panels.setdefault(f"{title} {what}", Panel(f"{title} {what}", "MB", stacked=True))
+            kinds = {kind: count for kind, count in r[key]["by_kind"].items() if count}
+            own = ("own parameters", "own gradients", "activations and others")
+            for kind, count in kinds.items():
+                if key == "total" or kind not in own:
+                    panel.add(r["engine"].replace("-none", "\nnone"), kind, count / 1e6)
+    return *panels.values(), resident
+
+
+def figures(results: Results) -> Iterable[Panel]:
+    titles = {
+        "peak_mb": ("Peak memory", "MB"),
+        "start_s": ("Start-up", "s"),
+        "tokens_s": ("Speed", "tokens / s"),
+        "communication": ("Share of communication", "of a step"),
+        "write_s": ("Checkpoint written", "s"),
+        "read_s": ("Checkpoint read", "s"),
+    }
+    panels = {key: Panel(*title) for key, title in titles.items()}
+    for r in results:
+        for key, figure in r["figures"].items():
+            panels[key].add(r["engine"], r["size"], figure)
+    return panels.values()
+
+
+PANELS: dict[str, Callable[[Results], Iterable[Panel]]] = {
+    "overhead": overhead,
+    "step": step,
+    "compile": compiled,
+    "memory": memory,
+    "figures": figures,
+}
+
+
+def plot(path: Path) -> Path:
+    """Draws the figures of a JSON file; returns the PNG's path, which lies beside it."""
+    document = json.loads(path.read_text())
+    panels = [panel for panel in PANELS[document["benchmark"]](document["results"]) if panel.figures]
+    columns = min(len(panels), 2 if document["benchmark"] == "memory" else 3)
+    rows = -(-len(panels) // columns)
+    chart, grid = plt.subplots(rows, columns, figsize=(5.5 * columns, 3.6 * rows), squeeze=False)
+    places: Sequence[Axes] = grid.ravel()
+    for axes, panel in zip(places, panels, strict=False):
+        panel.draw(axes)
+    for axes in places[len(panels) :]:
+        axes.set_visible(False)
+    about = document["about"]
+    chart.suptitle(f"{document['benchmark']}: {about.get('device', 'cpu')}, torch {about['torch']}", fontsize=11)
+    chart.tight_layout()
+    image = path.with_suffix(".png")
+    chart.savefig(image, dpi=120)
+    plt.close(chart)
+    return image
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(plot(Path(name)))

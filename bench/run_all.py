@@ -1,0 +1,99 @@
+"""All benchmarks with settings that two cores finish within half an hour.
+
+    python bench/run_all.py --results bench/results
+
+Prints the tables and leaves a JSON file and a chart for each, `<benchmark>-<device>-torch<version>`.
+Everything runs on the CPU, also where the machine has a card; the files say so.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import _plots
+import _report
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Run:
+    """A script with its options, and the options of a try that only shows that it works."""
+
+    script: str
+    options: str
+    smoke: str
+
+
+RUNS = {
+    "overhead": Run("overhead.py", "--world 8,64", "--world 4 --blocks 2 --rounds 2"),
+    "overhead-per-group": Run(
+        "overhead.py", "--world 8 --per-group 1,4,16 --rounds 20", "--world 4 --blocks 2 --per-group 1,2 --rounds 2"
+    ),
+    "overhead-growth": Run(
+        "overhead.py", "--world 8 --blocks 48,200,1000 --rounds 10", "--world 4 --blocks 2,3 --rounds 2"
+    ),
+    "step": Run("step.py", "--sizes 10m,50m --rounds 10", "--sizes tiny --rounds 2"),
+    "compile": Run(
+        "compile.py",
+        "--sizes 10m --rounds 8 --layers 2,4 --compile-rounds 1",
+        "--sizes tiny --rounds 2 --layers 1 --compile-rounds 1 --backend aot_eager",
+    ),
+    "memory": Run(
+        "memory.py",
+        "--sizes 150m,1b --world 8,64 --repeats 2",
+        "--sizes tiny --world 4 --resident-sizes tiny --repeats 1",
+    ),
+    "figures": Run("figures.py", "--size 50m --steps 4", "--size tiny --steps 1 --repeats 1"),
+}
+
+
+def names(text: str) -> list[str]:
+    """Runs from a comma-separated option of the command line."""
+    found = text.split(",")
+    if unknown := [name for name in found if name not in RUNS]:
+        raise argparse.ArgumentTypeError(f"unknown run {', '.join(unknown)}; known: {', '.join(RUNS)}")
+    return found
+
+
+def file_of(name: str, results: Path) -> Path:
+    """Where the figures of a run are kept."""
+    version = ".".join(torch.__version__.split(".")[:2])
+    return results / f"{name}-{_report.DEVICE}-torch{version}.json"
+
+
+def perform(name: str, results: Path, smoke: bool) -> bool:
+    """Runs a benchmark and draws its chart; False if it failed."""
+    run, file = RUNS[name], file_of(name, results)
+    options = (run.smoke if smoke else run.options).split()
+    print(f"\n{run.script} {' '.join(options)}", flush=True)
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, str(HERE / run.script), *options, "--json", str(file)], check=False)
+    took = f"{(time.monotonic() - start) / 60:.1f} minutes"
+    if done.returncode:
+        print(f"{name} ended with exit status {done.returncode} after {took}", file=sys.stderr)
+        return False
+    print(f"{took}: {file}, {_plots.plot(file)}", flush=True)
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--results", type=Path, default=HERE / "results", help="folder for files (default: %(default)s)"
+    )
+    parser.add_argument("--only", type=names, default=",".join(RUNS), help="default: %(default)s")
+    parser.add_argument("--smoke", action="store_true", help="tiny settings: shows that all runs, not how fast")
+    options = parser.parse_args()
+    options.results.mkdir(parents=True, exist_ok=True)
+    done = [perform(name, options.results, options.smoke) for name in options.only]
+    return int(not all(done))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
