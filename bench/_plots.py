@@ -5,7 +5,7 @@ python bench/_plots.py bench/results/memory-cpu-torch2.13.json      # leaves a P
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+
+import _kinds
 
 Results = list[dict[str, Any]]
 
@@ -49,13 +51,14 @@ class Panel:
             axes.bar(at, middles, width, bottom=bottom, label=name, yerr=whiskers, capsize=2, error_kw={"lw": 1})
             for group, middle in zip(shown, middles, strict=True):
                 floor[group] += middle
+        axes.margins(y=0.1)
         axes.set_title(self.title, fontsize=10)
         axes.set_ylabel(self.unit)
         axes.set_xticks(range(len(groups)), groups, fontsize=8, rotation=0 if len(groups) < 5 else 20)
         if self.unit.startswith("over "):
             axes.axhline(1.0, color="black", lw=0.8, ls=":")
         if len(series) > 1:
-            axes.legend(fontsize=7)
+            axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _whiskers(figure: Any) -> tuple[float, float, float]:
@@ -104,18 +107,16 @@ def compiled(results: Results) -> Iterable[Panel]:
 def memory(results: Results) -> Iterable[Panel]:
     panels: dict[str, Panel] = {}
     resident = Panel("Growth of a rank's process, gloo", "MB")
+    sums = {"runtime": ("the runtime", _kinds.RUNTIME), "total": ("all bytes", _kinds.KINDS)}
     for r in results:
         if "resident_mb" in r:
             resident.add(r["size"], r["engine"], r["resident_mb"])
             continue
-        title = f"{r['size']}, world {r['world']}: peak of"
-        for key, what in (("runtime", "the runtime"), ("total", "all bytes")):
-            panel = panels.setdefault(f"{title} {what}", Panel(f"{title} {what}", "MB", stacked=True))
-            kinds = {kind: count for kind, count in r[key]["by_kind"].items() if count}
-            own = ("own parameters", "own gradients", "activations and others")
-            for kind, count in kinds.items():
-                if key == "total" or kind not in own:
-                    panel.add(r["engine"].replace("-none", "\nnone"), kind, count / 1e6)
+        for key, (what, kinds) in sums.items():
+            title = f"{r['size']}, world {r['world']}: peak of {what}"
+            panel = panels.setdefault(title, Panel(title, "MB", stacked=True))
+            for kind in kinds:
+                panel.add(r["engine"].replace("-none", "\nnone"), kind, r[key]["by_kind"][kind] / 1e6)
     return *panels.values(), resident
 
 
@@ -151,7 +152,7 @@ def plot(path: Path) -> Path:
     columns = min(len(panels), 2 if document["benchmark"] == "memory" else 3)
     rows = -(-len(panels) // columns)
     chart, grid = plt.subplots(rows, columns, figsize=(5.5 * columns, 3.6 * rows), squeeze=False)
-    places: Sequence[Axes] = grid.ravel()
+    places: list[Axes] = [*grid.ravel()]
     for axes, panel in zip(places, panels, strict=False):
         panel.draw(axes)
     for axes in places[len(panels) :]:
