@@ -30,7 +30,15 @@ WARM_STEPS = 2
 
 
 class Checkpointed(GPTBlock):  # type: ignore[misc, valid-type]
-    """A block that keeps its input alone and runs again in backward."""
+    """A block that keeps its input alone and runs again in backward.
+
+    Attributes:
+        place: which block of the model it is.
+        backward: whether backward runs now, for all of them.
+    """
+
+    place: int
+    backward = False
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self._once, x, use_reentrant=False)
@@ -38,9 +46,6 @@ class Checkpointed(GPTBlock):  # type: ignore[misc, valid-type]
     def _once(self, x: Tensor) -> Tensor:
         _kinds.note(_kinds.MOMENT + f"{'backward' if Checkpointed.backward else 'forward'}, block {self.place}")
         return super().forward(x)
-
-    place: int
-    backward = False
 
 
 def local(tensor: Tensor) -> Tensor:
