@@ -42,6 +42,7 @@ class Panel:
         groups, series = (list(dict.fromkeys(key[i] for key in self.figures)) for i in (0, 1))
         width = 0.8 if self.stacked else 0.8 / max(len(series), 1)
         floor = dict.fromkeys(groups, 0.0)
+        axes.use_sticky_edges = False  # leaves room above the highest bar
         for i, name in enumerate(series):
             shown = [group for group in groups if (group, name) in self.figures]
             middles, down, up = zip(*(_whiskers(self.figures[group, name]) for group in shown), strict=True)
@@ -51,10 +52,10 @@ class Panel:
             axes.bar(at, middles, width, bottom=bottom, label=name, yerr=whiskers, capsize=2, error_kw={"lw": 1})
             for group, middle in zip(shown, middles, strict=True):
                 floor[group] += middle
-        axes.margins(y=0.1)
         axes.set_title(self.title, fontsize=10)
         axes.set_ylabel(self.unit)
         axes.set_xticks(range(len(groups)), groups, fontsize=8, rotation=0 if len(groups) < 5 else 20)
+        axes.set_ylim(bottom=axes.get_ylim()[0] if _lowest(self.figures) < 0 else 0.0)
         if self.unit.startswith("over "):
             axes.axhline(1.0, color="black", lw=0.8, ls=":")
         if len(series) > 1:
@@ -65,6 +66,10 @@ def _whiskers(figure: Any) -> tuple[float, float, float]:
     if isinstance(figure, dict):
         return figure["median"], figure["median"] - figure["low"], figure["high"] - figure["median"]
     return figure, 0.0, 0.0
+
+
+def _lowest(figures: dict[tuple[str, str], Any]) -> float:
+    return min(middle - down for middle, down, _ in map(_whiskers, figures.values()))
 
 
 def overhead(results: Results) -> Iterable[Panel]:
@@ -151,7 +156,7 @@ def plot(path: Path) -> Path:
     panels = [panel for panel in PANELS[document["benchmark"]](document["results"]) if panel.figures]
     columns = min(len(panels), 2 if document["benchmark"] == "memory" else 3)
     rows = -(-len(panels) // columns)
-    chart, grid = plt.subplots(rows, columns, figsize=(5.5 * columns, 3.6 * rows), squeeze=False)
+    chart, grid = plt.subplots(rows, columns, figsize=(5.5 * columns, 3.6 * rows), squeeze=False, layout="constrained")
     places: list[Axes] = [*grid.ravel()]
     for axes, panel in zip(places, panels, strict=False):
         panel.draw(axes)
@@ -159,7 +164,6 @@ def plot(path: Path) -> Path:
         axes.set_visible(False)
     about = document["about"]
     chart.suptitle(f"{document['benchmark']}: {about.get('device', 'cpu')}, torch {about['torch']}", fontsize=11)
-    chart.tight_layout()
     image = path.with_suffix(".png")
     chart.savefig(image, dpi=120)
     plt.close(chart)
