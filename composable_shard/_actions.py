@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ._bucket import Bucket
 from ._errors import ShardConfigStateError
 from ._group import Gradients, ParamGroup, Reduction, Runtime
 from ._node import Entries, Outputs, Use
+from ._param import accumulate
 from ._phases import ParamPhase
 from ._record import Record
 from ._schedule import MAX_REDUCTIONS, Action, Kind
@@ -85,7 +87,7 @@ class Actions:
 
     def ahead(self, group: ParamGroup | None) -> None:
         """Issue the gather of a group that will be needed soon."""
-        if group is not None and group.away:
+        if group is not None and ((phase := group.phase) is ParamPhase.SHARDED or phase is ParamPhase.RESIDENT):
             group.start_gather(self.changed)
             self._note(Kind.UNSHARD, group)
 
@@ -142,7 +144,7 @@ class Actions:
     def before_gathers(self, group: ParamGroup) -> None:
         """Backward is about to gather for a group: where only waiting frees memory, wait for what is being reduced."""
         if self._reductions and group.reduces_first:
-            with torch.no_grad():
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 while self._reductions:
                     self._settle_oldest()
 
@@ -164,8 +166,7 @@ class Actions:
             self._accumulate(group, pieces)
 
     def _accumulate(self, group: ParamGroup, pieces: dict[int, torch.Tensor]) -> None:
-        for index, piece in pieces.items():
-            group.params[index].accumulate(piece)
+        accumulate(group.params, pieces)
 
     def discard(self) -> None:
         """Wait for all reductions and throw their results away."""

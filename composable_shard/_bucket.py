@@ -196,6 +196,7 @@ class GatherBucket(Bucket):
         self._offloads = info.offloads
         self.nbytes = layout.nbytes
         self._copied = [i for i in (layout.alone if transport else range(len(params))) if self._must_copy(i)]
+        self._straight = not self._copied and not layout.packed  # shards go into their places as they are
         self.slot: Slot | None = None
         self.readable = False
         self.generation = 0
@@ -287,6 +288,9 @@ class GatherBucket(Bucket):
 
     def start(self, after: torch.Event | None) -> Job[None]:
         slot = self.open()
+        if self._straight and self._transport is not None:
+            regions, shards = self._views_of(slot).regions, local_tensors(self._sharded)
+            return self._lane.launch(self._transport.all_gather, regions, shards, after=(after, slot.free_after))
         landing = self._pool.lease(self._layout.landing_bytes) if self._layout.landing is not None else None
         events = (after, slot.free_after) if landing is None else (after, slot.free_after, landing.free_after)
         return self._lane.start(self._steps(slot, landing), events)
@@ -302,11 +306,11 @@ class GatherBucket(Bucket):
         alone = self._layout.alone
         sent = [shards[i] if own is None else own for i, own in zip(alone, views.sent, strict=True)]
         if landing is None:
-            yield from self._transport.all_gather(views.regions, sent)
+            yield self._transport.all_gather(views.regions, sent)
             return
         landed = self._landed_in(landing)
         torch._foreach_copy_(landed.own, [shards[i] for i in self._layout.packed], non_blocking=self._offloads)
-        yield from self._transport.all_gather([*views.regions, landed.flat], [*sent, landed.chunk])
+        yield self._transport.all_gather([*views.regions, landed.flat], [*sent, landed.chunk])
         torch._foreach_copy_(views.places, landed.pieces)
         self._pool.release(landing, self._lane.mark())
 

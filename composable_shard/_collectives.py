@@ -1,7 +1,8 @@
 """All-gather, reduce-scatter and all-reduce on tensors: they know no parameter and keep no state.
 
-The eager form is a generator that launches and yields what must be waited for (see `_streams`); it calls the process
-group's own methods. A transport is one way to do it, and its `route` says which parameters it takes alone:
+The eager form launches through the process group's own methods and returns a handle; when its `wait` is over, or on an
+accelerator all that follows on the stream, the result is there. A transport is one way to do it, and its `route` says
+which parameters it takes alone:
 
     packed   one collective moves all that share a buffer
     direct   coalesced gathers, each parameter straight into its place
@@ -14,8 +15,9 @@ every transport is made of other primitives and adds in the order of the ranks; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -23,7 +25,7 @@ import torch.distributed as dist
 
 from ._layout import Route
 from ._policies import Comms
-from ._streams import Awaitable, Steps
+from ._streams import Awaitable
 from ._torch_distributed import (
     all_gather_options,
     all_reduce_options,
@@ -38,7 +40,7 @@ ALONE_FROM_BYTES = 64 * 1024  # of a piece: smaller ones cost as much as message
 _AVERAGING = ("nccl", "xccl")  # backends that know a mean
 _GATHER_TAG, _REDUCE_TAG = 0x5AD0_0000, 0x5AD8_0000  # of messages; far from those that users number
 
-Tensors = Sequence[torch.Tensor]
+Tensors = list[torch.Tensor]
 
 
 class Transport(Protocol):
@@ -47,22 +49,23 @@ class Transport(Protocol):
     route: Route
     averages: bool  # whether the reductions can give means instead of sums
 
-    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Steps[None]:
+    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
         """Fill each of `wholes`, (world * n,), with every rank's piece of it, n elements and contiguous.
 
-        All have one dtype. A piece may be this rank's part of the whole.
+        All have one dtype. A piece may be this rank's part of the whole. Only what the route takes alone comes in
+        several.
         """
 
     def reduce_scatter(
         self, outs: Tensors, wholes: Tensors, scratch: torch.Tensor | None, mean: bool = False
-    ) -> Steps[None]:
+    ) -> Awaitable:
         """Set each of `outs`, (n,), to the sum over ranks of their part of `wholes`, (world * n,), for this rank.
 
         With `mean`, which only those can that average, to the mean. The last of `wholes` is a bucket, which may be
         overwritten; those before it, moved alone, are not written to. `scratch` is as `ReduceLayout` says.
         """
 
-    def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Steps[None]:
+    def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Awaitable:
         """Set `tensor` to its sum (or mean) over ranks."""
 
 
@@ -77,16 +80,20 @@ def _reals(tensors: Tensors) -> list[torch.Tensor]:
 
 
 class _All:
-    """Several handles as one."""
+    """Several handles as one, and what is left to do after them."""
 
-    __slots__ = ("_handles",)
+    __slots__ = ("_handles", "_rest")
 
-    def __init__(self, handles: list[Awaitable]) -> None:
+    def __init__(self, handles: Sequence[Awaitable | None], rest: Callable[[], None] | None = None) -> None:
         self._handles = handles
+        self._rest = rest
 
     def wait(self) -> None:
         for handle in self._handles:
-            handle.wait()
+            if handle is not None:
+                handle.wait()
+        if self._rest is not None:
+            self._rest()
 
 
 class Packed:
@@ -102,18 +109,21 @@ class Packed:
         self._scatter = [reduce_scatter_options(op) for op in ops]
         self._reduce = [all_reduce_options(op) for op in ops]
 
-    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Steps[None]:
-        for whole, piece in zip(_reals(wholes), _reals(pieces), strict=True):
-            yield self._group._allgather_base(whole, piece, self._gather)
+    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
+        (whole,), (piece,) = wholes, pieces
+        handle: Awaitable = self._group._allgather_base(_real(whole), _real(piece), self._gather)
+        return handle
 
     def reduce_scatter(
         self, outs: Tensors, wholes: Tensors, scratch: torch.Tensor | None, mean: bool = False
-    ) -> Steps[None]:
-        for out, whole in zip(_reals(outs), _reals(wholes), strict=True):
-            yield self._group._reduce_scatter_base(out, whole, self._scatter[mean])
+    ) -> Awaitable:
+        (out,), (bucket,) = outs, wholes
+        handle: Awaitable = self._group._reduce_scatter_base(_real(out), _real(bucket), self._scatter[mean])
+        return handle
 
-    def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Steps[None]:
-        yield self._group.allreduce([_real(tensor)], self._reduce[mean])
+    def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Awaitable:
+        handle: Awaitable = self._group.allreduce([_real(tensor)], self._reduce[mean])
+        return handle
 
 
 class Direct(Packed):
@@ -124,8 +134,11 @@ class Direct(Packed):
 
     route = Route("direct", gather_from=0)
 
-    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Steps[None]:
-        yield self._group.allgather_into_tensor_coalesced(_reals(wholes), _reals(pieces), self._gather)
+    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
+        if wholes[0].is_complex():
+            wholes, pieces = _reals(wholes), _reals(pieces)
+        handle: Awaitable = self._group.allgather_into_tensor_coalesced(wholes, pieces, self._gather)
+        return handle
 
 
 class RankOrdered:
@@ -143,9 +156,9 @@ class RankOrdered:
         self._roots = [broadcast_options(rank) for rank in range(self._world)]
         self._exchange = all_to_all_options()
 
-    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Steps[None]:
+    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
         pairs = enumerate(zip(_reals(wholes), _reals(pieces), strict=True))
-        yield _All([handle for at, (whole, piece) in pairs for handle in self._gathered(at, whole, piece)])
+        return _All([handle for at, (whole, piece) in pairs for handle in self._gathered(at, whole, piece)])
 
     def _gathered(self, at: int, whole: torch.Tensor, piece: torch.Tensor) -> list[Awaitable]:
         """Launch the gather of one tensor, the `at`-th of several."""
@@ -168,11 +181,11 @@ class RankOrdered:
 
     def reduce_scatter(
         self, outs: Tensors, wholes: Tensors, scratch: torch.Tensor | None, mean: bool = False
-    ) -> Steps[None]:
+    ) -> Awaitable:
         (out,), (bucket,) = outs, wholes
         assert scratch is not None
-        yield self._exchanged(bucket, scratch)
-        self._add_up(out, list(scratch.view(self._world, -1)))
+        rest = partial(self._add_up, out, list(scratch.view(self._world, -1)))
+        return _All([self._exchanged(bucket, scratch)], rest)
 
     def _exchanged(self, bucket: torch.Tensor, scratch: torch.Tensor) -> Awaitable:
         handle: Awaitable = self._group.alltoall_base(_real(scratch), _real(bucket), [], [], self._exchange)
@@ -184,16 +197,19 @@ class RankOrdered:
         for part in parts[2:]:
             out.add_(part)
 
-    def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Steps[None]:
+    def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Awaitable:
         chunk = -(-tensor.numel() // self._world)
         bucket = tensor.new_zeros(self._world * chunk)
         bucket[: tensor.numel()].copy_(tensor.view(-1))
         own = torch.empty_like(bucket[:chunk])
-        yield from self.reduce_scatter([own], [bucket], torch.empty_like(bucket), mean)
-        place = bucket.view(self._world, chunk)[self._rank]
-        place.copy_(own)
-        yield from self.all_gather([bucket], [place])
-        tensor.view(-1).copy_(bucket[: tensor.numel()])
+
+        def rest() -> None:
+            place = bucket.view(self._world, chunk)[self._rank]
+            place.copy_(own)
+            self.all_gather([bucket], [place]).wait()
+            tensor.view(-1).copy_(bucket[: tensor.numel()])
+
+        return _All([self.reduce_scatter([own], [bucket], torch.empty_like(bucket), mean)], rest)
 
 
 class RankOrderedDirect(RankOrdered):
@@ -201,9 +217,10 @@ class RankOrderedDirect(RankOrdered):
 
     route = Route("direct", gather_from=0, sums=True)
 
-    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Steps[None]:
-        flat = [piece.view(-1) for piece in pieces]
-        yield self._group.allgather_into_tensor_coalesced(_reals(wholes), _reals(flat), self._gather)
+    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
+        flat = _reals([piece.view(-1) for piece in pieces])
+        handle: Awaitable = self._group.allgather_into_tensor_coalesced(_reals(wholes), flat, self._gather)
+        return handle
 
 
 class PointToPoint(RankOrdered):
@@ -220,7 +237,7 @@ class PointToPoint(RankOrdered):
 
     def reduce_scatter(
         self, outs: Tensors, wholes: Tensors, scratch: torch.Tensor | None, mean: bool = False
-    ) -> Steps[None]:
+    ) -> Awaitable:
         assert scratch is not None
         bucket = wholes[-1]
         room = scratch[: bucket.numel()]
@@ -232,10 +249,13 @@ class PointToPoint(RankOrdered):
             rows = [out, *scratch[begin:end].view(self._world - 2, out.numel())] if end > begin else [out]
             sums.append((out, self._sent(at, whole.view(self._world, -1), rows, handles)))
             begin = end
-        yield _All(handles)
-        for out, parts in sums:
-            self._add_up(out, parts)
-        self._add_up(outs[-1], list(room.view(self._world, -1)))
+        sums.append((outs[-1], list(room.view(self._world, -1))))
+
+        def rest() -> None:
+            for out, parts in sums:
+                self._add_up(out, parts)
+
+        return _All(handles, rest)
 
     def _sent(self, at: int, parts: torch.Tensor, rows: Tensors, handles: list[Awaitable]) -> list[torch.Tensor]:
         """Launch the exchange of one tensor; returns where the parts of all ranks will be, in their order.
@@ -272,37 +292,33 @@ class Custom:
             sums=was.sums and self._scatter is None,
         )
 
-    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Steps[None]:
+    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
         if self._gather is None:
-            yield from self._inner.all_gather(wholes, pieces)
-            return
-        for whole, piece in zip(wholes, pieces, strict=True):
-            out = self._gather.allocate((whole.numel(),), dtype=whole.dtype, device=whole.device)
-            own = out.view(self._group.size(), -1)[self._group.rank()].copy_(piece.view(-1))
-            yield from _called(self._gather(output_tensor=out, input_tensor=own, group=self._group, async_op=True))
-            whole.view(-1).copy_(out)
+            return self._inner.all_gather(wholes, pieces)
+        (whole,), (piece,) = wholes, pieces
+        out = self._gather.allocate((whole.numel(),), dtype=whole.dtype, device=whole.device)
+        own = out.view(self._group.size(), -1)[self._group.rank()].copy_(piece.view(-1))
+        handle = self._gather(output_tensor=out, input_tensor=own, group=self._group, async_op=True)
+        return _All([handle], partial(_copy, whole, out))
 
     def reduce_scatter(
         self, outs: Tensors, wholes: Tensors, scratch: torch.Tensor | None, mean: bool = False
-    ) -> Steps[None]:
+    ) -> Awaitable:
         if self._scatter is None:
-            yield from self._inner.reduce_scatter(outs, wholes, scratch, mean)
-            return
+            return self._inner.reduce_scatter(outs, wholes, scratch, mean)
         (out,), (bucket,) = outs, wholes
         to, frm = (self._scatter.allocate((t.numel(),), dtype=t.dtype, device=t.device) for t in (out, bucket))
         frm.copy_(bucket)
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-        yield from _called(self._scatter(output_tensor=to, input_tensor=frm, group=self._group, op=op, async_op=True))
-        out.copy_(to)
+        handle = self._scatter(output_tensor=to, input_tensor=frm, group=self._group, op=op, async_op=True)
+        return _All([handle], partial(_copy, out, to))
 
-    def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Steps[None]:
-        yield from self._inner.all_reduce(tensor, mean)
+    def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Awaitable:
+        return self._inner.all_reduce(tensor, mean)
 
 
-def _called(handle: Awaitable | None) -> Steps[None]:
-    """What a user's communication has returned: nothing, if it is done already."""
-    if handle is not None:
-        yield handle
+def _copy(to: torch.Tensor, frm: torch.Tensor) -> None:
+    to.view(-1).copy_(frm)
 
 
 def transports_of(group: dist.ProcessGroup, device: torch.device) -> dict[str, Transport]:

@@ -258,7 +258,7 @@ class ExtensionBucket(Bucket):
         chunk = chunks[self._info.shard_rank]
         for start, sent in zip(starts, inputs, strict=True):
             chunk[start : start + sent.numel()].copy_(sent)
-        yield from self._transport.all_gather([bucket], [chunk])
+        yield self._transport.all_gather([bucket], [chunk])
         for start, sent, arrived in zip(starts, inputs, outputs, strict=True):
             arrived.view(self._info.shard_size, sent.numel()).copy_(chunks[:, start : start + sent.numel()])
         self._pool.release(landing, self._lane.mark())

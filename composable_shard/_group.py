@@ -92,6 +92,7 @@ class ParamGroup:
         self.was_gathered = False
         self._info = info
         self._offloads = info.offloads
+        self._on_cpu = info.device.type == "cpu"
         self._small = small
         self._settings = settings
         self._transports = transports
@@ -103,6 +104,7 @@ class ParamGroup:
         self._stamp: list[int] = []
         self._kept = KeptGradients(self.params)
         self._reduces: dict[tuple[object, ...], list[ReduceBucket]] = {}
+        self._reduced_by: tuple[Options | None, list[bool], list[ReduceBucket]] = None, [], []  # the last ones
         self._build_buckets()
 
     def _build_buckets(self) -> None:
@@ -141,12 +143,12 @@ class ParamGroup:
     @property
     def reshard_after_forward(self) -> bool:
         """Whether forward gives up the unsharded parameters."""
-        return self.options.reshards(self.is_root)
+        return self._settings.current.reshards(self.is_root)
 
     @property
     def reduces_first(self) -> bool:
         """Whether reductions are waited for before backward gathers for it."""
-        return self.options.reduces_first(self._info.device)
+        return self._settings.current.reduces_first(self._on_cpu)
 
     @property
     def away(self) -> bool:
@@ -164,24 +166,22 @@ class ParamGroup:
     # ---- the phase tables
 
     def _set_params(self, new: ParamPhase) -> None:
-        self.phase = moved(PARAM_TRANSITIONS, self.phase, new, self.name)
+        self.phase = moved(PARAM_TRANSITIONS, self.phase, new, self)
 
     def _set_grads(self, new: GradPhase) -> None:
-        self.grad_phase = moved(GRAD_TRANSITIONS, self.grad_phase, new, self.name)
+        self.grad_phase = moved(GRAD_TRANSITIONS, self.grad_phase, new, self)
 
     # ---- parameters
 
     def start_gather(self, after: torch.Event | None) -> None:
         """Issue the all-gather, behind the event `after` (the last change of the parameters)."""
-        gathering = moved(PARAM_TRANSITIONS, self.phase, ParamPhase.GATHERING, self.name)
-        options = self.options
+        gathering = moved(PARAM_TRANSITIONS, self.phase, ParamPhase.GATHERING, self)
         if self.phase is ParamPhase.RESIDENT:
             self._gathers = [resident.start() for resident in self._residents]
             self.phase = gathering
             return
-        gives_up = options.reshard_after_backward and options.reshards(self.is_root) and not options.few_ranks
-        if self.pinned or not gives_up:
-            self._stamp = self._stamp_now()  # these weights may outlive the forward
+        if self.pinned or self._settings.current.outlives_forward(self.is_root):
+            self._stamp = self._stamp_now()
         self._gathers = []
         try:
             for bucket in self.buckets:
@@ -231,12 +231,12 @@ class ParamGroup:
             return
         after = self._runtime.gather_lane.mark()
         for bucket in self.buckets:
-            bucket.release(after, reserve=self.options.keep_storage)
+            bucket.release(after, reserve=self._settings.current.keep_storage)
 
     @property
     def shrinks(self) -> bool:
         """Whether forward leaves the weights cut among a few ranks."""
-        return self._small is not None and self.options.few_ranks > 0 and not self.extended
+        return self._small is not None and self._settings.current.few_ranks > 0 and not self.extended
 
     def shrink(self) -> None:
         """Give the unsharded parameters up but for what a few ranks keep among them."""
@@ -267,7 +267,7 @@ class ParamGroup:
     @property
     def slots(self) -> tuple[object, ...]:
         """What tells one place of the weights from another."""
-        return tuple(bucket.slot for bucket in self.buckets)
+        return tuple([bucket.slot for bucket in self.buckets])
 
     def weights(self, for_use: bool = False) -> list[torch.Tensor]:
         """The unsharded parameters, in the order of `params`, without history; `begin_use` follows one for a use."""
@@ -306,6 +306,7 @@ class ParamGroup:
         assert self.phase is ParamPhase.SHARDED
         self._transports = transports or self._transports
         self._reduces.clear()
+        self._reduced_by = None, [], []
         for bucket in self.buckets:
             bucket.forget()
         self._build_buckets()
@@ -342,7 +343,7 @@ class ParamGroup:
 
     def start_reduce(self, gradients: Gradients) -> Reduction:
         """Issue the reduction of unsharded gradients; None stands for zeros."""
-        whole = self._transports.replicate is None or self.options.requires_all_reduce
+        whole = self._transports.replicate is None or self._settings.current.requires_all_reduce
         partial = self._kept.take_partial()
         jobs = [
             (bucket, bucket.start([gradients[i] for i in bucket.indices], partial, whole))
@@ -353,8 +354,11 @@ class ParamGroup:
         return Reduction(jobs, list(gradients), any([g is None for g in gradients]), whole=whole)  # noqa: C419 - a list is the faster
 
     def _reduce_buckets(self) -> list[ReduceBucket]:
-        trains = tuple([shard.requires_grad for shard in self.shards])
-        options = self.options
+        wanted = [shard.requires_grad for shard in self.shards]
+        options = self._settings.current
+        if options is self._reduced_by[0] and wanted == self._reduced_by[1]:
+            return self._reduced_by[2]
+        trains = tuple(wanted)
         key = trains, options.mp_policy.reduce_dtype, options.divide_factor, options.only_sums
         buckets = self._reduces.get(key)
         if buckets is None:
@@ -367,6 +371,7 @@ class ParamGroup:
                 ReduceBucket(m, d, self._info, self._transports, options, run.pool, run.reduce_lane, slots)
                 for d, m in members.items()
             ]
+        self._reduced_by = options, wanted, buckets
         return buckets
 
     def finish_reduce(self, reduction: Reduction) -> dict[int, torch.Tensor]:
@@ -377,7 +382,7 @@ class ParamGroup:
             zeros are wanted for them. Nothing, if the reduction stops before the replicas: the group keeps it.
         """
         pieces: dict[int, torch.Tensor] = {}
-        asks = reduction.incomplete and not self.options.reduce_unused
+        asks = reduction.incomplete and not self._settings.current.reduce_unused
         for bucket, job in reduction.jobs:
             done = job.finish(on_host=self._offloads and reduction.whole)
             if not reduction.whole:

@@ -31,6 +31,7 @@ from ._phases import ParamPhase
 from ._saved import PLAIN, address_of, saved_weights, weights_in_place
 from ._state import STATE, Bound, ShardState, Way, named_states
 from ._torch import (
+    any_module_hooks,
     map_tensors,
     plain_parts,
     refuses_saved_tensors_hooks,
@@ -38,6 +39,8 @@ from ._torch import (
     tree_tensors,
     with_side_effects,
 )
+
+_MODULE_CALL = nn.Module.__call__  # as it was: a class may have another, and torch.fx puts one in its place
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -71,6 +74,8 @@ class FSDPModule(Methods):
             return _trace(self, call, args, kwargs)  # type: ignore[arg-type]
         if self._compiled_call_impl is not None:  # type: ignore[attr-defined]
             return _run_compiled(self, call, args, kwargs)  # type: ignore[arg-type]
+        if call.__func__ is _MODULE_CALL and not _has_hooks_of_others(self):  # type: ignore[arg-type]
+            return _run(self, _call_alone, (self, args, kwargs), {})  # type: ignore[arg-type]
         return _run(self, call, args, kwargs)  # type: ignore[arg-type]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
@@ -130,6 +135,21 @@ class FSDPModule(Methods):
         """Give the unsharded parameters of this module up. Ignored while its forward runs."""
         state: ShardState = self.__dict__[STATE]
         state.release()
+
+
+def _has_hooks_of_others(module: nn.Module) -> bool:
+    """Whether somebody else than we listens to the calls of a module."""
+    if len(module._forward_hooks) != 1 or len(module._forward_pre_hooks) != 1:
+        return True
+    return bool(module._backward_hooks or module._backward_pre_hooks) or any_module_hooks()
+
+
+def _call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch's own call does for a module that has our hooks only, at half the cost."""
+    cast = pre_forward(module, args, kwargs)
+    if cast is not None:
+        args, kwargs = cast
+    return post_forward(module, args, module.forward(*args, **kwargs))
 
 
 def _run(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -305,6 +325,10 @@ def _ended(module: nn.Module, state: ShardState, output: Any) -> Any:
     assert state.bound is not None
     engine = state.bound.engine
     find = engine.pool.find
+    if type(output) is torch.Tensor and find(address_of(output)) is None:
+        for found in state.end(module, ()):
+            _listen(engine, found, (output,))
+        return output
     tensors = tree_tensors(output)
     parts = tensors if all([type(t) in PLAIN for t in tensors]) else [p for t in tensors for p in plain_parts(t)]  # noqa: C419
     among_weights = [part for part in parts if find(address_of(part)) is not None]
@@ -318,15 +342,16 @@ def _ended(module: nn.Module, state: ShardState, output: Any) -> Any:
     return output
 
 
-def _listen(engine: Engine, found: tuple[Use, Outputs], tensors: list[torch.Tensor]) -> None:
+def _listen(engine: Engine, found: tuple[Use, Outputs], tensors: Sequence[torch.Tensor]) -> None:
     """Tell the engine when backward reaches one of these outputs."""
 
     def reached(gradients: Any) -> None:
         engine.before_backward(*found)
 
     for tensor in tensors:
-        if tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(reached)
+        node = tensor.grad_fn
+        if node is not None:
+            node.register_prehook(reached)
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

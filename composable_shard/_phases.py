@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from ._errors import PhaseError
 
@@ -40,12 +40,19 @@ GRAD_TRANSITIONS = {
 P = TypeVar("P", bound=StrEnum)
 
 
-def moved(table: dict[P, set[P]], old: P, new: P, name: str) -> P:
-    """The new phase of the group `name`.
+class Named(Protocol):
+    """What has a name to show."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def moved(table: dict[P, set[P]], old: P, new: P, of: Named) -> P:
+    """The new phase of a group.
 
     Raises:
         PhaseError: the table does not list it after the old one.
     """
     if new not in table[old]:
-        raise PhaseError(f"group {name}: cannot go from {old.value} to {new.value}; please report this")
+        raise PhaseError(f"group {of.name}: cannot go from {old.value} to {new.value}; please report this")
     return new

@@ -121,7 +121,8 @@ class BufferPool:
             owner: who reads weights from it, if anybody does.
             prefer: take this one if it is free.
         """
-        nbytes = -(-max(nbytes, 1) // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+        if nbytes % SLOT_ALIGNMENT_BYTES or not nbytes:
+            nbytes = (nbytes // SLOT_ALIGNMENT_BYTES + 1) * SLOT_ALIGNMENT_BYTES
         free = self._free.get(nbytes)
         if not free:
             slot = self._make(nbytes)

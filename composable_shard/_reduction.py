@@ -129,7 +129,7 @@ class ReduceBucket:
         # What outlives the step as `.grad` is allocated here, on the stream that will read it.
         numel = self._layout.numel
         out = self._ones.new_empty(numel)
-        others = {dtype: self._ones.new_empty(numel, dtype=dtype) for dtype in self._others}
+        others = {d: self._ones.new_empty(numel, dtype=d) for d in self._others} if self._others else {}
         slots = [self._pool.lease(nbytes) for nbytes in self._leased]
         after = (self._lane.mark(), *[slot.free_after for slot in slots])
         steps = self._steps(gradients, partial, whole, out, others, slots)
@@ -154,9 +154,10 @@ class ReduceBucket:
             if self._divide_before is not None:
                 bucket.div_(self._divide_before)
             scratch = self._scratch_in(slots[1]) if len(slots) > 1 else None
-            wholes = [*self._sent_alone(gradients), bucket]
-            outs = split(out, self._outs) if self._alone else [out]
-            yield from self._shard.reduce_scatter(outs, wholes, scratch, self._mean and self._shard.averages)
+            wholes, outs = [bucket], [out]
+            if self._alone:
+                wholes, outs = [*self._sent_alone(gradients), bucket], split(out, self._outs)
+            yield self._shard.reduce_scatter(outs, wholes, scratch, self._mean and self._shard.averages)
             for slot in slots:
                 self._pool.release(slot, self._lane.mark())
         if partial:
@@ -164,7 +165,7 @@ class ReduceBucket:
         if not whole:
             return self._reduced(out, {})
         if self._replicate is not None:
-            yield from self._replicate.all_reduce(out, self._mean and self._replicate.averages)
+            yield self._replicate.all_reduce(out, self._mean and self._replicate.averages)
         if self._divide_after is not None:
             out.div_(self._divide_after)
         if self._hook is not None:
@@ -231,7 +232,10 @@ class ReduceBucket:
         if self._even and len(given) == len(packed) and True not in missing:
             chunk_cat([*given, self._ones], chunks)
             return
-        chunks[:, -len(missing) :] = ~torch.tensor(missing)
+        marks = chunks[:, -len(missing) :].fill_(1)
+        for at, none in enumerate(missing):
+            if none:
+                marks[:, at].zero_()
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for member, gradient in zip(self._members[self._alone :], packed, strict=True):
             begin = member.layout.offset - self._layout.begin

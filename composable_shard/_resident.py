@@ -105,7 +105,7 @@ class Resident:
         flat = landing.typed(dtype, written=True)[: layout.total]
         chunks = flat.view(layout.world, layout.numel)
         chunk = chunks[self._info.shard_rank].copy_(self._slot.typed(dtype)[: layout.numel])
-        yield from self._transport.all_gather([flat], [chunk])
+        yield self._transport.all_gather([flat], [chunk])
         pairs = [
             pair
             for whole, at in zip(self._bucket.wholes_in(slot), layout.params, strict=True)

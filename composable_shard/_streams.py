@@ -8,7 +8,7 @@ first handle at the start, and the rest in `finish`, which blocks.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -24,36 +24,43 @@ class Awaitable(Protocol):
     def wait(self) -> Any: ...
 
 
+_HIGH_PRIORITY = -1
 Steps = Generator[Awaitable, None, T]
+Events = Iterable[torch.Event | None]
 
 
 class Job(Generic[T]):
     """Queued work.
 
     Args:
-        steps: the work.
+        steps: the work; None if all of it is to wait for `handle`.
         held: what it reads or writes and must not be freed before `finish`: on a stream the work itself is forgotten
             as soon as it is queued.
         drain: run to the end at once.
+        handle: of work that has been launched already.
     """
 
     __slots__ = ("_event", "_handle", "_held", "_result", "_steps")
 
-    def __init__(self, steps: Steps[T], held: object, drain: bool) -> None:
-        self._steps: Steps[T] | None = steps
+    def __init__(self, steps: Steps[T] | None, held: object, drain: bool, handle: Awaitable | None = None) -> None:
+        self._steps = steps
         self._held = held
-        self._handle: Awaitable | None = None
+        self._handle = handle
         self._result: T | None = None
         self._event: torch.Event | None = None
-        self._advance()
+        if handle is None:
+            self._advance()
         while drain and self._handle is not None:
             self._advance()
 
     def _advance(self) -> None:
         """Wait for the handle at hand and run on to the next one, or to the end."""
-        assert self._steps is not None
         if self._handle is not None:
             self._handle.wait()
+            if self._steps is None:
+                self._handle = None
+                return
+        assert self._steps is not None
         grad = torch.is_grad_enabled()
         if grad:  # switched off here, for a generator cannot hold it across a yield
             set_grad_enabled(False)
@@ -81,9 +88,13 @@ class Job(Generic[T]):
 class Lane:
     """The lane of a CPU: order of issue is order of execution, nothing has to be fenced."""
 
-    def start(self, steps: Steps[T], after: Iterable[torch.Event | None] = (), held: object = None) -> Job[T]:
+    def start(self, steps: Steps[T], after: Events = (), held: object = None) -> Job[T]:
         """Queue `steps` behind the events `after`, and hold `held` until the job is finished."""
         return Job(steps, held, drain=False)
+
+    def launch(self, collective: Callable[..., Awaitable], *args: Any, after: Events) -> Job[None]:
+        """Queue one collective, behind the events `after`; the same as `start`, of a single step, for less."""
+        return Job(None, args, drain=False, handle=collective(*args))
 
     def mark(self) -> torch.Event | None:
         """An event behind all that the current stream has been given so far."""
@@ -94,16 +105,26 @@ class StreamLane(Lane):
     """The lane of an accelerator: a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.Stream(device)
+        # Ahead of compute: communication is what others wait for, and it takes few of the device's units.
+        self._stream = torch.Stream(device, priority=_HIGH_PRIORITY)
 
-    def start(self, steps: Steps[T], after: Iterable[torch.Event | None] = (), held: object = None) -> Job[T]:
+    def start(self, steps: Steps[T], after: Events = (), held: object = None) -> Job[T]:
         for event in after:
             if event is not None:
                 self._stream.wait_event(event)
         with self._stream:
-            job = Job(steps, held, drain=True)
-            job._event = torch.Event(self._stream.device)
-            job._event.record(self._stream)
+            return self._ended(Job(steps, held, drain=True))
+
+    def launch(self, collective: Callable[..., Awaitable], *args: Any, after: Events) -> Job[None]:
+        for event in after:
+            if event is not None:
+                self._stream.wait_event(event)
+        with self._stream:
+            return self._ended(Job(None, args, drain=True, handle=collective(*args)))
+
+    def _ended(self, job: Job[T]) -> Job[T]:
+        job._event = torch.Event(self._stream.device)
+        job._event.record(self._stream)
         return job
 
     def mark(self) -> torch.Event | None:

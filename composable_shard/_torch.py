@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.utils.checkpoint
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
@@ -290,6 +291,11 @@ def return_gradient_hooks(
     if post_hooks and not leaf._post_accumulate_grad_hooks:
         leaf._post_accumulate_grad_hooks, post_hooks = post_hooks[0], post_hooks[1:]
     return tensor_hooks, post_hooks
+
+
+def any_module_hooks() -> bool:
+    """Whether hooks listen to the calls of all modules, or `torch.jit` traces them."""
+    return bool(_has_any_global_hook() or torch._C._get_tracing_state())  # type: ignore[no-untyped-call]
 
 
 def set_grad_enabled(enabled: bool) -> None:

@@ -169,7 +169,7 @@ def _sample(transport: Transport, info: MeshInfo, nbytes: int) -> Callable[[], N
     def reduce() -> Steps[None]:
         chunk_cat([*gradients[frm.alone :], marks], bucket)
         wholes = [*(gradient.view(-1) for gradient in gradients[: frm.alone]), bucket.view(-1)]
-        yield from transport.reduce_scatter(outs, wholes, scratch)
+        yield transport.reduce_scatter(outs, wholes, scratch)
 
     def run() -> None:
         lane.start(_gather(transport, to, slot, shards, rank)).finish()
@@ -191,6 +191,6 @@ def _gather(
         for i, at in zip(to.packed, to.landing.params, strict=True):
             chunks[rank, at.offset : at.offset + at.piece] = shards[i]
         wholes, pieces = [*wholes, landing], [*pieces, chunks[rank]]
-    yield from transport.all_gather(wholes, pieces)
+    yield transport.all_gather(wholes, pieces)
     for i, at in zip(to.packed, to.landing.params if to.landing else (), strict=True):
         places[i].view(world, -1).copy_(chunks[:, at.offset : at.offset + at.piece])

@@ -19,15 +19,14 @@ from composable_shard._collectives import (
     RankOrderedDirect,
     transports_of,
 )
-from composable_shard._streams import Lane
 
 ORDERED = {"rank-ordered": RankOrdered, "rank-ordered direct": RankOrderedDirect, "point-to-point": PointToPoint}
 TRANSPORTS = {"packed": Packed, "direct": Direct, **ORDERED}
 LARGE = BROADCAST_FROM_BYTES // 4  # elements a rank: the whole bucket is then beyond the limits
 
 
-def run(steps):
-    return Lane().start(steps).finish()
+def run(handle):
+    handle.wait()
 
 
 def make(name):
@@ -144,15 +143,15 @@ def test_all_reduce_of_a_matrix_keeps_its_shape(rank, world):
 @distributed(world=2)
 def test_several_collectives_can_be_in_flight_and_be_finished_in_another_order(rank, world, name):
     transport = make(name)
-    lane, jobs, buckets = Lane(), [], []
+    jobs, buckets = [], []
     for number in range(3):
         bucket = torch.empty(world * 4)
         chunk = bucket.view(world, 4)[rank]
         chunk.copy_(data(10 * number + rank, 4))
         buckets.append(bucket)
-        jobs.append(lane.start(transport.all_gather([bucket], [chunk])))
+        jobs.append(transport.all_gather([bucket], [chunk]))
     for number in (2, 0, 1):
-        jobs[number].finish()
+        jobs[number].wait()
         want = torch.cat([data(10 * number + r, 4) for r in range(world)])
         assert torch.equal(buckets[number], want)
 
@@ -190,7 +189,7 @@ def test_gloo_gets_rank_ordered_sums_by_any_name_and_others_their_own(rank, worl
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("name", [name for name in TRANSPORTS if name != "packed"])
 @distributed(world=(2, 4))
 def test_a_gather_of_several_fills_every_whole_with_its_pieces(rank, world, name, in_place):
     shapes = [(3, 2), (5,), (ALONE_FROM_BYTES // 4, 1), (1, 2, 2)]

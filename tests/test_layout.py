@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composable_shard._layout import SHARD_ALIGNMENT_BYTES, bucket_layout
+from composable_shard._layout import SHARD_ALIGNMENT_BYTES, Route, bucket_layout, gather_layout, reduce_layout
 
 SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
 WORLDS = st.integers(1, 9)
@@ -76,13 +76,16 @@ def test_a_single_parameter_lies_without_padding_between_ranks_and_is_not_copied
     (param,) = layout.params
     assert param.offset == 0
     assert layout.numel == param.piece  # so the ranks' pieces follow each other, and padding falls at the end
-    assert not layout.packs
+    for route in (None, Route("packed")):
+        assert gather_layout([shape], world, itemsize, [0], route).landing is None
 
 
 @steadily
 @given(LAYOUTS)
-def test_a_bucket_is_copied_apart_only_if_ranks_interleave_parameters(layout):
-    assert layout.packs == (layout.world > 1 and len(layout.params) > 1)
+def test_a_packed_gather_is_copied_apart_only_if_ranks_interleave_parameters(layout):
+    shapes, dims = [param.shape for param in layout.params], [0] * len(layout.params)
+    found = gather_layout(shapes, layout.world, 4, dims, Route("packed"))
+    assert (found.landing is not None) == (len(shapes) > 1)
 
 
 @steadily
@@ -114,3 +117,67 @@ def test_a_parameter_with_fewer_rows_than_ranks_leaves_the_last_ones_empty():
     assert not param.even
     assert param.full_pieces == 2
     assert param.rest == 0
+
+
+LEAST = st.one_of(st.none(), st.integers(0, 40))
+ROUTES = st.builds(Route, st.just("any"), gather_from=LEAST, reduce_from=LEAST, sums=st.booleans())
+
+
+@st.composite
+def cut_shapes(draw):
+    """Shapes, the number of ranks, and for each the dim to cut: 0, or another that divides evenly."""
+    world, shapes, dims = draw(WORLDS), draw(st.lists(SHAPES.filter(len), min_size=1, max_size=5)), []
+    for shape in shapes:
+        even = [dim for dim in range(1, len(shape)) if shape[dim] % world == 0]
+        dims.append(draw(st.sampled_from([0, *even])))
+    return shapes, world, dims
+
+
+@steadily
+@given(cut_shapes(), ITEMSIZES, st.one_of(st.none(), ROUTES))
+def test_a_gather_takes_each_parameter_once_and_alone_only_what_is_a_block_of_its_place(case, itemsize, route):
+    shapes, world, dims = case
+    layout = gather_layout(shapes, world, itemsize, dims, route)
+    assert sorted([*layout.alone, *layout.packed]) == list(range(len(shapes)))
+    for index in layout.alone:
+        param = layout.places.params[index]
+        assert param.dim == 0
+        if len(shapes) > 1 and route is not None and layout.packed:
+            assert param.piece * itemsize >= route.gather_from
+    assert (layout.landing is None) == (route is None or not layout.packed)
+    if layout.landing is not None:
+        assert layout.landing_bytes == layout.landing.total * itemsize
+        assert [p.shape for p in layout.landing.params] == [tuple(shapes[i]) for i in layout.packed]
+
+
+@steadily
+@given(cut_shapes(), ITEMSIZES, ROUTES)
+def test_the_slot_of_a_gather_has_room_for_the_bucket_of_its_reduction(case, itemsize, route):
+    shapes, world, dims = case
+    gather = gather_layout(shapes, world, itemsize, dims, route)
+    bare = reduce_layout(shapes, world, itemsize, dims, route)
+    assert bare.nbytes <= gather.nbytes
+    shared = reduce_layout(shapes, world, itemsize, dims, route, [gather.nbytes])
+    assert shared.nbytes == (gather.nbytes if gather.nbytes <= bare.nbytes * 9 // 8 else bare.nbytes)
+
+
+@steadily
+@given(cut_shapes(), ITEMSIZES, ROUTES)
+def test_a_reduction_has_a_place_for_every_piece_and_every_mark(case, itemsize, route):
+    shapes, world, dims = case
+    layout = reduce_layout(shapes, world, itemsize, dims, route)
+    assert sorted(layout.order) == list(range(len(shapes)))
+    ends = 0
+    for at, (index, param) in enumerate(zip(layout.order, layout.result.params, strict=True)):
+        assert param.shape == tuple(shapes[index])
+        assert param.offset == ends
+        ends += param.piece
+        if at < layout.alone:
+            assert param.even
+            assert param.dim == 0
+        if at == layout.alone - 1:
+            assert layout.begin == ends
+    assert layout.begin == 0 or layout.alone
+    assert layout.numel == ends + len(shapes)
+    assert layout.nbytes == world * (layout.numel - layout.begin) * itemsize
+    assert layout.scratch == (layout.nbytes // itemsize + (world - 2) * layout.begin if route.sums else 0)
