@@ -41,7 +41,8 @@ RUNS = {
     "step": Run("step.py", "--sizes 10m,50m --rounds 10", "--sizes tiny --rounds 2"),
     "compile": Run(
         "compile.py",
-        "--sizes 10m --rounds 8 --layers 2,4 --compile-rounds 1",
+        "--sizes 10m --rounds 8 --layers 2,4 --compile-rounds 1 "
+        "--engines ours-whole,ours-placed-whole,ours-blocks,fsdp2-blocks,compute-whole",
         "--sizes tiny --rounds 2 --layers 1 --compile-rounds 1 --backend aot_eager",
     ),
     "memory": Run(
