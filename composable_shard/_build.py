@@ -127,8 +127,12 @@ def _check_offloaded(found: Sequence[tuple[list[str], ShardState]]) -> None:
         )
 
 
-def build_engine(root: nn.Module) -> Engine:
+def build_engine(root: nn.Module, measure: bool = True) -> Engine:
     """Make the engine of a root out of the declarations at and below it.
+
+    Args:
+        root: the outermost sharded module.
+        measure: find the fastest transports, where that is not known yet: a collective.
 
     Raises:
         ShardConfigStateError: a list as root; a module below that has run as a root; parameters on the meta device.
@@ -139,10 +143,11 @@ def build_engine(root: nn.Module) -> Engine:
         state.release()  # unsharded before the root was known
         state.entries.keep_lists(root)
         state.entries.adopt()
+    _set_fqns(root)
     _check_materialised(found)
     _check_offloaded(found)
     transports = TransportCache()
-    for _, state in found:
+    for _, state in found if measure else ():
         asked = state.declaration
         transports.measure(asked.info, asked.piece_bytes())
     plan = declared_plan(root)

@@ -104,7 +104,6 @@ class ParamGroup:
         self._stamp: list[int] = []
         self._kept = KeptGradients(self.params)
         self._reduces: dict[tuple[object, ...], list[ReduceBucket]] = {}
-        self._reduced_by: tuple[Options | None, list[bool], list[ReduceBucket]] = None, [], []  # the last ones
         self._build_buckets()
 
     def _build_buckets(self) -> None:
@@ -306,7 +305,6 @@ class ParamGroup:
         assert self.phase is ParamPhase.SHARDED
         self._transports = transports or self._transports
         self._reduces.clear()
-        self._reduced_by = None, [], []
         for bucket in self.buckets:
             bucket.forget()
         self._build_buckets()
@@ -354,11 +352,8 @@ class ParamGroup:
         return Reduction(jobs, list(gradients), any([g is None for g in gradients]), whole=whole)  # noqa: C419 - a list is the faster
 
     def _reduce_buckets(self) -> list[ReduceBucket]:
-        wanted = [shard.requires_grad for shard in self.shards]
+        trains = tuple([shard.requires_grad for shard in self.shards])
         options = self._settings.current
-        if options is self._reduced_by[0] and wanted == self._reduced_by[1]:
-            return self._reduced_by[2]
-        trains = tuple(wanted)
         key = trains, options.mp_policy.reduce_dtype, options.divide_factor, options.only_sums
         buckets = self._reduces.get(key)
         if buckets is None:
@@ -371,7 +366,6 @@ class ParamGroup:
                 ReduceBucket(m, d, self._info, self._transports, options, run.pool, run.reduce_lane, slots)
                 for d, m in members.items()
             ]
-        self._reduced_by = options, wanted, buckets
         return buckets
 
     def finish_reduce(self, reduction: Reduction) -> dict[int, torch.Tensor]:

@@ -57,10 +57,10 @@ class UnshardHandle(TorchUnshardHandle):
                 self._engine.unshard(group, wait=True)
 
 
-def _bound(module: nn.Module) -> Bound:
+def _bound(module: nn.Module, measure: bool = True) -> Bound:
     state: ShardState = module.__dict__[STATE]
     if state.bound is None:
-        build_engine(module)
+        build_engine(module, measure)
     assert state.bound is not None
     return state.bound
 
@@ -252,7 +252,7 @@ def _find_root(unknown: str) -> bool:
     this is always called, and after the first time with an empty string.
     """
     if unknown:
-        _bound(_modules[unknown])
+        _bound(_modules[unknown], measure=False)  # a graph has collectives of its own
     return True
 
 

@@ -131,7 +131,7 @@ def test_step_prints_its_table_and_the_losses_of_all_engines_agree(tmp_path: Pat
 def test_memory_accounts_for_every_byte_and_prints_both_parts(tmp_path: Path) -> None:
     file = tmp_path / "memory.json"
     few = ["--sizes=3m", "--resident-sizes=tiny", "--world=4", "--context=16", "--repeats=1", "--steps=1"]
-    shown = bench("memory.py", *few, "--engines=ours,fsdp2", "--resident-engines=ours", f"--json={file}")
+    shown = bench("memory.py", *few, "--engines=ours,fsdp2", "--resident-engines=ours", f"--json={file}", limit_s=200.0)
     assert "The runtime's bytes at their peak" in shown
     assert "Growth of a rank's process" in shown
     live = {result["engine"]: result for result in read(file)["results"] if "apart" in result}
@@ -146,8 +146,8 @@ def test_memory_accounts_for_every_byte_and_prints_both_parts(tmp_path: Path) ->
 
 def test_figures_stand_beside_those_of_fsdp2(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    tiny = ["--size=tiny", "--repeats=1", "--steps=1", "--timeout=45"]
-    shown = bench("figures.py", *tiny, "--engines=ours,fsdp2", f"--json={file}")
+    tiny = ["--size=tiny", "--repeats=1", "--steps=1", "--timeout=60"]
+    shown = bench("figures.py", *tiny, "--engines=ours,fsdp2", f"--json={file}", limit_s=200.0)
     assert "share of communication" in shown
     results = {result["engine"]: result for result in read(file)["results"]}
     figures = ["peak_mb", "start_s", "tokens_s", "communication", "write_s", "read_s"]
