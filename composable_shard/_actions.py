@@ -48,6 +48,7 @@ class Actions:
         self._watch_leaf = watch_leaf
         self._by_bucket: dict[Bucket, ParamGroup] = {}
         self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
+        self._put_off: Sequence[ParamGroup] | None = None  # groups to gather behind the reductions
         self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}  # for hooks, which see all uses at once
         self.seen: list[ParamGroup] = []
         self._done: list[Any] = []
@@ -141,12 +142,40 @@ class Actions:
         self._start_reduce(group, gradients)
         return self._finish_oldest()[1]
 
-    def before_gathers(self, group: ParamGroup) -> None:
-        """Backward is about to gather for a group: where only waiting frees memory, wait for what is being reduced."""
-        if self._reductions and group.reduces_first:
-            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-                while self._reductions:
-                    self._settle_oldest()
+    def begin_backward(self, use: Use, outputs: Outputs, following: Sequence[ParamGroup]) -> None:
+        """Backward has reached a use: show its weights and gather those of the groups that follow.
+
+        Where only waiting frees memory, these come behind the reductions in flight, and both when half of the weights
+        that the use has saved were read: the reductions take the first half of its backward, the gathers the second.
+        """
+        self.catch_up()
+        group = use.group
+        waits = bool(self._reductions) and group.reduces_first
+        if waits and group.away:
+            self._put_off = ()
+            self.catch_up()
+        if group.options.unshard_in_backward or not group.away:
+            self.show_again(use, outputs)
+        if not waits:
+            for each in following:
+                self.ahead(each)
+            return
+        self._put_off = following
+        if use.reads > 1:
+            group.buckets[0].reads_left = use.reads // 2
+        else:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Do what was put off: wait for the reductions, then gather ahead."""
+        following, self._put_off = self._put_off, None
+        if following is None:
+            return
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            while self._reductions:
+                self._settle_oldest()
+        for each in following:
+            self.ahead(each)
 
     def settle(self) -> None:
         """Wait for all reductions and set `.grad`."""
@@ -171,6 +200,7 @@ class Actions:
     def discard(self) -> None:
         """Wait for all reductions and throw their results away."""
         self._sums.clear()
+        self._put_off = None
         while self._reductions:
             self._finish_oldest()
 

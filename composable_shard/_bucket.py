@@ -122,6 +122,8 @@ class Bucket(Protocol):
         slot: where they are now, or will be when the gather is done; None if nowhere.
         readable: whether they are there.
         generation: how often an optimizer has changed the sharded parameters.
+        saved: how many handles stand for its weights since the last forward began.
+        reads_left: after how many reads of a handle the engine wants to hear that a use is half way; 0 if it does not.
     """
 
     fqns: list[str]
@@ -129,6 +131,8 @@ class Bucket(Protocol):
     slot: Slot | None
     readable: bool
     generation: int
+    saved: int = 0
+    reads_left: int = 0
 
     @property
     def weights(self) -> list[torch.Tensor]:

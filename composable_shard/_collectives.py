@@ -326,7 +326,7 @@ def transports_of(group: dist.ProcessGroup, device: torch.device) -> dict[str, T
     name = backend_name(group, device)
     found: list[Transport]
     if name == "gloo":
-        found = [PointToPoint(group), RankOrdered(group), RankOrderedDirect(group)]
+        found = [RankOrdered(group), PointToPoint(group), RankOrderedDirect(group)]
     else:
         found = [Direct(group, name in _AVERAGING), Packed(group, name in _AVERAGING)]
     return {each.route.name: each for each in found}

@@ -164,6 +164,7 @@ class Engine:
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             self._count += 1
             use = Use(group, self._count, made_in, entries)
+            group.buckets[0].saved = 0
             found = (use, ())
             self._open[group] = self._uses[use.number] = use
             if group.trains:
@@ -187,6 +188,7 @@ class Engine:
         ended = self._open.pop(group, None)
         if ended is not None:
             ended.last = self._count
+            ended.reads = group.buckets[0].saved
             group.end_use(copied)
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)
@@ -220,11 +222,11 @@ class Engine:
         self._finish_later_uses(now, use)
         group = use.group
         self._active[group] = use
-        self._do.before_gathers(group)
-        if group.options.unshard_in_backward or not group.away:
-            self._do.show_again(use, outputs)
-        for each in self.order.before(group, now.next_group()):
-            self._do.ahead(each)
+        self._do.begin_backward(use, outputs, self.order.before(group, now.next_group()))
+
+    def halfway(self) -> None:
+        """Backward has read half of the weights of the use that it has reached last."""
+        self._do.catch_up()
 
     def _finish_later_uses(self, now: BackwardPass, use: Use) -> None:
         """Complete the uses that get no more gradients.
@@ -243,6 +245,7 @@ class Engine:
         number = current_backward()
         if number >= 0:
             self._open_pass(number)
+            self._do.catch_up()
         self._do.need(group)
 
     def on_gradients(self, use: Use, leaf_nodes: Sequence[Any], gradients: Gradients) -> list[torch.Tensor | None]:
@@ -271,6 +274,7 @@ class Engine:
 
     def _end_use(self, now: BackwardPass, use: Use) -> None:
         """The backward of a use is over: reshard, unless its weights are about to be needed again."""
+        self._do.catch_up()
         group = use.group
         if self._active.get(group) is use:
             del self._active[group]
@@ -287,6 +291,7 @@ class Engine:
         if now is None or not now.is_of(token):
             return
         with torch.no_grad():
+            self._do.catch_up()
             for use in list(self._active.values()):
                 self._complete(now, use, use.add([None] * len(use.group.params)))
             self._gradients.finish(now, self.groups, wait=self.is_last_backward and not self.ends_by_hand)

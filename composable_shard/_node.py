@@ -45,6 +45,7 @@ class Use:
         made_in: number of the backward pass in which the forward ran (a recomputation), -1 outside of any.
         node: the autograd node, weakly; None for a group without gradients.
         slots: where the weights were in forward.
+        reads: how many weights autograd has saved, of the group's first bucket.
         entered: number of the last backward pass that has reached it.
         fired: whether its gradients have been complete once.
         partial: gradients of nested backward passes that are not yet complete, or None.
@@ -61,6 +62,7 @@ class Use:
         "node",
         "number",
         "partial",
+        "reads",
         "slots",
     )
 
@@ -71,6 +73,7 @@ class Use:
         self.entries = weakref.ref(entries)
         self.node: Callable[[], Any] = _no_node
         self.slots = group.slots
+        self.reads = 0
         self.entered = -1
         self.fired = False
         self.partial: list[torch.Tensor | None] | None = None

@@ -41,6 +41,9 @@ class WeightOwner(Protocol):
     def fetch(self, bucket: Bucket) -> None:
         """Make a bucket's weights readable, gathering them if need be."""
 
+    def halfway(self) -> None:
+        """Half of the weights that a use has saved were read."""
+
     @property
     def keepers(self) -> Mapping[Bucket, object]:
         """What the handles of a bucket hold, where their end must be noticed."""
@@ -173,6 +176,7 @@ class _Hooks:
         offset = (address - slot.begin) // tensor.element_size()
         place = _new(Place, (tensor.dtype, offset, tensor.shape, tensor.stride()))
         keeper = self._keepers.get(bucket) if self._keepers else None
+        bucket.saved += 1
         return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation))
 
     def _flattened(self, tensor: Any) -> Any:
@@ -201,6 +205,10 @@ def _weight(handle: Handle | Kept) -> torch.Tensor:
     if not bucket.readable:
         assert owner is not None
         owner.fetch(bucket)
+    if bucket.reads_left:
+        bucket.reads_left -= 1
+        if not bucket.reads_left and owner is not None:
+            owner.halfway()
     if isinstance(place, torch.Tensor):
         view = place
     else:

@@ -57,7 +57,7 @@ class Step:
         is_root: whether it is the root's.
         reshard_after_forward, shrinks: whether forward gives its weights up, or keeps some.
         trains: whether it gets gradients.
-        reduces_first: whether its backward waits for reductions before it gathers.
+        reduces_first: whether backward waits for reductions before it gathers what follows this group.
     """
 
     fqn: str
@@ -97,6 +97,15 @@ class _Writer:
         if ahead is not None:
             self.unshard(ahead)
 
+    def enter_behind(self, fqn: str, ahead: str | None) -> None:
+        """The same, with what must be gathered behind the reductions in flight."""
+        if fqn not in self.resident and fqn not in self.gathering:
+            self.settle()
+        self.enter(fqn, None)
+        self.settle()
+        if ahead is not None:
+            self.unshard(ahead)
+
     def reshard(self, fqn: str, shrinks: bool = False) -> None:
         self.resident.remove(fqn)
         self.act(Kind.SHRINK if shrinks else Kind.RESHARD, fqn)
@@ -132,8 +141,9 @@ def training_step(steps: Sequence[Step]) -> tuple[Action, ...]:
     entered = [s for s in order if s.is_root] + [s for s in reversed(order) if not s.is_root]
     for step, ahead in zip(entered, [*entered[1:], None], strict=True):
         if step.reduces_first:
-            to.settle()
-        to.enter(step.fqn, ahead.fqn if ahead else None)
+            to.enter_behind(step.fqn, ahead.fqn if ahead else None)
+        else:
+            to.enter(step.fqn, ahead.fqn if ahead else None)
         if not step.is_root:
             to.reshard(step.fqn)
             if step.trains:

@@ -102,7 +102,7 @@ class TransportCache:
 
 
 # Of gloo's, `direct` was never the fastest: its coalesced gathers run one after the other, each with a temporary.
-_CANDIDATES = {"gloo": ("p2p", "packed")}
+_CANDIDATES = {"gloo": ("packed", "p2p")}
 
 
 def _forced(made: dict[str, Transport]) -> str | None:

@@ -177,8 +177,8 @@ def test_transports_work_within_a_group_of_some_ranks(rank, world, name):
 def test_gloo_gets_rank_ordered_sums_by_any_name_and_others_their_own(rank, world):
     made = transports_of(dist.group.WORLD, torch.device("cpu"))
     assert {name: type(each) for name, each in made.items()} == {
-        "p2p": PointToPoint,
         "packed": RankOrdered,
+        "p2p": PointToPoint,
         "direct": RankOrderedDirect,
     }
     assert all(each.route.sums for each in made.values())

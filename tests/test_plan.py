@@ -54,14 +54,14 @@ def test_the_plan_of_the_demo_model_at_world_2():
         """\
 plan: 7 groups, 2,755,008 parameters, shard over 2
 group     parameters     shard  unsharded  dtype    reshard         transport
-(root)        98,496  0.19 MiB   0.38 MiB  float32  after backward  p2p
-blocks.0     442,752  0.84 MiB   1.69 MiB  float32  after forward   p2p, 2 packed
-blocks.1     442,752  0.84 MiB   1.69 MiB  float32  after forward   p2p, 2 packed
-blocks.2     442,752  0.84 MiB   1.69 MiB  float32  after forward   p2p, 2 packed
-blocks.3     442,752  0.84 MiB   1.69 MiB  float32  after forward   p2p, 2 packed
-blocks.4     442,752  0.84 MiB   1.69 MiB  float32  after forward   p2p, 2 packed
-blocks.5     442,752  0.84 MiB   1.69 MiB  float32  after forward   p2p, 2 packed
-peak of unsharded parameters and communication in a training step: 3.76 MiB""",
+(root)        98,496  0.19 MiB   0.38 MiB  float32  after backward  packed
+blocks.0     442,752  0.84 MiB   1.69 MiB  float32  after forward   packed
+blocks.1     442,752  0.84 MiB   1.69 MiB  float32  after forward   packed
+blocks.2     442,752  0.84 MiB   1.69 MiB  float32  after forward   packed
+blocks.3     442,752  0.84 MiB   1.69 MiB  float32  after forward   packed
+blocks.4     442,752  0.84 MiB   1.69 MiB  float32  after forward   packed
+blocks.5     442,752  0.84 MiB   1.69 MiB  float32  after forward   packed
+peak of unsharded parameters and communication in a training step: 7.13 MiB""",
     )
 
 
@@ -341,8 +341,8 @@ WAIT blocks.1         1536
 UNSHARD blocks.0      3584
 RESHARD blocks.1      2560
 REDUCE blocks.1       4608
-REDUCED blocks.1      2560
-WAIT blocks.0         1536
+WAIT blocks.0         3584
+REDUCED blocks.1      1536
 RESHARD blocks.0       512
 REDUCE blocks.0       2560
 RESHARD (root)        2048

@@ -119,7 +119,7 @@ def test_the_plan_shows_what_is_forced_and_another_name_is_an_error_that_lists_t
         with forced(name):
             line = next(line for line in str(composable_shard.make_plan(sharded())).splitlines() if "blocks.0" in line)
             assert line.endswith(f"  {shown}"), line
-    with forced("pigeon"), pytest.raises(ShardConfigValueError, match=r"TRANSPORT=pigeon: .* has p2p, packed, direct"):
+    with forced("pigeon"), pytest.raises(ShardConfigValueError, match=r"TRANSPORT=pigeon: .* has packed, p2p, direct"):
         sharded()(*rows(rank, 0))
 
 
@@ -130,7 +130,7 @@ def test_the_fastest_is_measured_once_for_each_size_class_and_all_ranks_agree(ra
     def fastest(transports, *rest):
         measured.append([each.route.name for each in transports])
         kept(*[transports, *rest])  # for real; then one that is not the first, to see that it is taken
-        return "packed"
+        return "p2p"
 
     _transports._fastest = fastest
     group = dist.new_group()
@@ -141,9 +141,9 @@ def test_the_fastest_is_measured_once_for_each_size_class_and_all_ranks_agree(ra
         for _ in range(2):
             model = sharded(mesh=mesh)
             train(model, rank, steps=1)
-            assert "p2p" in before
-            assert "p2p" not in str(composable_shard.make_plan(model))
-        assert measured == [["p2p", "packed"]], "once, for the only class in which they differ"
+            assert "p2p" not in before
+            assert "p2p" in str(composable_shard.make_plan(model))
+        assert measured == [["packed", "p2p"]], "once, for the only class in which they differ"
         small = composable_shard.fully_shard(nn.Linear(4, 4), mesh=mesh)
         small(torch.ones(1, 4)).sum().backward()
         assert len(measured) == 1
@@ -159,7 +159,7 @@ def test_ranks_take_the_slowest_ranks_times(rank, world):
     try:
         info = sharded().__dict__["_shard_state"].declaration.info
         transports = [*_transports.transports_of(dist.group.WORLD, torch.device("cpu")).values()][:2]
-        assert _transports._fastest(transports, dist.group.WORLD, info, 1 << 16) == "p2p"
+        assert _transports._fastest(transports, dist.group.WORLD, info, 1 << 16) == "packed"
     finally:
         _transports._timed = kept
 
