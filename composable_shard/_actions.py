@@ -151,6 +151,7 @@ class Actions:
         self.catch_up()
         group = use.group
         waits = bool(self._reductions) and group.reduces_first
+        waits = waits and (group.away or any(each.away for each in following))
         if waits and group.away:
             self._put_off = ()
             self.catch_up()

@@ -297,12 +297,12 @@ class GatherBucket(Bucket):
             return self._lane.launch(self._transport.all_gather, regions, shards, after=(after, slot.free_after))
         landing = self._pool.lease(self._layout.landing_bytes) if self._layout.landing is not None else None
         events = (after, slot.free_after) if landing is None else (after, slot.free_after, landing.free_after)
-        return self._lane.start(self._steps(slot, landing), events)
+        shards = local_tensors(self._sharded)
+        return self._lane.start(self._steps(slot, landing, shards), events, held=shards)
 
-    def _steps(self, slot: Slot, landing: Slot | None) -> Steps[None]:
+    def _steps(self, slot: Slot, landing: Slot | None, shards: list[torch.Tensor]) -> Steps[None]:
         """Gather large parameters alone, straight into their places, the others as one, to be copied there."""
         views = self._views_of(slot)
-        shards = local_tensors(self._sharded)
         if views.own:
             torch._foreach_copy_(views.own, [shards[i] for i in self._copied], non_blocking=self._offloads)
         if self._transport is None:

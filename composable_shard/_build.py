@@ -46,7 +46,7 @@ def _describe(
         is_root=is_root,
         reshard_after_forward=options.reshards(is_root),
         route=None if transports.gather is None else transports.gather.route,
-        reduces_first=options.reduces_first(info.device.type == "cpu"),
+        reduces_first=transports.replicate is None and options.reduces_first(info.device.type == "cpu"),
         small_size=0 if any(map(is_extended, params)) else options.few_ranks,
     )
 

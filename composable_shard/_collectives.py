@@ -6,7 +6,9 @@ which parameters it takes alone:
 
     packed   one collective moves all that share a buffer
     direct   coalesced gathers, each parameter straight into its place
-    p2p      on gloo: large parameters by sends and receives, small ones packed
+    p2p      on gloo: large parameters by sends and receives, the others packed
+
+Gradients are packed by all of them: so autograd's own can go while the collective runs.
 
 gloo's own all-gather and reduce-scatter make a temporary of the full size at every call, and beyond two ranks gloo adds
 in another order than that of the ranks, so that sums would not be equal, to the bit, to those of one process. There
@@ -38,7 +40,7 @@ from ._torch_distributed import (
 BROADCAST_FROM_BYTES = 512 * 1024  # of a bucket: smaller ones are faster with gloo's own all-gather
 ALONE_FROM_BYTES = 64 * 1024  # of a piece: smaller ones cost as much as messages of their own as all of them in one
 _AVERAGING = ("nccl", "xccl")  # backends that know a mean
-_GATHER_TAG, _REDUCE_TAG = 0x5AD0_0000, 0x5AD8_0000  # of messages; far from those that users number
+_TAG = 0x5AD0_0000  # of messages; far from those that users number
 
 Tensors = list[torch.Tensor]
 
@@ -57,12 +59,12 @@ class Transport(Protocol):
         """
 
     def reduce_scatter(
-        self, outs: Tensors, wholes: Tensors, scratch: torch.Tensor | None, mean: bool = False
+        self, out: torch.Tensor, bucket: torch.Tensor, scratch: torch.Tensor | None, mean: bool = False
     ) -> Awaitable:
-        """Set each of `outs`, (n,), to the sum over ranks of their part of `wholes`, (world * n,), for this rank.
+        """Set `out`, (n,), to the sum over ranks of their part of `bucket`, (world * n,), for this rank.
 
-        With `mean`, which only those can that average, to the mean. The last of `wholes` is a bucket, which may be
-        overwritten; those before it, moved alone, are not written to. `scratch` is as `ReduceLayout` says.
+        With `mean`, which only those can that average, to the mean. It may overwrite the bucket. `scratch` is of the
+        bucket's size, where `route.sums`.
         """
 
     def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Awaitable:
@@ -80,18 +82,27 @@ def _reals(tensors: Tensors) -> list[torch.Tensor]:
 
 
 class _All:
-    """Several handles as one, and what is left to do after them."""
+    """Several handles as one, and what is left to do after them; it holds what they read."""
 
-    __slots__ = ("_handles", "_rest")
+    __slots__ = ("_handles", "_held", "_rest")
 
-    def __init__(self, handles: Sequence[Awaitable | None], rest: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, handles: Sequence[Awaitable | None], rest: Callable[[], None] | None = None, held: object = None
+    ) -> None:
         self._handles = handles
         self._rest = rest
+        self._held = held
 
     def wait(self) -> None:
+        error: Exception | None = None
         for handle in self._handles:
-            if handle is not None:
-                handle.wait()
+            try:
+                if handle is not None:
+                    handle.wait()
+            except Exception as caught:  # the others still use their memory
+                error = error or caught
+        if error is not None:
+            raise error
         if self._rest is not None:
             self._rest()
 
@@ -115,9 +126,8 @@ class Packed:
         return handle
 
     def reduce_scatter(
-        self, outs: Tensors, wholes: Tensors, scratch: torch.Tensor | None, mean: bool = False
+        self, out: torch.Tensor, bucket: torch.Tensor, scratch: torch.Tensor | None, mean: bool = False
     ) -> Awaitable:
-        (out,), (bucket,) = outs, wholes
         handle: Awaitable = self._group._reduce_scatter_base(_real(out), _real(bucket), self._scatter[mean])
         return handle
 
@@ -127,10 +137,7 @@ class Packed:
 
 
 class Direct(Packed):
-    """The same, but for gathers of parameters one by one, coalesced.
-
-    Gradients are packed: one kernel copies them, and then autograd's own can go while the collective runs.
-    """
+    """The same, but for gathers of parameters one by one, coalesced."""
 
     route = Route("direct", gather_from=0)
 
@@ -180,22 +187,11 @@ class RankOrdered:
         return parts
 
     def reduce_scatter(
-        self, outs: Tensors, wholes: Tensors, scratch: torch.Tensor | None, mean: bool = False
+        self, out: torch.Tensor, bucket: torch.Tensor, scratch: torch.Tensor | None, mean: bool = False
     ) -> Awaitable:
-        (out,), (bucket,) = outs, wholes
         assert scratch is not None
-        rest = partial(self._add_up, out, list(scratch.view(self._world, -1)))
-        return _All([self._exchanged(bucket, scratch)], rest)
-
-    def _exchanged(self, bucket: torch.Tensor, scratch: torch.Tensor) -> Awaitable:
-        handle: Awaitable = self._group.alltoall_base(_real(scratch), _real(bucket), [], [], self._exchange)
-        return handle
-
-    @staticmethod
-    def _add_up(out: torch.Tensor, parts: Tensors) -> None:
-        torch.add(parts[0], parts[1], out=out)
-        for part in parts[2:]:
-            out.add_(part)
+        handle = self._group.alltoall_base(_real(scratch), _real(bucket), [], [], self._exchange)
+        return _All([handle], partial(_add_up, out, scratch.view(self._world, -1)))
 
     def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Awaitable:
         chunk = -(-tensor.numel() // self._world)
@@ -209,7 +205,7 @@ class RankOrdered:
             self.all_gather([bucket], [place]).wait()
             tensor.view(-1).copy_(bucket[: tensor.numel()])
 
-        return _All([self.reduce_scatter([own], [bucket], torch.empty_like(bucket), mean)], rest)
+        return _All([self.reduce_scatter(own, bucket, torch.empty_like(bucket), mean)], rest)
 
 
 class RankOrderedDirect(RankOrdered):
@@ -224,51 +220,27 @@ class RankOrderedDirect(RankOrdered):
 
 
 class PointToPoint(RankOrdered):
-    """The same with large parameters by sends and receives: from their shards into their places, without a buffer."""
+    """The same with large parameters by sends and receives: from their shards into their places, without a buffer.
 
-    route = Route("p2p", gather_from=ALONE_FROM_BYTES, reduce_from=ALONE_FROM_BYTES, sums=True)
+    Gradients are packed. To send them from where they are takes less time still, but they are autograd's: others may
+    hold them, and write to them, while they are being sent.
+    """
+
+    route = Route("p2p", gather_from=ALONE_FROM_BYTES, sums=True)
 
     def _gathered(self, at: int, whole: torch.Tensor, piece: torch.Tensor) -> list[Awaitable]:
         if piece.nbytes < ALONE_FROM_BYTES:
             return [self._flat_gather(whole, piece)]
-        parts, tag = self._with_own(whole, piece), _GATHER_TAG + at
+        parts, tag = self._with_own(whole, piece), _TAG + at
         found: list[Awaitable] = [self._group.recv([parts[rank]], rank, tag) for rank in self._others]
         return found + [self._group.send([piece], rank, tag) for rank in self._others]
 
-    def reduce_scatter(
-        self, outs: Tensors, wholes: Tensors, scratch: torch.Tensor | None, mean: bool = False
-    ) -> Awaitable:
-        assert scratch is not None
-        bucket = wholes[-1]
-        room = scratch[: bucket.numel()]
-        handles = [self._exchanged(bucket, room)]
-        sums = []
-        begin = bucket.numel()
-        for at, (out, whole) in enumerate(zip(outs[:-1], wholes[:-1], strict=True)):
-            end = begin + (self._world - 2) * out.numel()
-            rows = [out, *scratch[begin:end].view(self._world - 2, out.numel())] if end > begin else [out]
-            sums.append((out, self._sent(at, whole.view(self._world, -1), rows, handles)))
-            begin = end
-        sums.append((outs[-1], list(room.view(self._world, -1))))
 
-        def rest() -> None:
-            for out, parts in sums:
-                self._add_up(out, parts)
-
-        return _All(handles, rest)
-
-    def _sent(self, at: int, parts: torch.Tensor, rows: Tensors, handles: list[Awaitable]) -> list[torch.Tensor]:
-        """Launch the exchange of one tensor; returns where the parts of all ranks will be, in their order.
-
-        The first that is received goes where the sum will be: it is the first or the second to be added.
-        """
-        tag = _REDUCE_TAG + at
-        free = iter(rows)
-        found = [parts[rank] if rank == self._rank else next(free) for rank in range(self._world)]
-        for rank in self._others:
-            handles.append(self._group.recv([_real(found[rank])], rank, tag))
-            handles.append(self._group.send([_real(parts[rank])], rank, tag))
-        return found
+def _add_up(out: torch.Tensor, parts: torch.Tensor) -> None:
+    """The sum of some rows, in their order."""
+    torch.add(parts[0], parts[1], out=out)
+    for rank in range(2, parts.shape[0]):
+        out.add_(parts[rank])
 
 
 class Custom:
@@ -288,7 +260,6 @@ class Custom:
         self.route = Route(
             "custom",
             gather_from=was.gather_from if self._gather is None else None,
-            reduce_from=was.reduce_from if self._scatter is None else None,
             sums=was.sums and self._scatter is None,
         )
 
@@ -299,19 +270,18 @@ class Custom:
         out = self._gather.allocate((whole.numel(),), dtype=whole.dtype, device=whole.device)
         own = out.view(self._group.size(), -1)[self._group.rank()].copy_(piece.view(-1))
         handle = self._gather(output_tensor=out, input_tensor=own, group=self._group, async_op=True)
-        return _All([handle], partial(_copy, whole, out))
+        return _All([handle], partial(_copy, whole, out), held=own)
 
     def reduce_scatter(
-        self, outs: Tensors, wholes: Tensors, scratch: torch.Tensor | None, mean: bool = False
+        self, out: torch.Tensor, bucket: torch.Tensor, scratch: torch.Tensor | None, mean: bool = False
     ) -> Awaitable:
         if self._scatter is None:
-            return self._inner.reduce_scatter(outs, wholes, scratch, mean)
-        (out,), (bucket,) = outs, wholes
+            return self._inner.reduce_scatter(out, bucket, scratch, mean)
         to, frm = (self._scatter.allocate((t.numel(),), dtype=t.dtype, device=t.device) for t in (out, bucket))
         frm.copy_(bucket)
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         handle = self._scatter(output_tensor=to, input_tensor=frm, group=self._group, op=op, async_op=True)
-        return _All([handle], partial(_copy, out, to))
+        return _All([handle], partial(_copy, out, to), held=frm)
 
     def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Awaitable:
         return self._inner.all_reduce(tensor, mean)
@@ -326,7 +296,9 @@ def transports_of(group: dist.ProcessGroup, device: torch.device) -> dict[str, T
     name = backend_name(group, device)
     found: list[Transport]
     if name == "gloo":
-        found = [RankOrdered(group), PointToPoint(group), RankOrderedDirect(group)]
+        found = [RankOrdered(group), RankOrderedDirect(group)]
+        if device.type == "cpu":  # gloo sends no memory of a device
+            found.insert(1, PointToPoint(group))
     else:
         found = [Direct(group, name in _AVERAGING), Packed(group, name in _AVERAGING)]
     return {each.route.name: each for each in found}

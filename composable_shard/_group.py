@@ -44,13 +44,13 @@ class Reduction:
 
     Attributes:
         jobs: one a bucket.
-        gradients: the unsharded gradients, held until the collective has read them.
-        incomplete: whether any of them is None.
+        missing: for each parameter, whether it had no gradient on this rank.
+        incomplete: whether any had none.
         whole: whether it will be finished, so that its result can be added to `.grad`.
     """
 
     jobs: list[tuple[ReduceBucket, Job[Reduced]]]
-    gradients: list[torch.Tensor | None]
+    missing: list[bool]
     incomplete: bool
     whole: bool
 
@@ -146,8 +146,8 @@ class ParamGroup:
 
     @property
     def reduces_first(self) -> bool:
-        """Whether reductions are waited for before backward gathers for it."""
-        return self._settings.current.reduces_first(self._on_cpu)
+        """Whether reductions are waited for before backward gathers for it; not if their waits issue collectives."""
+        return self._transports.replicate is None and self._settings.current.reduces_first(self._on_cpu)
 
     @property
     def away(self) -> bool:
@@ -349,7 +349,8 @@ class ParamGroup:
         ]
         self._set_grads(GradPhase.REDUCING)
         self._in_flight += 1
-        return Reduction(jobs, list(gradients), any([g is None for g in gradients]), whole=whole)  # noqa: C419 - a list is the faster
+        missing = [gradient is None for gradient in gradients]
+        return Reduction(jobs, missing, True in missing, whole=whole)
 
     def _reduce_buckets(self) -> list[ReduceBucket]:
         trains = tuple([shard.requires_grad for shard in self.shards])
@@ -386,7 +387,7 @@ class ParamGroup:
             pieces.update(zip(bucket.indices, done.pieces, strict=True))
             for place, index in enumerate(bucket.indices) if asks else ():
                 # Other ranks are asked only where this one had none: on an accelerator that waits for the device.
-                if reduction.gradients[index] is None and not done.used[place].item() > 0:
+                if reduction.missing[index] and not done.used[place].item() > 0:
                     del pieces[index]
         self._in_flight -= 1
         if self._in_flight == 0:

@@ -112,13 +112,11 @@ class Route:
     Attributes:
         name: of the transport.
         gather_from: bytes of a rank's piece from which on a parameter is gathered alone; None for never.
-        reduce_from: likewise, for the reduction of a gradient.
         sums: whether each rank adds up what the others send, which takes a buffer to receive it in.
     """
 
     name: str
     gather_from: int | None = None
-    reduce_from: int | None = None
     sums: bool = False
 
 
@@ -166,22 +164,18 @@ def gather_layout(
 
 @dataclass(frozen=True, slots=True)
 class ReduceLayout:
-    """How gradients are reduced: some alone, the others in one bucket, with a mark a gradient at its end.
+    """How gradients are reduced: in one bucket, each rank's chunk of which ends with a mark a gradient.
+
+    The order is that of the gradients on every transport: replicas, which may choose others, reduce the result again.
 
     Attributes:
-        order: indices of the gradients, those that go alone first.
-        alone: how many these are.
-        result: one rank's pieces, in this order and one after the other.
-        begin: where in a result the pieces of the bucket begin.
-        numel: length of a result, the marks included.
+        result: one rank's pieces, one after the other.
+        numel: length of a chunk, the marks included.
         nbytes: of the bucket.
         scratch: elements of the buffer in which to receive what is added up.
     """
 
-    order: tuple[int, ...]
-    alone: int
     result: BucketLayout
-    begin: int
     numel: int
     nbytes: int
     scratch: int
@@ -204,15 +198,10 @@ def reduce_layout(
         route: of the transport; None where there is nothing to reduce.
         slots: bytes of buffers that others use; the bucket is made as large as one of them that is but little larger.
     """
-    least = None if route is None else route.reduce_from
-    found = bucket_layout(shapes, world, dims=dims).params
-    alone = [i for i, param in enumerate(found) if param.even and _is_alone(param, itemsize, least)]
-    order = alone + [i for i in range(len(shapes)) if i not in alone]
-    result = bucket_layout([shapes[i] for i in order], world, dims=[dims[i] for i in order])
-    begin = sum(param.piece for param in result.params[: len(alone)])
+    result = bucket_layout(shapes, world, dims=dims)
     numel = result.numel + len(shapes)
-    bucket = world * (numel - begin)
-    nbytes = 0 if route is None else bucket * itemsize
-    scratch = bucket + (world - 2) * begin if route is not None and route.sums else 0
+    if route is None:
+        return ReduceLayout(result, numel, 0, 0)
+    nbytes = world * numel * itemsize
     roomy = [slot for slot in slots if nbytes <= slot <= nbytes * 9 // 8]
-    return ReduceLayout(tuple(order), len(alone), result, begin, numel, min(roomy, default=nbytes), scratch)
+    return ReduceLayout(result, numel, min(roomy, default=nbytes), world * numel if route.sums else 0)

@@ -135,7 +135,10 @@ class Methods(TorchFSDPModule):
         _set(self, recurse, reduce_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions may be in flight: issuing one more waits for the oldest. 2 by default.
+        """How many reductions may be in flight: issuing one more waits for the oldest.
+
+        Before it is called two may be; and on a CPU, without replicas, they are waited for before backward gathers what
+        follows, so that both use the same memory.
 
         Raises:
             ShardConfigTypeError: the value is no int.

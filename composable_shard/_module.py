@@ -40,8 +40,6 @@ from ._torch import (
     with_side_effects,
 )
 
-_MODULE_CALL = nn.Module.__call__  # as it was: a class may have another, and torch.fx puts one in its place
-
 
 class UnshardHandle(TorchUnshardHandle):
     """An unshard that was issued and not yet waited for."""
@@ -74,7 +72,7 @@ class FSDPModule(Methods):
             return _trace(self, call, args, kwargs)  # type: ignore[arg-type]
         if self._compiled_call_impl is not None:  # type: ignore[attr-defined]
             return _run_compiled(self, call, args, kwargs)  # type: ignore[arg-type]
-        if call.__func__ is _MODULE_CALL and not _has_hooks_of_others(self):  # type: ignore[arg-type]
+        if _is_torchs(call) and not _has_hooks_of_others(self):  # type: ignore[arg-type]
             return _run(self, _call_alone, (self, args, kwargs), {})  # type: ignore[arg-type]
         return _run(self, call, args, kwargs)  # type: ignore[arg-type]
 
@@ -135,6 +133,12 @@ class FSDPModule(Methods):
         """Give the unsharded parameters of this module up. Ignored while its forward runs."""
         state: ShardState = self.__dict__[STATE]
         state.release()
+
+
+def _is_torchs(call: Any) -> bool:
+    """Whether a module's call is torch's own: a class may have another, and torch.fx puts one in its place."""
+    torchs = nn.Module._wrapped_call_impl
+    return getattr(call, "__func__", None) is torchs and type(call.__self__)._call_impl is nn.Module._call_impl
 
 
 def _has_hooks_of_others(module: nn.Module) -> bool:

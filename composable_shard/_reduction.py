@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -74,14 +73,9 @@ class ReduceBucket:
         self._set_division(info, options)
         shapes, dims = [p.shape for _, p in members], [p.dim for _, p in members]
         route = None if self._shard is None else self._shard.route
-        if route is not None and self._divide_before is not None:
-            route = replace(route, reduce_from=None)  # gradients are autograd's, and not ours to divide
         self._layout = layout = reduce_layout(shapes, info.shard_size, dtype.itemsize, dims, route, slots)
-        members = [members[i] for i in layout.order]
         self.indices = [index for index, _ in members]
-        self._alone = layout.alone
-        packed = layout.result.params[layout.alone :]
-        self._even = all(p.even and p.piece and p.dim == 0 for p in packed)
+        self._even = all(p.even and p.piece and p.dim == 0 for p in layout.result.params)
         self._members = [
             _Member(at, at.local_shape(info.shard_rank), param.dtype)
             for (_, param), at in zip(members, layout.result.params, strict=True)
@@ -94,7 +88,6 @@ class ReduceBucket:
             self._own.append(len(self._sizes))
             self._sizes += [own, at.piece - own] if own < at.piece else [own]
         self._sizes.append(len(members))
-        self._outs = [*(at.piece for at in layout.result.params[: layout.alone]), layout.numel - layout.begin]
         self._ones = torch.ones(info.shard_size * len(members), dtype=dtype, device=info.device)
         self._others = {m.stored for m in self._members} - {dtype}
         self._world = info.shard_size
@@ -131,33 +124,40 @@ class ReduceBucket:
         out = self._ones.new_empty(numel)
         others = {d: self._ones.new_empty(numel, dtype=d) for d in self._others} if self._others else {}
         slots = [self._pool.lease(nbytes) for nbytes in self._leased]
-        after = (self._lane.mark(), *[slot.free_after for slot in slots])
-        steps = self._steps(gradients, partial, whole, out, others, slots)
-        return self._lane.start(steps, after, held=(out, others, gradients, partial))
+        # Packed here, too: then nobody has to hold autograd's gradients until the collective is done.
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._pack(gradients, out, slots)
+        else:
+            self._pack(gradients, out, slots)
+        after = (self._lane.mark(), *[slot.free_after for slot in slots[1:]])
+        steps = self._steps(partial, whole, out, others, slots)
+        return self._lane.start(steps, after, held=(out, others, partial))
+
+    def _pack(self, gradients: Sequence[torch.Tensor | None], out: torch.Tensor, slots: Sequence[Slot]) -> None:
+        """Fill the bucket, or the result if there is nobody to reduce with over the shard axis."""
+        if not slots:
+            bucket, chunks = out, out.view(1, -1)
+        else:
+            if slots[0].free_after is not None:
+                torch.accelerator.current_stream().wait_event(slots[0].free_after)
+            bucket, chunks = self._views_of(slots[0])
+        self._copy_in(gradients, chunks)
+        if self._divide_before is not None:
+            bucket.div_(self._divide_before)
 
     def _steps(
         self,
-        gradients: Sequence[torch.Tensor | None],
         partial: Partial | None,
         whole: bool,
         out: torch.Tensor,
         others: dict[torch.dtype, torch.Tensor],
         slots: list[Slot],
     ) -> Steps[Reduced]:
-        if self._shard is None:
-            self._copy_in(gradients, out.view(1, -1))
-            if self._divide_before is not None:
-                out.div_(self._divide_before)
-        else:
-            bucket, chunks = self._views_of(slots[0])
-            self._copy_in(gradients, chunks)
-            if self._divide_before is not None:
-                bucket.div_(self._divide_before)
+        if self._shard is not None:
+            bucket = self._views_of(slots[0])[0]
             scratch = self._scratch_in(slots[1]) if len(slots) > 1 else None
-            wholes, outs = [bucket], [out]
-            if self._alone:
-                wholes, outs = [*self._sent_alone(gradients), bucket], split(out, self._outs)
-            yield self._shard.reduce_scatter(outs, wholes, scratch, self._mean and self._shard.averages)
+            yield self._shard.reduce_scatter(out, bucket, scratch, self._mean and self._shard.averages)
             for slot in slots:
                 self._pool.release(slot, self._lane.mark())
         if partial:
@@ -206,7 +206,7 @@ class ReduceBucket:
         views = self._seen.get(slot)
         if views is None:
             with torch.inference_mode(False), torch.no_grad():
-                numel = self._world * (self._layout.numel - self._layout.begin)
+                numel = self._world * self._layout.numel
                 flat = slot.typed(self.dtype, written=True)[:numel]
                 views = self._seen[slot] = (flat, flat.view(self._world, -1))
         return views
@@ -215,32 +215,18 @@ class ReduceBucket:
         with torch.inference_mode(False), torch.no_grad():
             return slot.typed(self.dtype, written=True)[: self._layout.scratch]
 
-    def _sent_alone(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """The gradients that are reduced from where they are, flat."""
-        found = []
-        for member, gradient in zip(self._members[: self._alone], gradients, strict=False):
-            if gradient is None:
-                gradient = self._ones.new_zeros(member.layout.shape)
-            found.append(gradient.to(self.dtype).contiguous().view(-1))
-        return found
-
     def _copy_in(self, gradients: Sequence[torch.Tensor | None], chunks: torch.Tensor) -> None:
-        """Fill the bucket, (world, chunk): the pieces of the packed, then for each gradient a 1 if it exists here."""
-        packed = gradients[self._alone :]
-        given = [gradient for gradient in packed if gradient is not None and gradient.dtype is self.dtype]
-        missing = [gradient is None for gradient in gradients]
-        if self._even and len(given) == len(packed) and True not in missing:
+        """Fill the bucket, (world, chunk): the pieces of each gradient, then a 1 for each that exists on this rank."""
+        given = [gradient for gradient in gradients if gradient is not None and gradient.dtype is self.dtype]
+        if self._even and len(given) == len(gradients):
             chunk_cat([*given, self._ones], chunks)
             return
-        marks = chunks[:, -len(missing) :].fill_(1)
-        for at, none in enumerate(missing):
-            if none:
-                marks[:, at].zero_()
+        marks = chunks[:, -len(gradients) :].fill_(1)
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for member, gradient in zip(self._members[self._alone :], packed, strict=True):
-            begin = member.layout.offset - self._layout.begin
-            place = chunks[:, begin : begin + member.layout.piece]
+        for at, (member, gradient) in enumerate(zip(self._members, gradients, strict=True)):
+            place = chunks[:, member.layout.offset : member.layout.offset + member.layout.piece]
             if gradient is None:
+                marks[:, at].zero_()
                 place.zero_()
             else:
                 pairs += paired(place, gradient, member.layout)

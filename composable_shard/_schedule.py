@@ -99,10 +99,12 @@ class _Writer:
 
     def enter_behind(self, fqn: str, ahead: str | None) -> None:
         """The same, with what must be gathered behind the reductions in flight."""
-        if fqn not in self.resident and fqn not in self.gathering:
+        away = {fqn, ahead} - {None} - self.resident - self.gathering
+        if fqn in away:
             self.settle()
         self.enter(fqn, None)
-        self.settle()
+        if away:
+            self.settle()
         if ahead is not None:
             self.unshard(ahead)
 

@@ -105,7 +105,7 @@ class StreamLane(Lane):
     """The lane of an accelerator: a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
-        # Ahead of compute: communication is what others wait for, and it takes few of the device's units.
+        # Copies and casts around a collective go ahead of compute, which waits for them.
         self._stream = torch.Stream(device, priority=_HIGH_PRIORITY)
 
     def start(self, steps: Steps[T], after: Events = (), held: object = None) -> Job[T]:

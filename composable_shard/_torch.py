@@ -15,7 +15,7 @@ import torch
 import torch.utils.checkpoint
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _pop_mode, _push_mode
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 T = TypeVar("T")
@@ -291,6 +291,11 @@ def return_gradient_hooks(
     if post_hooks and not leaf._post_accumulate_grad_hooks:
         leaf._post_accumulate_grad_hooks, post_hooks = post_hooks[0], post_hooks[1:]
     return tensor_hooks, post_hooks
+
+
+def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
+    """Operations within are seen by no mode of users or of torch (selective checkpoints, fake tensors)."""
+    return _disable_current_modes()
 
 
 def any_module_hooks() -> bool:

@@ -1,9 +1,9 @@
 """Which transports serve a group: those that a user names, else those that a measurement has found to be fastest.
 
 What is fastest depends on the network, the backend and the size of what is moved. So the first engine of a process
-group measures the transports of its backend, for each size class that it needs, with a gather and a reduction of a
-sample. All ranks take the slowest rank's times, and with them the same decision. It is kept as long as the process
-group is, and without it (before the first forward, on a simulated network) the first transport is taken.
+group measures the transports of its backend, for each size class that it needs, with gathers of a sample. All ranks of
+the group take the slowest rank's times, and with them the same decision. It is kept as long as the process group is,
+and without it (before the first forward, on a simulated network) the first transport is taken.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from ._collectives import Custom, Transport, Transports, transports_of
 from ._errors import ShardConfigValueError
-from ._layout import GatherLayout, gather_layout, reduce_layout
+from ._layout import GatherLayout, gather_layout
 from ._mesh import MeshInfo
 from ._policies import Comms, Options
 from ._streams import Steps, lane_for
-from ._torch import chunk_cat, split
+from ._torch import without_dispatch_modes
 from ._torch_distributed import all_reduce_options, backend_name
 
 VARIABLE = "COMPOSABLE_SHARD_TRANSPORT"
@@ -70,7 +70,11 @@ class TransportCache:
         if group is None or size == 1:
             return None
         made = self._all(group, info.device)
-        name = _forced(made) or _measured.get(group, {}).get(size_class(nbytes)) or next(iter(made))
+        name = (
+            _forced(made, _words(group, info.device))
+            or _measured.get(group, {}).get(size_class(nbytes))
+            or next(iter(made))
+        )
         if comms is None:
             return made[name]
         key = group, comms, name
@@ -93,26 +97,31 @@ class TransportCache:
             return
         found, at = _measured.setdefault(group, {}), size_class(sum(pieces) * info.shard_size)
         made = self._all(group, info.device)
-        if at in found or _forced(made) or backend_name(group, info.device) in _SIMULATED:
+        if at in found or _forced(made, _words(group, info.device)) or backend_name(group, info.device) in _SIMULATED:
             return
         candidates = [name for name in made if name in _CANDIDATES.get(backend_name(group, info.device), made)]
         takes = {_takes_alone(made[name], pieces) for name in candidates}
         if len(takes) > 1:
-            found[at] = _fastest([made[name] for name in candidates], group, info, _SAMPLE_BYTES[at])
+            with without_dispatch_modes():
+                found[at] = _fastest([made[name] for name in candidates], group, info, _SAMPLE_BYTES[at])
 
 
 # Of gloo's, `direct` was never the fastest: its coalesced gathers run one after the other, each with a temporary.
 _CANDIDATES = {"gloo": ("packed", "p2p")}
 
 
-def _forced(made: dict[str, Transport]) -> str | None:
+def _forced(made: dict[str, Transport], where: str) -> str | None:
     wanted = os.environ.get(VARIABLE, "").strip().lower()
     if wanted and wanted not in made:
         raise ShardConfigValueError(
-            f"{VARIABLE}={wanted}: this process group has no such transport; it has {', '.join(made)}. Unset the "
+            f"{VARIABLE}={wanted}: {where} has no such transport; it has {', '.join(made)}. Unset the "
             "variable to let a measurement decide"
         )
     return wanted or None
+
+
+def _words(group: dist.ProcessGroup, device: torch.device) -> str:
+    return f"the {backend_name(group, device)} process group of {group.size()} ranks"
 
 
 def _takes_alone(transport: Transport, pieces: Sequence[int]) -> bool:
@@ -129,7 +138,7 @@ def _fastest(transports: Sequence[Transport], group: dist.ProcessGroup, info: Me
             for at, run in enumerate(runs):  # in turns, so that what else happens falls on all
                 taken = _timed(run, info.device)
                 best[at] = min(best[at], taken) if count else best[at]
-        agreed = torch.tensor(best, dtype=torch.float64).to(info.device)
+        agreed = torch.tensor(best, dtype=torch.float64, device=info.device)
         group.allreduce([agreed], all_reduce_options(dist.ReduceOp.MAX)).wait()
         seconds = agreed.tolist()
     quickest = min(range(len(seconds)), key=seconds.__getitem__)
@@ -146,34 +155,21 @@ def _timed(run: Callable[[], None], device: torch.device) -> float:
 
 def _wait(device: torch.device) -> None:
     if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+        torch.accelerator.current_stream(device).synchronize()
 
 
 def _sample(transport: Transport, info: MeshInfo, nbytes: int) -> Callable[[], None]:
-    """A gather and a reduction of parameters with so many bytes in all, with the copies that the transport demands."""
+    """A gather of parameters with so many bytes in all, with the copies that the transport demands."""
     world, rank, device = info.shard_size, info.shard_rank, info.device
     rows = -(-nbytes // (4 * sum(_SHARES) * world))
     shapes, dims = [(world, rows * share) for share in _SHARES], [0] * len(_SHARES)
-    to = gather_layout(shapes, world, 4, dims, transport.route)
-    frm = reduce_layout(shapes, world, 4, dims, transport.route)
-    slot = torch.zeros(to.places.total, device=device)
-    shards = [torch.zeros(param.piece, device=device) for param in to.places.params]
-    gradients = [torch.zeros(shapes[i], device=device) for i in frm.order]
-    marks = torch.ones(world * len(shapes), device=device)
-    bucket = torch.zeros(world, frm.numel - frm.begin, device=device)
-    out = torch.zeros(frm.numel, device=device)
-    scratch = torch.zeros(frm.scratch, device=device) if frm.scratch else None
-    outs = split(out, [*(param.piece for param in frm.result.params[: frm.alone]), frm.numel - frm.begin])
+    layout = gather_layout(shapes, world, 4, dims, transport.route)
+    slot = torch.zeros(layout.places.total, dtype=torch.float32, device=device)
+    shards = [torch.zeros(param.piece, dtype=torch.float32, device=device) for param in layout.places.params]
     lane = lane_for(device)
 
-    def reduce() -> Steps[None]:
-        chunk_cat([*gradients[frm.alone :], marks], bucket)
-        wholes = [*(gradient.view(-1) for gradient in gradients[: frm.alone]), bucket.view(-1)]
-        yield transport.reduce_scatter(outs, wholes, scratch)
-
     def run() -> None:
-        lane.start(_gather(transport, to, slot, shards, rank)).finish()
-        lane.start(reduce()).finish()
+        lane.start(_gather(transport, layout, slot, shards, rank)).finish()
 
     return run
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
+import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import fully_shard as fsdp2
@@ -120,3 +122,43 @@ def test_a_forward_put_on_the_instance_is_called(rank, world):
         model[0].forward = lambda x, inner=inner: inner(x) * 5
         found[name] = step(model, x)
     assert alike(found)
+
+
+class Implemented(nn.Linear):
+    """A class that changes what torch's call does."""
+
+    def _call_impl(self, *args, **kwargs):
+        return 2 * super()._call_impl(*args, **kwargs)
+
+
+class Partly(nn.Linear):
+    """A class whose call is no plain method."""
+
+    @property
+    def __call__(self):
+        return functools.partial(nn.Linear.__call__, self)
+
+
+@pytest.mark.parametrize("kind", [Implemented, Partly])
+@distributed(world=2)
+def test_other_ways_to_change_a_call_are_kept(rank, world, kind):
+    x = torch.full((2, 4), rank + 1.0)
+    plain, model = build(lambda module: module, kind), build(composable_shard.fully_shard, kind)
+    assert torch.equal(model(x), plain(x))
+
+
+@distributed(world=2)
+def test_a_patched_call_is_called(rank, world):
+    x, kept, seen = torch.full((2, 4), rank + 1.0), nn.Module.__call__, []
+    model = build(composable_shard.fully_shard)
+
+    def patched(self, *args, **kwargs):
+        seen.append(type(self).__name__)
+        return kept(self, *args, **kwargs)
+
+    nn.Module.__call__ = patched
+    try:
+        model(x)
+    finally:
+        nn.Module.__call__ = kept
+    assert len(seen) == 3

@@ -17,6 +17,7 @@ from composable_shard._collectives import (
     PointToPoint,
     RankOrdered,
     RankOrderedDirect,
+    _All,
     transports_of,
 )
 
@@ -48,12 +49,9 @@ def gather(transport, bucket, chunk):
     run(transport.all_gather([bucket], [chunk]))
 
 
-def reduce(transport, outs, wholes):
-    """The last of `wholes` is a bucket, the others are moved alone."""
-    world = dist.get_world_size()
-    numel = world * outs[-1].numel() + (world - 2) * sum(out.numel() for out in outs[:-1])
-    scratch = torch.full((numel,), float("nan")).to(outs[0].dtype) if transport.route.sums else None
-    run(transport.reduce_scatter(outs, wholes, scratch))
+def reduce(transport, out, bucket):
+    scratch = torch.full(bucket.shape, float("nan")).to(bucket.dtype) if transport.route.sums else None
+    run(transport.reduce_scatter(out, bucket, scratch))
 
 
 def ordered_sum(tensors):
@@ -87,7 +85,7 @@ def test_buckets_of_any_dtype_are_moved(rank, world, name, dtype):
     gather(transport, bucket, chunk)
     assert torch.equal(bucket, torch.cat([torch.arange(5) + 10 * r for r in range(world)]).to(dtype))
     out, full = torch.zeros(5, dtype=dtype), bucket.clone()
-    reduce(transport, [out], [full])
+    reduce(transport, out, full)
     assert torch.equal(out, world * bucket.view(world, 5)[rank])
 
 
@@ -97,7 +95,7 @@ def test_buckets_of_any_dtype_are_moved(rank, world, name, dtype):
 def test_reduce_scatter_gives_each_rank_the_sum_of_its_part(rank, world, name, numel):
     transport = make(name)
     bucket, out = data(rank, world * numel), torch.full((numel,), float("nan"))
-    reduce(transport, [out], [bucket])
+    reduce(transport, out, bucket)
     want = data(rank, world * numel)
     dist.all_reduce(want)
     torch.testing.assert_close(out, want.view(world, numel)[rank])
@@ -122,7 +120,7 @@ def test_rank_ordered_sums_run_in_the_order_of_the_ranks_to_the_bit(rank, world,
     brought = [rough_data(r, world * numel) for r in range(world)]
     want = ordered_sum(brought)
     bucket, out = brought[rank].clone(), torch.empty(numel)
-    reduce(transport, [out], [bucket])
+    reduce(transport, out, bucket)
     assert torch.equal(out, want.view(world, numel)[rank])
     whole = brought[rank].clone()
     run(transport.all_reduce(whole))
@@ -206,19 +204,29 @@ def test_a_gather_of_several_fills_every_whole_with_its_pieces(rank, world, name
         assert torch.equal(whole, want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-@distributed(world=(2, 4))
-def test_gradients_that_are_reduced_alone_keep_their_bits_and_sums_run_in_the_order_of_the_ranks(rank, world, dtype):
-    sizes = [ALONE_FROM_BYTES // 4, 3, ALONE_FROM_BYTES // 2, 5]  # elements of a rank; the last is the bucket's
-    brought = [[rough_data(10 * at + r, world * n).to(dtype) for at, n in enumerate(sizes)] for r in range(world)]
-    mine = [tensor.clone() for tensor in brought[rank]]
-    outs = [torch.empty(n, dtype=dtype) for n in sizes]
-    reduce(make("point-to-point"), outs, mine)
-    for at, out in enumerate(outs):
-        want = ordered_sum([brought[r][at] for r in range(world)])
-        assert torch.equal(out, want.view(world, -1)[rank])
-    for now, before in zip(mine[:-1], brought[rank], strict=False):
-        assert torch.equal(now, before)
+class Broken:
+    """A handle that fails."""
+
+    def wait(self):
+        raise RuntimeError("lost")
+
+
+class Waited:
+    """A handle that notes that it was waited for."""
+
+    def __init__(self):
+        self.done = False
+
+    def wait(self):
+        self.done = True
+
+
+def test_after_a_failure_all_other_handles_are_waited_for_and_nothing_else_is_done():
+    after, rest = Waited(), []
+    with pytest.raises(RuntimeError, match="lost"):
+        _All([None, Broken(), after], lambda: rest.append(1)).wait()
+    assert after.done
+    assert not rest
 
 
 @distributed(world=2)

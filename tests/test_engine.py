@@ -75,10 +75,10 @@ UNSHARD blocks.0
 RESHARD blocks.1
 REDUCE blocks.1
 WAIT blocks.0
-REDUCED blocks.1
 RESHARD blocks.0
 REDUCE blocks.0
 RESHARD (root)
+REDUCED blocks.1
 REDUCE (root)
 REDUCED blocks.0
 REDUCED (root)""",
@@ -178,10 +178,10 @@ UNSHARD blocks.0
 RESHARD blocks.1
 REDUCE blocks.1
 WAIT blocks.0
-REDUCED blocks.1
 RESHARD blocks.0
 REDUCE blocks.0
 RESHARD (root)
+REDUCED blocks.1
 REDUCE (root)
 REDUCED blocks.0
 REDUCED (root)""",
@@ -199,8 +199,8 @@ def test_weights_that_backward_needs_again_at_once_are_kept(rank, world):
         train_step(model, step)
     text = str(last_record(model))
     assert text.endswith(
-        "UNSHARD blocks.0\nWAIT blocks.0\nREDUCE blocks.0\nREDUCED blocks.0\nRESHARD blocks.0\nREDUCE blocks.0\n"
-        "RESHARD (root)\nREDUCE (root)\nREDUCED blocks.0\nREDUCED (root)"
+        "UNSHARD blocks.0\nWAIT blocks.0\nREDUCE blocks.0\nRESHARD blocks.0\nREDUCE blocks.0\n"
+        "RESHARD (root)\nREDUCED blocks.0\nREDUCE (root)\nREDUCED blocks.0\nREDUCED (root)"
     )
 
 

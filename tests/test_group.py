@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+import weakref
 
 import pytest
 import torch
@@ -335,3 +336,15 @@ def test_a_change_of_a_shard_makes_unsharded_weights_stale_until_they_are_gather
 def test_a_group_tells_its_name_and_phase_in_words(rank, world):
     _module, group = make_group(world)
     assert repr(group) == "ParamGroup(1, 2 parameters, sharded)"
+
+
+@distributed(world=2)
+def test_gradients_that_were_packed_are_not_held_until_their_reduction_is_done(rank, world):
+    _, group = make_group(world)
+    given = gradients(group)
+    seen = [weakref.ref(gradient) for gradient in given]
+    reduction = group.start_reduce(given)
+    del given
+    assert [ref() for ref in seen] == [None, None]
+    pieces = group.finish_reduce(reduction)
+    assert all(torch.equal(piece, torch.ones(piece.shape)) for piece in pieces.values())

@@ -342,10 +342,10 @@ UNSHARD blocks.0      3584
 RESHARD blocks.1      2560
 REDUCE blocks.1       4608
 WAIT blocks.0         3584
-REDUCED blocks.1      1536
-RESHARD blocks.0       512
-REDUCE blocks.0       2560
-RESHARD (root)        2048
+RESHARD blocks.0      2560
+REDUCE blocks.0       4608
+RESHARD (root)        4096
+REDUCED blocks.1      2048
 REDUCE (root)         3072
 REDUCED blocks.0      1024
 REDUCED (root)           0""",
