@@ -15,7 +15,6 @@ from ._bucket import Bucket
 from ._errors import ShardConfigStateError
 from ._group import Gradients, ParamGroup, Reduction, Runtime
 from ._node import Entries, Outputs, Use
-from ._param import accumulate
 from ._phases import ParamPhase
 from ._record import Record
 from ._schedule import MAX_REDUCTIONS, Action, Kind
@@ -88,7 +87,7 @@ class Actions:
 
     def ahead(self, group: ParamGroup | None) -> None:
         """Issue the gather of a group that will be needed soon."""
-        if group is not None and ((phase := group.phase) is ParamPhase.SHARDED or phase is ParamPhase.RESIDENT):
+        if group is not None and group.away:
             group.start_gather(self.changed)
             self._note(Kind.UNSHARD, group)
 
@@ -196,7 +195,8 @@ class Actions:
             self._accumulate(group, pieces)
 
     def _accumulate(self, group: ParamGroup, pieces: dict[int, torch.Tensor]) -> None:
-        accumulate(group.params, pieces)
+        for index, piece in pieces.items():
+            group.params[index].accumulate(piece)
 
     def discard(self) -> None:
         """Wait for all reductions and throw their results away."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,17 +72,6 @@ def paired(pieces: torch.Tensor, whole: torch.Tensor, layout: ParamLayout) -> li
     if layout.rest:
         pairs.append((pieces[full, : layout.rest], flat[full * layout.piece :]))
     return pairs
-
-
-def accumulate(params: Sequence[ShardedParam], pieces: Mapping[int, torch.Tensor]) -> None:
-    """Add this rank's pieces of reduced gradients, by index, to `.grad`, and call the hooks."""
-    for index, piece in pieces.items():
-        param = params[index]
-        sharded = param.sharded
-        if param._tensor_hooks or param._post_hooks or sharded.grad is not None:
-            param.accumulate(piece)
-        else:
-            sharded.grad = dtensor_like(sharded, piece)
 
 
 class ShardedParam:

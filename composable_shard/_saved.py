@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ._bucket import Bucket, GatherBucket
 from ._errors import SavedTensorModifiedError, StaleStateError
-from ._pool import BufferPool, Outside, Place, Slot
+from ._pool import BufferPool, Outside, Place
 from ._torch import SavedTensorsHooks, active_saved_tensors_hooks, passed_by_checkpoints, saved_tensors_hooks_set_aside
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -125,16 +125,7 @@ class _Hooks:
         self._keepers = owner.keepers
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        if type(tensor) in PLAIN:
-            try:
-                address = tensor.data_ptr()
-            except (RuntimeError, NotImplementedError):  # it has none, as sparse and functorch's tensors
-                slot = None
-            else:
-                slot = self._find(address)
-            found = None if slot is None else self._handle(tensor, address, slot)
-        else:
-            found = self._flattened(tensor)
+        found = self._handle(tensor) if type(tensor) in PLAIN else self._flattened(tensor)
         if found is not None:
             return found
         if self._outer is not None:
@@ -156,14 +147,12 @@ class _Hooks:
             return self._outer[1](packed.packed)
         return _restored(packed)
 
-    def _find_handle(self, tensor: torch.Tensor) -> Any:
+    def _handle(self, tensor: torch.Tensor) -> Any:
         """A handle if `tensor` lies among weights, else None."""
         address = address_of(tensor)
         slot = self._find(address)
-        return None if slot is None else self._handle(tensor, address, slot)
-
-    def _handle(self, tensor: torch.Tensor, address: int, slot: Slot | Outside) -> Any:
-        """A handle for a tensor that begins at `address`, in `slot`; None if nobody reads weights from it."""
+        if slot is None:
+            return None
         assert slot.owner is not None
         bucket: Any = slot.owner()
         if bucket is None:
@@ -182,7 +171,7 @@ class _Hooks:
     def _flattened(self, tensor: Any) -> Any:
         """What stands for a tensor of a subclass if any of its inner tensors lies among weights."""
         if type(tensor) in PLAIN or not hasattr(tensor, "__tensor_flatten__"):
-            return self._find_handle(tensor)
+            return self._handle(tensor)
         names, context = tensor.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}  # tensors, and a DTensor's mesh
         inner = {

@@ -109,18 +109,19 @@ class StreamLane(Lane):
         self._stream = torch.Stream(device, priority=_HIGH_PRIORITY)
 
     def start(self, steps: Steps[T], after: Events = (), held: object = None) -> Job[T]:
-        for event in after:
-            if event is not None:
-                self._stream.wait_event(event)
+        self._wait_for(after)
         with self._stream:
             return self._ended(Job(steps, held, drain=True))
 
     def launch(self, collective: Callable[..., Awaitable], *args: Any, after: Events) -> Job[None]:
-        for event in after:
-            if event is not None:
-                self._stream.wait_event(event)
+        self._wait_for(after)
         with self._stream:
             return self._ended(Job(None, args, drain=True, handle=collective(*args)))
+
+    def _wait_for(self, events: Events) -> None:
+        for event in events:
+            if event is not None:
+                self._stream.wait_event(event)
 
     def _ended(self, job: Job[T]) -> Job[T]:
         job._event = torch.Event(self._stream.device)
