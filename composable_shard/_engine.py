@@ -213,8 +213,8 @@ class Engine:
         self._pass.note(number)
         return self._pass
 
-    def before_backward(self, use: Use, outputs: Outputs) -> None:
-        """Backward has reached an output of a use."""
+    def before_backward(self, use: Use, outputs: Outputs, gradients: object = None) -> None:
+        """Backward has reached an output of a use, with these gradients."""
         now = self._open_pass(current_backward())
         if use.entered == now.number:
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right, insort
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,15 +17,25 @@ from ._debug import debugging, poison
 from ._streams import Lane
 
 SLOT_ALIGNMENT_BYTES = 512
+PlaceKey = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
 
 
-class Place(NamedTuple):
-    """Where a tensor lies within a slot."""
+class Place:
+    """Where a tensor lies within a slot. A pool has one object for each (`BufferPool.place`), told by its identity.
 
-    dtype: torch.dtype
-    offset: int  # elements of `dtype` from the start of the slot
-    shape: torch.Size
-    stride: tuple[int, ...]
+    Attributes:
+        dtype: of the tensor.
+        offset: elements of `dtype` from the start of the slot.
+        shape, stride: of the tensor.
+    """
+
+    __slots__ = ("dtype", "offset", "shape", "stride")
+
+    def __init__(self, dtype: torch.dtype, offset: int, shape: torch.Size, stride: tuple[int, ...]) -> None:
+        self.dtype = dtype
+        self.offset = offset
+        self.shape = shape
+        self.stride = stride
 
 
 class Slot:
@@ -71,9 +81,9 @@ class Slot:
         """A view of the slot; made once."""
         found = self._views.get(place)
         if found is None:
-            dtype, offset, shape, stride = place
             with torch.inference_mode(False), torch.no_grad():
-                found = self._views[place] = self.typed(dtype).as_strided(shape, stride, offset)
+                flat = self.typed(place.dtype)
+                found = self._views[place] = flat.as_strided(place.shape, place.stride, place.offset)
         return found
 
 
@@ -112,6 +122,14 @@ class BufferPool:
         self._slots: list[Slot] = []
         self._begins: list[int] = []
         self._outside: list[Outside] = []
+        self._places: dict[PlaceKey, Place] = {}
+
+    def place(self, key: PlaceKey) -> Place:
+        """The place with this dtype, offset, shape and stride: the same object each time."""
+        found = self._places.get(key)
+        if found is None:
+            found = self._places[key] = Place(*key)
+        return found
 
     def lease(self, nbytes: int, owner: Any = None, prefer: Slot | None = None) -> Slot:
         """A slot of at least `nbytes` bytes, with undefined content, until it is released.
@@ -157,6 +175,9 @@ class BufferPool:
             slot = self._slots[at - 1]
             if address < slot.end and slot.owner is not None:
                 return slot
+        return self._find_outside(address) if self._outside else None
+
+    def _find_outside(self, address: int) -> Outside | None:
         for outside in self._outside:
             if outside.begin <= address < outside.end:
                 return outside
