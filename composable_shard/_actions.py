@@ -208,7 +208,15 @@ class Actions:
             if group.phase is ParamPhase.SHARDED:
                 group.rebuild()
         self._by_bucket.clear()  # it would keep the old ones
-        self.pool.empty()
+        self.pool.forget()
+
+    def plan_memory(self) -> None:
+        """Between two steps: make an arena of what the pool has learned, if there is anything new."""
+        if self.pool.wants_arena and all(group.phase is ParamPhase.SHARDED for group in self.groups):
+            for group in self.groups:
+                group.rebuild()  # they hold views of the old slots
+            self._by_bucket.clear()
+            self.pool.make_arena()
 
     def group_of(self, bucket: Bucket) -> ParamGroup:
         """Whose bucket it is.

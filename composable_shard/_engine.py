@@ -122,6 +122,8 @@ class Engine:
                 self._do.drop(group)
         if adopted:
             self._do.rebuild(self.groups)
+        elif not waiting:
+            self._do.plan_memory()
         self.order.begin()
         self._first_seen = len(self._do.seen)
 

@@ -96,9 +96,10 @@ class ReduceBucket:
         self._others = {m.stored for m in self._members} - {dtype}
         self._world = info.shard_size
         self._hook = _on_stream(options.comms)
-        self._leased = [layout.nbytes] if self._shard is not None else []
+        name = members[0][1].fqn
+        self._leased = [(layout.nbytes, f"reduction {name}")] if self._shard is not None else []
         if layout.scratch:
-            self._leased.append(layout.scratch * dtype.itemsize)
+            self._leased.append((layout.scratch * dtype.itemsize, f"scratch {name}"))
         self._pool = pool
         self._lane = lane
         self._info = info
@@ -133,14 +134,14 @@ class ReduceBucket:
         numel = self._layout.numel
         out = self._ones.new_empty(numel)
         others = {d: self._ones.new_empty(numel, dtype=d) for d in self._others} if self._others else {}
-        slots = [self._pool.lease(nbytes) for nbytes in self._leased]
+        slots = [self._pool.lease(*what) for what in self._leased]
         # Packed here, too: then nobody has to hold autograd's gradients until the collective is done.
         if torch.is_grad_enabled():
             with torch.no_grad():
                 self._pack(gradients, out, slots)
         else:
             self._pack(gradients, out, slots)
-        after = (self._lane.mark(), *[slot.free_after for slot in slots[1:]])
+        after = (self._lane.mark(), *[event for slot in slots[1:] for event in slot.free_after])
         steps = self._steps(partial, whole, out, others, slots)
         return self._lane.start(steps, after, held=(out, others, partial))
 
@@ -149,8 +150,8 @@ class ReduceBucket:
         if not slots:
             bucket, chunks = out, out.view(1, -1)
         else:
-            if slots[0].free_after is not None:
-                torch.accelerator.current_stream().wait_event(slots[0].free_after)
+            for event in slots[0].free_after:
+                torch.accelerator.current_stream().wait_event(event)
             bucket, chunks = self._views_of(slots[0])
         self._copy_in(gradients, chunks)
         if self._divide_before is not None:
