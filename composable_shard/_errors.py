@@ -4,7 +4,8 @@
     ├── ShardConfigError            a setting, a module or a parameter that cannot be sharded as asked
     │   ├── ShardConfigValueError   ... of a right type and a wrong value  (also a ValueError)
     │   ├── ShardConfigTypeError    ... of a wrong type                    (also a TypeError)
-    │   └── ShardConfigStateError   ... found out at the first forward     (also a RuntimeError)
+    │   ├── ShardConfigStateError   ... found out at the first forward     (also a RuntimeError)
+    │   └── PoolBudgetError         a budget of memory that a group does not fit into    (also a ValueError)
     ├── StaleStateError             weights were changed between forward and backward        (also a RuntimeError)
     ├── SavedTensorModifiedError    a saved activation was written in place before backward (also a RuntimeError)
     └── PhaseError                  an illegal transition: a fault of this library (also an AssertionError)
@@ -33,6 +34,20 @@ class ShardConfigTypeError(ShardConfigError, TypeError):
 
 class ShardConfigStateError(ShardConfigError, RuntimeError):
     """A model that turns out, at its first forward, not to be ready to run."""
+
+
+class PoolBudgetError(ShardConfigValueError):
+    """A budget of memory that is too small for a group; found when the plan is made, before anything runs.
+
+    Attributes:
+        fqn: of the group that needs most.
+        least: the least budget that works, in bytes.
+    """
+
+    def __init__(self, message: str, fqn: str, least: int) -> None:
+        super().__init__(message)
+        self.fqn = fqn
+        self.least = least
 
 
 class StaleStateError(ComposableShardError, RuntimeError):
