@@ -67,7 +67,9 @@ class Arena:
     def __str__(self) -> str:
         ratio = self.nbytes / self.bound if self.bound else 1.0
         lanes = "".join(f"\n  lane {lane or '(all)'}: {nbytes} bytes" for lane, nbytes in self.lanes)
-        return f"arena: {self.nbytes} bytes for {len(self.slots)} lifetimes, lower bound {self.bound} ({ratio:.3f}){lanes}"
+        return (
+            f"arena: {self.nbytes} bytes for {len(self.slots)} lifetimes, lower bound {self.bound} ({ratio:.3f}){lanes}"
+        )
 
 
 def peak_bytes(lifetimes: Iterable[Lifetime]) -> int:
@@ -118,7 +120,7 @@ def _arcs(life: Lifetime, period: int | None) -> Iterator[tuple[int, int]]:
     if period is None or life.closed <= period:
         yield life.opened, life.closed
     else:
-        assert life.opened < period and life.closed - life.opened <= period, f"{life} is longer than {period} steps"
+        assert life.closed - period <= life.opened < period, f"{life} meets itself, in a loop of {period} steps"
         yield 0, life.closed - period
         yield life.opened, period
 

@@ -32,7 +32,8 @@ from ._schedule import (
 from ._simulation import Sizes, Timeline, Times, lifetimes, live_bytes, simulate
 
 _LEVELS = ((MAX_REDUCTIONS, False), (1, False), (1, True))  # reductions in flight; whether they come first
-_MOST_ACTIONS = 400_000  # to look at in a search for what to keep: a few seconds at most
+_MOST_ACTIONS = 100_000  # to look at in a search for what to keep: a second or two
+_SMALL = 400  # actions of a step up to which fewer reductions in flight are tried though more would fit
 
 
 class _Gather(NamedTuple):
@@ -152,9 +153,10 @@ def scheduled(
     if policy.kind == "auto" and times is not None:
         return _Auto(steps, sizes, times, budget).best().schedule
     bare = _fitting(steps, sizes, budget)
-    wanted = _by_bytes(bare, policy.amount) if policy.kind == "bytes" else _by_depth(bare, policy.amount or 0)
-    if policy.kind == "auto":
-        wanted = _by_depth(bare, 1)
+    if policy.kind == "bytes":
+        wanted = _by_bytes(bare, policy.amount or 0)
+    else:
+        wanted = _by_depth(bare, 1 if policy.amount is None else policy.amount)
     return bare.under(wanted, budget)[0]
 
 
@@ -214,8 +216,8 @@ def _check_budget(steps: Sequence[Step], sizes: Mapping[str, Sizes], budget: int
     fqn = least.actions[least.live.index(least.peak)].fqn
     size = sizes[fqn]
     raise PoolBudgetError(
-        f"PoolPolicy(budget={budget}): {fqn or ROOT_NAME} cannot fit. The least budget that works is {least.peak} bytes: "
-        f"its weights take {size.weights}, a gather {size.landing} and a reduction {size.reduction} besides, and the "
+        f"PoolPolicy(budget={budget}): {fqn or ROOT_NAME} cannot fit. The least budget that works is "
+        f"{least.peak} bytes: its weights take {size.weights}, a gather {size.landing} and a reduction {size.reduction} besides, and the "
         "root's weights stay beside it. Raise the budget, or shard the group's modules one by one",
         fqn,
         least.peak,
@@ -239,6 +241,9 @@ class _Auto:
     ) -> None:
         self.steps, self.sizes, self.times = steps, sizes, times
         self.kept = _fitting(steps, sizes, budget).schedule.kept
+        # What settings keep stays, unless the budget has taken some of it: then others may be the better choice.
+        fits = self.kept == kept_by_setting(steps)
+        self.fixed = {step.fqn for step in steps if step.fqn in self.kept and (fits or step.is_root)}
         self.budget = budget
         self.looked_at = 0
         self.slack = 0.002 * sum(times[step.fqn].forward + times[step.fqn].backward for step in steps)
@@ -266,7 +271,7 @@ class _Auto:
             return waited / max(1, self.sizes[fqn].weights)
 
         more = sorted((fqn for fqn in order if fqn not in kept), key=lambda fqn: (-saved(fqn), -order.index(fqn)))
-        less = [fqn for fqn in order if fqn in kept and fqn not in self.kept]
+        less = [fqn for fqn in order if fqn in kept and fqn not in self.fixed]
         batch = len(more) // 2
         while batch > 1:  # many at once where there is much to keep
             yield from self._trying(kept | set(more[:batch]), limit)
@@ -292,6 +297,8 @@ class _Auto:
             self.looked_at += len(bare.actions)
             if limit is not None and bare.peak > limit:
                 continue
+            if tries and len(bare.actions) > _SMALL:
+                break
             one = self._judged(bare.under(_by_depth(bare, 1), limit)[0])
             most = min(most, one.exposed)  # never worse than one ahead
             schedule, issued = bare.under([bare.first_event(gather) for gather in bare.gathers], limit)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ._arena import Lifetime
+from ._arena import Lifetime, peak_bytes
 from ._errors import ShardConfigValueError
 from ._schedule import ROOT_NAME, Action, Kind
 
@@ -51,19 +51,19 @@ class Times:
     small_gather: float = 0.0
 
 
-Seconds = Mapping[str, float] | Sequence[tuple[str, float]]
+Seconds = tuple[tuple[str, float], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Costs:
     """What was measured, or is assumed, of a machine: ``seconds = latency + (ranks - 1) / ranks * bytes / bandwidth``.
 
-    All ranks must be given the same; ranks that measure take the slowest one's.
+    All ranks must be given the same; ranks that measure take the slowest one's. Made by `of`.
 
-    Args:
+    Attributes:
         latency: seconds of a collective of no bytes.
         bandwidth: bytes per second of a rank's link.
-        forward, backward: seconds of compute of each group, by FQN.
+        forward, backward: seconds of compute of each group, by FQN, sorted.
         gather, reduce: seconds of its collectives, for groups where the formula is not to be used.
 
     Raises:
@@ -79,14 +79,27 @@ class Costs:
 
     def __post_init__(self) -> None:
         _require_seconds("latency", self.latency)
-        if not self.bandwidth > 0 or math.isinf(self.bandwidth):
-            raise ShardConfigValueError(f"Costs.bandwidth={self.bandwidth!r}: expected bytes per second above 0")
+        _require_seconds("bandwidth", self.bandwidth)
+        if self.bandwidth == 0:
+            raise ShardConfigValueError("Costs.bandwidth=0: expected bytes per second above 0")
         for name in ("forward", "backward", "gather", "reduce"):
-            given = getattr(self, name)
-            pairs = tuple(sorted(dict(given).items()))
-            for fqn, seconds in pairs:
+            for fqn, seconds in getattr(self, name):
                 _require_seconds(f"{name}[{fqn!r}]", seconds)
-            object.__setattr__(self, name, pairs)  # as a tuple: equal costs are equal, and can be hashed
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        latency: float,
+        bandwidth: float,
+        forward: Mapping[str, float],
+        backward: Mapping[str, float],
+        gather: Mapping[str, float] | None = None,
+        reduce: Mapping[str, float] | None = None,
+    ) -> Costs:
+        """The costs of groups by FQN; arguments and errors as above."""
+        by_fqn = (tuple(sorted((each or {}).items())) for each in (forward, backward, gather, reduce))
+        return cls(latency, bandwidth, *by_fqn)
 
     def times(self, ranks: Mapping[str, int], moved: Mapping[str, tuple[int, int, int]]) -> dict[str, Times]:
         """Seconds of each group.
@@ -118,8 +131,8 @@ class Costs:
 
 
 def _require_seconds(field: str, value: float) -> None:
-    if not value >= 0 or math.isinf(value):
-        raise ShardConfigValueError(f"Costs.{field}={value!r}: expected seconds, 0 or more")
+    if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ShardConfigValueError(f"Costs.{field}={value!r}: expected a finite number, 0 or more")
 
 
 def lifetimes(actions: Sequence[Action], sizes: Mapping[str, Sizes]) -> list[Lifetime]:
@@ -172,7 +185,7 @@ class Timeline:
 
     Attributes:
         begins: when each forward and backward begins to compute, in order; seconds from the start.
-        gathers: start of each gather on the link, in order of issue.
+        gathers: seconds of each gather on the link, in order of issue.
         waits: seconds that compute waits before the forward (`FORWARD`) or the backward of a group, or for its
             reduction (`REDUCED`); those of 0 seconds are left out.
         seconds: the whole step.
@@ -205,10 +218,9 @@ class _Clock:
         self.gathers: list[float] = []
         self.waits: dict[Action, float] = {}
 
-    def send(self, what: str, fqn: str, seconds: float) -> float:
-        start = max(self.now, self.link_free)
-        self.arrives[what, fqn] = self.link_free = start + seconds
-        return start
+    def send(self, what: str, fqn: str, seconds: float) -> None:
+        self.link_free = max(self.now, self.link_free) + seconds
+        self.arrives[what, fqn] = self.link_free
 
     def wait(self, what: str, fqn: str, on: Action) -> None:
         late = self.arrives.pop((what, fqn)) - self.now
@@ -246,7 +258,8 @@ def simulate(actions: Sequence[Action], times: Mapping[str, Times]) -> Timeline:
                 clock.begin(action)
             case Kind.UNSHARD:
                 seconds = times[fqn].small_gather if fqn in shrunk else times[fqn].gather
-                clock.gathers.append(clock.send("gather", fqn, seconds))
+                clock.gathers.append(seconds)
+                clock.send("gather", fqn, seconds)
             case Kind.WAIT:
                 assert clock.running is not None
                 resident.add(fqn)
@@ -267,3 +280,71 @@ def simulate(actions: Sequence[Action], times: Mapping[str, Times]) -> Timeline:
                 clock.wait("reduction", fqn, action)
     clock.finish()
     return Timeline(tuple(clock.begins), tuple(clock.gathers), clock.waits, clock.now, clock.compute)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTimes:
+    """Seconds of a group in a step: its gathers, its compute, its reduction, and what compute waits for of them."""
+
+    fqn: str
+    gather: float
+    compute: float
+    reduce: float
+    exposed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a training step takes.
+
+    Attributes:
+        peak: most bytes at once.
+        weights, landing, reductions: most bytes at once of each kind; the peaks may be at different times.
+        kept: bytes of weights that are there between forward and backward.
+        groups: times of each group, in order of their forwards; None without costs, as is what follows.
+        seconds: of the step.
+        exposed: seconds of it that compute waits.
+    """
+
+    peak: int
+    weights: int
+    landing: int
+    reductions: int
+    kept: int
+    groups: tuple[GroupTimes, ...] | None = None
+    seconds: float | None = None
+    exposed: float | None = None
+
+
+def predict(actions: Sequence[Action], sizes: Mapping[str, Sizes], times: Mapping[str, Times] | None) -> Prediction:
+    """What becomes of `actions`, as `timed_step` writes them."""
+    lives = lifetimes(actions, sizes)
+    by_kind: dict[str, list[Lifetime]] = {"weights": [], "small": [], "landing": [], "reduction": []}
+    for life in lives:
+        by_kind[life.name.partition(" ")[0]].append(life)
+    turn = next((place for place, action in enumerate(actions) if action.kind is Kind.BACKWARD), 0)
+    resident = by_kind["weights"] + by_kind["small"]
+    memory = Prediction(
+        peak_bytes(lives),
+        peak_bytes(resident),
+        peak_bytes(by_kind["landing"]),
+        peak_bytes(by_kind["reduction"]),
+        sum(life.nbytes for life in resident if life.opened < turn < life.closed),
+    )
+    if times is None:
+        return memory
+    timeline = simulate(actions, times)
+    exposed = dict.fromkeys(sizes, 0.0)
+    for action, seconds in timeline.waits.items():
+        exposed[action.fqn] += seconds
+    gathers = dict.fromkeys(sizes, 0.0)
+    for seconds, action in zip(timeline.gathers, (a for a in actions if a.kind is Kind.UNSHARD), strict=True):
+        gathers[action.fqn] += seconds
+    reduced = {action.fqn for action in actions if action.kind is Kind.REDUCE}
+    groups = [
+        GroupTimes(
+            fqn, gathers[fqn], time.forward + time.backward, time.reduce if fqn in reduced else 0.0, exposed[fqn]
+        )
+        for fqn, time in times.items()
+    ]
+    return replace(memory, groups=tuple(groups), seconds=timeline.seconds, exposed=timeline.exposed)
