@@ -36,7 +36,7 @@ def plan_text(groups: Sequence[GroupPlan], schedule: Schedule | None, why: str, 
     title = f"plan: {len(groups)} groups, {params:,} parameters, {joined(g.mesh for g in groups)}"
     peak = f"peak of unsharded parameters and communication in a training step: {mib(predicted.peak)}"
     times = {each.fqn: each for each in predicted.groups or ()}
-    rows = [_HEAD if predicted.groups is None else _HEAD + _MILLISECONDS]
+    rows: list[tuple[str, ...]] = [_HEAD if predicted.groups is None else _HEAD + _MILLISECONDS]
     for group in groups:
         row: tuple[str, ...] = (
             group.name,

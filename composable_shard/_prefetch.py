@@ -11,6 +11,7 @@ short as possible and the link from reductions as little as possible.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +34,7 @@ from ._simulation import Sizes, Timeline, Times, lifetimes, live_bytes, simulate
 
 _LEVELS = ((MAX_REDUCTIONS, False), (1, False), (1, True))  # reductions in flight; whether they come first
 _MOST_ACTIONS = 100_000  # to look at in a search for what to keep: a second or two
-_SMALL = 400  # actions of a step up to which fewer reductions in flight are tried though more would fit
+_SMALL = 160  # actions of a step up to which what costs more than it mostly gains is tried as well
 
 
 class _Gather(NamedTuple):
@@ -77,6 +78,7 @@ class _Bare:
             elif action.kind is Kind.WAIT:
                 self.issues[-1] = place
         self.first_backward = len(self.events) // 2
+        self.reduces_first = schedule.reduces_first or any(step.reduces_first for step in steps)
 
     def first_event(self, gather: _Gather) -> int:
         """The first event at which a gather can be issued: no forward gathers for backward."""
@@ -110,6 +112,18 @@ class _Bare:
             (forward if event < self.first_backward else backward).append((self.events[event].fqn, tuple(groups)))
         return replace(self.schedule, forward=tuple(forward), backward=tuple(backward))
 
+    def _moved_one_by_one(self, wanted: Sequence[int], budget: int) -> list[int]:
+        """`limited`, with the whole step written anew for each change: gathers ahead move the waits for reductions."""
+        issued = [gather.event for gather in self.gathers]
+        for place, want in enumerate(wanted):
+            least = max(want, issued[place - 1] if place else 0)
+            for event in range(least, issued[place]):
+                tried = [*issued[:place], event, *issued[place + 1 :]]
+                if self.peak_of(self.scheduled(tried)) <= budget:
+                    issued = tried
+                    break
+        return issued
+
     def peak_of(self, schedule: Schedule) -> int:
         """The most bytes that are live at once."""
         actions = timed_step(self.steps, schedule)
@@ -118,6 +132,9 @@ class _Bare:
     def under(self, wanted: Sequence[int], budget: int | None) -> tuple[Schedule, list[int]]:
         """The schedule that comes nearest to what is wanted, within the budget, and the event of each gather."""
         allowed, cut = budget, 0
+        if budget is not None and len(self.actions) <= _SMALL and self.reduces_first:
+            issued = self._moved_one_by_one(wanted, budget)
+            return self.scheduled(issued), issued
         while True:
             issued = self.limited(wanted, allowed)
             schedule = self.scheduled(issued)
@@ -150,7 +167,7 @@ def scheduled(
     Raises:
         PoolBudgetError: a group does not fit; with the least budget that works.
     """
-    if policy.kind == "auto" and times is not None:
+    if policy.kind == "auto" and times is not None and steps:
         return _Auto(steps, sizes, times, budget).best().schedule
     bare = _fitting(steps, sizes, budget)
     if policy.kind == "bytes":
@@ -216,9 +233,9 @@ def _check_budget(steps: Sequence[Step], sizes: Mapping[str, Sizes], budget: int
     fqn = least.actions[least.live.index(least.peak)].fqn
     size = sizes[fqn]
     raise PoolBudgetError(
-        f"PoolPolicy(budget={budget}): {fqn or ROOT_NAME} cannot fit. The least budget that works is "
-        f"{least.peak} bytes: its weights take {size.weights}, a gather {size.landing} and a reduction {size.reduction} besides, and the "
-        "root's weights stay beside it. Raise the budget, or shard the group's modules one by one",
+        f"PoolPolicy(budget={budget}): {fqn or ROOT_NAME} cannot fit. The least budget that works is {least.peak} "
+        f"bytes: its weights take {size.weights}, a gather {size.landing} and a reduction {size.reduction} besides, "
+        "and the root's weights stay beside it. Raise the budget, or shard the group's modules one by one",
         fqn,
         least.peak,
     )
@@ -229,6 +246,7 @@ class _Try(NamedTuple):
 
     exposed: float
     peak: int
+    held: int  # bytes, summed over the actions: what a look-ahead that is longer than needed takes
     schedule: Schedule
     timeline: Timeline
 
@@ -272,12 +290,14 @@ class _Auto:
 
         more = sorted((fqn for fqn in order if fqn not in kept), key=lambda fqn: (-saved(fqn), -order.index(fqn)))
         less = [fqn for fqn in order if fqn in kept and fqn not in self.fixed]
-        batch = len(more) // 2
+        batch = len(more)
         while batch > 1:  # many at once where there is much to keep
             yield from self._trying(kept | set(more[:batch]), limit)
             batch //= 2
         for fqn in more:
             yield from self._trying(kept | {fqn}, limit)
+        for pair in itertools.combinations(more, 2):
+            yield from self._trying(kept | set(pair), limit)
         for out in less:
             for fqn in more:
                 yield from self._trying(kept - {out} | {fqn}, limit)
@@ -309,14 +329,14 @@ class _Auto:
         if not tries:
             return None
         most = min(most, min(each.exposed for each in tries) + self.slack)
-        return min((each for each in tries if each.exposed <= most), key=lambda each: (each.peak, each.exposed))
+        return min((each for each in tries if each.exposed <= most), key=lambda each: (each.peak, each.held))
 
     def _judged(self, schedule: Schedule) -> _Try:
         actions = timed_step(self.steps, schedule)
         self.looked_at += len(actions)
         timeline = simulate(actions, self.times)
-        peak = max(live_bytes(lifetimes(actions, self.sizes), len(actions)), default=0)
-        return _Try(timeline.exposed, peak, schedule, timeline)
+        live = live_bytes(lifetimes(actions, self.sizes), len(actions))
+        return _Try(timeline.exposed, max(live), sum(live), schedule, timeline)
 
     def _put_off(self, bare: _Bare, early: _Try, issued: Sequence[int]) -> list[int]:
         """The last event at which each gather can be issued without being later than it is."""
