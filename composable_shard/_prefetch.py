@@ -33,7 +33,7 @@ from ._schedule import (
 from ._simulation import Sizes, Timeline, Times, lifetimes, live_bytes, simulate
 
 _LEVELS = ((MAX_REDUCTIONS, False), (1, False), (1, True))  # reductions in flight; whether they come first
-_MOST_ACTIONS = 100_000  # to look at in a search for what to keep: a second or two
+_MOST_ACTIONS = 60_000  # to look at in a search for what to keep: about a second
 _SMALL = 160  # actions of a step up to which what costs more than it mostly gains is tried as well
 
 
@@ -271,12 +271,18 @@ class _Auto:
         best = self._tried(self.kept, self.budget)
         assert best is not None
         limit = best.peak if self.budget is None else self.budget
-        while self.looked_at < _MOST_ACTIONS:
+        while self.looked_at < _MOST_ACTIONS and self._waits_for_gathers(best):
             better = next((found for found in self._neighbours(best, limit) if found.exposed < best.exposed), None)
             if better is None:
                 break
             best = better
         return best
+
+    def _waits_for_gathers(self, best: _Try) -> bool:
+        """Whether keeping weights can help: something but the reductions at the end is waited for in backward."""
+        tail = {Action(Kind.REDUCED, step.fqn) for step in forward_order(self.steps)[: best.schedule.max_reductions]}
+        waits = [action for action in best.timeline.waits if action.kind is not Kind.FORWARD]
+        return any(action not in tail for action in waits)
 
     def _neighbours(self, best: _Try, limit: int) -> Iterator[_Try]:
         """Schedules that keep more groups, or others: those first that save most for the bytes that they hold."""
