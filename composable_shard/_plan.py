@@ -151,8 +151,13 @@ class ShardPlan:
             raise ShardConfigValueError(f"plan: has fields that are not known: {', '.join(unknown)}")
         plan = decode(cls, data.get("plan"), "plan")
         known = [group.fqn for group in plan.groups]
-        for name in ("order", "schedule.kept"):
-            listed = plan.order if name == "order" else plan.edges().kept
+        edges = plan.edges() if set(plan.order) <= set(known) else None
+        named = {"order": plan.order}
+        if edges is not None:
+            named["schedule.kept"] = edges.kept
+            for name, pairs in (("forward", edges.forward), ("backward", edges.backward)):
+                named[f"schedule.{name}"] = tuple(fqn for at, ahead in pairs for fqn in (at, *ahead))
+        for name, listed in named.items():
             if strange := [fqn for fqn in listed if fqn not in known]:
                 raise ShardConfigValueError(f"plan.{name}: names {strange[0]!r}, which is none of its groups")
         return plan
