@@ -14,6 +14,7 @@ from ._debug import set_debug as set_debug
 from ._errors import CompiledGraphWarning as CompiledGraphWarning
 from ._errors import ComposableShardError as ComposableShardError
 from ._errors import PhaseError as PhaseError
+from ._errors import PoolBudgetError as PoolBudgetError
 from ._errors import SavedTensorModifiedError as SavedTensorModifiedError
 from ._errors import ShardConfigError as ShardConfigError
 from ._errors import ShardConfigStateError as ShardConfigStateError
@@ -33,6 +34,8 @@ from ._policies import FSDPMeshInfo as FSDPMeshInfo
 from ._policies import HSDPMeshInfo as HSDPMeshInfo
 from ._policies import MixedPrecisionPolicy as MixedPrecisionPolicy
 from ._policies import OffloadPolicy as OffloadPolicy
+from ._policies import PoolPolicy as PoolPolicy
+from ._policies import PrefetchPolicy as PrefetchPolicy
 from ._policies import ReduceScatter as ReduceScatter
 from ._policies import ShardPlacementResult as ShardPlacementResult
 from ._record import Record as Record

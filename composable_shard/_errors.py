@@ -4,7 +4,8 @@
     ├── ShardConfigError            a setting, a module or a parameter that cannot be sharded as asked
     │   ├── ShardConfigValueError   ... of a right type and a wrong value  (also a ValueError)
     │   ├── ShardConfigTypeError    ... of a wrong type                    (also a TypeError)
-    │   └── ShardConfigStateError   ... found out at the first forward     (also a RuntimeError)
+    │   ├── ShardConfigStateError   ... found out at the first forward     (also a RuntimeError)
+    │   └── PoolBudgetError         a budget of memory that a group does not fit into    (also a ValueError)
     ├── RankMismatchError           ranks have different plans                               (also a RuntimeError)
     ├── StaleStateError             weights were changed between forward and backward        (also a RuntimeError)
     ├── SavedTensorModifiedError    a saved activation was written in place before backward (also a RuntimeError)
@@ -38,6 +39,20 @@ class ShardConfigStateError(ShardConfigError, RuntimeError):
 
 class RankMismatchError(ComposableShardError, RuntimeError):
     """Ranks that must work together have different plans: other groups, sizes, order or settings."""
+
+
+class PoolBudgetError(ShardConfigValueError):
+    """A budget of memory that is too small for a group; found when the plan is made, before anything runs.
+
+    Attributes:
+        fqn: of the group that needs most.
+        least: the least budget that works, in bytes.
+    """
+
+    def __init__(self, message: str, fqn: str, least: int) -> None:
+        super().__init__(message)
+        self.fqn = fqn
+        self.least = least
 
 
 class StaleStateError(ComposableShardError, RuntimeError):

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 
+from ._errors import ShardConfigValueError
 from ._torch import default_reduce_dtype
 from ._torch_distributed import AllGather as AllGather
 from ._torch_distributed import DataParallelMeshDims as DataParallelMeshDims
@@ -119,6 +120,87 @@ def without_overrides(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
 def overrides_of(policy: MixedPrecisionPolicy) -> Callable[[torch.nn.Parameter], torch.dtype | None] | None:
     """The policy's `param_dtype_override_fn`, if it has one."""
     return getattr(policy, "param_dtype_override_fn", None)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchPolicy:
+    """How far ahead groups are gathered. Made by `depth`, `bytes` or `auto`; explicit lists of a module go before it.
+
+    Attributes:
+        kind: which of the three it is.
+        amount: groups or bytes; None for `auto`.
+    """
+
+    kind: str
+    amount: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("depth", "bytes", "auto"):
+            raise ShardConfigValueError(f"PrefetchPolicy.kind={self.kind!r}: expected 'depth', 'bytes' or 'auto'")
+        if self.kind == "auto":
+            if self.amount is not None:
+                raise ShardConfigValueError(f"PrefetchPolicy.amount={self.amount!r}: auto takes none")
+        else:
+            require_count(f"PrefetchPolicy.{self.kind}", self.amount, 0)
+
+    @classmethod
+    def depth(cls, groups: int = 1) -> PrefetchPolicy:
+        """Gather so many groups ahead; 1 is what torch's FSDP2 does, 0 gathers each when it begins.
+
+        Raises:
+            ShardConfigValueError: `groups` is negative or no whole number.
+        """
+        return cls("depth", groups)
+
+    @classmethod
+    def bytes(cls, nbytes: int) -> PrefetchPolicy:
+        """Gather as far ahead as what has not begun yet takes no more than `nbytes` bytes, landing buffers included.
+
+        Raises:
+            ShardConfigValueError: `nbytes` is negative or no whole number.
+        """
+        return cls("bytes", nbytes)
+
+    @classmethod
+    def auto(cls) -> PrefetchPolicy:
+        """The least look-ahead that hides each gather, by measured times; one ahead until there are any.
+
+        Where memory is free, or a `PoolPolicy` allows it, groups also stay unsharded between forward and backward.
+        """
+        return cls("auto")
+
+    def __str__(self) -> str:
+        return self.kind if self.amount is None else f"{self.kind}({self.amount})"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPolicy:
+    """How much memory the pool may take.
+
+    Attributes:
+        budget: the most bytes leased at once on a rank: unsharded parameters, landing buffers and reductions. A hard
+            bound of a training step: gathers ahead yield to it first, then reductions in flight, then weights that are
+            kept after forward; what cannot fit even so is a `PoolBudgetError`. None for no limit.
+
+    Raises:
+        ShardConfigValueError: `budget` is not positive or no whole number.
+    """
+
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget is not None:
+            require_count("PoolPolicy.budget", self.budget, 1)
+
+
+def require_count(field: str, value: object, least: int) -> None:
+    """Refuse what is not a whole number of at least `least`.
+
+    Raises:
+        ShardConfigValueError: naming `field`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ShardConfigValueError(f"{field}={value!r}: expected a whole number of at least {least}")
 
 
 class Division(NamedTuple):

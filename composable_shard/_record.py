@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ._schedule import Action
+from ._simulation import Times
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +16,13 @@ class Record:
         actions: what was done to the groups, in order of issue.
         live_bytes: bytes leased from the pool after each action (unsharded parameters and communication buffers).
         order: FQNs of the groups in the order in which their forwards began, one entry a use.
+        times: seconds that groups took, by FQN, where they were measured.
     """
 
     actions: tuple[Action, ...]
     live_bytes: tuple[int, ...]
     order: tuple[str, ...]
+    times: tuple[tuple[str, Times], ...] = ()
 
     @property
     def peak_bytes(self) -> int:

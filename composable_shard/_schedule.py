@@ -1,12 +1,15 @@
 """A step as a list of actions: their text form, and the step that a plan expects.
 
 `training_step` writes down what the eager engine does for a model whose groups run once each, in order; the engine's
-record of such a step is the same list, which is how the tests hold the two together.
+record of such a step is the same list, which is how the tests hold the two together. It is made by passes from list to
+list: the forwards and backwards of the groups, then the reshards, the gathers and the reductions between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -24,6 +27,8 @@ class Kind(StrEnum):
     SHRINK = "SHRINK"  # they are given up but for what a few ranks keep among them
     REDUCE = "REDUCE"  # the reduction of its gradients is issued
     REDUCED = "REDUCED"  # ... and waited for: `.grad` is set
+    FORWARD = "FORWARD"  # its forward begins; in no record, nor is the next
+    BACKWARD = "BACKWARD"  # its backward begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,90 +75,160 @@ class Step:
 
 MAX_REDUCTIONS = 2  # reductions in flight: issuing one more waits for the oldest
 
-
-class _Writer:
-    """Writes the actions of one step, with the residence rules that the engine keeps."""
-
-    def __init__(self) -> None:
-        self.actions: list[Action] = []
-        self.gathering: set[str] = set()
-        self.resident: set[str] = set()
-        self.reducing: list[str] = []
-
-    def act(self, kind: Kind, fqn: str) -> None:
-        self.actions.append(Action(kind, fqn))
-
-    def unshard(self, fqn: str) -> None:
-        if fqn not in self.resident and fqn not in self.gathering:
-            self.gathering.add(fqn)
-            self.act(Kind.UNSHARD, fqn)
-
-    def enter(self, fqn: str, ahead: str | None) -> None:
-        self.unshard(fqn)
-        if fqn in self.gathering:
-            self.gathering.remove(fqn)
-            self.resident.add(fqn)
-            self.act(Kind.WAIT, fqn)
-        if ahead is not None:
-            self.unshard(ahead)
-
-    def enter_behind(self, fqn: str, ahead: str | None) -> None:
-        """The same, with what must be gathered behind the reductions in flight."""
-        away = {fqn, ahead} - {None} - self.resident - self.gathering
-        if fqn in away:
-            self.settle()
-        self.enter(fqn, None)
-        if away:
-            self.settle()
-        if ahead is not None:
-            self.unshard(ahead)
-
-    def reshard(self, fqn: str, shrinks: bool = False) -> None:
-        self.resident.remove(fqn)
-        self.act(Kind.SHRINK if shrinks else Kind.RESHARD, fqn)
-
-    def settle(self) -> None:
-        while self.reducing:
-            self.act(Kind.REDUCED, self.reducing.pop(0))
-
-    def reduce(self, fqn: str) -> None:
-        if len(self.reducing) == MAX_REDUCTIONS:
-            self.act(Kind.REDUCED, self.reducing.pop(0))
-        self.reducing.append(fqn)
-        self.act(Kind.REDUCE, fqn)
+Edges = tuple[tuple[str, tuple[str, ...]], ...]
 
 
-def training_step(steps: Sequence[Step]) -> tuple[Action, ...]:
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When groups are gathered, how long they stay, and how far reductions may lag behind.
+
+    No part of it depends on a clock or on memory at run time, so ranks that have the same one issue the same actions.
+
+    Attributes:
+        forward, backward: prefetch edges: a group, and those to gather when its forward (backward) begins and its own
+            weights are there, in order of issue. A group that is in no list is gathered when it begins itself.
+        kept: the groups that keep their weights between forward and backward, in order of their forwards.
+        max_reductions: most reductions in flight; issuing one more waits for the oldest.
+        reduces_first: whether backward of every group waits for all reductions before it gathers, which `Step` says of
+            some groups anyway.
+    """
+
+    forward: Edges
+    backward: Edges
+    kept: tuple[str, ...]
+    max_reductions: int = MAX_REDUCTIONS
+    reduces_first: bool = False
+
+    def ahead(self) -> dict[Action, tuple[str, ...]]:
+        """The edges by the action at which they gather: a `FORWARD` or a `BACKWARD`."""
+        found = {Action(Kind.FORWARD, fqn): groups for fqn, groups in self.forward}
+        return found | {Action(Kind.BACKWARD, fqn): groups for fqn, groups in self.backward}
+
+
+def forward_order(steps: Sequence[Step]) -> list[Step]:
+    """The groups in the order in which their forwards begin: the root, which is around the others, first."""
+    return [s for s in steps if s.is_root] + [s for s in steps if not s.is_root]
+
+
+def backward_order(steps: Sequence[Step]) -> list[Step]:
+    """The groups in the order in which their backwards begin."""
+    return [s for s in steps if s.is_root] + [s for s in reversed(steps) if not s.is_root]
+
+
+def kept_by_setting(steps: Sequence[Step]) -> tuple[str, ...]:
+    """The groups that are not resharded after forward."""
+    return tuple(step.fqn for step in forward_order(steps) if not step.reshard_after_forward)
+
+
+def one_ahead(steps: Sequence[Step]) -> Schedule:
+    """The schedule of the engine if nothing else is asked for: the next group is gathered when one begins."""
+
+    def edges(order: Sequence[Step], resident: Sequence[str]) -> Edges:
+        pairs = itertools.pairwise(order)
+        return tuple((step.fqn, (ahead.fqn,)) for step, ahead in pairs if ahead.fqn not in resident)
+
+    kept = kept_by_setting(steps)
+    return Schedule(edges(forward_order(steps), ()), edges(backward_order(steps), kept), kept)
+
+
+# ---- passes, list -> list
+
+
+def computes(steps: Sequence[Step]) -> list[Action]:
+    """The forwards and backwards of a step, each where it begins."""
+    forward = [Action(Kind.FORWARD, step.fqn) for step in forward_order(steps)]
+    return forward + [Action(Kind.BACKWARD, step.fqn) for step in backward_order(steps)]
+
+
+def with_reshards(actions: Sequence[Action], steps: Sequence[Step], kept: Sequence[str]) -> list[Action]:
+    """Give weights up behind each forward, but for what is kept, and behind each backward; the root's at the end."""
+    by_fqn, stays = {step.fqn: step for step in steps}, set(kept)
+    roots = [step for step in steps if step.is_root]
+    found: list[Action] = []
+
+    def give_up(step: Step) -> None:
+        if step.fqn not in stays:
+            found.append(Action(Kind.SHRINK if step.shrinks else Kind.RESHARD, step.fqn))
+
+    for place, action in enumerate(actions):
+        step = by_fqn[action.fqn]
+        found.append(action)
+        if action.kind is Kind.BACKWARD and not step.is_root:
+            found.append(Action(Kind.RESHARD, action.fqn))
+        elif action.kind is Kind.FORWARD:
+            ends = place + 1 == len(actions) or actions[place + 1].kind is Kind.BACKWARD
+            for each in [] if step.is_root else [step]:
+                give_up(each)
+            for each in roots if ends else []:
+                give_up(each)
+    return found + [Action(Kind.RESHARD, step.fqn) for step in roots]
+
+
+def with_gathers(actions: Sequence[Action], ahead: Mapping[Action, Sequence[str]]) -> list[Action]:
+    """Gather what a forward or a backward needs where it begins, unless that is there, and then what `ahead` says."""
+    gathering: set[str] = set()
+    resident: set[str] = set()
+    found: list[Action] = []
+
+    def unshard(fqn: str) -> None:
+        if fqn not in resident and fqn not in gathering:
+            gathering.add(fqn)
+            found.append(Action(Kind.UNSHARD, fqn))
+
+    for action in actions:
+        found.append(action)
+        if action.kind in (Kind.FORWARD, Kind.BACKWARD):
+            unshard(action.fqn)
+            if action.fqn in gathering:
+                gathering.remove(action.fqn)
+                resident.add(action.fqn)
+                found.append(Action(Kind.WAIT, action.fqn))
+            for fqn in ahead.get(action, ()):
+                unshard(fqn)
+        elif action.kind in (Kind.RESHARD, Kind.SHRINK):
+            resident.remove(action.fqn)
+    return found
+
+
+def with_reductions(actions: Sequence[Action], steps: Sequence[Step], schedule: Schedule) -> list[Action]:
+    """Reduce the gradients of a group behind its last reshard, so that the buffer can take the place of the weights."""
+    trains = {step.fqn for step in steps if step.trains}
+    first = {step.fqn for step in steps if step.reduces_first or schedule.reduces_first}
+    reducing: deque[Action] = deque()
+    found: list[Action] = []
+    running: str | None = None  # whose backward it is
+
+    def settle(most: int = 0) -> None:
+        while len(reducing) > most:
+            found.append(reducing.popleft())
+
+    for action in actions:
+        if action.kind is Kind.BACKWARD:
+            running = action.fqn
+        elif action.kind is Kind.UNSHARD and running in first:
+            settle()
+        found.append(action)
+        if action.kind is Kind.RESHARD and running is not None and action.fqn in trains:
+            settle(schedule.max_reductions - 1)
+            reducing.append(Action(Kind.REDUCED, action.fqn))
+            found.append(Action(Kind.REDUCE, action.fqn))
+    settle()
+    return found
+
+
+def timed_step(steps: Sequence[Step], schedule: Schedule) -> tuple[Action, ...]:
+    """`training_step`, with the forwards and backwards where they begin: what can be simulated."""
+    actions = with_reshards(computes(steps), steps, schedule.kept)
+    actions = with_gathers(actions, schedule.ahead())
+    return tuple(with_reductions(actions, steps, schedule))
+
+
+def training_step(steps: Sequence[Step], schedule: Schedule | None = None) -> tuple[Action, ...]:
     """Forward and backward of groups that run once each in the given order, the root (if any) around the others.
 
-    One gather is issued ahead in both directions. A group is resharded before its reduction is issued, so that the
-    reduction's buffer can take the place of the weights; at most `MAX_REDUCTIONS` reductions are in flight.
+    Args:
+        steps: the groups.
+        schedule: what is gathered ahead, kept and waited for; None for `one_ahead`.
     """
-    to = _Writer()
-    if not steps:
-        return ()
-    order = [s for s in steps if s.is_root] + [s for s in steps if not s.is_root]
-    for step, ahead in zip(order, [*order[1:], None], strict=True):
-        to.enter(step.fqn, ahead.fqn if ahead else None)
-        if step.reshard_after_forward and not step.is_root:
-            to.reshard(step.fqn, step.shrinks)
-    for step in order:
-        if step.reshard_after_forward and step.is_root:
-            to.reshard(step.fqn, step.shrinks)
-    entered = [s for s in order if s.is_root] + [s for s in reversed(order) if not s.is_root]
-    for step, ahead in zip(entered, [*entered[1:], None], strict=True):
-        if step.reduces_first:
-            to.enter_behind(step.fqn, ahead.fqn if ahead else None)
-        else:
-            to.enter(step.fqn, ahead.fqn if ahead else None)
-        if not step.is_root:
-            to.reshard(step.fqn)
-            if step.trains:
-                to.reduce(step.fqn)
-    for step in order:
-        if step.is_root:
-            to.reshard(step.fqn)
-            if step.trains:
-                to.reduce(step.fqn)
-    to.settle()
-    return tuple(to.actions)
+    actions = timed_step(steps, schedule or one_ahead(steps))
+    return tuple(action for action in actions if action.kind not in (Kind.FORWARD, Kind.BACKWARD))

@@ -1,0 +1,252 @@
+"""Prefetch edges, kept groups and reductions in flight: what policies and budgets make of a step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from _plans import random_model
+from composable_shard import PoolPolicy, PrefetchPolicy, ShardConfigValueError
+from composable_shard._errors import PoolBudgetError
+from composable_shard._prefetch import _LEVELS, _bare, scheduled
+from composable_shard._schedule import Action, Kind, Schedule, Step, one_ahead, timed_step, training_step
+from composable_shard._simulation import Costs, Sizes, Times, lifetimes, live_bytes, peak_bytes, simulate
+
+AUTO = PrefetchPolicy.auto()
+steadily = settings(deadline=None, derandomize=True, max_examples=25)
+MODELS = st.builds(
+    lambda seed, blocks: random_model(random.Random(seed), blocks), st.integers(0, 9999), st.integers(0, 7)
+)
+POLICIES = st.one_of(
+    st.integers(0, 4).map(PrefetchPolicy.depth), st.integers(0, 60_000).map(PrefetchPolicy.bytes), st.just(AUTO)
+)
+
+
+def peak(steps, sizes, schedule):
+    return peak_bytes(lifetimes(timed_step(steps, schedule), sizes))
+
+
+def exposed(steps, times, schedule):
+    return simulate(timed_step(steps, schedule), times).exposed
+
+
+def uniform(blocks=4, nbytes=1024, landing=0, gather=1.0, forward=2.0):
+    steps = [Step(f"b{i}", False, True, True) for i in range(blocks)]
+    times = {step.fqn: Times(forward, 2 * forward, gather, gather) for step in steps}
+    return steps, {step.fqn: Sizes(nbytes, landing, nbytes) for step in steps}, times
+
+
+# ---- simulation
+
+
+def test_the_simulation_is_that_of_the_formula():
+    actions = [Action(Kind[kind], fqn) for kind, fqn in map(str.split, [
+        "FORWARD a", "UNSHARD a", "WAIT a", "UNSHARD b", "RESHARD a", "FORWARD b", "WAIT b", "RESHARD b",
+    ])]  # fmt: skip
+    line = simulate(actions, {"a": Times(2.0, 0, 1.0, 0), "b": Times(1.0, 0, 5.0, 0)})
+    assert line.begins == (1.0, 6.0)  # b: gathered from 1 to 6, needed at 3
+    assert line.waits == {Action(Kind.FORWARD, "a"): 1.0, Action(Kind.FORWARD, "b"): 3.0}
+    assert (line.exposed, line.compute, line.seconds) == (4.0, 3.0, 7.0)
+
+
+def test_a_gather_waits_for_the_reduction_that_has_the_link():
+    steps, _, times = uniform(3, gather=3.0, forward=1.0)
+    waits = simulate(timed_step(steps, one_ahead(steps)), times).waits
+    # b1: gathered 3 to 6 beside b2's 2 seconds. b0: its gather follows b2's reduction, which is issued before.
+    assert waits[Action(Kind.BACKWARD, "b0")] > waits[Action(Kind.BACKWARD, "b1")]
+
+
+# ---- policies
+
+
+@steadily
+@given(MODELS)
+def test_one_ahead_is_what_the_engine_does_today(model):
+    steps, sizes, _ = model
+    schedule = scheduled(steps, sizes, PrefetchPolicy.depth(1))
+    assert schedule == one_ahead(steps)
+    assert training_step(steps, schedule) == training_step(steps)
+
+
+def test_a_depth_of_none_gathers_each_group_when_it_begins():
+    schedule = scheduled(*uniform()[:2], PrefetchPolicy.depth(0))
+    assert schedule == Schedule((), (), ())
+
+
+def test_two_ahead_gathers_two_at_first_and_then_one_more_each_time():
+    schedule = scheduled(*uniform()[:2], PrefetchPolicy.depth(2))
+    assert schedule.forward == (("b0", ("b1", "b2")), ("b1", ("b3",)))
+    assert schedule.backward == (("b3", ("b2", "b1")), ("b2", ("b0",)))
+
+
+@steadily
+@given(MODELS, st.integers(0, 60_000))
+def test_what_bytes_gather_ahead_never_takes_more(model, limit):
+    steps, sizes, _ = model
+    ahead = {}
+    for action in timed_step(steps, scheduled(steps, sizes, PrefetchPolicy.bytes(limit))):
+        if action.kind is Kind.UNSHARD:
+            ahead[action.fqn] = sizes[action.fqn].weights + sizes[action.fqn].landing
+        elif action.kind is Kind.WAIT:
+            del ahead[action.fqn]
+        elif action.kind in (Kind.FORWARD, Kind.BACKWARD):
+            own = action.fqn
+        assert sum(nbytes for fqn, nbytes in ahead.items() if fqn != own) <= limit
+
+
+def test_bytes_for_two_groups_gather_two_ahead():
+    steps, sizes, _ = uniform()
+    assert scheduled(steps, sizes, PrefetchPolicy.bytes(2048)) == scheduled(steps, sizes, PrefetchPolicy.depth(2))
+
+
+# ---- budgets
+
+
+@steadily
+@given(MODELS, POLICIES, st.floats(0.3, 2.0))
+def test_a_budget_is_never_exceeded_and_the_least_one_works(model, policy, share):
+    steps, sizes, times = model
+    budget = max(1, int(share * peak(steps, sizes, one_ahead(steps))))
+    try:
+        schedule = scheduled(steps, sizes, policy, budget, times)
+    except PoolBudgetError as error:
+        assert budget < error.least
+        assert f"budget={budget}" in str(error)
+        budget = error.least
+        schedule = scheduled(steps, sizes, policy, budget, times)
+        with pytest.raises(PoolBudgetError, match=str(error.least)):
+            scheduled(steps, sizes, policy, error.least - 1, times)
+    assert peak(steps, sizes, schedule) <= budget
+    gathered = [fqn for _, groups in schedule.forward for fqn in groups]
+    assert len(gathered) == len(set(gathered))
+
+
+def test_gathers_ahead_yield_before_reductions_in_flight_and_these_before_kept_weights():
+    steps, sizes, _ = uniform(4, 1024, 0)
+    steps = [Step(s.fqn, False, s.fqn not in ("b0", "b1"), True) for s in steps]
+    seen = []
+    for budget in range(6 * 1024, 1023, -512):
+        s = scheduled(steps, sizes, PrefetchPolicy.depth(1), budget)
+        seen.append((len(s.kept), s.max_reductions - s.reduces_first, sum(len(g) for _, g in s.forward + s.backward)))
+    assert seen == sorted(seen, key=lambda each: each[:2], reverse=True)
+    assert {kept for kept, _, _ in seen} == {0, 1, 2}
+    assert seen[-1] == (0, 0, 0)
+
+
+def test_the_error_names_the_group_that_needs_most():
+    steps, sizes, _ = uniform()
+    sizes["b2"] = Sizes(4096, 4096, 4096)
+    with pytest.raises(PoolBudgetError, match="b2 cannot fit.*8192 bytes") as caught:
+        scheduled(steps, sizes, PrefetchPolicy.depth(1), 5000)
+    assert (caught.value.fqn, caught.value.least) == ("b2", 8192)
+
+
+# ---- auto
+
+
+def test_without_times_auto_is_one_ahead():
+    steps, sizes, _ = uniform()
+    assert scheduled(steps, sizes, AUTO) == one_ahead(steps)
+
+
+def test_auto_looks_further_where_one_ahead_does_not_hide_a_large_group():
+    steps, sizes, times = uniform(5)
+    times["b3"] = Times(2.0, 4.0, 5.0, 1.0)  # its gather takes longer than a forward
+    schedule = scheduled(steps, sizes, AUTO, None, times)
+    ahead = {fqn: at for at, groups in schedule.forward for fqn in groups}
+    assert ahead["b3"] == "b1"
+    assert exposed(steps, times, schedule) < exposed(steps, times, one_ahead(steps))
+
+
+def test_auto_keeps_the_last_group_where_that_takes_no_more_memory():
+    steps, sizes, times = uniform()
+    schedule = scheduled(steps, sizes, AUTO, None, times)
+    assert "b3" in schedule.kept
+    assert Action(Kind.BACKWARD, "b3") not in simulate(timed_step(steps, schedule), times).waits
+
+
+@steadily
+@given(MODELS)
+def test_auto_waits_no_longer_than_one_ahead_with_as_many_bytes(model):
+    steps, sizes, times = model
+    budget = peak(steps, sizes, one_ahead(steps))
+    schedule = scheduled(steps, sizes, AUTO, budget, times)
+    assert peak(steps, sizes, schedule) <= budget
+    assert exposed(steps, times, schedule) <= exposed(steps, times, one_ahead(steps)) + 1e-12
+
+
+def all_issues(bare, place=0, least=0):
+    """Every choice of events for the gathers of a step, in order."""
+    if place == len(bare.gathers):
+        yield []
+        return
+    gather = bare.gathers[place]
+    for event in range(max(least, bare.first_event(gather)), gather.event + 1):
+        for rest in all_issues(bare, place + 1, event):
+            yield [event, *rest]
+
+
+def least_exposed(steps, sizes, times, budget):
+    """The best of all schedules that fit."""
+    blocks, best = [step.fqn for step in steps if not step.is_root], math.inf
+    for kept in itertools.chain.from_iterable(itertools.combinations(blocks, n) for n in range(len(blocks) + 1)):
+        for level in range(len(_LEVELS)):
+            bare = _bare(steps, sizes, ("", *kept), level)
+            for issued in all_issues(bare) if bare.peak <= budget else ():
+                actions = timed_step(steps, bare.scheduled(issued))
+                if max(live_bytes(lifetimes(actions, sizes), len(actions))) <= budget:
+                    best = min(best, simulate(actions, times).exposed)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_auto_comes_near_the_best_of_all_schedules(seed):
+    rng = random.Random(seed)
+    steps, sizes, times = random_model(rng, 3 if seed % 8 == 0 else 2)
+    budget = int(rng.choice([1.0, 1.2, 1.5]) * peak(steps, sizes, one_ahead(steps)))
+    bound = least_exposed(steps, sizes, times, budget)
+    compute = sum(time.forward + time.backward for time in times.values())
+    schedule = scheduled(steps, sizes, AUTO, budget, times)
+    assert exposed(steps, times, schedule) <= max(1.10 * bound, bound + 0.02 * compute) + 1e-12
+
+
+def test_the_same_schedule_comes_out_each_time():
+    model = random_model(random.Random(3), 6)
+    steps, sizes, times = model
+    assert scheduled(steps, sizes, AUTO, None, times) == scheduled(steps, sizes, AUTO, None, times)
+
+
+def test_no_groups_have_an_empty_schedule():
+    assert scheduled([], {}, AUTO, 1, {}) == Schedule((), (), ())
+
+
+# ---- values that cannot work
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: PrefetchPolicy.depth(-1), "PrefetchPolicy.depth=-1"),
+        (lambda: PrefetchPolicy.depth(True), "PrefetchPolicy.depth=True"),
+        (lambda: PrefetchPolicy.depth(math.nan), "PrefetchPolicy.depth=nan"),
+        (lambda: PrefetchPolicy.bytes(-5), "PrefetchPolicy.bytes=-5"),
+        (lambda: PrefetchPolicy.bytes(math.nan), "PrefetchPolicy.bytes=nan"),
+        (lambda: PrefetchPolicy("eager"), "PrefetchPolicy.kind='eager'"),
+        (lambda: PrefetchPolicy("auto", 3), "PrefetchPolicy.amount=3"),
+        (lambda: PoolPolicy(-1), "PoolPolicy.budget=-1"),
+        (lambda: PoolPolicy(0), "PoolPolicy.budget=0"),
+        (lambda: PoolPolicy(math.nan), "PoolPolicy.budget=nan"),
+        (lambda: Costs(-1.0, 1.0, (), ()), "Costs.latency=-1.0"),
+        (lambda: Costs(0.0, math.nan, (), ()), "Costs.bandwidth=nan"),
+        (lambda: Costs(0.0, 0.0, (), ()), "Costs.bandwidth=0"),
+        (lambda: Costs(0.0, 1.0, (("a", math.inf),), ()), "Costs.forward\\['a'\\]=inf"),
+    ],
+)
+def test_a_value_that_cannot_work_is_named_with_its_field(make, field):
+    with pytest.raises(ShardConfigValueError, match=field):
+        make()
