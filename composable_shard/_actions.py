@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -19,8 +19,10 @@ from ._param import accumulate
 from ._phases import ParamPhase
 from ._record import Record
 from ._schedule import MAX_REDUCTIONS, Action, Kind
+from ._timing import Span, Stopwatch
 from ._torch_distributed import local_tensor
 
+T = TypeVar("T")
 StrayHook = Callable[[torch.Tensor, ParamGroup, int], None]
 
 
@@ -35,6 +37,9 @@ class Actions:
     Attributes:
         changed: the event behind the last change of the parameters; gathers start behind it.
         repeated: groups that get gradients from several uses in the backward that runs now.
+        max_reductions: how many reductions may be in flight, where a group's own settings do not say.
+        reduces_first: whether reductions are waited for before backward gathers, whatever the groups say.
+        watch: times what is done, if anybody wants to know.
         seen: groups in the order in which their forwards began in this iteration.
     """
 
@@ -43,6 +48,9 @@ class Actions:
         self.pool = runtime.pool
         self.changed: torch.Event | None = None
         self.repeated: frozenset[ParamGroup] = frozenset()
+        self.max_reductions = MAX_REDUCTIONS
+        self.reduces_first = False
+        self.watch: Stopwatch | None = None
         self._runtime = runtime
         self._entries = {group: weakref.ref(entries) for group, entries in groups}
         self._watch_leaf = watch_leaf
@@ -52,7 +60,7 @@ class Actions:
         self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}  # for hooks, which see all uses at once
         self.seen: list[ParamGroup] = []
         self._done: list[Any] = []
-        self._last: tuple[list[Any], list[ParamGroup]] | None = None
+        self._last: tuple[list[Any], list[ParamGroup], tuple[Span, ...]] | None = None
         self._last_record: Record | None = None
 
     # ---- the record
@@ -60,7 +68,7 @@ class Actions:
     def roll_record(self) -> None:
         """An iteration has ended: what was done becomes the last record, unless nothing was."""
         if self._done:
-            self._last = self._done, self.seen
+            self._last = self._done, self.seen, () if self.watch is None else self.watch.take()
             self._last_record = None
             self._done, self.seen = [], []
 
@@ -68,19 +76,22 @@ class Actions:
     def last_record(self) -> Record | None:
         """What the last iteration did; made up when asked for."""
         if self._last_record is None and self._last is not None:
-            done, seen = self._last
+            done, seen, spans = self._last
             self._last_record = Record(
                 actions=tuple(Action(kind, fqn) for kind, fqn in zip(done[::3], done[1::3], strict=True)),
                 live_bytes=tuple(done[2::3]),
                 order=tuple(group.fqn for group in seen),
+                spans=spans,
             )
         return self._last_record
 
-    def _note(self, kind: Kind, group: ParamGroup) -> None:
-        """Write down what was done; flat, for a tuple each would keep the cycle collector busy."""
-        self._done += (kind, group.fqn, self.pool.live_bytes)
-
     # ---- issuing
+
+    def _act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], *args: Any) -> T:
+        """Do something to a group, and write it down; every action of a rank comes through here."""
+        result = work(*args) if self.watch is None else self.watch.timed(kind, group.fqn, work, *args)
+        self._done += (kind, group.fqn, self.pool.live_bytes)  # flat: tuples would keep the cycle collector busy
+        return result
 
     def parameters_changed(self, at: torch.Event | None = None) -> None:
         """Whatever gathers from now on waits for `at`, or for what the current stream has been given so far."""
@@ -89,25 +100,25 @@ class Actions:
     def ahead(self, group: ParamGroup | None) -> None:
         """Issue the gather of a group that will be needed soon."""
         if group is not None and group.away:
-            group.start_gather(self.changed)
-            self._note(Kind.UNSHARD, group)
+            self._act(Kind.UNSHARD, group, group.start_gather, self.changed)
+            if self.watch is not None and self.watch.serial:
+                self._arrive(group)
 
     def need(self, group: ParamGroup) -> None:
         """Make the weights of a group readable."""
         self.ahead(group)
+        self._arrive(group)
+
+    def _arrive(self, group: ParamGroup) -> None:
         if group.phase is ParamPhase.GATHERING:
-            group.finish_gather()
-            self._note(Kind.WAIT, group)
+            self._act(Kind.WAIT, group, group.finish_gather)
 
     def drop(self, group: ParamGroup) -> None:
         """Give the weights of a group up, wherever they are."""
         self.hide(group)
-        if group.phase is ParamPhase.GATHERING:
-            group.finish_gather()
-            self._note(Kind.WAIT, group)
+        self._arrive(group)
         if group.phase is not ParamPhase.SHARDED:
-            group.reshard()
-            self._note(Kind.RESHARD, group)
+            self._act(Kind.RESHARD, group, group.reshard)
 
     def give_up(self, group: ParamGroup) -> None:
         """Forward is over: give the weights of a group up, or keep them among a few ranks."""
@@ -115,26 +126,54 @@ class Actions:
             self.drop(group)
         elif group.phase is ParamPhase.UNSHARDED:
             self.hide(group)
-            group.shrink()
-            self._note(Kind.SHRINK, group)
+            self._act(Kind.SHRINK, group, group.shrink)
             if (entries := self.entries(group)) is not None:
                 entries.show(group.pieces())
 
+    def drop_outdated(self, waiting: Container[ParamGroup]) -> bool:
+        """A forward begins: adopt parameters that were replaced, and drop weights that are out of date.
+
+        Args:
+            waiting: groups whose weights a graph still needs.
+
+        Returns:
+            whether any was replaced.
+        """
+        adopted = False
+        for group in self.groups:
+            entries = self.entries(group)
+            adopted |= entries is not None and entries.adopt()
+            if group.phase is ParamPhase.SHARDED or group.running:
+                continue
+            kept = group.pinned or group in waiting or not group.options.reshard_after_backward
+            if adopted or not kept or group.is_stale():
+                self.drop(group)
+        return adopted
+
+    def drop_after_backward(self) -> None:
+        """A backward is over: drop all that no setting keeps, and hide the rest."""
+        for group in self.groups:
+            if group.phase is ParamPhase.SHARDED or group.pinned or group.running:
+                continue
+            if group.options.reshard_after_backward or group.phase is ParamPhase.GATHERING:
+                self.drop(group)
+            else:
+                self.hide(group)
+
     def reduce(self, group: ParamGroup, gradients: Gradients) -> None:
         """Issue the reduction of a group's gradients; `.grad` is set when it is waited for."""
-        while len(self._reductions) >= (group.options.max_reductions or MAX_REDUCTIONS):
+        while len(self._reductions) >= (group.options.max_reductions or self.max_reductions):
             self._settle_oldest()
         self._start_reduce(group, gradients)
+        if self.watch is not None and self.watch.serial:
+            self._settle_oldest()
 
     def _start_reduce(self, group: ParamGroup, gradients: Gradients) -> None:
-        self._reductions.append((group, group.start_reduce(gradients)))
-        self._note(Kind.REDUCE, group)
+        self._reductions.append((group, self._act(Kind.REDUCE, group, group.start_reduce, gradients)))
 
     def _finish_oldest(self) -> tuple[ParamGroup, dict[int, torch.Tensor]]:
         group, reduction = self._reductions.popleft()
-        pieces = group.finish_reduce(reduction)
-        self._note(Kind.REDUCED, group)
-        return group, pieces
+        return group, self._act(Kind.REDUCED, group, group.finish_reduce, reduction)
 
     def reduce_now(self, group: ParamGroup, gradients: Gradients) -> dict[int, torch.Tensor]:
         """Reduce and wait; returns this rank's piece of each gradient, by index, and sets no `.grad`."""
@@ -150,13 +189,15 @@ class Actions:
         """
         self.catch_up()
         group = use.group
-        waits = bool(self._reductions) and group.reduces_first
+        waits = bool(self._reductions) and (self.reduces_first or group.reduces_first)
         waits = waits and (group.away or any(each.away for each in following))
         if waits and group.away:
             self._put_off = ()
             self.catch_up()
         if group.options.unshard_in_backward or not group.away:
             self.show_again(use, outputs)
+        if self.watch is not None:
+            self.watch.begin(Kind.BACKWARD, group.fqn)
         if not waits:
             for each in following:
                 self.ahead(each)
@@ -214,7 +255,7 @@ class Actions:
         """Between two steps: make an arena of what the pool has learned, if there is anything new."""
         if self.pool.wants_arena and all(group.phase is ParamPhase.SHARDED for group in self.groups):
             for group in self.groups:
-                group.rebuild()  # they hold views of the old slots
+                group.leave_slots()
             self._by_bucket.clear()
             self.pool.make_arena()
 

@@ -169,6 +169,10 @@ class Bucket(Protocol):
     def forget(self) -> None:
         """Reserve nothing any more; this bucket will not be used again."""
 
+    def leave_slots(self) -> None:
+        """Hold no view of any slot, while none is leased."""
+        return
+
 
 class GatherBucket(Bucket):
     """Parameters that are gathered as they are, cast to one dtype, into a slot of the pool.
@@ -367,3 +371,8 @@ class GatherBucket(Bucket):
         if self._reserved is not None:
             self._pool.release(self._reserved, *self._reserved.free_after)
             self._reserved = None
+
+    def leave_slots(self) -> None:
+        for views in (self._seen, self._landed, self._faces, self._leaves):
+            views.clear()
+        self._face = None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from ._agreement import agree, groups_of
 from ._collectives import Transports
 from ._engine import Engine
 from ._errors import ShardConfigStateError
@@ -18,7 +19,7 @@ from ._plan import GroupPlan, ParamPlan, ShardPlan
 from ._policies import Options
 from ._pool import BufferPool
 from ._schedule import ROOT_NAME
-from ._state import Bound, ShardState, named_states, state_of
+from ._state import Asked, Bound, ShardState, named_states, state_of
 from ._streams import lane_for
 from ._transports import TransportCache
 
@@ -83,7 +84,9 @@ def declared_plan(root: nn.Module) -> ShardPlan:
         options = asked.settings.current
         made = asked.transports(transports)
         plans.append(_describe(fqn, asked.params, asked.info, options, state in own, made))
-    return ShardPlan(tuple(plans), tuple(plan.fqn for plan in plans))
+    plan = ShardPlan(tuple(plans), tuple(plan.fqn for plan in plans))
+    found = state_of(root)
+    return plan if found is None else found.asked.applied(plan)
 
 
 def _check_ready(root: nn.Module, found: Sequence[tuple[list[str], ShardState]]) -> None:
@@ -94,6 +97,11 @@ def _check_ready(root: nn.Module, found: Sequence[tuple[list[str], ShardState]])
             f"modules of one list ({names}) cannot be the root; call fully_shard on the module that contains them too"
         )
     for listed, state in found:
+        if state is not own and state.asked != Asked():
+            raise ShardConfigStateError(
+                f"{', '.join(listed)}: a policy or a plan was set on it, and it runs inside of {type(root).__name__}; "
+                "set it on the outermost sharded module"
+            )
         if state.bound is not None and state.bound.engine.has_run:
             raise ShardConfigStateError(
                 f"{', '.join(listed) or type(root).__name__}: has already run as a root of its own, and now runs "
@@ -135,7 +143,10 @@ def build_engine(root: nn.Module, measure: bool = True) -> Engine:
         measure: find the fastest transports, where that is not known yet: a collective.
 
     Raises:
-        ShardConfigStateError: a list as root; a module below that has run as a root; parameters on the meta device.
+        ShardConfigStateError: a list as root; a module below that has run as a root; parameters on the meta device; a
+            policy that was set on another module than the root.
+        PoolBudgetError: a group does not fit into the budget.
+        RankMismatchError: ranks have different plans.
     """
     found = list(named_states(root))
     _check_ready(root, found)
@@ -147,9 +158,11 @@ def build_engine(root: nn.Module, measure: bool = True) -> Engine:
     _check_materialised(found)
     _check_offloaded(found)
     transports = TransportCache()
-    for _, state in found if measure else ():
-        asked = state.declaration
-        transports.measure(asked.info, asked.piece_bytes())
+    among = groups_of(state.declaration.info for _, state in found)
+    if measure:
+        agree(declared_plan(root), among)
+        for _, state in found:
+            transports.measure(state.declaration.info, state.declaration.piece_bytes())
     plan = declared_plan(root)
     _set_modules(root, found)
     device = found[0][1].declaration.info.device
@@ -170,7 +183,7 @@ def build_engine(root: nn.Module, measure: bool = True) -> Engine:
             runtime,
             asked.small,
         )
-    engine = Engine([(group, state.entries) for state, group in groups.items()], plan, runtime)
+    engine = Engine([(group, state.entries) for state, group in groups.items()], plan, runtime, among)
     for _, state in found:
         state.traced.bind(groups.get(state), is_root=state in of_root)
         state.bind(Bound(engine, groups.get(state), state in of_root))

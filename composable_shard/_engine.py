@@ -20,12 +20,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from ._actions import Actions
+from ._agreement import Among
 from ._backward import BackwardPass, Token
 from ._bucket import Bucket
 from ._gradients import GradientFlow, watch_leaf
@@ -37,6 +39,7 @@ from ._phases import ParamPhase
 from ._plan import ShardPlan
 from ._pool import BufferPool
 from ._record import Record
+from ._schedule import Kind
 from ._torch import (
     Fate,
     apart_from_checkpoints,
@@ -44,6 +47,7 @@ from ._torch import (
     gradient_fates,
     queue_backward_callback,
 )
+from ._tuning import Tuning
 
 
 class Engine:
@@ -53,6 +57,7 @@ class Engine:
         groups: all groups, with the entries of the modules that each belongs to.
         plan: order and predictions.
         runtime: pool and lanes that the groups were built with.
+        among: the process groups of the meshes, with their devices.
 
     Attributes:
         order: what comes next, by the plan or by the user.
@@ -62,12 +67,15 @@ class Engine:
         changed_at: an event behind the last change of the parameters, from a user; good for one forward.
     """
 
-    def __init__(self, groups: Sequence[tuple[ParamGroup, Entries]], plan: ShardPlan, runtime: Runtime) -> None:
+    def __init__(
+        self, groups: Sequence[tuple[ParamGroup, Entries]], plan: ShardPlan, runtime: Runtime, among: Among
+    ) -> None:
         this = weakref.ref(self)
         self.groups = [group for group, _ in groups]
-        self.order = Order(plan, self.groups)
         self._do = Actions(groups, runtime, partial(watch_leaf, this))
+        self.order = Order(plan, self._do)
         self._gradients = GradientFlow(self._do)
+        self._tuning = Tuning(self.order, self._do, among)
         self._uses: dict[int, Use] = {}  # those whose graph lives, in the order of creation
         self.has_run = False
         self.is_last_backward = True
@@ -111,19 +119,11 @@ class Engine:
             self._do.roll_record()
         self._do.parameters_changed(self.changed_at)
         self.changed_at = None
-        adopted = False
-        for group in self.groups:
-            entries = self._do.entries(group)
-            adopted |= entries is not None and entries.adopt()
-            if group.phase is ParamPhase.SHARDED or group.running:
-                continue
-            kept = group.pinned or group in waiting or not group.options.reshard_after_backward
-            if adopted or not kept or group.is_stale():
-                self._do.drop(group)
-        if adopted:
+        if self._do.drop_outdated(waiting):
             self._do.rebuild(self.groups)
         elif not waiting:
             self._do.plan_memory()
+            self._tuning.between_steps()
         self.order.begin()
         self._first_seen = len(self._do.seen)
 
@@ -178,6 +178,8 @@ class Engine:
             self._do.show_leaves(group)
         if made_in < 0:
             self._do.seen.append(group)
+            if self._do.watch is not None:
+                self._do.watch.begin(Kind.FORWARD, group.fqn)
             for each in self.order.after(group):
                 self._do.ahead(each)
         return found
@@ -194,6 +196,8 @@ class Engine:
             group.end_use(copied)
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)
+        if self._do.watch is not None:
+            self._do.watch.end(Kind.FORWARD)
         if group in self._active:
             return
         if group.reshard_after_forward:
@@ -292,28 +296,21 @@ class Engine:
         now = self._pass
         if now is None or not now.is_of(token):
             return
+        if self._do.watch is not None:
+            self._do.watch.end(Kind.BACKWARD)
         with torch.no_grad():
             self._do.catch_up()
             for use in list(self._active.values()):
                 self._complete(now, use, use.add([None] * len(use.group.params)))
             self._gradients.finish(now, self.groups, wait=self.is_last_backward and not self.ends_by_hand)
-        self._reshard_after_backward()
+        self._do.drop_after_backward()
         self._forget_pass()
-
-    def _reshard_after_backward(self) -> None:
-        for group in self.groups:
-            if group.phase is ParamPhase.SHARDED or group.pinned or group.running:
-                continue
-            if group.options.reshard_after_backward or group.phase is ParamPhase.GATHERING:
-                self._do.drop(group)
-            else:
-                self._do.hide(group)
 
     def end_backward_by_hand(self, wait: bool = True) -> None:
         """Reduce what is kept, wait (or leave that to `settle`), and reshard."""
         with torch.no_grad():
             self._gradients.finish(None, self.groups, wait)
-        self._reshard_after_backward()
+        self._do.drop_after_backward()
 
     def reset(self) -> None:
         """Give up whatever a failed forward or backward has left behind, and all gradients that are kept."""
@@ -376,6 +373,16 @@ class Engine:
         """Give the weights of a group up, unless a forward reads them now."""
         if not group.running and group.phase is not ParamPhase.SHARDED:
             self._do.drop(group)
+
+    def settings_changed(self) -> None:
+        """Options of a group were replaced: the plan is made anew with them."""
+        plan, by_fqn = self.order.plan, {group.fqn: group for group in self.groups}
+        described = [(each, by_fqn[each.fqn]) for each in plan.groups]
+        groups = [
+            replace(each, reshard_after_forward=group.resharding, reduces_first=group.reduces_first)
+            for each, group in described
+        ]
+        self.order.follow(replace(plan, groups=tuple(groups)).with_policies())
 
     def converted(self, groups: Sequence[ParamGroup]) -> None:
         """Parameters were moved or converted: memory goes back, unless a graph still needs it for its backward."""

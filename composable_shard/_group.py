@@ -71,6 +71,7 @@ class ParamGroup:
         buckets: what is gathered, one bucket per dtype.
         extended: whether any of them says itself what is gathered (see `_extension`).
         was_gathered: whether a gather was finished since the last backward ended; on all ranks alike.
+        stays: whether a schedule keeps the unsharded parameters between forward and backward; None if there is none.
         pinned: whether a user asked for the unsharded parameters (`unshard`), so that no forward gives them up.
     """
 
@@ -90,6 +91,7 @@ class ParamGroup:
         self.is_root = is_root
         self.running = 0
         self.pinned = False
+        self.stays: bool | None = None
         self.was_gathered = False
         self._info = info
         self._offloads = info.offloads
@@ -142,9 +144,14 @@ class ParamGroup:
         return self._settings.current
 
     @property
-    def reshard_after_forward(self) -> bool:
-        """Whether forward gives up the unsharded parameters."""
+    def resharding(self) -> bool:
+        """Whether forward gives up the unsharded parameters, by the settings."""
         return self._settings.current.reshards(self.is_root)
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """The same as a schedule says, if there is one."""
+        return self.resharding if self.stays is None else not self.stays
 
     @property
     def reduces_first(self) -> bool:
@@ -174,7 +181,7 @@ class ParamGroup:
             self._gathers = [resident.start() for resident in self._residents]
             self.phase, self.away = gathering, False
             return
-        if self.pinned or self._settings.current.outlives_forward(self.is_root):
+        if self.pinned or self.stays or self._settings.current.outlives_forward(self.is_root):
             self._stamp = self._stamp_now()
         self._gathers = []
         try:
@@ -303,6 +310,13 @@ class ParamGroup:
         for bucket in self.buckets:
             bucket.forget()
         self._build_buckets()
+
+    def leave_slots(self) -> None:
+        """Hold no view of any slot, for others will take their place; only while sharded."""
+        self._reduces.clear()
+        self._residents = []
+        for bucket in self.buckets:
+            bucket.leave_slots()
 
     # ---- gradients
 

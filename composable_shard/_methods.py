@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from ._engine import Engine
 from ._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from ._facade import StateFacade, state_facade
+from ._planning import Planning
 from ._state import STATE, ShardState, named_states, share_lanes
 from ._torch_distributed import process_group_allocation, symmetric_memory_gather
 
@@ -31,14 +31,14 @@ class GradientReductionHandle:
         self._engine.end_backward_by_hand()
 
 
-class Methods(TorchFSDPModule):
+class Methods(Planning):
     """Settings, with the names and signatures of torch.
 
     `recurse` says whether a setting holds for the sharded modules below, too. Settings of gathers and reductions may
     change between iterations, and on every rank alike.
     """
 
-    _orig_cls_mro_index = 4  # FSDPLinear, FSDPModule, Methods, torch's FSDPModule, Linear
+    _orig_cls_mro_index = 5  # FSDPLinear, FSDPModule, Methods, Planning, torch's FSDPModule, Linear
 
     # ---- gradients
 
@@ -319,8 +319,11 @@ def _states(module: Methods, recurse: bool) -> list[ShardState]:
 
 
 def _set(module: Methods, recurse: bool, **changes: Any) -> None:
-    for state in _states(module, recurse):
+    states = _states(module, recurse)
+    for state in states:
         state.declaration.settings.change(**changes)
+    for engine in {state.bound.engine for state in states if state.bound is not None}:
+        engine.settings_changed()
 
 
 def _set_comms(module: Methods, **changes: Any) -> None:

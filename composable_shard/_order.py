@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ._actions import Actions
 from ._group import ParamGroup
 from ._plan import ShardPlan, replan
 from ._record import Record
@@ -14,15 +15,32 @@ class Order:
 
     Attributes:
         plan: the plan that it follows; re-made when a forward goes another way.
-        explicit: by direction (backward or not) and group, which groups to gather ahead in the place of the next one.
+        replans: how often it was re-made.
+        explicit: by direction (backward or not) and group, which groups to gather ahead in the place of what the plan
+            says.
     """
 
-    def __init__(self, plan: ShardPlan, groups: Sequence[ParamGroup]) -> None:
-        self.plan = plan
+    def __init__(self, plan: ShardPlan, actions: Actions) -> None:
         self.explicit: dict[tuple[bool, ParamGroup], list[ParamGroup]] = {}
-        by_fqn = {group.fqn: group for group in groups}
-        self._expected = [by_fqn[fqn] for fqn in plan.order]
+        self.replans = 0
+        self._do = actions
+        self._by_fqn = {group.fqn: group for group in actions.groups}
         self._cursor = 0
+        self.follow(plan)
+
+    def follow(self, plan: ShardPlan) -> None:
+        """Take up a plan of the same groups; what is gathered or kept already stays as it is."""
+        self.plan = plan
+        edges = plan.edges()
+        self._do.max_reductions, self._do.reduces_first = edges.max_reductions, edges.reduces_first
+        self._expected = [self._by_fqn[fqn] for fqn in plan.order]
+        self._ahead: dict[tuple[bool, ParamGroup], list[ParamGroup]] | None = None
+        schedule, named = plan.schedule, self._by_fqn
+        if schedule is not None:
+            pairs = [(False, *edge) for edge in schedule.forward] + [(True, *edge) for edge in schedule.backward]
+            self._ahead = {(backward, named[at]): [named[fqn] for fqn in ahead] for backward, at, ahead in pairs}
+        for fqn, group in named.items():
+            group.stays = None if schedule is None else fqn in schedule.kept
 
     def begin(self) -> None:
         """A forward of the root begins."""
@@ -30,14 +48,18 @@ class Order:
 
     def after(self, group: ParamGroup) -> Sequence[ParamGroup]:
         """What to gather ahead when the forward of `group` begins."""
-        following = self._follower(group)
+        following = self._follower(group) if self._ahead is None else None
         if self.explicit and (False, group) in self.explicit:
             return self.explicit[False, group]
+        if self._ahead is not None:
+            return self._ahead.get((False, group), ())
         return () if following is None else (following,)
 
     def before(self, group: ParamGroup, expected: ParamGroup | None) -> Sequence[ParamGroup]:
         """What to gather ahead when the backward of `group` begins, `expected` being the group whose turn is next."""
-        listed = self.explicit.get((True, group)) if self.explicit else None
+        listed: Sequence[ParamGroup] | None = self.explicit.get((True, group)) if self.explicit else None
+        if listed is None and self._ahead is not None:
+            listed = self._ahead.get((True, group), ())
         if listed is None:
             listed = [] if expected is None else [expected]
         return [each for each in listed if each.options.unshard_in_backward]
@@ -46,8 +68,8 @@ class Order:
         """A whole forward of the root has seen its groups in this order."""
         order = tuple([group.fqn for group in seen])
         if order != self.plan.order:
-            self.plan = replan(self.plan, Record((), (), order))
-            self._expected = list(seen)
+            self.replans += 1
+            self.follow(replan(self.plan, Record((), (), order)))
 
     def _follower(self, group: ParamGroup) -> ParamGroup | None:
         """The group that the plan expects after this one."""

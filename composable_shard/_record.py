@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ._schedule import Action
 from ._simulation import Times
+from ._timing import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +18,14 @@ class Record:
         live_bytes: bytes leased from the pool after each action (unsharded parameters and communication buffers).
         order: FQNs of the groups in the order in which their forwards began, one entry a use.
         times: seconds that groups took, by FQN, where they were measured.
+        spans: when what was done, while the engine is watched.
     """
 
     actions: tuple[Action, ...]
     live_bytes: tuple[int, ...]
     order: tuple[str, ...]
     times: tuple[tuple[str, Times], ...] = ()
+    spans: tuple[Span, ...] = ()
 
     @property
     def peak_bytes(self) -> int:

@@ -21,7 +21,9 @@ from ._layout import bucket_layout
 from ._mesh import MeshInfo
 from ._node import Outputs, Use
 from ._param import ShardedParam
-from ._policies import Settings
+from ._plan import ShardPlan
+from ._policies import PoolPolicy, PrefetchPolicy, Settings
+from ._simulation import Costs
 from ._streams import Lane, lane_for
 from ._torch import apart_from_checkpoints, current_backward, with_side_effects
 from ._traced import TracedGroup
@@ -64,6 +66,31 @@ class Declaration:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What users have asked of the plan of a root: policies, or a plan to follow."""
+
+    prefetch: PrefetchPolicy | None = None
+    pool: PoolPolicy | None = None
+    costs: Costs | None = None
+    plan: ShardPlan | None = None
+
+    def applied(self, plan: ShardPlan) -> ShardPlan:
+        """A plan of the same groups that does so.
+
+        Raises:
+            PoolBudgetError: a group does not fit into the budget.
+            ShardConfigValueError: the plan to follow is of another model.
+        """
+        if (given := self.plan) is not None:
+            given.check(plan)
+            plan = replace(plan, order=given.order, prefetch=given.prefetch, pool=given.pool, costs=given.costs)
+            plan = replace(plan, schedule=given.schedule)
+        if (self.prefetch, self.pool, self.costs) == (None, None, None):
+            return plan
+        return plan.with_policies(self.prefetch, self.pool, self.costs)
+
+
+@dataclass(frozen=True)
 class Bound:
     """A module's part in an engine; `group` is None where the call found no parameter to shard."""
 
@@ -89,6 +116,7 @@ class ShardState:
         others: those of the parameters on other meshes.
         way: how the call that runs now does.
         lists: on the root, once it is known: the states below that several modules share.
+        asked: what users want of the plan, if this is the root's.
         left: while Dynamo traces a list: its modules that have not run yet, by their place in it.
         traced: the group as traced code sees it.
         lanes: of gathers and of reductions, if several roots share theirs.
@@ -104,6 +132,7 @@ class ShardState:
         self._to_run: set[int] = set()
         self.lanes: tuple[Lane, Lane] | None = None  # those of other roots, to be shared
         self.way = Way.EAGER
+        self.asked = Asked()
         self.lists: tuple[ShardState, ...] = ()
         self.left: set[int] = set()
         self._for_root: dict[str, Any] = {}
@@ -118,6 +147,7 @@ class ShardState:
             copy.deepcopy(self.entries, memo),
         )
         made.others = copy.deepcopy(self.others, memo)
+        made.asked = self.asked
         made._prefetch = copy.deepcopy(self._prefetch, memo)
         return made
 
@@ -144,6 +174,23 @@ class ShardState:
         if self.bound is not None:
             for name, value in settings.items():
                 setattr(self.bound.engine, name, value)
+
+    def ask(self, **wanted: Any) -> None:
+        """Ask for a policy, or for a plan to follow, of the engine of which this module is the root, or will be.
+
+        Raises:
+            ShardConfigStateError: it is not the root.
+            PoolBudgetError, ShardConfigValueError: that cannot be; what was asked for before stays in force.
+        """
+        if self.bound is None:
+            self.asked = replace(self.asked, **wanted)
+            return
+        if not self.bound.is_root:
+            raise ShardConfigStateError("plans and policies are the root's; set them on the outermost sharded module")
+        asked = replace(self.asked, **wanted)
+        order = self.bound.engine.order
+        order.follow(asked.applied(order.plan))
+        self.asked = asked
 
     def set_prefetch(self, backward: bool, states: list[ShardState]) -> None:
         """What to gather when this module's forward, or backward, begins."""

@@ -1,0 +1,70 @@
+"""Whether all ranks have the same plan: asked before the first payload moves, so that it is an error, and no hang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ._errors import RankMismatchError
+from ._mesh import MeshInfo
+from ._plan import ShardPlan
+from ._torch import without_dispatch_modes
+from ._torch_distributed import all_gather_options, all_reduce_options
+
+Among = Sequence[tuple[dist.ProcessGroup, torch.device]]  # process groups, with their devices
+
+
+def groups_of(infos: Iterable[MeshInfo]) -> Among:
+    """The process groups of some meshes that have several ranks, each once, in their order; with their devices."""
+    found: dict[int, tuple[dist.ProcessGroup, torch.device]] = {}
+    for info in infos:
+        for group in (info.shard_group, info.replicate_group):
+            if group is not None and group.size() > 1:
+                found.setdefault(id(group), (group, info.device))
+    return list(found.values())
+
+
+def agree(plan: ShardPlan, among: Among) -> None:
+    """See that all ranks of some process groups have the same plan. A collective in each of them.
+
+    Raises:
+        RankMismatchError: on all ranks of the first group in which plans differ; it names two ranks, and what is
+            otherwise on the second.
+    """
+    own = torch.frombuffer(bytearray.fromhex(plan.digest), dtype=torch.uint8)
+    for group, device in among:
+        with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes():
+            digests = torch.empty((group.size(), own.numel()), dtype=torch.uint8, device=device)
+            group._allgather_base(digests, own.to(device), all_gather_options()).wait()
+            differ = (digests != digests[:1]).any(dim=1).nonzero().flatten().tolist()
+        if differ:
+            raise _mismatch(plan, group, differ)
+
+
+def slowest(seconds: Sequence[float], among: Among) -> list[float]:
+    """For each of some measured times, that of the slowest rank, so that all decide alike."""
+    found = torch.tensor(seconds, dtype=torch.float64)
+    with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes():
+        for group, device in [*among] * min(2, len(among)):  # twice: what one axis has found goes along the others
+            there = found.to(device)
+            group.allreduce([there], all_reduce_options(dist.ReduceOp.MAX)).wait()
+            found = there.cpu()
+    agreed: list[float] = found.tolist()
+    return agreed
+
+
+def _mismatch(plan: ShardPlan, group: dist.ProcessGroup, differ: list[int]) -> RankMismatchError:
+    """The error, in the same words on all ranks."""
+    texts: list[str] = [""] * group.size()
+    dist.all_gather_object(texts, plan.to_json(), group)
+    plans = [ShardPlan.from_json(text) for text in texts]
+    ranks = dist.get_process_group_ranks(group)
+    first, other = ranks[0], ranks[differ[0]]
+    lines = plans[0].diff(plans[differ[0]]).splitlines()
+    many = "" if len(differ) == 1 else f" (and {len(differ) - 1} more ranks differ from rank {first})"
+    return RankMismatchError(
+        f"ranks {first} and {other} have different plans{many}: {lines[0] if lines else 'they differ'}. Build and "
+        "shard the model alike on all ranks; print(make_plan(model)) shows what each rank has"
+    )

@@ -1,0 +1,107 @@
+"""What a step took: spans of compute, of collectives and of waiting, by group.
+
+The engine tells a `Stopwatch` when compute of a group begins and ends, and lets it time what is issued and waited for.
+While it *measures*, everything is waited for at once, so that each collective is timed alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from ._schedule import Kind
+
+T = TypeVar("T")
+
+
+_clock: Callable[[], float] = time.perf_counter
+
+
+def use_clock(now: Callable[[], float]) -> Callable[[], float]:
+    """Read times, in seconds, from another clock; returns the one before."""
+    global _clock
+    before, _clock = _clock, now
+    return before
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Seconds, from the beginning of the iteration, in which the host did, or waited for, something of a group.
+
+    `UNSHARD` and `REDUCE` are the issue, `WAIT` and `REDUCED` the waiting, `FORWARD` and `BACKWARD` the compute, in
+    which the others lie.
+    """
+
+    kind: Kind
+    fqn: str
+    begin: float
+    end: float
+
+
+class Stopwatch:
+    """Times one engine.
+
+    Args:
+        device: on an accelerator, `serial` waits for it at each reading.
+
+    Attributes:
+        serial: whether each collective is to be waited for where it is issued.
+    """
+
+    def __init__(self, device: torch.device, serial: bool = False) -> None:
+        self.serial = serial
+        self._device = device
+        self._running: list[tuple[Kind, str, float]] = []
+        self._spans: list[Span] = []
+        self._origin = self._read()
+
+    def _read(self) -> float:
+        if self.serial and self._device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(self._device)
+        return _clock()
+
+    def begin(self, kind: Kind, fqn: str) -> None:
+        """Compute of a group begins. That of a backward ends where the next one begins."""
+        if kind is Kind.BACKWARD:
+            self.end(kind)
+        self._running.append((kind, fqn, self._read()))
+
+    def end(self, kind: Kind) -> None:
+        """The compute that has begun last ends, if it is of this kind."""
+        if self._running and self._running[-1][0] is kind:
+            of, fqn, begin = self._running.pop()
+            self._spans.append(Span(of, fqn, begin - self._origin, self._read() - self._origin))
+
+    def timed(self, kind: Kind, fqn: str, work: Callable[..., T], *args: Any) -> T:
+        """Do this work, and note how long it took."""
+        begin = self._read()
+        result = work(*args)
+        self._spans.append(Span(kind, fqn, begin - self._origin, self._read() - self._origin))
+        return result
+
+    def take(self) -> tuple[Span, ...]:
+        """The spans so far, by their beginnings; the next iteration begins."""
+        spans = tuple(sorted(self._spans, key=lambda span: (span.begin, -span.end)))
+        self._spans, self._origin = [], self._read()
+        self._running.clear()
+        return spans
+
+
+def own_seconds(spans: Sequence[Span]) -> dict[tuple[Kind, str], float]:
+    """For each kind and group, the seconds of its spans without those of others that lie within them."""
+    found: dict[tuple[Kind, str], float] = {}
+    open_: list[Span] = []
+    for span in spans:
+        while open_ and open_[-1].end <= span.begin:
+            open_.pop()
+        if open_:
+            outer = open_[-1]
+            found[outer.kind, outer.fqn] -= min(span.end, outer.end) - span.begin
+        key = span.kind, span.fqn
+        found[key] = found.get(key, 0.0) + span.end - span.begin
+        open_.append(span)
+    return found
