@@ -170,7 +170,7 @@ def test_auto_keeps_the_last_group_where_that_takes_no_more_memory():
     assert Action(Kind.BACKWARD, "b3") not in simulate(timed_step(steps, schedule), times).waits
 
 
-@steadily
+@settings(steadily, max_examples=8)
 @given(MODELS)
 def test_auto_waits_no_longer_than_one_ahead_with_as_many_bytes(model):
     steps, sizes, times = model
