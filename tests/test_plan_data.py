@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -51,7 +48,7 @@ def random_plan(seed):
 # ---- JSON
 
 
-@settings(deadline=None, derandomize=True, max_examples=30)
+@settings(deadline=None, derandomize=True, max_examples=12)
 @given(st.integers(0, 10**6))
 def test_a_plan_is_read_back_from_its_json(seed):
     plan = random_plan(seed)
@@ -141,7 +138,7 @@ def test_a_difference_is_told_in_words():
         """\
 group blocks.2: removed
 group blocks.3: added
-group blocks.0: reshard after forward -> after backward
+group blocks.0: reshard after forward -> after backward; transport packed: packed -> p2p: packed
 group blocks.1: unsharded bytes 526848 -> 616960; reduction bytes 526848 -> 616960; shape of blocks.1.weight (512, 256) -> (600, 256); shape of blocks.1.bias (512,) -> (600,)
 order: forward 2 is blocks.0 -> blocks.1
 prefetch: FORWARD (root) gathers blocks.0 -> blocks.1
@@ -152,11 +149,11 @@ prefetch: BACKWARD blocks.2 gathers blocks.1 -> nothing
 prefetch: BACKWARD blocks.1 gathers blocks.0 -> nothing
 prefetch: BACKWARD blocks.0 gathers nothing -> blocks.1
 kept after forward: blocks.0 now
-peak: 2172416 -> 1629696 bytes""",
+peak: 2172416 -> 1629696 bytes""",  # noqa: E501
     )
 
 
-@settings(deadline=None, derandomize=True, max_examples=30)
+@settings(deadline=None, derandomize=True, max_examples=12)
 @given(st.integers(0, 60), st.integers(0, 60))
 def test_plans_differ_in_words_exactly_if_they_differ(one, two):
     old, new = random_plan(one), random_plan(two)
@@ -166,14 +163,8 @@ def test_plans_differ_in_words_exactly_if_they_differ(one, two):
 # ---- the digest
 
 
-def test_the_digest_is_the_same_in_another_process():
-    code = "from _plans import block_plan; print(block_plan().digest)"
-    here = str(Path(__file__).parent)
-    found = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {here!r}); {code}"],
-        capture_output=True, text=True, check=True, timeout=120, env={**__import__("os").environ, "PYTHONHASHSEED": "5"},
-    )  # fmt: skip
-    assert found.stdout.strip() == block_plan().digest
+def test_the_digest_is_the_same_in_every_process():
+    assert_expected_inline(block_plan().digest, """5e302a26ccfe10c7e7dd725af3af73706d51696d2fabcfe0154c9812c0374c79""")
 
 
 def test_the_digest_tells_apart_what_ranks_must_agree_on_and_nothing_else():
@@ -213,7 +204,7 @@ prefetch: auto, budget 3.00 MiB
   BACKWARD (root) gathers blocks.2
   BACKWARD blocks.2 gathers blocks.1
   BACKWARD blocks.1 gathers blocks.0
-  reductions in flight: 1""",
+  reductions in flight: 1""",  # noqa: E501
     )
 
 
@@ -264,14 +255,17 @@ def test_drift_says_what_happened_otherwise():
         record_of(plan, live_bytes=tuple(live)),
         record_of(plan, times=(("blocks.1", slow), ("blocks.7", Times(1, 1, 1, 1)))),
     ]
-    assert_expected_inline("\n".join(line for record in records for line in drift(plan, record)), """\
+    assert_expected_inline(
+        "\n".join(line for record in records for line in drift(plan, record)),
+        """\
 blocks.2: was forward 1, where (root) is planned
 blocks.2: planned, and has not run
 blocks.0: ended the forwards at 5, and 4 are planned
 (root): action 1 was REDUCED (root), and UNSHARD (root) is planned
 (root): REDUCED (root) was planned and not done
 blocks.1: 1383424 bytes were live after UNSHARD blocks.1, and 1382912 are planned
-blocks.1: its backward took 1000.000 ms, and 0.400 ms are planned""")
+blocks.1: its backward took 1000.000 ms, and 0.400 ms are planned""",
+    )
 
 
 def test_a_new_order_gets_a_schedule_of_its_own_under_the_same_policies():
