@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -375,14 +374,8 @@ class Engine:
             self._do.drop(group)
 
     def settings_changed(self) -> None:
-        """Options of a group were replaced: the plan is made anew with them."""
-        plan, by_fqn = self.order.plan, {group.fqn: group for group in self.groups}
-        described = [(each, by_fqn[each.fqn]) for each in plan.groups]
-        groups = [
-            replace(each, reshard_after_forward=group.resharding, reduces_first=group.reduces_first)
-            for each, group in described
-        ]
-        self.order.follow(replace(plan, groups=tuple(groups)).with_policies())
+        """Options of a group were replaced."""
+        self.order.settings_changed()
 
     def converted(self, groups: Sequence[ParamGroup]) -> None:
         """Parameters were moved or converted: memory goes back, unless a graph still needs it for its backward."""
@@ -394,13 +387,11 @@ class Engine:
     def before_optimizer_step(self, theirs: set[int]) -> None:
         """No unsharded copy outlives the values that it was made of, and no graph may ask for them any more."""
         for group in self.groups:
-            if theirs.isdisjoint(map(id, group.shards)):
-                continue
-            if self._pass is None:
-                self._gradients.settle()  # of a backward that was not the last one
-            group.stepped()
-            if group.phase is not ParamPhase.SHARDED and not group.running:
-                self._do.drop(group)
+            if not theirs.isdisjoint(map(id, group.shards)):
+                if self._pass is None:
+                    self._gradients.settle()  # of a backward that was not the last one
+                group.stepped()
+                self.reshard(group)
 
 
 def _on_end(engine: weakref.ref[Engine]) -> None:

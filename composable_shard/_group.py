@@ -7,6 +7,7 @@ with one writer.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -22,7 +23,7 @@ from ._param import ShardedParam
 from ._phases import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradPhase, ParamPhase, moved
 from ._policies import Options, Settings
 from ._pool import BufferPool
-from ._reduction import ReduceBucket, Reduced
+from ._reduction import ReduceBucket, Reduced, reduce_buckets
 from ._resident import Resident
 from ._schedule import ROOT_NAME
 from ._streams import Job, Lane
@@ -291,11 +292,8 @@ class ParamGroup:
     def _in_order(self, lists: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         if len(lists) == 1:
             return list(lists[0])
-        found: list[torch.Tensor] = [*self.shards]
-        for members, of_bucket in zip(self._members, lists, strict=True):
-            for index, tensor in zip(members, of_bucket, strict=True):
-                found[index] = tensor
-        return found
+        found = dict(zip(itertools.chain(*self._members), itertools.chain(*lists), strict=True))
+        return [found[index] for index in range(len(self.params))]
 
     def stepped(self) -> None:
         """An optimizer or a load is about to change the sharded parameters."""
@@ -364,15 +362,10 @@ class ParamGroup:
         key = trains, options.mp_policy.reduce_dtype, options.divide_factor, options.only_sums
         buckets = self._reduces.get(key)
         if buckets is None:
-            reduce_dtype = options.reduce_dtype
-            dtypes = [reduce_dtype(p.dtype) if t else None for p, t in zip(self.params, trains, strict=True)]
-            members = {d: [(i, p) for i, p in enumerate(self.params) if dtypes[i] == d] for d in dtypes if d}
             run = self._runtime
             slots = [bucket.nbytes for bucket in self.buckets if isinstance(bucket, GatherBucket)]
-            buckets = self._reduces[key] = [
-                ReduceBucket(m, d, self._info, self._transports, options, run.pool, run.reduce_lane, slots)
-                for d, m in members.items()
-            ]
+            how = self._info, self._transports, options, run.pool, run.reduce_lane, slots
+            buckets = self._reduces[key] = reduce_buckets(self.params, trains, *how)
         return buckets
 
     def finish_reduce(self, reduction: Reduction) -> dict[int, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ._actions import Actions
 from ._group import ParamGroup
@@ -41,6 +42,16 @@ class Order:
             self._ahead = {(backward, named[at]): [named[fqn] for fqn in ahead] for backward, at, ahead in pairs}
         for fqn, group in named.items():
             group.stays = None if schedule is None else fqn in schedule.kept
+
+    def settings_changed(self) -> None:
+        """Make the plan anew, with the options that groups have now."""
+        described = [(each, self._by_fqn[each.fqn]) for each in self.plan.groups]
+        groups = tuple(
+            replace(each, reshard_after_forward=group.resharding, reduces_first=group.reduces_first)
+            for each, group in described
+        )
+        if groups != self.plan.groups:
+            self.follow(replace(self.plan, groups=groups).with_policies())
 
     def begin(self) -> None:
         """A forward of the root begins."""

@@ -244,3 +244,26 @@ class ReduceBucket:
         if pairs:
             to, frm = zip(*pairs, strict=True)
             torch._foreach_copy_(to, frm)
+
+
+def reduce_buckets(
+    params: Sequence[ShardedParam],
+    trains: Sequence[bool],
+    info: MeshInfo,
+    transports: Transports,
+    options: Options,
+    pool: BufferPool,
+    lane: Lane,
+    slots: Sequence[int],
+) -> list[ReduceBucket]:
+    """The buckets of a group's gradients, one for each dtype of reduction.
+
+    Args:
+        params: of the group.
+        trains: which of them want gradients.
+        info, transports, options, pool, lane: of the group.
+        slots: bytes of the slots that its weights leave.
+    """
+    dtypes = [options.reduce_dtype(p.dtype) if t else None for p, t in zip(params, trains, strict=True)]
+    members = {d: [(i, p) for i, p in enumerate(params) if dtypes[i] == d] for d in dtypes if d}
+    return [ReduceBucket(m, d, info, transports, options, pool, lane, slots) for d, m in members.items()]

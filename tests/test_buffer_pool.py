@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -313,7 +315,7 @@ def test_slots_that_are_leased_at_once_never_overlap(sizes, learned, then):
             elif not opens and name in live:
                 pool.release(live.pop(name))
             spans = sorted((slot.begin, slot.end) for slot in live.values())
-            assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+            assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
         for slot in live.values():
             pool.release(slot)
         live.clear()
