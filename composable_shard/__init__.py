@@ -15,6 +15,7 @@ from ._errors import CompiledGraphWarning as CompiledGraphWarning
 from ._errors import ComposableShardError as ComposableShardError
 from ._errors import PhaseError as PhaseError
 from ._errors import PoolBudgetError as PoolBudgetError
+from ._errors import RankMismatchError as RankMismatchError
 from ._errors import SavedTensorModifiedError as SavedTensorModifiedError
 from ._errors import ShardConfigError as ShardConfigError
 from ._errors import ShardConfigStateError as ShardConfigStateError
@@ -40,6 +41,12 @@ from ._policies import ReduceScatter as ReduceScatter
 from ._policies import ShardPlacementResult as ShardPlacementResult
 from ._record import Record as Record
 from ._schedule import Action as Action
+from ._simulation import Costs as Costs
+from ._status import current_plan as current_plan
+from ._status import drift as drift
+from ._status import empty_pool as empty_pool
+from ._status import stats as stats
+from ._status import watch as watch
 from ._wrap import shard_auto as shard_auto
 from ._wrap import shard_by_class as shard_by_class
 from ._wrap import shard_by_size as shard_by_size

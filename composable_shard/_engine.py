@@ -39,6 +39,7 @@ from ._plan import ShardPlan
 from ._pool import BufferPool
 from ._record import Record
 from ._schedule import Kind
+from ._timing import Stopwatch
 from ._torch import (
     Fate,
     apart_from_checkpoints,
@@ -373,9 +374,9 @@ class Engine:
         if not group.running and group.phase is not ParamPhase.SHARDED:
             self._do.drop(group)
 
-    def settings_changed(self) -> None:
-        """Options of a group were replaced."""
-        self.order.settings_changed()
+    def watch(self, watch: Stopwatch | None) -> None:
+        """Time what is done from now on, or no longer."""
+        self._do.watch = watch
 
     def converted(self, groups: Sequence[ParamGroup]) -> None:
         """Parameters were moved or converted: memory goes back, unless a graph still needs it for its backward."""

@@ -323,7 +323,7 @@ def _set(module: Methods, recurse: bool, **changes: Any) -> None:
     for state in states:
         state.declaration.settings.change(**changes)
     for engine in {state.bound.engine for state in states if state.bound is not None}:
-        engine.settings_changed()
+        engine.order.settings_changed()
 
 
 def _set_comms(module: Methods, **changes: Any) -> None:

@@ -1,0 +1,101 @@
+"""What a sharded model is doing: its plan, where it left it, its memory, and figures for loggers."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ._build import declared_plan
+from ._drift import drift as drift_of
+from ._engine import Engine
+from ._plan import ShardPlan
+from ._schedule import Kind
+from ._state import named_states
+from ._timing import Stopwatch, own_seconds
+
+_WAITING = (Kind.WAIT, Kind.REDUCED)
+_COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
+
+
+def _engines(model: nn.Module) -> list[Engine]:
+    """The engines at or below a model; several if it holds roots that run by themselves."""
+    bound = [state.bound for _, state in named_states(model)]
+    return list(dict.fromkeys(each.engine for each in bound if each is not None))
+
+
+def current_plan(model: nn.Module) -> ShardPlan:
+    """The plan that a sharded model follows now; before its first forward, the one that it will begin with."""
+    engines = _engines(model)
+    return engines[0].order.plan if engines else declared_plan(model)
+
+
+def drift(model: nn.Module) -> tuple[str, ...]:
+    """What the last iteration did otherwise than the plan says, a statement each, by group; none if it kept to it.
+
+    The plan is of a training step in which every group runs once: other iterations (validation, accumulation) differ.
+    """
+    return tuple(
+        text
+        for engine in _engines(model)
+        if (record := engine.last_record) is not None
+        for text in drift_of(engine.order.plan, record)
+    )
+
+
+def watch(model: nn.Module, on: bool = True) -> None:
+    """Have a sharded model note when it does what (`Record.spans`), or no longer; costs some microseconds a module.
+
+    On an accelerator the times are the host's: of issuing, not of running.
+    """
+    for engine in _engines(model):
+        engine.watch(Stopwatch(engine.pool.device) if on else None)
+
+
+def empty_pool(model: nn.Module) -> int:
+    """Give the memory of the pool back that nobody uses, for a phase in which the model does not train.
+
+    Returns:
+        bytes that were given back.
+    """
+    before = sum(engine.pool.held_bytes for engine in _engines(model))
+    for engine in _engines(model):
+        engine.converted(engine.groups)
+    return before - sum(engine.pool.held_bytes for engine in _engines(model))
+
+
+def stats(model: nn.Module) -> dict[str, float]:
+    """Figures of a sharded model for loggers, flat. Sums over the engines where it has several.
+
+    Keys:
+        ``pool/live_bytes``, ``pool/peak_bytes``, ``pool/held_bytes``: leased now, at most so far, and held in all.
+        ``pool/arena_bytes``, ``pool/allocations``, ``pool/fallbacks``: of the arena; how often memory was asked for;
+        leases for which the arena had no place.
+        ``plan/peak_bytes``, ``plan/replans``: what the plan predicts; how often it was made anew.
+        ``step/unshards``, ``step/reductions``: gathers and reductions of the last iteration.
+        ``step/exposed_ms``, ``step/compute_ms``, ``step/communication_share``: of the last iteration, while `watch` is
+        on: waiting for gathers and reductions; compute; waiting over both.
+    """
+    found: dict[str, float] = {}
+
+    def add(name: str, value: float) -> None:
+        found[name] = found.get(name, 0.0) + float(value)
+
+    for engine in _engines(model):
+        pool, record = engine.pool, engine.last_record
+        for name in ("live_bytes", "peak_bytes", "held_bytes", "arena_bytes", "allocations"):
+            add(f"pool/{name}", getattr(pool, name))
+        add("pool/fallbacks", sum(pool.fallbacks.values()))
+        add("plan/peak_bytes", engine.order.plan.peak_bytes)
+        add("plan/replans", engine.order.replans)
+        actions = () if record is None else record.actions
+        add("step/unshards", sum(action.kind is Kind.UNSHARD for action in actions))
+        add("step/reductions", sum(action.kind is Kind.REDUCE for action in actions))
+        if record is not None and record.spans:
+            own = own_seconds(record.spans)
+            add("step/exposed_ms", 1e3 * sum(s for (kind, _), s in own.items() if kind in (Kind.WAIT, Kind.REDUCED)))
+            add(
+                "step/compute_ms", 1e3 * sum(s for (kind, _), s in own.items() if kind in (Kind.FORWARD, Kind.BACKWARD))
+            )
+    if "step/exposed_ms" in found:
+        whole = found["step/exposed_ms"] + found["step/compute_ms"]
+        found["step/communication_share"] = found["step/exposed_ms"] / whole if whole else 0.0
+    return found

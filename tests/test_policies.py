@@ -1,0 +1,242 @@
+"""Policies of prefetch and memory: the engine does what the plan says, within its budget, and with the same bits."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.nn as nn
+from expecttest import assert_expected_inline
+from torch.utils.checkpoint import checkpoint
+
+import composable_shard as cs
+from _engines import fully_shard
+from _models import Stack, shard_blocks, shard_nested, vectors
+from _pool import distributed
+from _stepping import engine_of
+
+P = cs.PrefetchPolicy
+POLICIES = {
+    "none ahead": (P.depth(0), None),
+    "one ahead": (P.depth(1), None),
+    "three ahead": (P.depth(3), None),
+    "some bytes ahead": (P.bytes(4096), None),
+    "all ahead": (P.bytes(1 << 30), None),
+    "the least budget": (None, "least"),
+    "three ahead within what one takes": (P.depth(3), "default"),
+    "measured": (P.auto(), None),
+    "measured, with memory to keep": (P.auto(), "all"),
+}
+
+
+class Uneven(nn.Module):
+    """Blocks of different sizes, two of which are checkpointed."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, n), nn.ReLU(), nn.Linear(n, 6)) for n in (40, 5, 70, 12))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for at, block in enumerate(self.blocks):
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpointed and at % 2 else block(x))
+        return x
+
+
+def budget_of(name, model):
+    plan = cs.make_plan(model)
+    if name == "least":
+        with pytest.raises(cs.PoolBudgetError) as caught:
+            plan.with_policies(pool=cs.PoolPolicy(budget=1))
+        return caught.value.least
+    return plan.peak_bytes if name == "default" else sum(group.unsharded_bytes for group in plan.groups) * 3
+
+
+def train(model, rank, steps=6):
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        model(*vectors(rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.full_tensor() for param in model.parameters()]
+
+
+def made(build, shard, prefetch=None, pool=None, **options):
+    torch.manual_seed(3)
+    model = build()
+    shard(model, fully_shard, **options)
+    if prefetch is not None:
+        model.set_prefetch_policy(prefetch)
+    if pool is not None:
+        model.set_pool_policy(pool)
+    return model
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("build", [Stack, Uneven])
+@distributed(world=2)
+def test_a_step_is_the_planned_one_within_its_budget_and_with_the_same_bits(rank, world, build, name):
+    prefetch, budget = POLICIES[name]
+    plain = made(build, shard_blocks)
+    pool = None if budget is None else cs.PoolPolicy(budget=budget_of(budget, plain))
+    model = made(build, shard_blocks, prefetch, pool)
+    expected, found = train(plain, rank), train(model, rank)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    plan, record = cs.current_plan(model), cs.last_record(model)
+    assert list(map(str, record.actions)) == list(map(str, plan.actions()))
+    assert record.live_bytes == plan.live_bytes()
+    if pool is not None:
+        assert engine_of(model).pool.peak_bytes <= pool.budget
+    assert (plan.costs is not None) == (prefetch == P.auto())
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+@distributed(world=2)
+def test_a_budget_holds_with_recomputation_accumulation_and_validation(rank, world, reshard):
+    torch.manual_seed(3)
+    plain = Uneven(checkpointed=True)
+    model = copy.deepcopy(plain)
+    shard_blocks(model, fully_shard, reshard_after_forward=reshard)
+    budget = budget_of("least", model)
+    model.set_pool_policy(cs.PoolPolicy(budget=budget))
+    for step in range(4):
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            for each in (model, plain):
+                each(*vectors(0, 2 * step + micro)).square().mean().backward()
+        with torch.no_grad():
+            assert torch.equal(model(*vectors(0, step)), plain(*vectors(0, step)))
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
+        model.zero_grad()
+        plain.zero_grad()
+    assert engine_of(model).pool.peak_bytes <= budget
+
+
+@distributed(world=2)
+def test_a_budget_that_is_too_small_is_an_error_before_anything_runs(rank, world):
+    model = made(Uneven, shard_blocks, pool=cs.PoolPolicy(budget=4096))
+    least = budget_of("least", made(Uneven, shard_blocks))
+    for _ in range(2):
+        with pytest.raises(cs.PoolBudgetError, match=r"blocks\.2 cannot fit") as caught:
+            model(*vectors(rank, 0))
+        assert caught.value.least == least
+    model.set_pool_policy(cs.PoolPolicy(budget=least))
+    train(model, rank, 2)
+    with pytest.raises(cs.PoolBudgetError):
+        model.set_pool_policy(cs.PoolPolicy(budget=least - 1))
+    train(model, rank, 2)
+    assert cs.current_plan(model).pool.budget == least, "what was asked for in vain changes nothing"
+    assert engine_of(model).pool.peak_bytes <= least
+
+
+@distributed(world=2)
+def test_a_change_of_settings_makes_the_plan_anew(rank, world):
+    model = made(Stack, shard_blocks, P.depth(2), reshard_after_forward=True)
+    train(model, rank, 2)
+    model.blocks[0].set_reshard_after_forward(False)
+    train(model, rank, 3)
+    plan, record = cs.current_plan(model), cs.last_record(model)
+    assert plan.edges().kept == ("blocks.0",)
+    assert record.actions == plan.actions()
+    assert record.live_bytes == plan.live_bytes()
+
+
+def costs(plan, **seconds):
+    each = {group.fqn: 1.0 for group in plan.groups}
+    return Costs.of(
+        latency=0.0,
+        bandwidth=1e9,
+        **{part: each | seconds.get(part, {}) for part in ("forward", "backward", "gather", "reduce")},
+    )
+
+
+@distributed(world=2)
+def test_a_plan_can_be_made_elsewhere_and_followed(rank, world):
+    model = made(Uneven, shard_blocks)
+    plan = cs.make_plan(model)
+    budget = sum(group.unsharded_bytes for group in plan.groups)
+    wanted = plan.with_policies(P.auto(), cs.PoolPolicy(budget=budget), costs(plan, gather={"blocks.2": 9.0}))
+    assert wanted.edges().kept != plan.edges().kept
+    model.set_plan(cs.ShardPlan.from_json(wanted.to_json()))
+    train(model, rank, 3)
+    assert cs.current_plan(model).diff(wanted) == ""
+    assert cs.last_record(model).actions == wanted.actions()
+    other = made(Stack, shard_blocks)
+    other.set_plan(wanted)
+    with pytest.raises(cs.ShardConfigValueError, match="another model"):
+        other(*vectors(rank, 0))
+
+
+@distributed(world=2)
+def test_what_was_measured_is_the_same_on_all_ranks(rank, world):
+    model = made(Uneven, shard_nested, P.auto())
+    train(model, rank, 5)
+    plan = cs.current_plan(model)
+    found = [None] * world
+    torch.distributed.all_gather_object(found, (plan.digest, plan.costs, plan.schedule))
+    assert found[0] == found[1]
+    assert all(seconds >= 0 for _, seconds in plan.costs.forward)
+    assert sum(seconds for _, seconds in plan.costs.gather) > 0
+
+
+class Either(nn.Module):
+    """Ranks build it differently."""
+
+    def __init__(self, width: int, blocks: int) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, width), nn.Linear(width, 6)) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.Sequential(*self.blocks)(self.inp(x))
+
+
+DIFFERENT = {
+    "a size": (lambda rank: Either(4 + rank, 2), {}),
+    "a number of blocks": (lambda rank: Either(4, 2 + rank), {}),
+    "a setting": (lambda rank: Either(4, 2), lambda rank: {"reshard_after_forward": bool(rank)}),
+    "a dtype": (
+        lambda rank: Either(4, 2),
+        lambda rank: {"mp_policy": cs.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if rank else None)},
+    ),
+}
+
+
+@distributed(world=2)
+def test_ranks_with_different_plans_are_told_so_before_anything_moves(rank, world):
+    words = []
+    for build, options in DIFFERENT.values():
+        model = build(rank)
+        shard_blocks(model, fully_shard, **(options(rank) if callable(options) else options))
+        with pytest.raises(cs.RankMismatchError) as caught:
+            model(*vectors(rank, 0))
+        words.append(re.sub(r" Build and shard.*", "", str(caught.value)))
+        assert cs.last_record(model) is None
+    found = [None] * world
+    torch.distributed.all_gather_object(found, words)
+    assert found[0] == found[1], "the same words on all ranks"
+    if rank == 0:
+        assert_expected_inline("\n".join(words), """""")
+
+
+def test_policies_are_for_the_root_and_of_their_types():
+    model = made(Stack, shard_blocks)
+    with pytest.raises(cs.ShardConfigTypeError, match="policy: expected a PrefetchPolicy, got int"):
+        model.set_prefetch_policy(2)
+    with pytest.raises(cs.ShardConfigTypeError, match="policy: expected a PoolPolicy, got int"):
+        model.set_pool_policy(1024)
+    with pytest.raises(cs.ShardConfigTypeError, match="plan: expected a ShardPlan, got str"):
+        model.set_plan("plan.json")
+    model.blocks[1].set_prefetch_policy(P.depth(2))
+    with pytest.raises(cs.ShardConfigStateError, match=r"blocks\.1: a policy or a plan was set on it"):
+        model(*vectors(0, 0))
+    other = made(Stack, shard_blocks)
+    other(*vectors(0, 0))
+    with pytest.raises(cs.ShardConfigStateError, match="are the root's"):
+        other.blocks[0].set_pool_policy(cs.PoolPolicy(budget=1 << 20))
