@@ -37,8 +37,9 @@ def agree(plan: ShardPlan, among: Among) -> None:
     for group, device in among:
         with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes():
             there = own.to(device)
-            digests = there.repeat(group.size(), 1)  # a simulated process group may move nothing
-            group._allgather_base(digests, there, all_gather_options()).wait()
+            found = there.repeat(group.size())  # a simulated process group may move nothing
+            group._allgather_base(found, there, all_gather_options()).wait()
+            digests = found.view(group.size(), -1)
             differ = (digests != digests[:1]).any(dim=1).nonzero().flatten().tolist()
         if differ:
             raise _mismatch(plan, group, differ)

@@ -36,7 +36,6 @@ from ._optimizers import watch_steps
 from ._order import Order
 from ._phases import ParamPhase
 from ._plan import ShardPlan
-from ._pool import BufferPool
 from ._record import Record
 from ._schedule import Kind
 from ._timing import Stopwatch
@@ -62,6 +61,7 @@ class Engine:
     Attributes:
         order: what comes next, by the plan or by the user.
         has_run: whether a module has run forward.
+        pool: the memory of all groups.
         is_last_backward: whether backward waits, at its end, for the reductions that it has issued.
         ends_by_hand: whether the caller ends backward (`end_backward_by_hand`).
         changed_at: an event behind the last change of the parameters, from a user; good for one forward.
@@ -72,6 +72,7 @@ class Engine:
     ) -> None:
         this = weakref.ref(self)
         self.groups = [group for group, _ in groups]
+        self.pool = runtime.pool
         self._do = Actions(groups, runtime, partial(watch_leaf, this))
         self.order = Order(plan, self._do)
         self._gradients = GradientFlow(self._do)
@@ -89,11 +90,6 @@ class Engine:
         self._open: dict[ParamGroup, Use] = {}  # uses whose forward runs now
         self.keepers: dict[Bucket, Keeper] = {}  # and what the handles of frozen ones hold
         watch_steps(self)
-
-    @property
-    def pool(self) -> BufferPool:
-        """The memory of all groups."""
-        return self._do.pool
 
     @property
     def last_record(self) -> Record | None:
@@ -375,7 +371,7 @@ class Engine:
             self._do.drop(group)
 
     def watch(self, watch: Stopwatch | None) -> None:
-        """Time what is done from now on, or no longer."""
+        """Time what is done, or no longer."""
         self._do.watch = watch
 
     def converted(self, groups: Sequence[ParamGroup]) -> None:

@@ -91,10 +91,8 @@ def stats(model: nn.Module) -> dict[str, float]:
         add("step/reductions", sum(action.kind is Kind.REDUCE for action in actions))
         if record is not None and record.spans:
             own = own_seconds(record.spans)
-            add("step/exposed_ms", 1e3 * sum(s for (kind, _), s in own.items() if kind in (Kind.WAIT, Kind.REDUCED)))
-            add(
-                "step/compute_ms", 1e3 * sum(s for (kind, _), s in own.items() if kind in (Kind.FORWARD, Kind.BACKWARD))
-            )
+            for name, kinds in (("exposed_ms", _WAITING), ("compute_ms", _COMPUTE)):
+                add(f"step/{name}", 1e3 * sum(seconds for (kind, _), seconds in own.items() if kind in kinds))
     if "step/exposed_ms" in found:
         whole = found["step/exposed_ms"] + found["step/compute_ms"]
         found["step/communication_share"] = found["step/exposed_ms"] / whole if whole else 0.0

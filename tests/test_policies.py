@@ -149,7 +149,7 @@ def test_a_change_of_settings_makes_the_plan_anew(rank, world):
 
 def costs(plan, **seconds):
     each = {group.fqn: 1.0 for group in plan.groups}
-    return Costs.of(
+    return cs.Costs.of(
         latency=0.0,
         bandwidth=1e9,
         **{part: each | seconds.get(part, {}) for part in ("forward", "backward", "gather", "reduce")},
@@ -175,7 +175,7 @@ def test_a_plan_can_be_made_elsewhere_and_followed(rank, world):
 
 @distributed(world=2)
 def test_what_was_measured_is_the_same_on_all_ranks(rank, world):
-    model = made(Uneven, shard_nested, P.auto())
+    model = made(Stack, shard_nested, P.auto())
     train(model, rank, 5)
     plan = cs.current_plan(model)
     found = [None] * world
@@ -222,7 +222,14 @@ def test_ranks_with_different_plans_are_told_so_before_anything_moves(rank, worl
     torch.distributed.all_gather_object(found, words)
     assert found[0] == found[1], "the same words on all ranks"
     if rank == 0:
-        assert_expected_inline("\n".join(words), """""")
+        assert_expected_inline(
+            "\n".join(words),
+            """\
+ranks 0 and 1 have different plans: group blocks.0: shape of blocks.0.0.weight (4, 6) -> (5, 6); shape of blocks.0.0.bias (4,) -> (5,); shape of blocks.0.1.weight (6, 4) -> (6, 5).
+ranks 0 and 1 have different plans: group blocks.2: added.
+ranks 0 and 1 have different plans: group (root): reshard after backward -> after forward.
+ranks 0 and 1 have different plans: group (root): dtype float32 -> float32 as bfloat16.""",
+        )
 
 
 def test_policies_are_for_the_root_and_of_their_types():
