@@ -223,9 +223,11 @@ def test_ranks_with_different_plans_are_told_so_before_anything_moves(rank, worl
     assert found[0] == found[1], "the same words on all ranks"
     if rank == 0:
         assert_expected_inline(
-            "\n".join(words),
+            "\n".join(words).replace("; ", ";\n    "),
             """\
-ranks 0 and 1 have different plans: group blocks.0: shape of blocks.0.0.weight (4, 6) -> (5, 6); shape of blocks.0.0.bias (4,) -> (5,); shape of blocks.0.1.weight (6, 4) -> (6, 5).
+ranks 0 and 1 have different plans: group blocks.0: shape of blocks.0.0.weight (4, 6) -> (5, 6);
+    shape of blocks.0.0.bias (4,) -> (5,);
+    shape of blocks.0.1.weight (6, 4) -> (6, 5).
 ranks 0 and 1 have different plans: group blocks.2: added.
 ranks 0 and 1 have different plans: group (root): reshard after backward -> after forward.
 ranks 0 and 1 have different plans: group (root): dtype float32 -> float32 as bfloat16.""",

@@ -1,0 +1,167 @@
+"""The arena under real models: after the first steps nothing is allocated, whatever kinds of steps alternate."""
+
+from __future__ import annotations
+
+import gc
+import resource
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
+
+import composable_shard as cs
+from _engines import fully_shard
+from _models import shard_blocks
+from _pool import distributed
+from _stepping import engine_of
+
+
+class Mixed(nn.Module):
+    """Blocks of two widths and dtypes; each forward takes the blocks that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 6)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, n), nn.ReLU(), nn.Linear(n, 6)) for n in (80, 8, 48, 16, 80)
+        )
+        self.blocks[1].double()
+        self.checkpointed = False
+
+    def forward(self, x: torch.Tensor, taken: tuple[int, ...] = (0, 1, 2, 3, 4)) -> torch.Tensor:
+        x = self.inp(x)
+        for at in taken:
+            block = self.blocks[at]
+            given = x.to(block[0].weight.dtype)
+            out = checkpoint(block, given, use_reentrant=False) if self.checkpointed else block(given)
+            x = x + out.float()
+        return x
+
+
+def batch(step, rows=3):
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(step))
+
+
+def train(model, step, **how):
+    model(batch(step), **how).square().mean().backward()
+    model.zero_grad()
+
+
+def validate(model, step):
+    with torch.no_grad():
+        model(batch(step))
+
+
+def accumulate(model, step):
+    for sync in (False, True):
+        model.set_requires_gradient_sync(sync)
+        model(batch(step)).square().mean().backward()
+    model.zero_grad()
+
+
+def twice(model, step):
+    (model(batch(step)) + model(batch(step + 1))).square().mean().backward()
+    model.zero_grad()
+
+
+def recomputed(model, step):
+    model.checkpointed = True
+    train(model, step)
+    model.checkpointed = False
+
+
+def other_batch(model, step):
+    model(batch(step, rows=1 + step % 5)).square().mean().backward()
+    model.zero_grad()
+
+
+def routed(model, step):
+    """Other blocks each time, as of experts; alike on all ranks."""
+    train(model, step, taken=tuple(at for at in range(5) if (step >> at) % 2 == 0))
+
+
+def failing(model, step):
+    with pytest.raises(RuntimeError, match="mat1"):
+        model(torch.ones(3, 5))
+    with pytest.raises(RuntimeError, match="shape"):
+        model(batch(step)).backward(torch.ones(7))
+    train(model, step)
+
+
+KINDS = [train, validate, accumulate, twice, recomputed, other_batch, routed, failing]
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+@distributed(world=2)
+def test_no_step_of_any_kind_allocates_once_all_were_seen(rank, world, reshard):
+    torch.manual_seed(0)
+    model = Mixed()
+    shard_blocks(model, fully_shard, reshard_after_forward=reshard)
+    for step in range(32):
+        for kind in KINDS:
+            kind(model, step)
+    pool = engine_of(model).pool
+    before, fallbacks = pool.allocations, dict(pool.fallbacks)
+    for step in range(8, 16):
+        for kind in KINDS:
+            kind(model, step)
+    assert (pool.allocations, pool.fallbacks) == (before, fallbacks)
+    assert pool.live_bytes == 0
+    assert pool.arena_bytes == pool.held_bytes
+    assert pool.arena_bytes <= 1.3 * pool.peak_bytes
+
+
+@distributed(world=2)
+def test_blocks_of_different_sizes_and_dtypes_share_memory_up_to_the_bound(rank, world):
+    torch.manual_seed(0)
+    model = Mixed()
+    shard_blocks(model, fully_shard, reshard_after_forward=True)
+    for step in range(4):
+        train(model, step)
+    pool = engine_of(model).pool
+    assert not pool.fallbacks
+    assert pool.held_bytes == pool.arena_bytes <= 1.05 * pool.peak_bytes
+    addresses = {}
+    for group in engine_of(model).groups:
+        for _ in range(2):
+            engine_of(model).unshard(group, wait=True)
+            addresses.setdefault(group.fqn, set()).add(group.weights()[0].data_ptr())
+            engine_of(model).reshard(group)
+    assert all(len(found) == 1 for found in addresses.values()), "a name has one address"
+
+
+@distributed(world=2)
+def test_memory_of_the_arena_goes_back_on_request_and_comes_again(rank, world):
+    torch.manual_seed(0)
+    model = Mixed()
+    shard_blocks(model, fully_shard)
+    for step in range(3):
+        train(model, step)
+    held = engine_of(model).pool.held_bytes
+    assert cs.empty_pool(model) == held > 0
+    assert cs.stats(model)["pool/held_bytes"] == 0
+    for step in range(3):
+        train(model, step)
+    assert engine_of(model).pool.held_bytes == held
+
+
+@distributed(world=2)
+def test_a_thousand_steps_do_not_grow(rank, world):
+    torch.manual_seed(0)
+    model = Mixed()
+    shard_blocks(model, fully_shard)
+
+    def steps(count):
+        for step in range(count):
+            train(model, step)
+            if step % 10 == 0:
+                KINDS[step // 10 % len(KINDS)](model, step)
+        gc.collect()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    before = steps(200)
+    allocations, objects = engine_of(model).pool.allocations, len(gc.get_objects())
+    assert steps(800) - before < 5 * 1024, "KiB"
+    assert engine_of(model).pool.allocations == allocations
+    assert len(gc.get_objects()) < objects + 100
