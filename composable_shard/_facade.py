@@ -54,8 +54,8 @@ class StateFacade:
     @property
     def _state_ctx(self) -> ContextFacade:
         module = self._module()
-        states = named_states(module) if module is not None else ()
-        return ContextFacade([StateFacade(module, state) for _, state in states])
+        assert module is not None
+        return ContextFacade([StateFacade(module, state) for _, state in named_states(module)])
 
     def _root_post_backward_final_callback(self) -> None:
         if self._state.bound is not None:
