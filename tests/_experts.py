@@ -137,9 +137,11 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, count: int = 4, experts: type[nn.Module] = Experts, moe: type[MoE] = MoE) -> None:
+    def __init__(
+        self, count: int = 4, experts: type[nn.Module] = Experts, moe: type[MoE] = MoE, blocks: int = 2
+    ) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(count, experts, moe) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(count, experts, moe) for _ in range(blocks))
         self.head = nn.Linear(DIM, 4)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch.distributed.tensor import Shard
 
+from _compiling import graphs_of, three_steps
 from _engines import fully_shard, named_mesh
-from _experts import DIM, Experts, ListedExperts, Net, distribute
+from _experts import DIM, Experts, ListedExperts, Net, SlottedMoE, distribute
 from _pool import distributed
 from _stepping import assert_at_rest, pool_of
 from composable_shard import FSDPMeshInfo, ShardPlacementResult
@@ -118,3 +120,25 @@ def test_memory_does_not_grow_as_routing_changes(rank, world):
         pool = pool_of(model)
         found.append((pool.allocations, pool.peak_bytes, pool.live_bytes))
     assert found[2:] == [found[2]] * 10
+
+
+def shard_experts(model, fully_shard):
+    dense, sparse = meshes()
+    shard(distribute(model, sparse["ep"]), fully_shard, dense, sparse)
+
+
+def compiled(rank, world):
+    def inputs(rank, step):
+        return (torch.randn(6, DIM, generator=torch.Generator().manual_seed(10 * step + rank)),)
+
+    return three_steps(rank, make(moe=SlottedMoE, blocks=1), shard_experts, inputs)
+
+
+def test_experts_with_a_number_of_slots_are_in_one_graph():
+    assert_expected_inline(
+        graphs_of(compiled, world=4),
+        """\
+forward GwGwGwmmmmmXwwmmXwwmm, saves 4280 bytes
+backward GmmmXwmwGmmmXwwmmmmmmmmmmRXwXww
+""",
+    )
