@@ -154,8 +154,10 @@ class ShardedParam:
         return self.dtype if self.keeps_dtype else options.compute_dtype(self.dtype)
 
     def piece_of(self, whole: torch.Tensor, info: MeshInfo) -> DTensor:
-        """This rank's piece of an unsharded value of this parameter, placed like it."""
+        """This rank's piece of an unsharded value of this parameter (or of its local tensor), placed like it."""
         with torch.no_grad():
+            if self.parallel is not None and tuple(whole.shape) != self.shape:
+                whole = self.parallel.local_of(whole.detach())
             return dtensor_like(self.sharded, _cut(whole.detach(), info, self.dim))
 
     def accumulate(self, gradient: torch.Tensor) -> None:

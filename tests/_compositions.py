@@ -83,7 +83,7 @@ LAYER_PLAN = {
     "attention.v": ColwiseParallel(),
     "attention.out": RowwiseParallel(output_layouts=Shard(1)),
     "norm": SequenceParallel(),
-    "up": ColwiseParallel(input_layouts=Shard(1)),
+    "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),  # a DTensor knows an uneven size
     "down": RowwiseParallel(output_layouts=Shard(1)),
 }
 MODEL_PLAN = {
