@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from expecttest import assert_expected_inline
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 import composable_shard as cs
-from _compositions import COMPOSITIONS, whole
+from _compiling import graphs_of, three_steps
+from _compositions import COMPOSITIONS, Text, whole
 from _engines import fully_shard
 from _pool import distributed
 from _stepping import assert_at_rest
@@ -77,3 +79,44 @@ def test_training_is_exact_and_goes_on_from_a_checkpoint(rank, world, name, tmp_
     same_bits(other, model)
     other.load_state_dict(plain.state_dict())  # of full tensors
     assert_close(other, dict(plain.named_parameters()), lambda p: p, "after a load")
+
+
+# ---- in compiled graphs
+
+
+def compiled(rank, world, name):
+    composition = COMPOSITIONS[name]
+
+    def shard(model, engine):
+        composition.shard(model, engine, composition.mesh)
+
+    def inputs(rank, step):
+        generator = torch.Generator().manual_seed(10 * step + composition.part)
+        return (torch.randint(0, 12, (3, 6), generator=generator),)
+
+    def loss_of(model, step):
+        return whole(model(*inputs(rank, step))).square().mean()
+
+    return three_steps(rank, Text(layers=1), shard, inputs, loss_of=loss_of)
+
+
+@pytest.mark.matrix
+def test_tensor_and_sequence_parallel_in_one_graph():
+    assert_expected_inline(
+        graphs_of(compiled, world=4, name="tensor parallel"),
+        """\
+inference GwGRwwGwmmmmRwGwmmRwGwm
+backward GmmRwGwwmmmmRwGwmmmmmmmmRwAwAwAwAwRGwAwAwRww
+""",
+    )
+
+
+@pytest.mark.matrix
+def test_replicas_of_tensor_parallel_in_one_graph():
+    assert_expected_inline(
+        graphs_of(compiled, world=4, name="replicas of tensor parallel"),
+        """\
+inference RwGwmmmmRwGwmmRwGwm
+backward mmRwGwmmmmRwGwmmmmmmmmRwAwAwAwAwAGwAwAwAww
+""",
+    )
