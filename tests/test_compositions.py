@@ -8,14 +8,16 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from expecttest import assert_expected_inline
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import composable_shard as cs
 from _compiling import graphs_of, three_steps
-from _compositions import COMPOSITIONS, Text, whole
-from _engines import fully_shard
+from _compositions import COMPOSITIONS, Text, parallelize, whole
+from _engines import fully_shard, named_mesh
 from _pool import distributed
 from _stepping import assert_at_rest
+from composable_shard import HSDPMeshInfo, ShardPlacementResult
 
 MAX_NORM = 0.3
 
@@ -120,3 +122,33 @@ inference RwGwmmmmRwGwmmRwGwm
 backward mmRwGwmmmmRwGwmmmmmmmmRwAwAwAwAwAGwAwAwAww
 """,
     )
+
+
+# ---- meshes that do not belong together
+
+
+@distributed(world=4)
+def test_meshes_that_cannot_serve_are_named_with_the_parameter(rank, world):
+    mesh = named_mesh((2, 2), ("dp", "tp"))
+    flat, foreign = named_mesh((4,), ("all",)), named_mesh((2, 2), ("other", "more"))
+    cuda = DeviceMesh("cuda", [0, 1, 2, 3], mesh_dim_names=("gpu",), _init_backend=False)
+
+    def refuses(words, mesh, model=None, kind=ValueError, **options):
+        model = parallelize(Text(layers=1), named_mesh((2, 2), ("dp", "tp"))["tp"]) if model is None else model
+        before = [*map(id, model.parameters())]
+        with pytest.raises(kind, match=words):
+            fully_shard(model, mesh=mesh, **options)
+        assert before == [*map(id, model.parameters())]
+
+    where = r"parameter embed.weight: is a DTensor on .*\(tp=2\).*"
+    refuses(where + r"cannot be combined with .*\(all=4\).*submeshes of one mesh", flat)
+    refuses(where + r"cannot be combined with .*\(more=2\).*submeshes of one mesh", foreign["more"])
+    refuses(where + r"shall be sharded on .*\(dp=2, tp=2\).*need names, all different", mesh)
+    refuses(r"mesh: .*\(gpu=4\).* is of device type cuda, which this process does not have", cuda)
+
+    def on(info):
+        return {"model": Text(layers=1), "shard_placement_fn": lambda p: ShardPlacementResult(None, info)}
+
+    odd = HSDPMeshInfo(mesh, shard_mesh_dim=0, replicate_mesh_dim=1)
+    refuses("parameter embed.weight: mesh_info: FSDPMeshInfo of a 1D mesh", mesh["dp"], **on(odd))
+    refuses("parameter embed.weight: mesh_info: expected FSDPMeshInfo", mesh["dp"], kind=TypeError, **on(mesh))
