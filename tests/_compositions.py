@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 import _experts
 from _engines import FullyShard, mesh_of, named_mesh
@@ -72,6 +73,16 @@ class Text(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
+        return self.head(self.norm(x))
+
+
+class LongText(Text):
+    """Each layer is computed again in backward, so that a long sequence is kept once a layer."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
         return self.head(self.norm(x))
 
 
@@ -230,6 +241,7 @@ def hybrid(model: Text, engine: FullyShard, mesh: DeviceMesh) -> Text:
 
 COMPOSITIONS = {
     "tensor parallel": Composition(Text, tensor_parallel(), (2, 2), ("dp", "tp"), ("dp",)),
+    "tensor parallel, computed again": Composition(LongText, tensor_parallel(), (2, 2), ("dp", "tp"), ("dp",)),
     "tensor parallel, weights kept": Composition(
         Text, tensor_parallel(reshard_after_forward=False), (2, 2), ("dp", "tp"), ("dp",)
     ),

@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 
 import composable_shard as cs
 from _compiling import graphs_of, three_steps
-from _compositions import COMPOSITIONS, Text, parallelize, whole
+from _compositions import COMPOSITIONS, LongText, Text, parallelize, shard_text, whole
 from _engines import fully_shard, named_mesh
 from _pool import distributed
 from _stepping import assert_at_rest
-from composable_shard import HSDPMeshInfo, ShardPlacementResult
+from composable_shard import HSDPMeshInfo, ShardPlacementResult, make_plan
 
 MAX_NORM = 0.3
 
@@ -40,7 +40,18 @@ def same_bits(model, other):
         assert torch.equal(p.to_local(), other.get_parameter(name).to_local()), name
 
 
-@pytest.mark.parametrize("name", COMPOSITIONS)
+FIRST = (
+    "tensor parallel, uneven",
+    "tensor parallel, along another dim",
+    "tensor parallel, computed again",
+    "replicas",
+    "replicas of tensor parallel",
+    "experts",
+)
+MORE = [pytest.param(name, marks=pytest.mark.matrix) for name in COMPOSITIONS if name not in FIRST]
+
+
+@pytest.mark.parametrize("name", [*FIRST, *MORE])
 @distributed(world=4)
 def test_training_is_exact_and_goes_on_from_a_checkpoint(rank, world, name, tmp_path):
     composition = COMPOSITIONS[name]
@@ -120,6 +131,26 @@ def test_replicas_of_tensor_parallel_in_one_graph():
         """\
 inference RwGwmmmmRwGwmmRwGwm
 backward mmRwGwmmmmRwGwmmmmmmmmRwAwAwAwAwAGwAwAwAww
+""",
+    )
+
+
+# ---- long sequences
+
+
+def long_sequence(rank, world):
+    with torch.device("meta"):
+        model = LongText(vocabulary=32000, dim=4096, hidden=16384, layers=4)
+    mesh = named_mesh((2, 2), ("dp", "tp"))
+    shard_text(parallelize(model, mesh["tp"]), fully_shard, mesh=mesh["dp"])
+    return str(make_plan(model))
+
+
+def test_a_model_of_long_sequences_is_planned_without_memory():
+    """Sizes are of the tensor-parallel pieces. The length, 32768 tokens, say, is no part of it: no buffer grows by it."""
+    assert_expected_inline(
+        graphs_of(long_sequence, world=4),
+        """\
 """,
     )
 
