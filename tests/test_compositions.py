@@ -147,11 +147,18 @@ def long_sequence(rank, world):
 
 
 def test_a_model_of_long_sequences_is_planned_without_memory():
-    """Sizes are of the tensor-parallel pieces. The length, 32768 tokens, say, is no part of it: no buffer grows by it."""
+    """Sizes are of the tensor-parallel pieces. A length, 32768 tokens, say, is no part of it: no buffer grows by it."""
     assert_expected_inline(
         graphs_of(long_sequence, world=4),
         """\
-""",
+plan: 5 groups, 533,848,064 parameters, shard over 2
+group      parameters       shard   unsharded  dtype    reshard         transport
+(root)    131,080,192  250.02 MiB  500.03 MiB  float32  after backward  packed
+layers.0  100,691,968  192.05 MiB  384.11 MiB  float32  after forward   packed
+layers.1  100,691,968  192.05 MiB  384.11 MiB  float32  after forward   packed
+layers.2  100,691,968  192.05 MiB  384.11 MiB  float32  after forward   packed
+layers.3  100,691,968  192.05 MiB  384.11 MiB  float32  after forward   packed
+peak of unsharded parameters and communication in a training step: 2036.47 MiB""",
     )
 
 
