@@ -140,6 +140,25 @@ def test_training_has_the_bits_of_one_process(rank, world, name, reshard):
         assert sorted(reductions) == ["", "blocks.0", "blocks.1"], "one for each group, whatever the micro-batches"
 
 
+@pytest.mark.matrix
+@distributed(world=4)
+def test_fsdp2_loses_gradients_in_zero_bubble_schedules_if_it_reshards_after_forward(rank, world):
+    mesh = named_mesh((2, 2), ("pp", "dp"))
+    dp_rank, own = mesh.get_local_rank("dp"), PLACES["ZBVZeroBubble"][mesh.get_local_rank("pp")]
+    torch.manual_seed(3)
+    plain = nn.Sequential(*(Stage() for _ in range(4)))
+    stages = {i: shard(copy.deepcopy(plain[i]), fsdp2, mesh["dp"], True) for i in own}
+    run(build("ZBVZeroBubble", stages, 4, mesh), own, 4, dp_rank, 0)
+    reference_step(plain, 0, backwards=False)
+    for i, stage in stages.items():
+        pieces = {name: p.grad.chunk(2)[dp_rank] for name, p in plain[i].named_parameters()}
+        grads = {name: stage.get_parameter(name).grad for name in pieces}
+        lost = [
+            name for name, grad in grads.items() if grad is None or not torch.allclose(grad.to_local(), pieces[name])
+        ]
+        assert (lost == []) is (i == 0), "the first stage alone runs a whole backward"
+
+
 @distributed(world=1)
 def test_torch_finds_the_state_of_a_module_and_of_its_copy(rank, world):
     """A pipeline asks torch's own `fully_shard` for it."""
