@@ -94,6 +94,19 @@ def test_training_is_exact_and_goes_on_from_a_checkpoint(rank, world, name, tmp_
     assert_close(other, dict(plain.named_parameters()), lambda p: p, "after a load")
 
 
+@distributed(world=4)
+def test_micro_batches_of_replicas_of_tensor_parallel_ranks_are_all_reduced_once(rank, world):
+    composition = COMPOSITIONS["replicas of tensor parallel"]
+    plain, model = composition.pair(fully_shard)
+    want = [composition.mean_gradients(plain, step) for step in range(3)]
+    for step in range(3):
+        model.set_requires_gradient_sync(step > 0)
+        model.set_requires_all_reduce(step == 2)
+        composition.loss(model, composition.part, step)
+        assert all(p.grad is None or not p.grad.to_local().any() for p in model.parameters()) is (step < 2)
+    assert_close(model, {key: sum(each[key] for each in want) for key in want[0]}, lambda p: p.grad, "of all")
+
+
 # ---- in compiled graphs
 
 
