@@ -15,7 +15,7 @@ from ._build import declared_plan
 from ._entries import ModuleEntries, check_use
 from ._errors import ShardConfigTypeError, ShardConfigValueError
 from ._extension import is_extended
-from ._facade import state_facade
+from ._facade import show_to_torch, state_facade
 from ._mesh import MeshInfo, default_mesh, mesh_info, small_mesh
 from ._module import FSDPModule, number, post_forward, pre_forward
 from ._param import SHARDED_IN, ShardedParam, shard_parameter
@@ -302,6 +302,7 @@ def _attach(module: nn.Module, state: ShardState, place: int) -> None:
     module.__class__ = _classes[cls]
     module.__dict__[STATE] = state
     module.__dict__[PLACE] = place
+    show_to_torch(module, state)
     number(module)
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(post_forward)

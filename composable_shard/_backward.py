@@ -39,14 +39,16 @@ class BackwardPass:
         self._token = weakref.ref(token, lambda _: on_end())
         self._stack: list[tuple[int, weakref.ref[Token]]] = []
         live = [(use, use.node()) for use in uses]
-        self._expected = [use for use, node in live if node is not None and node_will_run(node)]
-        self._waiting = deque(reversed(self._expected))
+        expected = [use for use, node in live if node is not None and node_will_run(node)]
+        self._will_fire = set(expected)
+        idle = [use for use, node in live if node is not None and use not in self._will_fire]
+        self._in_turn = self._will_fire | set(_without_gradients(idle, expected)) if idle else self._will_fire
+        self._waiting = deque([use for use, _ in reversed(live) if use in self._in_turn])
         # Frozen groups have no node; while one of their handles lives, their weights may be asked for.
-        self._will_fire = set(self._expected)
-        upcoming = [use for use, node in live if node is None or use in self._will_fire]
+        upcoming = [use for use, node in live if node is None or use in self._in_turn]
         self._upcoming = deque(reversed(upcoming))
         self._ready: dict[Use, Gradients] = {}
-        counts = Counter(use.group for use in self._expected)
+        counts = Counter(use.group for use in expected)
         self.repeated = frozenset(group for group, count in counts.items() if count > 1)
 
     @property
@@ -96,7 +98,7 @@ class BackwardPass:
 
     def in_turn(self, use: Use, gradients: Gradients) -> list[tuple[Use, Gradients]]:
         """Take the complete gradients of a use; returns those whose turn has come, in order."""
-        if use not in self._will_fire:
+        if use not in self._in_turn:
             return [(use, gradients)]
         self._ready[use] = gradients
         out = []
@@ -110,3 +112,17 @@ class BackwardPass:
         out = [(use, self._ready[use]) for use in self._waiting if use in self._ready]
         self._ready.clear()
         return out
+
+
+def _without_gradients(idle: Iterable[Use], expected: Iterable[Use]) -> list[Use]:
+    """Uses whose node a pass does not run, but whose group it reduces nevertheless (`reduce_unused`), one for a group.
+
+    On other ranks their node may run. So they have a turn here too: gathers and reductions go in one order everywhere.
+    """
+    newest = max((use.last for use in expected), default=0)  # what follows belongs to a later forward
+    taken = {use.group for use in expected}
+    found: dict[ParamGroup, Use] = {}
+    for use in idle:
+        if use.group.options.reduce_unused and use.group not in taken and not use.fired and use.number <= newest:
+            found[use.group] = use
+    return list(found.values())

@@ -21,7 +21,8 @@ def clip_grad_norm_(
 
     As `torch.nn.utils.clip_grad_norm_`, which refuses to mix sharded parameters with plain ones (`ignored_params`), or
     those of several meshes. A plain gradient counts as it is on this rank: average it over the ranks first, or ranks
-    clip differently.
+    clip differently. So do they if the ranks beside a mesh hold other parameters (experts, say) of which no DTensor
+    tells: let those be DTensors on the axis of the experts before they are sharded.
 
     Returns:
         the norm before: a DTensor where all gradients lie on one mesh, as torch's; else a tensor.

@@ -261,7 +261,7 @@ class Engine:
             wanted = [None if fate is Fate.DROPPED else g for fate, g in zip(fates, gradients, strict=True)]
             if Fate.RETURNED in fates:
                 self._end_use(now, use)
-                return self._gradients.returned(use, fates, wanted)
+                return self._gradients.returned(use, fates, wanted, self.is_last_backward)
         if now.completes(use, number):
             self._complete(now, use, use.add(wanted))
         else:

@@ -6,10 +6,15 @@ last micro-batch is through, and then ends the backward by hand.
 
 from __future__ import annotations
 
+import copy
+import weakref
+from typing import Any
+
 from torch import nn
 
 from ._errors import ShardConfigStateError
 from ._state import ShardState, named_states, state_of
+from ._torch_distributed import register_state
 
 
 class GroupFacade:
@@ -27,11 +32,16 @@ class ContextFacade:
 
 
 class StateFacade:
-    """The state of a sharded module."""
+    """The state of a sharded module, which it holds weakly, for the module holds it."""
 
     def __init__(self, module: nn.Module, state: ShardState) -> None:
-        self._module = module
+        self._module = weakref.ref(module)
         self._state = state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateFacade:
+        module = self._module()
+        assert module is not None
+        return StateFacade(copy.deepcopy(module, memo), copy.deepcopy(self._state, memo))
 
     @property
     def _fsdp_param_groups(self) -> list[GroupFacade]:
@@ -43,7 +53,9 @@ class StateFacade:
 
     @property
     def _state_ctx(self) -> ContextFacade:
-        return ContextFacade([StateFacade(self._module, state) for _, state in named_states(self._module)])
+        module = self._module()
+        assert module is not None
+        return ContextFacade([StateFacade(module, state) for _, state in named_states(module)])
 
     def _root_post_backward_final_callback(self) -> None:
         if self._state.bound is not None:
@@ -60,3 +72,8 @@ def state_facade(module: nn.Module) -> StateFacade:
     if state is None:
         raise ShardConfigStateError(f"{type(module).__name__} is not sharded; call fully_shard on it first")
     return StateFacade(module, state)
+
+
+def show_to_torch(module: nn.Module, state: ShardState) -> None:
+    """Let `torch.distributed.fsdp.fully_shard.state` find the state too: torch's own code knows no other way."""
+    register_state(module, StateFacade(module, state))

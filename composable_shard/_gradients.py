@@ -78,10 +78,18 @@ class GradientFlow:
         else:
             group.keep(gradients)
 
-    def returned(self, use: Use, fates: Sequence[Fate], wanted: Gradients) -> list[torch.Tensor | None]:
-        """Reduce at once; gives the pieces that the caller of `torch.autograd.grad` asked for, None for the others."""
+    def returned(self, use: Use, fates: Sequence[Fate], wanted: Gradients, is_last: bool) -> list[torch.Tensor | None]:
+        """Reduce at once; gives the pieces that the caller of `torch.autograd.grad` asked for, None for the others.
+
+        A zero-bubble pipeline asks so in each micro-batch and adds what it gets to `.grad`: with sync
+        off it gets nothing to add, and the gradients are kept for the reduction that it will ask for.
+        """
         params = use.group.params
         out: list[torch.Tensor | None] = [None] * len(params)
+        if not is_last and not use.group.options.requires_gradient_sync:
+            use.group.keep(wanted)
+            asked = [fate is Fate.RETURNED and g is not None for fate, g in zip(fates, wanted, strict=True)]
+            return [param.nothing() if its else None for param, its in zip(params, asked, strict=True)]
         if any(gradient is not None for gradient in wanted):
             for index, piece in self._do.reduce_now(use.group, wanted).items():
                 if fates[index] is Fate.RETURNED:

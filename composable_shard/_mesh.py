@@ -188,7 +188,13 @@ def _read(
     offload: OffloadPolicy | None,
     full: FullMesh | None = None,
 ) -> MeshInfo:
-    device = compute_device(mesh.device_type)
+    try:
+        device = compute_device(mesh.device_type)
+    except (AssertionError, RuntimeError) as error:  # so torch says that it has none
+        raise ShardConfigValueError(
+            f"mesh: {mesh} is of device type {mesh.device_type}, which this process does not have ({error}); "
+            "build it (init_device_mesh) for the devices on which the model computes"
+        ) from error
     to_cpu = isinstance(offload, CPUOffloadPolicy) and device.type not in ("cpu", "meta")
     return MeshInfo(
         mesh=mesh,

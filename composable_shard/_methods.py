@@ -70,13 +70,16 @@ class Methods(Planning):
         """Whether the backwards to come wait, at their end, for the reductions that they have issued.
 
         Otherwise `.grad` may be set only by the next backward, or just before the optimizer's step. Call it on the
-        root; it holds for all sharded modules below.
+        root; it holds for all sharded modules below. Modules have their sharded parameters again: they are the leaves
+        of the graph, where torch's zero-bubble pipelines look for them.
 
         Raises:
             ShardConfigValueError: the value is no bool.
         """
         _check_bool("is_last_backward", is_last_backward)
         self._own_state().set_for_root(is_last_backward=is_last_backward)
+        for state in _states(self, recurse=True):
+            state.show_sharded()
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Whether the caller ends each backward, or several of them, by `finalize_backward`. Call it on the root.

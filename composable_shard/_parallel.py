@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ._errors import ShardConfigValueError
@@ -51,6 +51,10 @@ class Parallel:
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
+
+    def local_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's local tensor of a value of the whole parameter, which all ranks have."""
+        return distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None).to_local()
 
     def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient of the local tensor, of a gradient of the DTensor.

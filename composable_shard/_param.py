@@ -166,8 +166,10 @@ class ShardedParam:
         return self.dtype if self.keeps_dtype else options.compute_dtype(self.dtype)
 
     def piece_of(self, whole: torch.Tensor, info: MeshInfo) -> DTensor:
-        """This rank's piece of an unsharded value of this parameter, placed like it."""
+        """This rank's piece of an unsharded value of this parameter (or of its local tensor), placed like it."""
         with torch.no_grad():
+            if self.parallel is not None and tuple(whole.shape) != self.shape:
+                whole = self.parallel.local_of(whole.detach())
             return dtensor_like(self.sharded, _cut(whole.detach(), info, self.dim))
 
     def accumulate(self, gradient: torch.Tensor) -> None:
@@ -219,12 +221,16 @@ class ShardedParam:
     # exists from the first kept gradient on, and holds -0.0 wherever we must notice that it was set to zero: adding
     # to -0.0 changes no bit of the sum, and `zero_` clears the sign.
 
+    def nothing(self) -> DTensor:
+        """This rank's piece of a gradient that changes no bit of what it is added to, nor the mark of `mark_kept`."""
+        local = self.local
+        return dtensor_like(self.sharded, torch.full(local.shape, -0.0, dtype=local.dtype, device=local.device))
+
     def mark_kept(self) -> None:
         """Make `.grad` show, later, whether it was cleared."""
-        grad, local = self.sharded.grad, self.local
+        grad = self.sharded.grad
         if grad is None:
-            marks = torch.full(local.shape, -0.0, dtype=local.dtype, device=local.device)
-            grad = self.sharded.grad = dtensor_like(self.sharded, marks)
+            grad = self.sharded.grad = self.nothing()
         elif grad.numel() and (first := local_tensor(grad).view(-1)[:1]).numel():
             first.copy_(torch.where(first == 0, -0.0, first))
         self._kept_in = weakref.ref(grad)

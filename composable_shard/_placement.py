@@ -65,13 +65,16 @@ class Placements:
         wanted = None if self._choose is None else self._choose(param)
         info = self.info
         if isinstance(wanted, ShardPlacementResult):
-            info, wanted = self._info_of(wanted.mesh_info), wanted.placement
+            info, wanted = self._info_of(name, wanted.mesh_info), wanted.placement
         _check_can_shard(name, param, info)
         dim, parallel = _dim_of(name, param, wanted, info), parallel_of(name, param, info)
         return Cut(info, dim, parallel, _keeps_dtype(name, param, self._policy))
 
-    def _info_of(self, theirs: Any) -> MeshInfo:
-        found = mesh_info_of_torch(theirs, self._offload)
+    def _info_of(self, name: str, theirs: Any) -> MeshInfo:
+        try:
+            found = mesh_info_of_torch(theirs, self._offload)
+        except (ShardConfigTypeError, ShardConfigValueError) as error:
+            raise type(error)(f"parameter {name}: {error}") from error
         key = _identity(found)
         return self.info if key == _identity(self.info) else self._others.setdefault(key, found)
 

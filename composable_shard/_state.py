@@ -308,6 +308,11 @@ class ShardState:
         for group in self.groups:
             group.stepped()
 
+    def show_sharded(self) -> None:
+        """Let the modules have their sharded parameters, unless a forward runs; the unsharded ones stay in memory."""
+        if not any(group.running for group in self.groups):
+            self.entries.hide()
+
     def release(self) -> None:
         """Give the unsharded parameters up, so that the modules have the sharded ones."""
         for group in self.groups:

@@ -61,5 +61,7 @@ def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *ar
         state.overwritten()
     for state, name, param in params:
         given = state_dict.get(prefix + name)
-        if isinstance(given, torch.Tensor) and not isinstance(given, DTensor) and tuple(given.shape) == param.shape:
+        if not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
+            continue
+        if tuple(given.shape) in (param.shape, tuple(param.sharded.shape)):
             state_dict[prefix + name] = param.piece_of(given, state.declaration.info)

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C import _distributed_c10d as c10d
+from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
@@ -39,6 +41,11 @@ class _PlacementResult:
 
 DataParallelMeshDims: Any = getattr(dist.fsdp, "DataParallelMeshDims", _MeshDims)
 ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", _PlacementResult)
+
+
+def register_state(module: nn.Module, state: Any) -> None:
+    """Have `torch.distributed.fsdp.fully_shard.state(module)` give `state`."""
+    module.__dict__.setdefault(STATE_KEY, {})[dist.fsdp.fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from composable_shard import _backward
 from composable_shard._backward import BackwardPass, Token
 from composable_shard._node import Use
+from composable_shard._policies import Options
 
 steadily = settings(deadline=None, derandomize=True)
 
@@ -17,6 +18,9 @@ class Group:
     """Stands for a ParamGroup."""
 
     slots = ()
+
+    def __init__(self):
+        self.options = Options()
 
 
 class Entries:
@@ -90,6 +94,22 @@ def test_uses_whose_nodes_do_not_run_are_not_waited_for():
     now, _token = make_pass(uses)
     assert [now.will_fire(use) for use in uses] == [True, True, False]
     assert now.in_turn(uses[1], []) == [(uses[1], [])]
+
+
+def test_a_use_whose_node_does_not_run_has_a_turn_if_its_group_is_reduced_nevertheless():
+    uses = make_uses(6, runs=lambda number: number in (0, 2, 3))
+    for use in uses[1:]:
+        use.group.options = Options(reduce_unused=True)
+    uses[0].last = 4  # the forward around the next four; the sixth use belongs to another one
+    now, _token = make_pass(uses)
+    assert [now.will_fire(use) for use in uses] == [True, False, True, True, False, False]
+    assert now.next_group() is uses[4].group
+    assert now.in_turn(uses[3], []) == []
+    assert now.in_turn(uses[4], ["none"]) == [(uses[4], ["none"]), (uses[3], [])]
+    assert now.in_turn(uses[2], []) == [(uses[2], [])]
+    assert now.in_turn(uses[0], []) == []
+    assert now.in_turn(uses[1], ["none"]) == [(uses[1], ["none"]), (uses[0], [])]
+    assert now.in_turn(uses[5], []) == [(uses[5], [])]
 
 
 def test_a_use_that_the_pass_does_not_know_is_handed_over_at_once():

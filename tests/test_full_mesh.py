@@ -222,3 +222,15 @@ def test_mistakes_are_named(rank, world):
     if TORCH_HAS_DIMS:
         with pytest.raises(ValueError, match="At least one"):
             DataParallelMeshDims()
+
+
+@pytest.mark.parametrize("case", ["the later axis", "two axes as one, and another"])
+@distributed(world=4)
+def test_full_tensors_load_into_their_pieces(rank, world, case):
+    shape, names, dims, _ = CASES[case]
+    mesh = named_mesh(shape, names)
+    model = shard(distribute(make(), mesh), fully_shard, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
+    state = {name: torch.randn_like(value) for name, value in make().state_dict().items()}
+    model.load_state_dict(state)
+    for name, value in state.items():
+        assert torch.equal(full(model.get_parameter(name).detach()), value), name

@@ -1,0 +1,275 @@
+"""Models that are sharded in several ways at once, on four ranks, beside plain ones."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+import _experts
+from _engines import FullyShard, mesh_of, named_mesh
+from composable_shard import FSDPMeshInfo, ShardPlacementResult
+
+# ---- a small language model
+
+
+class Attention(nn.Module):
+    """Of two heads; of those that this rank has, under tensor parallelism."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.head_dim = dim // 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.attention_norm, self.norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention = Attention(dim)
+        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Text(nn.Module):
+    """Tokens to logits."""
+
+    def __init__(self, vocabulary: int = 12, dim: int = 8, hidden: int = 16, layers: int = 2) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.embed = nn.Embedding(vocabulary, dim)
+        self.layers = nn.ModuleList(Layer(dim, hidden) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class LongText(Text):
+    """Each layer is computed again in backward, so that a long sequence is kept once a layer."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+LAYER_PLAN = {
+    "attention_norm": SequenceParallel(),
+    "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "attention.q": ColwiseParallel(),
+    "attention.k": ColwiseParallel(),
+    "attention.v": ColwiseParallel(),
+    "attention.out": RowwiseParallel(output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),  # a DTensor knows an uneven size
+    "down": RowwiseParallel(output_layouts=Shard(1)),
+}
+MODEL_PLAN = {
+    "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+}
+
+
+def parallelize(model: Text, mesh: DeviceMesh) -> Text:
+    """Tensor and sequence parallel, from the embedding to the logits, which stay cut along the vocabulary."""
+    for layer in model.layers:
+        parallelize_module(layer, mesh, LAYER_PLAN)
+    parallelize_module(model, mesh, MODEL_PLAN)
+    return model
+
+
+def shard_text(model: Text, engine: FullyShard, **options: Any) -> Text:
+    for layer in model.layers:
+        engine(layer, **options)
+    return engine(model, **options)
+
+
+def text_loss(model: nn.Module, part: int, step: int) -> Tensor:
+    """The loss of one batch, whose backward is done, too."""
+    generator = torch.Generator().manual_seed(100 * step + part)
+    tokens, labels = torch.randint(0, model.vocabulary, (2, 3, 6), generator=generator)
+    logits = model(tokens)
+    with loss_parallel() if isinstance(logits, DTensor) else contextlib.nullcontext():
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+    return whole(loss.detach())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # DTensor on the number of collectives that this takes
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+# ---- experts
+
+
+def experts_loss(model: nn.Module, part: int, step: int) -> Tensor:
+    loss = model(torch.randn(6, _experts.DIM, generator=torch.Generator().manual_seed(10 * step + part)))
+    loss = loss.square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def shard_experts(model: Any, engine: FullyShard, **options: Any) -> Any:
+    dense, sparse = named_mesh((4,), ("dp",)), named_mesh((2, 2), ("edp", "ep"))
+    _experts.distribute(model, sparse["ep"])
+    info = FSDPMeshInfo(sparse["edp"], shard_mesh_dim=0)
+    experts = {id(p) for block in model.blocks for p in block.moe.experts.parameters()}
+
+    def choose(param: nn.Parameter) -> ShardPlacementResult | None:
+        return ShardPlacementResult(None, info) if id(param) in experts else None
+
+    for block in model.blocks:
+        engine(block, mesh=dense, shard_placement_fn=choose, **options)
+        block.set_gradient_divide_factor(4)  # tokens of all ranks have come to an expert
+    return engine(model, mesh=dense, **options)
+
+
+# ---- compositions
+
+
+@dataclass(frozen=True)
+class Composition:
+    """One way to shard a model.
+
+    Attributes:
+        make: makes the plain model.
+        shard: shards one, in place.
+        shape, names: of a mesh of all four ranks.
+        data: its axes among which ranks have different batches.
+        loss: runs forward and backward of one batch.
+    """
+
+    make: Callable[[], nn.Module]
+    shard: Callable[[nn.Module, FullyShard, DeviceMesh], Any]
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    data: tuple[str, ...]
+    loss: Callable[[nn.Module, int, int], Tensor] = text_loss
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return mesh_of(*self.shape) if self.names == ("replicate", "shard") else named_mesh(self.shape, self.names)
+
+    @property
+    def parts(self) -> int:
+        """How many batches there are in a step."""
+        return self.mesh[self.data].size()
+
+    @property
+    def part(self) -> int:
+        """Which of them is this rank's."""
+        at = 0
+        for name in self.data:
+            at = at * self.mesh[name].size() + self.mesh.get_local_rank(name)
+        return at
+
+    def pair(self, engine: FullyShard, seed: int = 3) -> tuple[nn.Module, nn.Module]:
+        """The plain model and the sharded one."""
+        torch.manual_seed(seed)
+        plain = self.make()
+        model = copy.deepcopy(plain)
+        self.shard(model, engine, self.mesh)
+        return plain, model
+
+    def mean_gradients(self, plain: nn.Module, step: int) -> dict[str, Tensor]:
+        """Those of one process, averaged over the batches."""
+        total: dict[str, Tensor] = {}
+        for part in range(self.parts):
+            plain.zero_grad()
+            self.loss(plain, part, step)
+            for name, p in plain.named_parameters():
+                assert p.grad is not None
+                total[name] = total.get(name, 0) + p.grad / self.parts
+        return total
+
+
+def tensor_parallel(mesh_axes: Any = "dp", **options: Any) -> Callable[..., Any]:
+    def shard(model: Text, engine: FullyShard, mesh: DeviceMesh) -> Text:
+        return shard_text(parallelize(model, mesh["tp"]), engine, mesh=mesh[mesh_axes], **options)
+
+    return shard
+
+
+def another_dim(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.ndim == 2 else None
+
+
+def uneven() -> Text:
+    """Sizes that neither divide by the tensor-parallel ranks nor, then, by the data-parallel ones."""
+    return Text(vocabulary=11, hidden=13)
+
+
+def hybrid(model: Text, engine: FullyShard, mesh: DeviceMesh) -> Text:
+    return shard_text(model, engine, mesh=mesh, reshard_after_forward=True)
+
+
+COMPOSITIONS = {
+    "tensor parallel": Composition(Text, tensor_parallel(), (2, 2), ("dp", "tp"), ("dp",)),
+    "tensor parallel, computed again": Composition(LongText, tensor_parallel(), (2, 2), ("dp", "tp"), ("dp",)),
+    "tensor parallel, weights kept": Composition(
+        Text, tensor_parallel(reshard_after_forward=False), (2, 2), ("dp", "tp"), ("dp",)
+    ),
+    "tensor parallel, along another dim": Composition(
+        Text, tensor_parallel(shard_placement_fn=another_dim), (2, 2), ("dp", "tp"), ("dp",)
+    ),
+    "tensor parallel, uneven": Composition(uneven, tensor_parallel(), (2, 2), ("dp", "tp"), ("dp",)),
+    "replicas": Composition(Text, hybrid, (2, 2), ("replicate", "shard"), ("replicate", "shard")),
+    "replicas of tensor parallel": Composition(
+        Text,
+        tensor_parallel(("replicate", "shard")),
+        (2, 1, 2),
+        ("replicate", "shard", "tp"),
+        ("replicate", "shard"),
+    ),
+    "tensor parallel, one replica": Composition(
+        Text,
+        tensor_parallel(("replicate", "shard")),
+        (1, 2, 2),
+        ("replicate", "shard", "tp"),
+        ("replicate", "shard"),
+    ),
+    "experts": Composition(
+        _experts.Net,
+        lambda model, engine, mesh: shard_experts(model, engine),
+        (4,),
+        ("dp",),
+        ("dp",),
+        experts_loss,
+    ),
+}

@@ -1,0 +1,205 @@
+"""Sharding together with other kinds of parallelism: training, clipping, optimizers, state dicts and checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from expecttest import assert_expected_inline
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import composable_shard as cs
+from _compiling import graphs_of, three_steps
+from _compositions import COMPOSITIONS, LongText, Text, parallelize, shard_text, whole
+from _engines import fully_shard, named_mesh
+from _pool import distributed
+from _stepping import assert_at_rest
+from composable_shard import HSDPMeshInfo, ShardPlacementResult, make_plan
+
+MAX_NORM = 0.3
+
+
+def make_optimizer(model):
+    """One that steps every other parameter by a fused kernel, and the others by foreach functions."""
+    params = list(model.parameters())
+    groups = [{"params": params[::2], "fused": True, "foreach": False}, {"params": params[1::2], "foreach": True}]
+    return torch.optim.AdamW(groups, lr=0.05, eps=1e-3)  # a larger eps, as some gradients are zero but for rounding
+
+
+def assert_close(model, want, of, when):
+    for name, value in want.items():
+        got = whole(of(model.get_parameter(name)))
+        torch.testing.assert_close(got, value, msg=lambda m, n=name: f"{n} {when}: {m}")
+
+
+def same_bits(model, other):
+    for name, p in model.named_parameters():
+        assert torch.equal(p.to_local(), other.get_parameter(name).to_local()), name
+
+
+FIRST = (
+    "tensor parallel, uneven",
+    "tensor parallel, along another dim",
+    "tensor parallel, computed again",
+    "replicas",
+    "replicas of tensor parallel",
+    "experts",
+)
+MORE = [pytest.param(name, marks=pytest.mark.matrix) for name in COMPOSITIONS if name not in FIRST]
+
+
+@pytest.mark.parametrize("name", [*FIRST, *MORE])
+@distributed(world=4)
+def test_training_is_exact_and_goes_on_from_a_checkpoint(rank, world, name, tmp_path):
+    composition = COMPOSITIONS[name]
+    plain, model = composition.pair(fully_shard)
+    optimizers = [make_optimizer(each) for each in (plain, model)]
+
+    def train(model, optimizer, step):
+        composition.loss(model, composition.part, step)
+        cs.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for step in range(3):
+        want = composition.mean_gradients(plain, step)
+        composition.loss(model, composition.part, step)
+        assert_close(model, want, lambda p: p.grad, f"gradient of step {step}")
+        for key, p in plain.named_parameters():
+            p.grad = want[key]
+        norm = cs.clip_grad_norm_(model.parameters(), MAX_NORM)
+        torch.testing.assert_close(whole(norm), nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(model, dict(plain.named_parameters()), lambda p: p, "after three steps")
+    assert_at_rest(model)
+
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizers[1]), strict=True))
+    assert all(isinstance(value, DTensor) for key, value in state["model"].items() if "preference" not in key)
+    dcp.save(state, checkpoint_id=tmp_path)
+    _, other = composition.pair(fully_shard, seed=4)
+    optimizer = make_optimizer(other)
+    empty = dict(zip(("model", "optimizer"), get_state_dict(other, optimizer), strict=True))
+    dcp.load(empty, checkpoint_id=tmp_path)
+    set_state_dict(other, optimizer, model_state_dict=empty["model"], optim_state_dict=empty["optimizer"])
+    same_bits(other, model)
+    for each, its in ((model, optimizers[1]), (other, optimizer)):
+        train(each, its, 3)
+    same_bits(other, model)
+    other.load_state_dict(plain.state_dict())  # of full tensors
+    assert_close(other, dict(plain.named_parameters()), lambda p: p, "after a load")
+
+
+@distributed(world=4)
+def test_micro_batches_of_replicas_of_tensor_parallel_ranks_are_all_reduced_once(rank, world):
+    composition = COMPOSITIONS["replicas of tensor parallel"]
+    plain, model = composition.pair(fully_shard)
+    want = [composition.mean_gradients(plain, step) for step in range(3)]
+    for step in range(3):
+        model.set_requires_gradient_sync(step > 0)
+        model.set_requires_all_reduce(step == 2)
+        composition.loss(model, composition.part, step)
+        assert all(p.grad is None or not p.grad.to_local().any() for p in model.parameters()) is (step < 2)
+    assert_close(model, {key: sum(each[key] for each in want) for key in want[0]}, lambda p: p.grad, "of all")
+
+
+# ---- in compiled graphs
+
+
+def compiled(rank, world, name):
+    composition = COMPOSITIONS[name]
+
+    def shard(model, engine):
+        composition.shard(model, engine, composition.mesh)
+
+    def inputs(rank, step):
+        generator = torch.Generator().manual_seed(10 * step + composition.part)
+        return (torch.randint(0, 12, (3, 6), generator=generator),)
+
+    def loss_of(model, step):
+        return whole(model(*inputs(rank, step))).square().mean()
+
+    return three_steps(rank, Text(layers=1), shard, inputs, loss_of=loss_of)
+
+
+@pytest.mark.matrix
+def test_tensor_and_sequence_parallel_in_one_graph():
+    assert_expected_inline(
+        graphs_of(compiled, world=4, name="tensor parallel"),
+        """\
+inference GwGRwwGwmmmmRwGwmmRwGwm
+backward GmmRwGwwmmmmRwGwmmmmmmmmRwAwAwAwAwRGwAwAwRww
+""",
+    )
+
+
+@pytest.mark.matrix
+def test_replicas_of_tensor_parallel_in_one_graph():
+    assert_expected_inline(
+        graphs_of(compiled, world=4, name="replicas of tensor parallel"),
+        """\
+inference RwGwmmmmRwGwmmRwGwm
+backward mmRwGwmmmmRwGwmmmmmmmmRwAwAwAwAwAGwAwAwAww
+""",
+    )
+
+
+# ---- long sequences
+
+
+def long_sequence(rank, world):
+    with torch.device("meta"):
+        model = LongText(vocabulary=32000, dim=4096, hidden=16384, layers=4)
+    mesh = named_mesh((2, 2), ("dp", "tp"))
+    shard_text(parallelize(model, mesh["tp"]), fully_shard, mesh=mesh["dp"])
+    return str(make_plan(model))
+
+
+def test_a_model_of_long_sequences_is_planned_without_memory():
+    """Sizes are of the tensor-parallel pieces. A length, 32768 tokens, say, is no part of it: no buffer grows by it."""
+    assert_expected_inline(
+        graphs_of(long_sequence, world=4),
+        """\
+plan: 5 groups, 533,848,064 parameters, shard over 2
+group      parameters       shard   unsharded  dtype    reshard         transport
+(root)    131,080,192  250.02 MiB  500.03 MiB  float32  after backward  packed
+layers.0  100,691,968  192.05 MiB  384.11 MiB  float32  after forward   packed
+layers.1  100,691,968  192.05 MiB  384.11 MiB  float32  after forward   packed
+layers.2  100,691,968  192.05 MiB  384.11 MiB  float32  after forward   packed
+layers.3  100,691,968  192.05 MiB  384.11 MiB  float32  after forward   packed
+peak of unsharded parameters and communication in a training step: 2036.47 MiB""",
+    )
+
+
+# ---- meshes that do not belong together
+
+
+@distributed(world=4)
+def test_meshes_that_cannot_serve_are_named_with_the_parameter(rank, world):
+    mesh = named_mesh((2, 2), ("dp", "tp"))
+    flat, foreign = named_mesh((4,), ("all",)), named_mesh((2, 2), ("other", "more"))
+    cuda = DeviceMesh("cuda", [0, 1, 2, 3], mesh_dim_names=("gpu",), _init_backend=False)
+
+    def refuses(words, mesh, model=None, kind=ValueError, **options):
+        model = parallelize(Text(layers=1), named_mesh((2, 2), ("dp", "tp"))["tp"]) if model is None else model
+        before = [*map(id, model.parameters())]
+        with pytest.raises(kind, match=words):
+            fully_shard(model, mesh=mesh, **options)
+        assert before == [*map(id, model.parameters())]
+
+    where = r"parameter embed.weight: is a DTensor on .*\(tp=2\).*"
+    refuses(where + r"cannot be combined with .*\(all=4\).*submeshes of one mesh", flat)
+    refuses(where + r"cannot be combined with .*\(more=2\).*submeshes of one mesh", foreign["more"])
+    refuses(where + r"shall be sharded on .*\(dp=2, tp=2\).*need names, all different", mesh)
+    refuses(r"mesh: .*\(gpu=4\).* is of device type cuda, which this process does not have", cuda)
+
+    def on(info):
+        return {"model": Text(layers=1), "shard_placement_fn": lambda p: ShardPlacementResult(None, info)}
+
+    odd = HSDPMeshInfo(mesh, shard_mesh_dim=0, replicate_mesh_dim=1)
+    refuses("parameter embed.weight: mesh_info: FSDPMeshInfo of a 1D mesh", mesh["dp"], **on(odd))
+    refuses("parameter embed.weight: mesh_info: expected FSDPMeshInfo", mesh["dp"], kind=TypeError, **on(mesh))

@@ -1,0 +1,145 @@
+"""Expert parallelism: experts are groups on a mesh of their own and tokens travel to them; the rest is on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch.distributed.tensor import Shard
+
+from _compiling import graphs_of, three_steps
+from _engines import fully_shard, named_mesh
+from _experts import DIM, Experts, ListedExperts, Net, SlottedMoE, distribute
+from _pool import distributed
+from _stepping import assert_at_rest, pool_of
+from composable_shard import FSDPMeshInfo, ShardPlacementResult
+
+
+def meshes():
+    """All ranks; and the ranks that hold the same experts, beside those that hold others."""
+    return named_mesh((4,), ("dp",)), named_mesh((2, 2), ("edp", "ep"))
+
+
+def shard(model, engine, dense, sparse, dim=0, **options):
+    """Each block is one call with two groups, whose gradients are means over all ranks."""
+    info = FSDPMeshInfo(sparse["edp"], shard_mesh_dim=0)
+    experts = {id(p) for block in model.blocks for p in block.moe.experts.parameters()}
+
+    def choose(param):
+        return ShardPlacementResult(Shard(min(dim, param.ndim - 1)), info) if id(param) in experts else None
+
+    for block in model.blocks:
+        engine(block, mesh=dense, shard_placement_fn=choose, **options)
+        block.set_gradient_divide_factor(4)
+    return engine(model, mesh=dense, **options)
+
+
+def make(*args, **options):
+    torch.manual_seed(3)
+    return Net(*args, **options)
+
+
+PREFERRED = {1: {0: (0, 1), 1: (0, 1)}, 2: dict.fromkeys(range(4), (3,))}  # by step and rank
+
+
+def loss_of(model, rank, step):
+    """In the second step, experts of rank 1 get tokens from the other pair only; in the third, one is all there is."""
+    x = torch.randn(6 + rank % 2, DIM, generator=torch.Generator().manual_seed(10 * step + rank))
+    for block in model.blocks:
+        preference = torch.zeros(block.moe.count)
+        preference[list(PREFERRED.get(step, {}).get(rank, ()))] = 2.0
+        block.moe.preference.copy_(preference)
+    return model(x).square().mean()
+
+
+def mean_gradients(plain, step):
+    """Those of the model that has all experts, averaged over the batches of all ranks."""
+    total = {}
+    for rank in range(4):
+        plain.zero_grad()
+        loss_of(plain, rank, step).backward()
+        for name, p in plain.named_parameters():
+            total[name] = total.get(name, 0) + (torch.zeros_like(p) if p.grad is None else p.grad) / 4
+    return total
+
+
+def full_names(plain, model, sparse):
+    """Pairs of names: of a parameter that this rank has a piece of, here and in the model that has all experts."""
+    for name, _ in model.named_parameters():
+        own = name
+        if ".each." in name:
+            head, _, tail = name.partition(".each.")
+            index, _, leaf = tail.partition(".")
+            own = f"{head}.each.{int(index) + 2 * sparse.get_local_rank('ep')}.{leaf}"
+        yield name, own
+
+
+def check(model, want, names, of):
+    for name, whole in names:
+        got = of(model.get_parameter(name))
+        torch.testing.assert_close(got.full_tensor(), want[whole], msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(
+    ("experts", "count", "dim", "reshard"),
+    [(Experts, 4, 0, True), (Experts, 6, 0, False), (Experts, 4, 2, False), (ListedExperts, 4, 0, True)],
+    ids=["stacked", "uneven", "along another dim", "listed"],
+)
+@distributed(world=4)
+def test_training_is_exact(rank, world, experts, count, dim, reshard):
+    dense, sparse = meshes()
+    plain = make(count, experts)
+    model = distribute(make(count, experts), sparse["ep"])
+    shard(model, fully_shard, dense, sparse, dim, reshard_after_forward=reshard)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (plain, model)]
+    model.set_reduce_scatter_unused_params(experts is ListedExperts)  # experts that are not run have no gradient
+    names = list(full_names(plain, model, sparse))
+    for step in range(3):
+        want = mean_gradients(plain, step)
+        loss = loss_of(model, rank, step)
+        torch.testing.assert_close(loss, loss_of(plain, rank, step))
+        loss.backward()
+        check(model, want, names, lambda p: p.grad)
+        for name, p in plain.named_parameters():
+            p.grad = want[name]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    check(model, dict(plain.named_parameters()), names, lambda p: p)
+    assert_at_rest(model)
+
+
+@distributed(world=4)
+def test_memory_does_not_grow_as_routing_changes(rank, world):
+    dense, sparse = meshes()
+    model = shard(distribute(make(), sparse["ep"]), fully_shard, dense, sparse, reshard_after_forward=True)
+    found = []
+    for step in range(12):
+        loss_of(model, rank, step % 5).backward()
+        model.zero_grad()
+        pool = pool_of(model)
+        found.append((pool.allocations, pool.peak_bytes, pool.live_bytes))
+    assert found[2:] == [found[2]] * 10
+
+
+def shard_experts(model, fully_shard):
+    dense, sparse = meshes()
+    shard(distribute(model, sparse["ep"]), fully_shard, dense, sparse)
+
+
+def compiled(rank, world):
+    def inputs(rank, step):
+        return (torch.randn(6, DIM, generator=torch.Generator().manual_seed(10 * step + rank)),)
+
+    return three_steps(rank, make(moe=SlottedMoE, blocks=1), shard_experts, inputs)
+
+
+@pytest.mark.matrix
+def test_experts_with_a_number_of_slots_are_in_one_graph():
+    assert_expected_inline(
+        graphs_of(compiled, world=4),
+        """\
+forward GwGwGwmmmmmXwwmmXwwmm, saves 4280 bytes
+backward GmmmXwmwGmmmXwwmmmmmmmmmmRXwXww
+""",
+    )

@@ -1,0 +1,174 @@
+"""Stages of torch's pipelines (`torch.distributed.pipelining`) whose modules are sharded over data-parallel ranks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+from _engines import fully_shard, named_mesh
+from _models import Block
+from _pool import distributed
+from _stepping import assert_at_rest
+from composable_shard import last_record
+from composable_shard._schedule import Kind
+
+DIM, MICROBATCHES = 8, 4
+
+
+class Stage(nn.Module):
+    """Two blocks, and a weight of the stage's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Block(DIM, 2 * DIM) for _ in range(2))
+
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def shard(stage, engine, mesh, reshard):
+    for block in stage.blocks:
+        engine(block, mesh=mesh, reshard_after_forward=reshard)
+    return engine(stage, mesh=mesh, reshard_after_forward=reshard)
+
+
+def loss_fn(output, target):
+    return nn.functional.mse_loss(output, target)
+
+
+def batch(dp_rank, step):
+    generator = torch.Generator().manual_seed(10 * step + dp_rank)
+    x, target = torch.randn(2, 2 * MICROBATCHES, DIM, generator=generator)
+    return x, target
+
+
+def reference_step(plain, step, backwards):
+    """Gradients of one process: those of each data-parallel rank, of its microbatches in order, and their mean.
+
+    Args:
+        backwards: the last microbatch first.
+
+    Returns:
+        the losses of each data-parallel rank.
+    """
+    sums, losses = [], []
+    for dp_rank in range(2):
+        plain.zero_grad()
+        x, target = batch(dp_rank, step)
+        losses.append([loss_fn(plain(x), wanted) for x, wanted in zip(x.chunk(4), target.chunk(4), strict=True)])
+        for loss in reversed(losses[-1]) if backwards else losses[-1]:
+            loss.backward()
+        sums.append([p.grad for p in plain.parameters()])
+    for p, first, second in zip(plain.parameters(), *sums, strict=True):
+        p.grad = ((first + second) / 2) / MICROBATCHES
+    return losses
+
+
+def build(name, stages, count, mesh):
+    """torch's schedule over the stages of this rank."""
+    group = mesh.get_group("pp")
+    made = [PipelineStage(stage, i, count, torch.device("cpu"), group=group) for i, stage in stages.items()]
+    kind = get_schedule_class(name)
+    return kind(made if issubclass(kind, PipelineScheduleMulti) else made[0], MICROBATCHES, loss_fn=loss_fn)
+
+
+def run(schedule, own, count, dp_rank, step):
+    """One step of the pipeline; returns the losses of the last stage, None on ranks that do not have it."""
+    x, target = batch(dp_rank, step)
+    losses = [] if count - 1 in own else None
+    schedule.step(*((x,) if 0 in own else ()), target=target if losses is not None else None, losses=losses)
+    return losses
+
+
+PLACES = {  # stages of each pipeline rank
+    "GPipe": ((0,), (1,)),
+    "1F1B": ((0,), (1,)),
+    "Interleaved1F1B": ((0, 2), (1, 3)),
+    "LoopedBFS": ((0, 2), (1, 3)),
+    "InterleavedZeroBubble": ((0, 2), (1, 3)),
+    "ZBVZeroBubble": ((0, 3), (1, 2)),
+    "DualPipeV": ((0, 3), (1, 2)),
+}
+
+
+CASES = [("1F1B", True), ("Interleaved1F1B", False), ("InterleavedZeroBubble", False), ("ZBVZeroBubble", True)]
+ALL = [(name, reshard) for name in PLACES for reshard in (True, False)]
+MORE = [pytest.param(*case, marks=pytest.mark.matrix) for case in ALL if case not in CASES]
+
+
+def same_pieces(stage, plain, dp_rank, of):
+    for name, whole in plain.named_parameters():
+        got = of(stage.get_parameter(name))
+        assert torch.equal(got.to_local(), of(whole).chunk(2)[dp_rank]), name
+
+
+@pytest.mark.parametrize(("name", "reshard"), CASES + MORE)
+@distributed(world=4)
+def test_training_has_the_bits_of_one_process(rank, world, name, reshard):
+    mesh = named_mesh((2, 2), ("pp", "dp"))
+    dp_rank, places = mesh.get_local_rank("dp"), PLACES[name]
+    torch.manual_seed(3)
+    plain = nn.Sequential(*(Stage() for _ in range(2 * len(places[0]))))
+    own = places[mesh.get_local_rank("pp")]
+    stages = {i: shard(copy.deepcopy(plain[i]), fully_shard, mesh["dp"], reshard) for i in own}
+    schedule = build(name, stages, len(plain), mesh)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (*stages.values(), plain)]
+    for step in range(3):
+        want = reference_step(plain, step, backwards=name == "LoopedBFS")
+        losses = run(schedule, own, len(plain), dp_rank, step)
+        assert losses is None or torch.equal(torch.stack(losses), torch.stack(want[dp_rank])), f"losses of step {step}"
+        for i, stage in stages.items():
+            same_pieces(stage, plain[i], dp_rank, lambda p: p.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for i, stage in stages.items():
+            same_pieces(stage, plain[i], dp_rank, lambda p: p.detach())
+    for stage in stages.values():
+        assert_at_rest(stage)
+        reductions = [action.fqn for action in last_record(stage).actions if action.kind is Kind.REDUCE]
+        assert sorted(reductions) == ["", "blocks.0", "blocks.1"], "one for each group, whatever the micro-batches"
+
+
+@pytest.mark.matrix
+@distributed(world=4)
+def test_fsdp2_loses_gradients_in_zero_bubble_schedules_if_it_reshards_after_forward(rank, world):
+    mesh = named_mesh((2, 2), ("pp", "dp"))
+    dp_rank, own = mesh.get_local_rank("dp"), PLACES["ZBVZeroBubble"][mesh.get_local_rank("pp")]
+    torch.manual_seed(3)
+    plain = nn.Sequential(*(Stage() for _ in range(4)))
+    stages = {i: shard(copy.deepcopy(plain[i]), fsdp2, mesh["dp"], True) for i in own}
+    run(build("ZBVZeroBubble", stages, 4, mesh), own, 4, dp_rank, 0)
+    reference_step(plain, 0, backwards=False)
+    for i, stage in stages.items():
+        pieces = {name: p.grad.chunk(2)[dp_rank] for name, p in plain[i].named_parameters()}
+        grads = {name: stage.get_parameter(name).grad for name in pieces}
+        lost = [
+            name for name, grad in grads.items() if grad is None or not torch.allclose(grad.to_local(), pieces[name])
+        ]
+        assert (lost == []) is (i == 0), "the first stage alone runs a whole backward"
+
+
+@distributed(world=1)
+def test_torch_finds_the_state_of_a_module_and_of_its_copy(rank, world):
+    """A pipeline asks torch's own `fully_shard` for it."""
+    model = fully_shard(nn.Linear(2, 2))
+    made = copy.deepcopy(model)
+    for each in (model, made):
+        state = fsdp2.state(each)
+        each(torch.ones(1, 2)).sum().backward()
+        assert [type(found) for found in state._state_ctx.all_states] == [type(state)]
+        assert state._state is each._own_state()
+    assert fsdp2.state(nn.Linear(2, 2)) is None
+    with pytest.raises(AssertionError, match="already been applied"):
+        fsdp2(model)
