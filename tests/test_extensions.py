@@ -17,6 +17,7 @@ from _engines import ENGINES, fsdp2, fully_shard, mesh_of
 from _pool import distributed
 from _stepping import assert_at_rest, engine_of
 from composable_shard import StaleStateError
+from composable_shard._build import build_engine
 
 aten = torch.ops.aten
 KEEP_CLASS = {
@@ -373,8 +374,10 @@ def test_mistakes_are_named(rank, world):
         with pytest.raises(TypeError, match=f"parameter weight: .*{words}"):
             shard(model, fully_shard)
         assert not any(isinstance(p, DTensor) for p in model.parameters())
+    model = shard(make(Unpadded, sizes=(7, 5)), fully_shard)
+    if rank == 0:
+        build_engine(model.blocks[0])  # all ranks agree on the plan there
     if rank == 1:  # the one whose shard is the smaller; the others would wait for it
-        model = shard(make(Unpadded, sizes=(7, 5)), fully_shard)
         with pytest.raises(ValueError, match=r"parameter weight: .*padded to 4 rows"):
             model.blocks[0].unshard()
 
