@@ -1,0 +1,53 @@
+"""Our engine's lane on streams that keep time: what `StreamLane` is on an accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from .._streams import Awaitable, Events, Job, Lane, Steps
+from ._clocks import Event, StreamClock
+
+T = TypeVar("T")
+
+
+class StreamedJob(Job[T]):
+    """Work that was queued whole on such a stream; to finish it lets the current stream wait."""
+
+    __slots__ = ("done",)
+
+    done: Event
+
+    def finish(self, on_host: bool = False) -> T:
+        torch.cpu.current_stream().wait_event(self.done)
+        return super().finish()
+
+
+class StreamedLane(Lane):
+    """A lane with a stream of its own."""
+
+    def __init__(self, clock: StreamClock) -> None:
+        self._clock = clock
+        self._stream = clock.stream()
+
+    def start(self, steps: Steps[T], after: Events = (), held: object = None) -> Job[T]:
+        return self._queued(after, lambda: StreamedJob(steps, held, drain=True))
+
+    def launch(self, collective: Callable[..., Awaitable], *args: Any, after: Events) -> Job[None]:
+        return self._queued(after, lambda: StreamedJob(None, args, drain=True, handle=collective(*args)))
+
+    def _queued(self, after: Events, begin: Callable[[], StreamedJob[T]]) -> Job[T]:
+        for event in after:
+            if event is not None:
+                event.wait(self._stream)  # type: ignore[arg-type]
+        with torch.cpu.stream(self._stream):  # type: ignore[arg-type]
+            job = begin()
+        job.done = self._stream.record_event()
+        return job
+
+    def mark(self) -> torch.Event | None:
+        event = self._clock.event()
+        event.record()
+        return event  # type: ignore[return-value]
