@@ -146,7 +146,7 @@ class BufferPool:
 
     def _poisoned(self, slot: Slot, after: torch.Event | None) -> torch.Event | None:
         if after is not None:
-            torch.accelerator.current_stream().wait_event(after)
+            after.wait()
         poison(slot.typed(torch.uint8, written=True))
         return self._lane.mark()
 
@@ -179,7 +179,7 @@ class BufferPool:
         for slots in self._free.values():
             for slot in slots:  # work in flight may still use what the allocator would hand out
                 if slot.free_after is not None:
-                    torch.accelerator.current_stream().wait_event(slot.free_after)
+                    slot.free_after.wait()
         freed = {id(slot) for slots in self._free.values() for slot in slots}
         self._free.clear()
         self._slots = [slot for slot in self._slots if id(slot) not in freed]

@@ -140,7 +140,7 @@ class ReduceBucket:
             bucket, chunks = out, out.view(1, -1)
         else:
             if slots[0].free_after is not None:
-                torch.accelerator.current_stream().wait_event(slots[0].free_after)
+                slots[0].free_after.wait()
             bucket, chunks = self._views_of(slots[0])
         self._copy_in(gradients, chunks)
         if self._divide_before is not None:

@@ -53,7 +53,7 @@ class Resident:
         nbytes = self._layout.numel * self._bucket.dtype.itemsize
         slot = self._slot = self._pool.lease(nbytes)
         if slot.free_after is not None:
-            torch.accelerator.current_stream().wait_event(slot.free_after)
+            slot.free_after.wait()
         with torch.no_grad():
             mine = zip(self._pieces(slot, written=True), self._bucket.weights, self._layout.params, strict=True)
             for piece, weight, at in mine:

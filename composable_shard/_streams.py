@@ -79,7 +79,7 @@ class Job(Generic[T]):
         while self._handle is not None:
             self._advance()
         if self._event is not None:
-            torch.accelerator.current_stream().wait_event(self._event)
+            self._event.wait()
             if on_host:
                 self._event.synchronize()
         self._held = None

@@ -332,7 +332,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
 
 def cuda_sleep(cycles: int) -> None:
     """Keep the current stream of a GPU busy for so many cycles of its clock."""
-    torch.cuda._sleep(cycles)
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
@@ -341,9 +341,10 @@ def cpu_streams(stream: Callable[..., Any], event: Callable[[], Any], default: o
 
     torch's own do nothing; they are there for code that knows no device.
     """
-    was = torch.cpu.Stream, torch.cpu.Event, torch.cpu._current_stream
-    torch.cpu.Stream, torch.cpu.Event, torch.cpu._current_stream = stream, event, default
+    cpu: Any = torch.cpu
+    was = cpu.Stream, cpu.Event, cpu._current_stream
+    cpu.Stream, cpu.Event, cpu._current_stream = stream, event, default
     try:
         yield
     finally:
-        torch.cpu.Stream, torch.cpu.Event, torch.cpu._current_stream = was
+        cpu.Stream, cpu.Event, cpu._current_stream = was

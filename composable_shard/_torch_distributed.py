@@ -146,4 +146,4 @@ def flattened_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 def forget_meshes() -> None:
     """Drop what torch keeps of meshes for later: a mesh of another world would look equal to one of these."""
     _mesh_resources.mesh_stack.clear()
-    _clear_sharding_prop_cache()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """The clocks of a fabric: by which collectives begin and end, and by which one waits for them.
 
-    real      this machine's; waiting sleeps, compute takes what it takes
-    virtual   stands still but for compute that is declared and for waits: exact, and over in no time
-    streams   the same for each stream: what is waited for holds a stream up and never the host, as on an accelerator
+real      this machine's; waiting sleeps, compute takes what it takes
+virtual   stands still but for compute that is declared and for waits: exact, and over in no time
+streams   the same for each stream: what is waited for holds a stream up and never the host, as on an accelerator
 """
 
 from __future__ import annotations

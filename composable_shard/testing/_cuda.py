@@ -19,32 +19,30 @@ class CudaLinks:
     """The streams of the links, made when they are first used, and how many cycles are a second."""
 
     def __init__(self) -> None:
-        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._streams: dict[str, torch.Stream] = {}
         self._cycles_per_s: float | None = None
 
-    def run(
-        self, link: str, seconds: float, tensors: Sequence[torch.Tensor], move: Callable[[], None]
-    ) -> torch.cuda.Event:
-        """Queue a collective behind the current stream; returns the event at its end."""
+    def run(self, link: str, seconds: float, tensors: Sequence[torch.Tensor], move: Callable[[], None]) -> torch.Event:
+        """Queue a collective on these tensors behind the current stream; returns the event at its end."""
+        device = tensors[0].device
         if self._cycles_per_s is None:
-            self._cycles_per_s = _measured()
+            self._cycles_per_s = _measured(device)
         stream = self._streams.get(link)
         if stream is None:
-            stream = self._streams[link] = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+            stream = self._streams[link] = torch.Stream(device)
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
             cuda_sleep(int(seconds * self._cycles_per_s))
             move()
-            done = torch.cuda.Event()
-            done.record(stream)
+            done = stream.record_event()
         for tensor in tensors:
             tensor.record_stream(stream)  # who frees it does not know of this stream
         return done
 
 
-def _measured() -> float:
+def _measured(device: torch.device) -> float:
     """Cycles per second of `cuda_sleep`."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
     cuda_sleep(_SAMPLE_CYCLES)  # wakes the device
     begin.record()
     cuda_sleep(_SAMPLE_CYCLES)

@@ -8,21 +8,9 @@ from typing import Any, TypeVar
 import torch
 
 from .._streams import Awaitable, Events, Job, Lane, Steps
-from ._clocks import Event, StreamClock
+from ._clocks import StreamClock
 
 T = TypeVar("T")
-
-
-class StreamedJob(Job[T]):
-    """Work that was queued whole on such a stream; to finish it lets the current stream wait."""
-
-    __slots__ = ("done",)
-
-    done: Event
-
-    def finish(self, on_host: bool = False) -> T:
-        torch.cpu.current_stream().wait_event(self.done)
-        return super().finish()
 
 
 class StreamedLane(Lane):
@@ -33,18 +21,18 @@ class StreamedLane(Lane):
         self._stream = clock.stream()
 
     def start(self, steps: Steps[T], after: Events = (), held: object = None) -> Job[T]:
-        return self._queued(after, lambda: StreamedJob(steps, held, drain=True))
+        return self._queued(after, lambda: Job(steps, held, drain=True))
 
     def launch(self, collective: Callable[..., Awaitable], *args: Any, after: Events) -> Job[None]:
-        return self._queued(after, lambda: StreamedJob(None, args, drain=True, handle=collective(*args)))
+        return self._queued(after, lambda: Job(None, args, drain=True, handle=collective(*args)))
 
-    def _queued(self, after: Events, begin: Callable[[], StreamedJob[T]]) -> Job[T]:
-        for event in after:
-            if event is not None:
-                event.wait(self._stream)  # type: ignore[arg-type]
+    def _queued(self, after: Events, begin: Callable[[], Job[T]]) -> Job[T]:
         with torch.cpu.stream(self._stream):  # type: ignore[arg-type]
+            for event in after:
+                if event is not None:
+                    event.wait()
             job = begin()
-        job.done = self._stream.record_event()
+            job._event = self.mark()
         return job
 
     def mark(self) -> torch.Event | None:

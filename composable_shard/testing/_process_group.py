@@ -17,6 +17,7 @@ from ._cuda import CudaLinks
 from ._links import Link
 
 NAME = "fabric"
+_Base: Any = dist.ProcessGroup  # the signatures of its methods are overloaded, and differ among versions of torch
 Tensors = Sequence[Tensor]
 
 
@@ -46,7 +47,7 @@ class FabricWork(dist.Work):
     """
 
     def __init__(
-        self, fabric: Issuer, event: Collective, finish_s: float, value: list[Tensor], landed: torch.cuda.Event | None
+        self, fabric: Issuer, event: Collective, finish_s: float, value: list[Tensor], landed: torch.Event | None
     ) -> None:
         super().__init__()
         self._fabric = fabric
@@ -57,7 +58,7 @@ class FabricWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._landed is not None:
-            torch.cuda.current_stream().wait_event(self._landed)
+            self._landed.wait()
         else:
             self._fabric.wait(self._event, self._finish_s)
         return True
@@ -98,7 +99,7 @@ class Together(dist.Work):
         return all(work.is_completed() for work in self._works)
 
 
-class FabricGroup(dist.ProcessGroup):
+class FabricGroup(_Base):  # type: ignore[misc]
     """A process group whose other ranks hold what this one holds.
 
     torch calls the methods by these names, also from C++; their forms are those of torch's `ProcessGroup`.
@@ -249,8 +250,8 @@ class FabricGroup(dist.ProcessGroup):
         self, out: Tensor, whole: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int], opts: Any = None
     ) -> dist.Work:
         def move() -> None:
-            own = whole.split(list(in_sizes) or whole.shape[0] // self._size)[self._rank].clone()
-            for part in out.split(list(out_sizes) or out.shape[0] // self._size):
+            own = torch.split(whole, _sizes(whole, in_sizes, self._size))[self._rank].clone()
+            for part in torch.split(out, _sizes(out, out_sizes, self._size)):
                 _fill(part, own)
 
         return self._issue("all_to_all", [whole], [out], move)
@@ -328,6 +329,11 @@ _SAME = (dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.
 
 def _nothing() -> None:
     pass
+
+
+def _sizes(tensor: Tensor, given: Sequence[int], ranks: int) -> list[int]:
+    """Rows of each rank: as given, or alike."""
+    return list(given) or [tensor.shape[0] // ranks] * ranks
 
 
 def _fill(out: Tensor, own: Tensor) -> None:
