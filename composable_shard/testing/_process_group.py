@@ -242,7 +242,7 @@ class FabricGroup(_Base):  # type: ignore[misc]
         elif op == dist.ReduceOp.PRODUCT:
             tensor.pow_(self._size)
         elif not any(op == same for same in _SAME):
-            raise ShardConfigValueError(f"fabric: reduces by SUM, AVG, PRODUCT, MIN, MAX, BAND or BOR, not by {op}")
+            raise ShardConfigValueError(f"fabric: reduces by SUM, AVG, PRODUCT, MIN, MAX, BAND or BOR, not by {op.op}")
 
     # ---- the others
 
