@@ -69,6 +69,23 @@ def _ddp(model: nn.Module, _block: type[nn.Module], mesh: DeviceMesh) -> nn.Modu
     return DistributedDataParallel(model, process_group=mesh.get_group(), init_sync=False)
 
 
+def shard_units(name: str, model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh) -> nn.Module:
+    """Ours (`ours...`) or FSDP2 around a model and the given modules of it.
+
+    `ours-two` is told that two reductions may be in flight, which is its rule on an accelerator; on a CPU it waits for
+    them before it gathers in backward.
+    """
+    import composable_shard
+
+    shard = composable_shard.fully_shard if name.startswith("ours") else fully_shard
+    for unit in units:
+        shard(unit, mesh=mesh)
+    shard(model, mesh=mesh)
+    if name == "ours-two":
+        model.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]
+    return model
+
+
 ENGINES: dict[str, Build] = {
     "plain": _plain,
     "compute": _plain,
