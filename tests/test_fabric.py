@@ -255,9 +255,20 @@ def test_a_real_clock_makes_waiting_take_the_modelled_time():
         took = time.monotonic() - begin
         (event,) = sim.events
         assert work.is_completed()
-        assert sim.now() >= event.finish_s >= 0.1
-        assert 0 < event.exposed_s <= took
-        assert took >= 0.1 - (event.first_wait_s - event.issue_s) - 1e-3
+        assert event.finish_s - event.issue_s > 0.1  # the latency twice
+        assert event.issue_s <= event.first_wait_s < event.finish_s <= sim.now()
+        assert 0 < event.exposed_s <= took  # it really slept
+        assert math.isclose(event.exposed_s, event.finish_s - event.first_wait_s, abs_tol=1e-3)
+
+
+def test_on_a_real_clock_a_sleep_that_lasts_too_long_is_taken_off(monkeypatch):
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(seconds + 0.05))
+    with fabric(2, latency_s=0.01, bandwidth_Bps=1e9) as sim:
+        dist.broadcast(torch.ones(1), 0)
+        (event,) = sim.events
+        assert sim.aside_s >= 0.04
+        assert event.exposed_s <= 0.011
 
 
 def test_what_is_done_meanwhile_on_a_real_clock_is_hidden():

@@ -47,7 +47,13 @@ class Collective:
 
 
 class RealClock:
-    """This machine's clock, stopped while the fabric itself works: what a simulation costs is not a network's time."""
+    """This machine's clock, without what the simulation itself costs: it stands still while the fabric copies data.
+
+    A sleep that ended late on a busy machine is taken off too, so that what comes later does not shift.
+
+    Attributes:
+        aside_s: seconds for which it stood still.
+    """
 
     def __init__(self) -> None:
         self.aside_s = 0.0
@@ -64,22 +70,24 @@ class RealClock:
             self.aside_s += time.monotonic() - begin
 
     def wait(self, finish_s: float, of: Collective) -> None:
-        """Return when it is so late; the time that this took is exposed."""
-        begin = self.now()
-        self._until(finish_s)
-        if begin < finish_s:
-            of.exposed_s += self.now() - begin
+        """Return when it is so late; the time until then is exposed."""
+        left = finish_s - self.now()
+        if left > 0:
+            of.exposed_s += left
+            self._sleep_until(finish_s)
 
     def compute(self, seconds: float) -> None:
-        self._until(self.now() + seconds)
+        """Let so much time pass."""
+        self._sleep_until(self.now() + seconds)
 
     def level(self) -> None:
         """Bring all streams to one time; here is but one."""
 
-    def _until(self, at_s: float) -> None:
+    def _sleep_until(self, at_s: float) -> None:
         while (left := at_s - self.now()) > 0:
             if left > _SPIN_S:
                 time.sleep(left - _SPIN_S)
+        self.aside_s -= left
 
 
 class VirtualClock:

@@ -164,10 +164,10 @@ def fabric(
     is exact for ranks that are all alike. What another rank would have sent as the root of a broadcast is what the
     tensor holds; of a scatter or a message it is zeros, for nothing is known of it.
 
-    *Clocks.* `"real"`: waiting sleeps until the modelled time, so communication overlaps with real compute. While the
-    fabric copies data its clock stands still (`Fabric.aside_s` is what that came to); so wall time is longer than the
-    fabric's by that, and nothing else. `"virtual"`: only waits and declared compute (`Fabric.compute`, `Busy`) move the
-    clock: exact and over in no time. `"streams"`: the same with the semantics of an accelerator: `torch.cpu.Stream`
+    *Clocks.* `"real"`: waiting sleeps until the modelled time, so communication overlaps with real compute. The clock
+    stands still while the fabric copies data, and for what a sleep lasts too long: wall time is longer than the
+    fabric's by that (`Fabric.aside_s`). `"virtual"`: only waits and declared compute (`Fabric.compute`, `Busy`) move
+    the clock: exact and over in no time. `"streams"`: the same with the semantics of an accelerator: `torch.cpu.Stream`
     and `torch.cpu.Event` keep times, a wait holds the current stream up and the host takes no time at all. torch's
     FSDP2 overlaps on the CPU only so; this library's engine does on all three.
 
