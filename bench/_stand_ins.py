@@ -7,12 +7,12 @@ groups' bytes and times are those of large models, and a step takes no time here
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from _simulate import Unit
 from composable_shard.testing import Busy
 
 WIDTH, BLOCKS = 128, 8
@@ -108,15 +108,6 @@ MODELS: dict[str, Callable[[], Model]] = {
         256, [Mixture(WIDTH, 8, 2, RATE) if i % 2 else Dense(WIDTH, 4, RATE) for i in range(BLOCKS)], RATE
     ),
 }
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A group as a simulation sees it: seconds of its compute, bytes of its parameters."""
-
-    nbytes: int
-    forward_s: float
-    backward_s: float
 
 
 def units_of(model: Model) -> list[Unit]:

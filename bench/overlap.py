@@ -26,7 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import _report
 import _simulate
 from _engines import shard_units
-from _stand_ins import MODELS, Unit, units_of
+from _simulate import Unit
+from _stand_ins import MODELS, units_of
 from composable_shard import testing
 
 WARM_STEPS = 3
