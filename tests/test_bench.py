@@ -124,7 +124,7 @@ def test_overlap_shows_what_engines_leave_exposed_beside_what_a_simulation_says(
     found = {(r["clock"], r["engine"]): r["exposed_ms"]["median"] for r in read(file)["results"]}
     for clock in ("virtual", "streams"):
         assert found[clock, "fsdp2"] == found[clock, "fsdp2-again"]  # the control: exact clocks repeat exactly
-        assert all(found[clock, "no order can"] <= ms for (where, _), ms in found.items() if where == clock)
+        assert all(found[clock, "no order can"] <= ms + 1e-6 for (where, _), ms in found.items() if where == clock)
     # With streams FSDP2 gathers one ahead, as the simulation does; without, nothing is hidden.
     assert found["streams", "fsdp2"] == pytest.approx(found["streams", "simulated, one ahead"], rel=1e-3)
     assert found["virtual", "ours"] < 0.2 * found["virtual", "fsdp2"]
