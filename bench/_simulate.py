@@ -38,9 +38,13 @@ def stages_of(units: Sequence[Unit], seconds: Callable[[int], float]) -> list[St
     return [*forward, *(Stage(t, unit.backward_s, t) for t, unit in others), Stage(0.0, units[0].backward_s, took[0])]
 
 
-def exposed(stages: Sequence[Stage], ahead: int) -> float:
-    """Seconds that compute waits if each gather is issued when the stage `ahead` before its own begins."""
-    waiting: list[tuple[float, int, int]] = []  # issue, whether it is a reduction, stage
+def exposed(stages: Sequence[Stage], ahead: int, gathers_first: bool = True) -> float:
+    """Seconds that compute waits if each gather is issued when the stage `ahead` before its own begins.
+
+    When one stage follows another at once, the reduction of the former and the gather that the latter issues are of the
+    same moment: `gathers_first` tells which goes first.
+    """
+    waiting: list[tuple[float, int, int]] = []  # issue, 0 of a gather or the turn of a reduction, stage
     arrived: dict[int, float] = {}
     link = now = 0.0
     issued = 0
@@ -53,9 +57,9 @@ def exposed(stages: Sequence[Stage], ahead: int) -> float:
 
     def serve() -> None:
         nonlocal link
-        at_s, is_reduction, stage = heappop(waiting)
-        link = max(at_s, link) + (stages[stage].reduce_s if is_reduction else stages[stage].gather_s)
-        if not is_reduction:
+        at_s, turn, stage = heappop(waiting)
+        link = max(at_s, link) + (stages[stage].reduce_s if turn else stages[stage].gather_s)
+        if not turn:
             arrived[stage] = link
 
     issue(ahead - 1, 0.0)
@@ -66,7 +70,7 @@ def exposed(stages: Sequence[Stage], ahead: int) -> float:
         now = max(now, arrived.get(at, 0.0) if stage.gather_s else now)
         issue(at + ahead, now)
         now += stage.compute_s
-        heappush(waiting, (now, 1, at))
+        heappush(waiting, (now, 1 if gathers_first else -1, at))
     while waiting:
         serve()
     return max(now, link) - sum(stage.compute_s for stage in stages)

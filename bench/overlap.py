@@ -35,7 +35,7 @@ TOKENS = 4
 SAME_BYTES = 0.01  # by which engines' bytes may differ: flags and paddings of small groups
 EXACT = ("virtual", "streams")
 CLOCKS = (*EXACT, "real")
-ENGINES = ("ours", "ours-two", "fsdp2", "fsdp2-again")
+ENGINES = ("ours", "ours-two", "ours-far", "fsdp2", "fsdp2-again")
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,8 @@ def results_of(case: Case, sides: list[Side]) -> list[OverlapResult]:
         )
     stages = _simulate.stages_of(case.units, case.seconds)
     rules: dict[str, Callable[[], float]] = {
-        "simulated, one ahead": lambda: _simulate.exposed(stages, 1),
+        "simulated, one ahead": lambda: _simulate.exposed(stages, 1, gathers_first=False),
+        "the same, gathers first": lambda: _simulate.exposed(stages, 1),
         "simulated, all ahead": lambda: _simulate.exposed(stages, len(stages)),
         "no order can": lambda: _simulate.least_exposed(stages),
     }
