@@ -247,6 +247,19 @@ all_reduce  default_pg      4  all   4,000  5.000  5.000  31.000  5.000   20.000
         )
 
 
+def test_after_a_reset_all_streams_begin_at_zero():
+    with net(clock="streams") as sim:
+        ahead = torch.cpu.Stream()
+        with torch.cpu.stream(ahead):
+            sim.compute(1e-3)
+        sim.reset()
+        assert sim.now() == 0
+        with torch.cpu.stream(ahead):
+            assert sim.now() == 0
+        dist.all_reduce(torch.empty(1_000))
+        assert math.isclose(sim.now(), 26e-6)
+
+
 def test_a_real_clock_makes_waiting_take_the_modelled_time():
     with fabric(2, latency_s=0.05, bandwidth_Bps=1e9) as sim:
         work = dist.all_reduce(torch.ones(4), async_op=True)
