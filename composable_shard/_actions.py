@@ -15,6 +15,7 @@ from ._bucket import Bucket
 from ._errors import ShardConfigStateError
 from ._group import Gradients, ParamGroup, Reduction, Runtime
 from ._node import Entries, Outputs, Use
+from ._param import accumulate
 from ._phases import ParamPhase
 from ._record import Record
 from ._schedule import MAX_REDUCTIONS, Action, Kind
@@ -183,7 +184,7 @@ class Actions:
             self._settle_oldest()
         sums, self._sums = self._sums, {}
         for group, pieces in sums.items():
-            self._accumulate(group, pieces)
+            accumulate(group.params, pieces)
 
     def _settle_oldest(self) -> None:
         group, pieces = self._finish_oldest()
@@ -192,11 +193,7 @@ class Actions:
             for index, piece in pieces.items():
                 sums[index] = sums[index] + piece if index in sums else piece
         else:
-            self._accumulate(group, pieces)
-
-    def _accumulate(self, group: ParamGroup, pieces: dict[int, torch.Tensor]) -> None:
-        for index, piece in pieces.items():
-            group.params[index].accumulate(piece)
+            accumulate(group.params, pieces)
 
     def discard(self) -> None:
         """Wait for all reductions and throw their results away."""
@@ -211,7 +208,15 @@ class Actions:
             if group.phase is ParamPhase.SHARDED:
                 group.rebuild()
         self._by_bucket.clear()  # it would keep the old ones
-        self.pool.empty()
+        self.pool.forget()
+
+    def plan_memory(self) -> None:
+        """Between two steps: make an arena of what the pool has learned, if there is anything new."""
+        if self.pool.wants_arena and all(group.phase is ParamPhase.SHARDED for group in self.groups):
+            for group in self.groups:
+                group.rebuild()  # they hold views of the old slots
+            self._by_bucket.clear()
+            self.pool.make_arena()
 
     def group_of(self, bucket: Bucket) -> ParamGroup:
         """Whose bucket it is.

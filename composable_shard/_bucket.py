@@ -188,6 +188,7 @@ class GatherBucket(Bucket):
     ) -> None:
         self.params = list(params)
         self.fqns = [p.fqn for p in params]
+        self._weights_name, self._landing_name = f"weights {self.fqns[0]}", f"landing {self.fqns[0]}"
         self._sharded = [p.sharded for p in params]
         self.dtype = dtype
         shapes, dims = [p.shape for p in params], [p.dim for p in params]
@@ -205,7 +206,6 @@ class GatherBucket(Bucket):
         self.readable = False
         self.generation = 0
         self._sum: int | None = None  # of their bytes, when debugging
-        self._last: Slot | None = None  # where they were before
         self._reserved: Slot | None = None  # where they will be again
         self._seen: dict[Slot, _Views] = {}
         self._landed: dict[Slot, _Landed] = {}
@@ -279,11 +279,11 @@ class GatherBucket(Bucket):
     def open(self) -> Slot:
         """Lease the slot into which weights will be gathered."""
         if self._reserved is None:
-            slot = self._pool.lease(self.nbytes, self, self._last)
+            slot = self._pool.lease(self.nbytes, self._weights_name, self)
         else:
             slot, self._reserved = self._reserved, None
             slot.owner = weakref.ref(self)
-        self.slot = self._last = slot
+        self.slot = slot
         return slot
 
     def wholes_in(self, slot: Slot) -> list[torch.Tensor]:
@@ -294,9 +294,11 @@ class GatherBucket(Bucket):
         slot = self.open()
         if self._straight and self._transport is not None:
             regions, shards = self._views_of(slot).regions, local_tensors(self._sharded)
-            return self._lane.launch(self._transport.all_gather, regions, shards, after=(after, slot.free_after))
-        landing = self._pool.lease(self._layout.landing_bytes) if self._layout.landing is not None else None
-        events = (after, slot.free_after) if landing is None else (after, slot.free_after, landing.free_after)
+            return self._lane.launch(self._transport.all_gather, regions, shards, after=(after, *slot.free_after))
+        landing = None
+        if self._layout.landing is not None:
+            landing = self._pool.lease(self._layout.landing_bytes, self._landing_name)
+        events = (after, *slot.free_after, *(() if landing is None else landing.free_after))
         shards = local_tensors(self._sharded)
         return self._lane.start(self._steps(slot, landing, shards), events, held=shards)
 
@@ -340,7 +342,8 @@ class GatherBucket(Bucket):
         if self._lent:
             self._lent = [face for face in self._lent if face.users > face.alone]
         if reserve or self._lent:
-            self._reserved, self.slot.owner, self.slot.free_after = self.slot, None, after
+            self._reserved, self.slot.owner = self.slot, None
+            self.slot.free_after = () if after is None else (after,)
         else:
             self._pool.release(self.slot, after)
         self.slot, self.readable = None, False
@@ -362,5 +365,5 @@ class GatherBucket(Bucket):
 
     def forget(self) -> None:
         if self._reserved is not None:
-            self._pool.release(self._reserved, self._reserved.free_after)
+            self._pool.release(self._reserved, *self._reserved.free_after)
             self._reserved = None

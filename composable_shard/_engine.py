@@ -122,6 +122,8 @@ class Engine:
                 self._do.drop(group)
         if adopted:
             self._do.rebuild(self.groups)
+        elif not waiting:
+            self._do.plan_memory()
         self.order.begin()
         self._first_seen = len(self._do.seen)
 
@@ -213,8 +215,8 @@ class Engine:
         self._pass.note(number)
         return self._pass
 
-    def before_backward(self, use: Use, outputs: Outputs) -> None:
-        """Backward has reached an output of a use."""
+    def before_backward(self, use: Use, outputs: Outputs, gradients: object = None) -> None:
+        """Backward has reached an output of a use, with these gradients."""
         now = self._open_pass(current_backward())
         if use.entered == now.number:
             return

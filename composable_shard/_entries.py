@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from operator import is_not
+from operator import is_, is_not
 from typing import Any
 
 import torch
@@ -59,6 +59,14 @@ class ModuleEntries:
     ) -> None:
         self.places = list(places)
         self.params = params
+        self._shards = [param.sharded for param in params]
+        self._sharded: list[tuple[dict[str, nn.Parameter | None], dict[str, nn.Parameter | None]]] = []
+        # The places by columns, for what looks at all of them in every forward.
+        self._dicts = [names for names, _, _ in places]
+        self._names = [name for _, name, _ in places]
+        self._indices = [index for _, _, index in places]
+        self._untied = self._indices == list(range(len(params)))
+        self._note_shards()
         self._watched = [(name, own, set(own), children, dict(children)) for name, own, children in watched]
         self._note_watched()
         self.converted = False
@@ -91,7 +99,7 @@ class ModuleEntries:
         """`adopt`, while Dynamo traces; the eager runtime still hears of it at its next forward."""
         if self.shown:
             return
-        if any([names.get(name) is not self.params[index].sharded for names, name, index in self.places]):  # noqa: C419
+        if any([names.get(name) is not self._shards[index] for names, name, index in self.places]):  # noqa: C419
             self.adopt()
             self.converted = True
 
@@ -109,8 +117,8 @@ class ModuleEntries:
         if self.shown:
             self.shown = False
             self._there = ()
-            for names, name, index in self.places:
-                names[name] = self.params[index].sharded
+            for names, shards in self._sharded:
+                names.update(shards)
             if self._lists:
                 self._list_anew()
 
@@ -120,9 +128,11 @@ class ModuleEntries:
         Raises:
             ShardConfigStateError: somebody has put another tensor in its place, as `torch.func.functional_call` does.
         """
-        shown, there, params = self.shown, self._there, self.params
+        there = self._there if self.shown else self._shards
+        if self._hold(there):
+            return
         for names, name, index in self.places:
-            if names.get(name) is not (there[index] if shown else params[index].sharded):
+            if names.get(name) is not there[index]:
                 raise ShardConfigStateError(
                     f"parameter {self.params[index].fqn}: {_kind(names.get(name))} was put in its place while the "
                     "model runs (by torch.func.functional_call?), and sharding would put its own over it; use a "
@@ -141,7 +151,7 @@ class ModuleEntries:
         """
         self._check_added()
         found, self.converted = self.converted, False
-        if self.shown:
+        if self.shown or self._hold(self._shards):
             return found
         replaced: dict[int, nn.Parameter] = {}
         for names, name, index in self.places:
@@ -156,10 +166,24 @@ class ModuleEntries:
                 )
             replaced[index] = now
         for index, now in replaced.items():
-            self.params[index].sharded = now
-        for names, name, index in self.places if replaced else ():
-            names[name] = self.params[index].sharded
+            self.params[index].sharded = self._shards[index] = now
+        if replaced:
+            self._note_shards()
+            for names, shards in self._sharded:
+                names.update(shards)
         return found or len(replaced) > 0  # Dynamo of torch 2.11 knows no bool of a dict
+
+    def _note_shards(self) -> None:
+        """Collect what `hide` puts back into each dictionary."""
+        found: dict[int, tuple[dict[str, nn.Parameter | None], dict[str, nn.Parameter | None]]] = {}
+        for names, name, index in self.places:
+            found.setdefault(id(names), (names, {}))[1][name] = self._shards[index]
+        self._sharded = list(found.values())
+
+    def _hold(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the modules have these tensors, in the order of the parameters."""
+        expected = tensors if self._untied else [tensors[index] for index in self._indices]
+        return all(map(is_, map(dict.get, self._dicts, self._names), expected))
 
     def _note_watched(self) -> None:
         """What `_check_added` looks at first, for it runs in every forward: sizes, and the children of each parent."""

@@ -5,6 +5,7 @@
     │   ├── ShardConfigValueError   ... of a right type and a wrong value  (also a ValueError)
     │   ├── ShardConfigTypeError    ... of a wrong type                    (also a TypeError)
     │   └── ShardConfigStateError   ... found out at the first forward     (also a RuntimeError)
+    ├── RankMismatchError           ranks have different plans                               (also a RuntimeError)
     ├── StaleStateError             weights were changed between forward and backward        (also a RuntimeError)
     ├── SavedTensorModifiedError    a saved activation was written in place before backward (also a RuntimeError)
     └── PhaseError                  an illegal transition: a fault of this library (also an AssertionError)
@@ -33,6 +34,10 @@ class ShardConfigTypeError(ShardConfigError, TypeError):
 
 class ShardConfigStateError(ShardConfigError, RuntimeError):
     """A model that turns out, at its first forward, not to be ready to run."""
+
+
+class RankMismatchError(ComposableShardError, RuntimeError):
+    """Ranks that must work together have different plans: other groups, sizes, order or settings."""
 
 
 class StaleStateError(ComposableShardError, RuntimeError):

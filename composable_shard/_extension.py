@@ -240,9 +240,9 @@ class ExtensionBucket(Bucket):
         for each in inputs:
             starts.append(end)
             end += -(-each.numel() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        landing = self._pool.lease(end * self._info.shard_size)
+        landing = self._pool.lease(end * self._info.shard_size, f"landing {self.fqns[0]}")
         steps = self._gathered(inputs, outputs, starts, end, landing)
-        return self._lane.start(steps, (self._lane.mark(), landing.free_after), held=inputs)
+        return self._lane.start(steps, (self._lane.mark(), *landing.free_after), held=inputs)
 
     def _gathered(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -21,6 +22,8 @@ from ._group import Gradients, ParamGroup
 from ._node import Use, added
 from ._phases import ParamPhase
 from ._torch import Fate, any_gradient_hooks
+
+_is_sparse = attrgetter("is_sparse")
 
 
 class GradientFlow:
@@ -62,9 +65,10 @@ class GradientFlow:
     def _reduce_or_keep(self, group: ParamGroup, gradients: Gradients) -> None:
         """As the settings say. A group without any gradient is left alone: its `.grad` stays None."""
         options = group.options
-        if any([gradient is not None and gradient.is_sparse for gradient in gradients]):  # noqa: C419 - faster
+        given = [gradient for gradient in gradients if gradient is not None]
+        if any(map(_is_sparse, given)):
             raise _sparse(group, gradients)
-        if not options.reduce_unused and all([gradient is None for gradient in gradients]):  # noqa: C419 - faster
+        if not given and not options.reduce_unused:
             return
         if options.requires_gradient_sync:
             if group not in self._looked:  # its node did not run

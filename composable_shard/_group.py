@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -27,6 +28,7 @@ from ._schedule import ROOT_NAME
 from ._streams import Job, Lane
 
 Gradients = Sequence[torch.Tensor | None]
+_requires_grad = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,12 @@ class Reduction:
 
     Attributes:
         jobs: one a bucket.
-        missing: for each parameter, whether it had no gradient on this rank.
-        incomplete: whether any had none.
+        missing: which parameters had no gradient on this rank.
         whole: whether it will be finished, so that its result can be added to `.grad`.
     """
 
     jobs: list[tuple[ReduceBucket, Job[Reduced]]]
-    missing: list[bool]
-    incomplete: bool
+    missing: list[int]
     whole: bool
 
 
@@ -63,6 +63,7 @@ class ParamGroup:
         params: its parameters, tied ones once.
         is_root: whether it is the root's own group.
         phase: where the weights are; only the group itself changes it.
+        away: whether they must be gathered before they can be read, and no gather was issued.
         grad_phase: where the gradients are; likewise.
         running: forwards of its modules that have begun and not ended.
         shards: the sharded parameters themselves.
@@ -98,6 +99,7 @@ class ParamGroup:
         self._transports = transports
         self._runtime = runtime
         self.phase = ParamPhase.SHARDED
+        self.away = True
         self.grad_phase = GradPhase.NONE
         self._gathers: list[Job[None]] = []
         self._in_flight = 0
@@ -150,22 +152,15 @@ class ParamGroup:
         return self._transports.replicate is None and self._settings.current.reduces_first(self._on_cpu)
 
     @property
-    def away(self) -> bool:
-        """Whether the weights must be gathered before they can be read, and no gather was issued."""
-        return self.phase is ParamPhase.SHARDED or self.phase is ParamPhase.RESIDENT
-
-    @property
     def trains(self) -> bool:
         """Whether any parameter wants a gradient now."""
-        for shard in self.shards:  # noqa: SIM110 - the faster form
-            if shard.requires_grad:
-                return True
-        return False
+        return any(map(_requires_grad, self.shards))
 
     # ---- the phase tables
 
     def _set_params(self, new: ParamPhase) -> None:
         self.phase = moved(PARAM_TRANSITIONS, self.phase, new, self)
+        self.away = new is ParamPhase.SHARDED or new is ParamPhase.RESIDENT
 
     def _set_grads(self, new: GradPhase) -> None:
         self.grad_phase = moved(GRAD_TRANSITIONS, self.grad_phase, new, self)
@@ -177,7 +172,7 @@ class ParamGroup:
         gathering = moved(PARAM_TRANSITIONS, self.phase, ParamPhase.GATHERING, self)
         if self.phase is ParamPhase.RESIDENT:
             self._gathers = [resident.start() for resident in self._residents]
-            self.phase = gathering
+            self.phase, self.away = gathering, False
             return
         if self.pinned or self._settings.current.outlives_forward(self.is_root):
             self._stamp = self._stamp_now()
@@ -188,7 +183,7 @@ class ParamGroup:
         except BaseException:  # out of memory, say: the group is sharded as before
             self._give_up_gathers()
             raise
-        self.phase = gathering
+        self.phase, self.away = gathering, False
 
     def _give_up_gathers(self) -> None:
         """Something went wrong on the way to the weights: end what was begun, for it writes to what is freed here."""
@@ -343,17 +338,14 @@ class ParamGroup:
         """Issue the reduction of unsharded gradients; None stands for zeros."""
         whole = self._transports.replicate is None or self._settings.current.requires_all_reduce
         partial = self._kept.take_partial()
-        jobs = [
-            (bucket, bucket.start([gradients[i] for i in bucket.indices], partial, whole))
-            for bucket in self._reduce_buckets()
-        ]
+        jobs = [(bucket, bucket.start(bucket.chosen(gradients), partial, whole)) for bucket in self._reduce_buckets()]
         self._set_grads(GradPhase.REDUCING)
         self._in_flight += 1
-        missing = [gradient is None for gradient in gradients]
-        return Reduction(jobs, missing, True in missing, whole=whole)
+        missing = [index for index, gradient in enumerate(gradients) if gradient is None]
+        return Reduction(jobs, missing, whole)
 
     def _reduce_buckets(self) -> list[ReduceBucket]:
-        trains = tuple([shard.requires_grad for shard in self.shards])
+        trains = tuple(map(_requires_grad, self.shards))
         options = self._settings.current
         key = trains, options.mp_policy.reduce_dtype, options.divide_factor, options.only_sums
         buckets = self._reduces.get(key)
@@ -377,7 +369,8 @@ class ParamGroup:
             zeros are wanted for them. Nothing, if the reduction stops before the replicas: the group keeps it.
         """
         pieces: dict[int, torch.Tensor] = {}
-        asks = reduction.incomplete and not self._settings.current.reduce_unused
+        # Other ranks are asked only where this one had none: on an accelerator that waits for the device.
+        asked = () if self._settings.current.reduce_unused else reduction.missing
         for bucket, job in reduction.jobs:
             done = job.finish(on_host=self._offloads and reduction.whole)
             if not reduction.whole:
@@ -385,9 +378,8 @@ class ParamGroup:
                     self._kept.add_partial(index, piece, used)
                 continue
             pieces.update(zip(bucket.indices, done.pieces, strict=True))
-            for place, index in enumerate(bucket.indices) if asks else ():
-                # Other ranks are asked only where this one had none: on an accelerator that waits for the device.
-                if reduction.missing[index] and not done.used[place].item() > 0:
+            for index in asked:
+                if index in bucket.indices and not done.used[bucket.indices.index(index)].item() > 0:
                     del pieces[index]
         self._in_flight -= 1
         if self._in_flight == 0:

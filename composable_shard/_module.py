@@ -348,14 +348,10 @@ def _ended(module: nn.Module, state: ShardState, output: Any) -> Any:
 
 def _listen(engine: Engine, found: tuple[Use, Outputs], tensors: Sequence[torch.Tensor]) -> None:
     """Tell the engine when backward reaches one of these outputs."""
-
-    def reached(gradients: Any) -> None:
-        engine.before_backward(*found)
-
     for tensor in tensors:
         node = tensor.grad_fn
         if node is not None:
-            node.register_prehook(reached)
+            node.register_prehook(partial(engine.before_backward, *found))
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +73,17 @@ def paired(pieces: torch.Tensor, whole: torch.Tensor, layout: ParamLayout) -> li
     if layout.rest:
         pairs.append((pieces[full, : layout.rest], flat[full * layout.piece :]))
     return pairs
+
+
+def accumulate(params: Sequence[ShardedParam], pieces: Mapping[int, torch.Tensor]) -> None:
+    """Add this rank's pieces of reduced gradients, by the index of the parameter, to `.grad`, and call the hooks."""
+    for index, piece in pieces.items():
+        param = params[index]
+        sharded = param.sharded
+        if sharded.grad is None and not param._tensor_hooks and not param._post_hooks:
+            sharded.grad = dtensor_like(sharded, piece)
+        else:
+            param.accumulate(piece)
 
 
 class ShardedParam:

@@ -1,7 +1,12 @@
 """The memory of unsharded parameters and communication: slots that are leased, released and used again.
 
-A slot that is released goes to a free list of its size and the next lease of that size takes it, whatever the dtype or
-the purpose: weights of one layer, the gather of the next and the gradients of a third share memory in turn.
+At first a slot that is released goes to a free list of its size, and the next lease of that size takes it, whatever
+the dtype or the purpose. Meanwhile the pool learns which leases are live together, by their names. From that an *arena*
+is made between two steps: one piece of memory in which each name has its place, so that weights of one layer, the
+gather of the next and the gradients of a third share memory in turn, also where their sizes differ, and a name is at
+one address in forward and backward. What was learned holds for all kinds of steps at once (with and without gradients,
+recomputed, accumulated): names share memory if none of them had both live. A lease for which the arena has no free
+place falls back to the free lists; it is counted, and the next arena knows of it.
 """
 
 from __future__ import annotations
@@ -9,47 +14,61 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right, insort
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ._debug import debugging, poison
+from ._packing import pack
 from ._streams import Lane
 
 SLOT_ALIGNMENT_BYTES = 512
+Events = tuple[torch.Event, ...]
+Key = tuple[str, int]  # a lease's name and bytes
+PlaceKey = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
 
 
-class Place(NamedTuple):
-    """Where a tensor lies within a slot."""
+class Place:
+    """Where a tensor lies within a slot. A pool has one object for each (`BufferPool.place`), told by its identity.
 
-    dtype: torch.dtype
-    offset: int  # elements of `dtype` from the start of the slot
-    shape: torch.Size
-    stride: tuple[int, ...]
+    Attributes:
+        dtype: of the tensor.
+        offset: elements of `dtype` from the start of the slot.
+        shape, stride: of the tensor.
+    """
+
+    __slots__ = ("dtype", "offset", "shape", "stride")
+
+    def __init__(self, dtype: torch.dtype, offset: int, shape: torch.Size, stride: tuple[int, ...]) -> None:
+        self.dtype = dtype
+        self.offset = offset
+        self.shape = shape
+        self.stride = stride
 
 
 class Slot:
     """A piece of memory with a fixed address.
 
     Attributes:
+        key: of the lease that has it now; None while it is free.
         owner: who reads weights from it now, weakly; None while it is free or only carries communication.
-        free_after: the event behind the last use; whoever writes next waits for it.
+        free_after: the events behind the last uses; whoever writes next waits for them.
+        rivals: other slots of an arena that lie, in part, in the same memory.
     """
 
-    __slots__ = ("_bytes", "_typed", "_views", "begin", "end", "free_after", "nbytes", "owner")
+    __slots__ = ("_bytes", "_typed", "_views", "begin", "end", "free_after", "key", "nbytes", "owner", "rivals")
 
-    def __init__(self, nbytes: int, device: torch.device, free_after: torch.Event | None) -> None:
-        # A tensor made in inference mode could never be used for training.
-        with torch.inference_mode(False), torch.no_grad():
-            read = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            self._bytes = (read, read.data)
+    def __init__(self, memory: torch.Tensor, free_after: Events) -> None:
+        self._bytes = (memory.data, memory.data)
         self._typed: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
         self._views: dict[Place, torch.Tensor] = {}
-        self.nbytes = nbytes
-        self.begin = read.data_ptr()
-        self.end = self.begin + nbytes
+        self.nbytes = memory.numel()
+        self.begin = memory.data_ptr()
+        self.end = self.begin + self.nbytes
+        self.key: Key | None = None
         self.owner: weakref.ref[Any] | None = None
         self.free_after = free_after
+        self.rivals: tuple[Slot, ...] = ()
 
     def __lt__(self, other: Slot) -> bool:
         return self.begin < other.begin
@@ -71,9 +90,10 @@ class Slot:
         """A view of the slot; made once."""
         found = self._views.get(place)
         if found is None:
-            dtype, offset, shape, stride = place
             with torch.inference_mode(False), torch.no_grad():
-                found = self._views[place] = self.typed(dtype).as_strided(shape, stride, offset)
+                flat = self.typed(place.dtype)
+                begin = flat.storage_offset() + place.offset
+                found = self._views[place] = flat.as_strided(place.shape, place.stride, begin)
         return found
 
 
@@ -100,55 +120,121 @@ class BufferPool:
     Attributes:
         live_bytes: bytes leased now.
         peak_bytes: the most bytes leased at once so far.
-        held_bytes: bytes of all slots, leased or free.
-        allocations: how many slots were ever made; steady once the order of a step has settled.
+        held_bytes: bytes of the arena and of all other slots, leased or free.
+        arena_bytes: bytes of the arena; 0 while there is none.
+        allocations: how often memory was asked for; steady once the order of a step has settled.
+        fallbacks: by name, leases for which there was an arena but no free place in it.
     """
 
     def __init__(self, device: torch.device, lane: Lane) -> None:
         self.device = device
-        self.live_bytes = self.peak_bytes = self.held_bytes = self.allocations = 0
+        self.live_bytes = self.peak_bytes = self.held_bytes = self.allocations = self.arena_bytes = 0
+        self.fallbacks: dict[str, int] = {}
         self._lane = lane
+        self._live: dict[Key, Slot] = {}
+        self._planned: dict[Key, Slot] = {}
+        self._learns = True
+        self._met: dict[Key, set[Key]] = {}  # which leases were live at the same time, by their keys
         self._free: dict[int, list[Slot]] = {}
         self._slots: list[Slot] = []
         self._begins: list[int] = []
         self._outside: list[Outside] = []
+        self._places: dict[PlaceKey, Place] = {}
 
-    def lease(self, nbytes: int, owner: Any = None, prefer: Slot | None = None) -> Slot:
+    def place(self, key: PlaceKey) -> Place:
+        """The place with this dtype, offset, shape and stride: the same object each time."""
+        found = self._places.get(key)
+        if found is None:
+            found = self._places[key] = Place(*key)
+        return found
+
+    def lease(self, nbytes: int, name: str = "", owner: Any = None) -> Slot:
         """A slot of at least `nbytes` bytes, with undefined content, until it is released.
 
         Args:
             nbytes: bytes needed; a multiple of 512 is leased.
+            name: what for; leases of one name and size have one place in the arena.
             owner: who reads weights from it, if anybody does.
-            prefer: take this one if it is free.
         """
         if nbytes % SLOT_ALIGNMENT_BYTES or not nbytes:
             nbytes = (nbytes // SLOT_ALIGNMENT_BYTES + 1) * SLOT_ALIGNMENT_BYTES
-        free = self._free.get(nbytes)
-        if not free:
-            slot = self._make(nbytes)
-        elif prefer is not None and prefer in free:
-            slot = prefer
-            free.remove(slot)
-        else:
-            slot = free.pop()
+        key = (name, nbytes)
+        while key in self._live:  # another one of the same name
+            key = (key[0] + "'", nbytes)
+        slot = self._planned.get(key)
+        if slot is None or slot.key is not None or (slot.rivals and self._wait_for_rivals(slot)):
+            slot = self._unplanned(key)
+        if self._learns:
+            self._note_met(key)
+        slot.key = key
+        self._live[key] = slot
         slot.owner = None if owner is None else weakref.ref(owner)
         self.live_bytes += nbytes
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
         return slot
 
+    def _wait_for_rivals(self, slot: Slot) -> bool:
+        """Whether a slot must be waited for, as memory of it is leased; if not, note what its next writer waits for."""
+        if any([rival.key is not None for rival in slot.rivals]):  # noqa: C419 - faster
+            return True
+        events = [event for rival in slot.rivals for event in rival.free_after]
+        if events:
+            slot.free_after = tuple(dict.fromkeys([*slot.free_after, *events]))
+        return False
+
+    def _unplanned(self, key: Key) -> Slot:
+        """A slot of the free lists, or a new one."""
+        if self._planned:
+            self.fallbacks[key[0]] = self.fallbacks.get(key[0], 0) + 1
+            self._learns = True
+        free = self._free.get(key[1])
+        return free.pop() if free else self._make(key[1])
+
+    def _note_met(self, key: Key) -> None:
+        met = self._met.setdefault(key, set())
+        met.update(self._live)
+        for other in self._live:
+            self._met[other].add(key)
+
     def release(self, slot: Slot, after: torch.Event | None = None) -> None:
         """Give a slot back; the next lease may write to it once the event `after` has happened."""
-        slot.owner = None
-        slot.free_after = self._poisoned(slot, after) if debugging() else after
+        assert slot.key is not None
+        del self._live[slot.key]
+        if debugging():
+            after = self._poisoned(slot, after)
+        slot.free_after = () if after is None else (after,)
         self.live_bytes -= slot.nbytes
-        self._free.setdefault(slot.nbytes, []).append(slot)
+        if self._planned.get(slot.key) is not slot:
+            self._free.setdefault(slot.nbytes, []).append(slot)
+        slot.key = slot.owner = None
 
     def _poisoned(self, slot: Slot, after: torch.Event | None) -> torch.Event | None:
         if after is not None:
             after.wait()
         poison(slot.typed(torch.uint8, written=True))
         return self._lane.mark()
+
+    @property
+    def wants_arena(self) -> bool:
+        """Whether it has learned what the arena does not know, and nothing is leased, so that one can be made."""
+        return self._learns and bool(self._met) and not self.live_bytes
+
+    def make_arena(self) -> None:
+        """Put one arena in the place of all slots. Nobody may hold any of them."""
+        self.empty()
+        sizes = {key: key[1] for key in self._met}
+        offsets, self.arena_bytes = pack(sizes, self._met)
+        fresh = self._fresh()
+        with torch.inference_mode(False), torch.no_grad():
+            memory = self._allocate(self.arena_bytes)
+            places = {(at, key[1]) for key, at in offsets.items()}
+            made = {(at, nbytes): Slot(memory[at : at + nbytes], fresh) for at, nbytes in places}
+        self._slots = sorted(made.values())
+        self._begins = [slot.begin for slot in self._slots]
+        _find_rivals(self._slots)
+        self._planned = {key: made[at, key[1]] for key, at in offsets.items()}
+        self._learns = False
 
     def find(self, address: int) -> Slot | Outside | None:
         """What holds the weights that lie at `address`, or None if no weights lie there."""
@@ -157,6 +243,12 @@ class BufferPool:
             slot = self._slots[at - 1]
             if address < slot.end and slot.owner is not None:
                 return slot
+            for rival in slot.rivals:  # whatever else holds the address reaches over the slot that begins last
+                if rival.begin <= address < rival.end and rival.owner is not None:
+                    return rival
+        return self._find_outside(address) if self._outside else None
+
+    def _find_outside(self, address: int) -> Outside | None:
         for outside in self._outside:
             if outside.begin <= address < outside.end:
                 return outside
@@ -175,26 +267,66 @@ class BufferPool:
         self.live_bytes -= sum(each.nbytes for each in outside)
 
     def empty(self) -> None:
-        """Give the memory of all free slots back to the allocator."""
-        for slots in self._free.values():
-            for slot in slots:  # work in flight may still use what the allocator would hand out
-                if slot.free_after is not None:
-                    slot.free_after.wait()
-        freed = {id(slot) for slots in self._free.values() for slot in slots}
+        """Give the memory of all free slots back to the allocator, and the arena unless some of it is leased."""
+        arena = {id(slot) for slot in self._planned.values()}
+        if any(id(slot) in arena for slot in self._live.values()):
+            arena.clear()
+        elif self._planned:
+            self._planned.clear()
+            self.arena_bytes = 0
+            self._learns = True
+        freed = arena | {id(slot) for slots in self._free.values() for slot in slots}
         self._free.clear()
+        for slot in self._slots:  # work in flight may still use what the allocator would hand out
+            for event in slot.free_after if id(slot) in freed else ():
+                event.wait()
         self._slots = [slot for slot in self._slots if id(slot) not in freed]
         self._begins = [slot.begin for slot in self._slots]
-        self.held_bytes = sum(slot.nbytes for slot in self._slots)
+        arena = {id(slot) for slot in self._planned.values()}
+        self.held_bytes = self.arena_bytes + sum(slot.nbytes for slot in self._slots if id(slot) not in arena)
+
+    def forget(self) -> None:
+        """Give all memory back that nobody uses, and forget which leases have met: sizes are about to change."""
+        self.empty()
+        self._met = {key: set(self._live) - {key} for key in self._live}
+        self._learns = True
 
     def _make(self, nbytes: int) -> Slot:
-        # What the allocator hands out may still be read by work that the current stream was given before.
-        slot = Slot(nbytes, self.device, self._lane.mark())
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):  # made in inference mode, it could never be used for training
+            slot = Slot(self._allocate(nbytes), self._fresh())
         insort(self._slots, slot)
         self._begins = [each.begin for each in self._slots]
-        self.held_bytes += nbytes
-        self.allocations += 1
         return slot
 
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        self.held_bytes += nbytes
+        self.allocations += 1
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def _fresh(self) -> Events:
+        """What the allocator hands out may still be read by work that the current stream was given before."""
+        event = self._lane.mark()
+        return () if event is None else (event,)
+
     def __repr__(self) -> str:
-        leased = len(self._slots) - sum(map(len, self._free.values()))
-        return f"BufferPool({leased} of {len(self._slots)} slots leased, {self.live_bytes} of {self.held_bytes} bytes)"
+        slots = f"{len(self._live)} slots leased, {self.live_bytes} of {self.held_bytes} bytes"
+        if not self.arena_bytes:
+            return f"BufferPool({slots})"
+        beside = self.arena_bytes / self.peak_bytes
+        return f"BufferPool({slots}, arena {self.arena_bytes} bytes, {beside:.2f} of the bound)"
+
+
+def _find_rivals(slots: Sequence[Slot]) -> None:
+    """Tell each slot which others overlap it, of slots sorted by their begin."""
+    rivals: dict[Slot, list[Slot]] = {slot: [] for slot in slots}
+    for at, slot in enumerate(slots):
+        for later in slots[at + 1 :]:
+            if later.begin >= slot.end:
+                break
+            rivals[slot].append(later)
+            rivals[later].append(slot)
+    for slot, found in rivals.items():
+        slot.rivals = tuple(found)

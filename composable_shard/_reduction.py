@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -75,6 +76,8 @@ class ReduceBucket:
         route = None if self._shard is None else self._shard.route
         self._layout = layout = reduce_layout(shapes, info.shard_size, dtype.itemsize, dims, route, slots)
         self.indices = [index for index, _ in members]
+        self._first = self.indices == list(range(len(members)))
+        self._dtypes = [dtype] * len(members)
         self._even = all(p.even and p.piece and p.dim == 0 for p in layout.result.params)
         self._members = [
             _Member(at, at.local_shape(info.shard_rank), param.dtype)
@@ -88,13 +91,15 @@ class ReduceBucket:
             self._own.append(len(self._sizes))
             self._sizes += [own, at.piece - own] if own < at.piece else [own]
         self._sizes.append(len(members))
+        self._shaped = [(place, m.shape) for place, m in enumerate(self._members) if len(m.shape) != 1]
         self._ones = torch.ones(info.shard_size * len(members), dtype=dtype, device=info.device)
         self._others = {m.stored for m in self._members} - {dtype}
         self._world = info.shard_size
         self._hook = _on_stream(options.comms)
-        self._leased = [layout.nbytes] if self._shard is not None else []
+        name = members[0][1].fqn
+        self._leased = [(layout.nbytes, f"reduction {name}")] if self._shard is not None else []
         if layout.scratch:
-            self._leased.append(layout.scratch * dtype.itemsize)
+            self._leased.append((layout.scratch * dtype.itemsize, f"scratch {name}"))
         self._pool = pool
         self._lane = lane
         self._info = info
@@ -108,6 +113,12 @@ class ReduceBucket:
         # A tensor of no dims, on the CPU, divides to the same bits as a number does, at a quarter of the host's time.
         self._divide_before = torch.tensor(before, dtype=torch.float64) if before != 1 else None
         self._divide_after = torch.tensor(after, dtype=torch.float64) if after != 1 else None
+
+    def chosen(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """Of the gradients of a group, those of the members."""
+        if self._first and len(gradients) == len(self.indices):
+            return gradients
+        return [gradients[index] for index in self.indices]
 
     def start(
         self, gradients: Sequence[torch.Tensor | None], partial: Partial | None = None, whole: bool = True
@@ -123,14 +134,14 @@ class ReduceBucket:
         numel = self._layout.numel
         out = self._ones.new_empty(numel)
         others = {d: self._ones.new_empty(numel, dtype=d) for d in self._others} if self._others else {}
-        slots = [self._pool.lease(nbytes) for nbytes in self._leased]
+        slots = [self._pool.lease(*what) for what in self._leased]
         # Packed here, too: then nobody has to hold autograd's gradients until the collective is done.
         if torch.is_grad_enabled():
             with torch.no_grad():
                 self._pack(gradients, out, slots)
         else:
             self._pack(gradients, out, slots)
-        after = (self._lane.mark(), *[slot.free_after for slot in slots[1:]])
+        after = (self._lane.mark(), *[event for slot in slots[1:] for event in slot.free_after])
         steps = self._steps(partial, whole, out, others, slots)
         return self._lane.start(steps, after, held=(out, others, partial))
 
@@ -139,8 +150,8 @@ class ReduceBucket:
         if not slots:
             bucket, chunks = out, out.view(1, -1)
         else:
-            if slots[0].free_after is not None:
-                slots[0].free_after.wait()
+            for event in slots[0].free_after:
+                event.wait()
             bucket, chunks = self._views_of(slots[0])
         self._copy_in(gradients, chunks)
         if self._divide_before is not None:
@@ -193,13 +204,14 @@ class ReduceBucket:
         """Cut a result; members that are stored in another dtype are cut from that of `others`."""
         parts = split(out, self._sizes)
         used = parts[-1]
-        found = [parts[at] for at in self._own]
+        found = parts[:-1] if len(self._own) == len(parts) - 1 else [parts[at] for at in self._own]
         for dtype, converted in others.items():
             parts = split(converted, self._sizes)
             ours = zip(found, self._own, self._members, strict=True)
             found = [parts[at] if m.stored is dtype else piece for piece, at, m in ours]
-        pieces = [p if len(m.shape) == 1 else p.view(*m.shape) for p, m in zip(found, self._members, strict=True)]
-        return Reduced(pieces, used)
+        for place, shape in self._shaped:
+            found[place] = found[place].view(shape)
+        return Reduced(found, used)
 
     def _views_of(self, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
         """A slot as the bucket, flat and as (world, chunk)."""
@@ -217,9 +229,8 @@ class ReduceBucket:
 
     def _copy_in(self, gradients: Sequence[torch.Tensor | None], chunks: torch.Tensor) -> None:
         """Fill the bucket, (world, chunk): the pieces of each gradient, then a 1 for each that exists on this rank."""
-        given = [gradient for gradient in gradients if gradient is not None and gradient.dtype is self.dtype]
-        if self._even and len(given) == len(gradients):
-            chunk_cat([*given, self._ones], chunks)
+        if self._even and list(map(getattr, gradients, repeat("dtype"), repeat(None))) == self._dtypes:
+            chunk_cat([*gradients, self._ones], chunks)  # type: ignore[list-item]  # none is None
             return
         marks = chunks[:, -len(gradients) :].fill_(1)
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []

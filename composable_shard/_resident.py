@@ -51,9 +51,9 @@ class Resident:
     def keep(self) -> None:
         """Take this rank's pieces from the gathered weights."""
         nbytes = self._layout.numel * self._bucket.dtype.itemsize
-        slot = self._slot = self._pool.lease(nbytes)
-        if slot.free_after is not None:
-            slot.free_after.wait()
+        slot = self._slot = self._pool.lease(nbytes, f"pieces {self._bucket.fqns[0]}")
+        for event in slot.free_after:
+            event.wait()
         with torch.no_grad():
             mine = zip(self._pieces(slot, written=True), self._bucket.weights, self._layout.params, strict=True)
             for piece, weight, at in mine:
@@ -95,8 +95,9 @@ class Resident:
         """Begin to gather the weights into a slot of the bucket."""
         assert self._slot is not None
         slot = self._bucket.open()
-        landing = self._pool.lease(self._layout.total * self._bucket.dtype.itemsize)
-        after = (self._kept_at, slot.free_after, landing.free_after)
+        nbytes = self._layout.total * self._bucket.dtype.itemsize
+        landing = self._pool.lease(nbytes, f"landing {self._bucket.fqns[0]}")
+        after = (self._kept_at, *slot.free_after, *landing.free_after)
         return self._lane.start(self._steps(slot, landing), after)
 
     def _steps(self, slot: Slot, landing: Slot) -> Steps[None]:

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ._bucket import Bucket, GatherBucket
 from ._errors import SavedTensorModifiedError, StaleStateError
-from ._pool import BufferPool, Outside, Place
+from ._pool import BufferPool, Outside, Place, Slot
 from ._torch import SavedTensorsHooks, active_saved_tensors_hooks, passed_by_checkpoints, saved_tensors_hooks_set_aside
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -116,16 +116,24 @@ class _Hooks:
     collective that was issued under the hooks, whose thread has a copy of this thread's state, holds nothing.
     """
 
-    __slots__ = ("_find", "_keepers", "_outer", "owner")
+    __slots__ = ("_find", "_keepers", "_outer", "_place", "owner")
 
     def __init__(self, owner: WeightOwner, outer: SavedTensorsHooks | None) -> None:
         self.owner = weakref.ref(owner)
         self._outer = outer
         self._find = owner.pool.find
+        self._place = owner.pool.place
         self._keepers = owner.keepers
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        found = self._handle(tensor) if type(tensor) in PLAIN else self._flattened(tensor)
+        if type(tensor) in PLAIN:
+            try:
+                slot = self._find(tensor.data_ptr())
+            except (RuntimeError, NotImplementedError):
+                slot = None
+            found = None if slot is None else self._handle(tensor, slot)
+        else:
+            found = self._flattened(tensor)
         if found is not None:
             return found
         if self._outer is not None:
@@ -136,10 +144,10 @@ class _Hooks:
     def unpack(self, packed: Any) -> torch.Tensor:
         kind = type(packed)
         if kind is tuple:
-            tensor, version = packed
-            if tensor._version != version:
-                raise _modified(tensor, version)
-            return tensor  # type: ignore[no-any-return]
+            tensor: torch.Tensor = packed[0]
+            if tensor._version != packed[1]:
+                raise _modified(*packed)
+            return tensor
         if kind is Handle or kind is Kept:
             return _weight(packed)
         if kind is _Foreign:
@@ -147,12 +155,8 @@ class _Hooks:
             return self._outer[1](packed.packed)
         return _restored(packed)
 
-    def _handle(self, tensor: torch.Tensor) -> Any:
-        """A handle if `tensor` lies among weights, else None."""
-        address = address_of(tensor)
-        slot = self._find(address)
-        if slot is None:
-            return None
+    def _handle(self, tensor: torch.Tensor, slot: Slot | Outside) -> Any:
+        """A handle for a view of weights in `slot`; None if those are gone."""
         assert slot.owner is not None
         bucket: Any = slot.owner()
         if bucket is None:
@@ -162,8 +166,8 @@ class _Hooks:
         if bucket.dtype.is_complex and (tensor.is_conj() or tensor.is_neg()):
             copy = tensor.clone()  # a handle has no word for a lazy conjugate
             return copy, copy._version
-        offset = (address - slot.begin) // tensor.element_size()
-        place = _new(Place, (tensor.dtype, offset, tensor.shape, tensor.stride()))
+        offset = (tensor.data_ptr() - slot.begin) // tensor.element_size()
+        place = self._place((tensor.dtype, offset, tensor.shape, tensor.stride()))
         keeper = self._keepers.get(bucket) if self._keepers else None
         bucket.saved += 1
         return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation))
@@ -171,7 +175,8 @@ class _Hooks:
     def _flattened(self, tensor: Any) -> Any:
         """What stands for a tensor of a subclass if any of its inner tensors lies among weights."""
         if type(tensor) in PLAIN or not hasattr(tensor, "__tensor_flatten__"):
-            return self._handle(tensor)
+            slot = self._find(address_of(tensor))
+            return None if slot is None else self._handle(tensor, slot)
         names, context = tensor.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}  # tensors, and a DTensor's mesh
         inner = {

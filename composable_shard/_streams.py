@@ -34,23 +34,21 @@ class Job(Generic[T]):
     """Queued work.
 
     Args:
-        steps: the work; None if all of it is to wait for `handle`.
+        steps: the work.
         held: what it reads or writes and must not be freed before `finish`: on a stream the work itself is forgotten
             as soon as it is queued.
         drain: run to the end at once.
-        handle: of work that has been launched already.
     """
 
     __slots__ = ("_event", "_handle", "_held", "_result", "_steps")
 
-    def __init__(self, steps: Steps[T] | None, held: object, drain: bool, handle: Awaitable | None = None) -> None:
-        self._steps = steps
+    def __init__(self, steps: Steps[T], held: object, drain: bool) -> None:
+        self._steps: Steps[T] | None = steps
         self._held = held
-        self._handle = handle
+        self._handle: Awaitable | None = None
         self._result: T | None = None
         self._event: torch.Event | None = None
-        if handle is None:
-            self._advance()
+        self._advance()
         while drain and self._handle is not None:
             self._advance()
 
@@ -58,9 +56,6 @@ class Job(Generic[T]):
         """Wait for the handle at hand and run on to the next one, or to the end."""
         if self._handle is not None:
             self._handle.wait()
-            if self._steps is None:
-                self._handle = None
-                return
         assert self._steps is not None
         grad = torch.is_grad_enabled()
         if grad:  # switched off here, for a generator cannot hold it across a yield
@@ -86,6 +81,33 @@ class Job(Generic[T]):
         return self._result  # type: ignore[return-value]
 
 
+class Launched(Job[None]):
+    """One collective that has been launched, and nothing after it: the same for less of the host's time.
+
+    Args:
+        handle: of the collective.
+        held: what it reads or writes.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, handle: Awaitable, held: object) -> None:
+        self._handle = handle
+        self._held = held
+        self._event = None
+
+    def _advance(self) -> None:
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle = None
+
+    def finish(self, on_host: bool = False) -> None:
+        self._advance()
+        if self._event is not None:
+            super().finish(on_host)
+        self._held = None
+
+
 class Lane:
     """The lane of a CPU: order of issue is order of execution, nothing has to be fenced."""
 
@@ -94,8 +116,8 @@ class Lane:
         return Job(steps, held, drain=False)
 
     def launch(self, collective: Callable[..., Awaitable], *args: Any, after: Events) -> Job[None]:
-        """Queue one collective, behind the events `after`; the same as `start`, of a single step, for less."""
-        return Job(None, args, drain=False, handle=collective(*args))
+        """Queue one collective, behind the events `after`, and hold what it is given."""
+        return Launched(collective(*args), args)
 
     def mark(self) -> torch.Event | None:
         """An event behind all that the current stream has been given so far."""
@@ -117,7 +139,9 @@ class StreamLane(Lane):
     def launch(self, collective: Callable[..., Awaitable], *args: Any, after: Events) -> Job[None]:
         self._wait_for(after)
         with self._stream:
-            return self._ended(Job(None, args, drain=True, handle=collective(*args)))
+            job = Launched(collective(*args), args)
+            job._advance()
+            return self._ended(job)
 
     def _wait_for(self, events: Events) -> None:
         for event in events:

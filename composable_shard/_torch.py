@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import partial
+from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -141,7 +142,7 @@ def gradient_fates(leaf_nodes: Sequence[Any]) -> list[Fate] | None:
     """
     will_run = torch._C._will_engine_execute_node
     try:
-        if all([node is None or will_run(node) for node in leaf_nodes]):  # noqa: C419 - a list is the faster
+        if all(map(will_run, filter(None, leaf_nodes))):
             return None
     except _LEAF_WAS_ASKED_FOR:
         pass
@@ -261,9 +262,12 @@ def default_reduce_dtype(stored: torch.dtype, compute: torch.dtype) -> torch.dty
     return stored if torch.__version__ >= "2.15" else compute
 
 
+_tensor_hooks, _post_accumulate_hooks = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+
+
 def any_gradient_hooks(leaves: Sequence[torch.Tensor]) -> bool:
     """Whether a leaf has tensor hooks or post-accumulate hooks that autograd would call."""
-    return any([leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves])  # noqa: C419 - faster
+    return any(map(_tensor_hooks, leaves)) or any(map(_post_accumulate_hooks, leaves))
 
 
 def take_gradient_hooks(leaf: torch.Tensor) -> tuple[dict[int, Hook] | None, dict[int, Hook] | None]:

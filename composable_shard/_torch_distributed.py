@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -55,9 +56,12 @@ def dtensor_like(reference: torch.Tensor, local: torch.Tensor) -> DTensor:
     return DTensor.__new__(DTensor, local, reference._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
+_local = attrgetter("_local_tensor")
+
+
 def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """`local_tensor` of several DTensors."""
-    return [tensor._local_tensor for tensor in tensors]  # type: ignore[attr-defined]
+    return list(map(_local, tensors))
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -50,12 +50,12 @@ def test_a_pool_tells_in_words_what_is_leased():
     assert_expected_inline(
         "\n".join(seen),
         """\
-BufferPool(0 of 0 slots leased, 0 of 0 bytes)
-BufferPool(3 of 3 slots leased, 2048 of 2048 bytes)
-BufferPool(2 of 3 slots leased, 1536 of 2048 bytes)
-BufferPool(3 of 3 slots leased, 2048 of 2048 bytes)
-BufferPool(2 of 3 slots leased, 1024 of 2048 bytes)
-BufferPool(2 of 2 slots leased, 1024 of 1024 bytes)""",
+BufferPool(0 slots leased, 0 of 0 bytes)
+BufferPool(3 slots leased, 2048 of 2048 bytes)
+BufferPool(2 slots leased, 1536 of 2048 bytes)
+BufferPool(3 slots leased, 2048 of 2048 bytes)
+BufferPool(2 slots leased, 1024 of 2048 bytes)
+BufferPool(2 slots leased, 1024 of 1024 bytes)""",
     )
 
 
@@ -111,10 +111,10 @@ def test_the_next_writer_of_a_slot_gets_the_event_behind_its_last_use():
     lane = MarkingLane()
     pool = make_pool(lane)
     slot = pool.lease(512)
-    assert slot.free_after == 1, "fresh memory may still be read by what the stream was given before"
+    assert slot.free_after == (1,), "fresh memory may still be read by what the stream was given before"
     event = object()
     pool.release(slot, event)
-    assert pool.lease(512).free_after is event
+    assert pool.lease(512).free_after == (event,)
 
 
 # ---- find
@@ -122,7 +122,7 @@ def test_the_next_writer_of_a_slot_gets_the_event_behind_its_last_use():
 
 def test_find_knows_the_first_and_the_last_byte_of_a_slot_that_holds_weights():
     pool, owner = make_pool(), Owner()
-    slot = pool.lease(1024, owner)
+    slot = pool.lease(1024, "weights", owner)
     assert pool.find(slot.begin) is slot
     assert pool.find(slot.end - 1) is slot
     assert pool.find(slot.begin - 1) is None
@@ -133,7 +133,7 @@ def test_find_knows_the_first_and_the_last_byte_of_a_slot_that_holds_weights():
 def test_find_sees_neither_free_slots_nor_those_of_communication():
     pool, owner = make_pool(), Owner()
     assert pool.find(12345) is None
-    slot, landing = pool.lease(512, owner), pool.lease(512)
+    slot, landing = pool.lease(512, "weights", owner), pool.lease(512)
     assert pool.find(landing.begin) is None
     pool.release(slot)
     assert pool.find(slot.begin) is None
@@ -142,7 +142,7 @@ def test_find_sees_neither_free_slots_nor_those_of_communication():
 def test_a_pool_keeps_no_owner_alive():
     pool = make_pool()
     owner = Owner()
-    slot = pool.lease(512, owner)
+    slot = pool.lease(512, "weights", owner)
     del owner
     assert slot.owner() is None
 
@@ -151,7 +151,7 @@ def test_a_pool_keeps_no_owner_alive():
 @given(st.lists(st.tuples(st.integers(1, 2048), st.booleans()), max_size=12))
 def test_find_gives_for_every_address_the_slot_that_holds_it(sizes):
     pool, owner = make_pool(), Owner()
-    slots = [pool.lease(nbytes, owner if owned else None) for nbytes, owned in sizes]
+    slots = [pool.lease(nbytes, "weights", owner if owned else None) for nbytes, owned in sizes]
     for slot, (_, owned) in zip(slots, sizes, strict=True):
         for address in (slot.begin, slot.begin + slot.nbytes // 2, slot.end - 1):
             assert pool.find(address) is (slot if owned else None)
@@ -162,7 +162,7 @@ def test_find_gives_for_every_address_the_slot_that_holds_it(sizes):
 
 def test_empty_gives_free_slots_back_and_keeps_the_leased_ones():
     pool, owner = make_pool(), Owner()
-    kept, freed = pool.lease(512, owner), pool.lease(1024, owner)
+    kept, freed = pool.lease(512, "kept", owner), pool.lease(1024, "freed", owner)
     pool.release(freed)
     pool.empty()
     assert (pool.live_bytes, pool.held_bytes) == (512, 512)
@@ -194,3 +194,129 @@ def test_no_slot_is_allocated_after_the_second_step(rank, world, shard, reshard)
     pool = model._shard_state.bound.engine.pool
     assert pool.live_bytes == 0
     assert pool.held_bytes < 2 * pool.peak_bytes
+
+
+# ---- the arena
+
+
+def leased(pool, *leases):
+    """Lease these (name, bytes), and release them in the same order."""
+    slots = [pool.lease(nbytes, name) for name, nbytes in leases]
+    for slot in slots:
+        pool.release(slot)
+    return slots
+
+
+def test_an_arena_holds_what_is_never_live_at_once_in_the_same_memory():
+    pool = make_pool()
+    leased(pool, ("a", 4096), ("b", 512))
+    leased(pool, ("b", 512), ("c", 4096))
+    assert (pool.wants_arena, pool.held_bytes) == (True, 4096 + 512)
+    pool.make_arena()
+    assert (pool.wants_arena, pool.arena_bytes, pool.held_bytes) == (False, 4096 + 512, 4096 + 512)
+    (a, b), (b_again, c) = leased(pool, ("a", 4096), ("b", 512)), leased(pool, ("b", 512), ("c", 4096))
+    assert b is b_again
+    assert a is c
+    assert not pool.fallbacks
+    assert repr(pool) == "BufferPool(0 slots leased, 0 of 4608 bytes, arena 4608 bytes, 1.00 of the bound)"
+
+
+def test_slots_of_different_sizes_overlap_in_an_arena_and_are_found_by_what_is_leased():
+    pool, owner = make_pool(), Owner()
+    leased(pool, ("large", 4096))
+    leased(pool, ("one", 512), ("two", 1024))
+    pool.make_arena()
+    assert pool.arena_bytes == 4096
+    large = pool.lease(4096, "large", owner)
+    for address in range(large.begin, large.end, 256):
+        assert pool.find(address) is large
+    pool.release(large)
+    one, two = pool.lease(512, "one", owner), pool.lease(1024, "two")
+    assert [pool.find(at) for at in (one.begin, one.end - 1, two.begin, large.end - 1)] == [one, one, None, None]
+    ones, twos = one.typed(torch.float32, written=True).fill_(1), two.typed(torch.float32, written=True).fill_(2)
+    assert bool((ones == 1).all())
+    assert bool((twos == 2).all())
+
+
+def test_a_view_of_a_slot_within_an_arena_lies_where_the_slot_does():
+    pool = make_pool()
+    leased(pool, ("a", 1024), ("b", 2048))
+    pool.make_arena()
+    for name, nbytes in (("a", 1024), ("b", 2048)):
+        slot = pool.lease(nbytes, name)
+        view = slot.view(pool.place((torch.float32, 3, torch.Size([2, 5]), (5, 1))))
+        assert view.data_ptr() == slot.begin + 12
+
+
+def test_what_the_arena_has_no_free_place_for_is_counted_and_has_a_place_in_the_next_one():
+    pool = make_pool()
+    leased(pool, ("a", 1024))
+    leased(pool, ("b", 2048))
+    pool.make_arena()
+    assert pool.arena_bytes == 2048
+    first, second = leased(pool, ("a", 1024), ("b", 2048))
+    assert first.end <= second.begin or second.end <= first.begin
+    leased(pool, ("new", 512))
+    assert pool.fallbacks == {"b": 1, "new": 1}
+    assert pool.wants_arena
+    pool.make_arena()
+    assert pool.arena_bytes == 1024 + 2048
+    leased(pool, ("a", 1024), ("b", 2048))
+    leased(pool, ("new", 512))
+    assert pool.fallbacks == {"b": 1, "new": 1}
+
+
+def test_several_leases_of_one_name_have_places_of_their_own():
+    pool = make_pool()
+    leased(pool, ("a", 512), ("a", 512))
+    pool.make_arena()
+    one, two = leased(pool, ("a", 512), ("a", 512))
+    assert (pool.arena_bytes, pool.fallbacks, one is two) == (1024, {}, False)
+
+
+def test_the_next_writer_of_a_place_waits_for_all_who_had_a_part_of_it():
+    pool = make_pool(MarkingLane())
+    leased(pool, ("large", 4096))
+    leased(pool, ("one", 512), ("two", 1024))
+    pool.make_arena()
+    for name, nbytes in (("one", 512), ("two", 1024)):
+        pool.release(pool.lease(nbytes, name), f"after {name}")
+    assert {"after one", "after two"} <= {*pool.lease(4096, "large").free_after}
+
+
+def test_an_emptied_pool_has_no_arena_until_it_has_learned_again():
+    pool = make_pool()
+    leased(pool, ("a", 512), ("b", 512))
+    pool.make_arena()
+    kept = pool.lease(512, "a")
+    pool.forget()
+    assert pool.held_bytes == 1024, "some of it is leased"
+    pool.release(kept)
+    pool.forget()
+    assert (pool.held_bytes, pool.arena_bytes) == (0, 0)
+    leased(pool, ("a", 512))
+    pool.make_arena()
+    assert pool.arena_bytes == 512
+
+
+LEASES = st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=60)
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(st.lists(st.integers(1, 8), min_size=8, max_size=8), LEASES, LEASES)
+def test_slots_that_are_leased_at_once_never_overlap(sizes, learned, then):
+    pool, live = make_pool(), {}
+    for round_of in (learned, then):
+        for name, opens in round_of:
+            if opens and name not in live:
+                live[name] = pool.lease(512 * sizes[name], str(name))
+            elif not opens and name in live:
+                pool.release(live.pop(name))
+            spans = sorted((slot.begin, slot.end) for slot in live.values())
+            assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+        for slot in live.values():
+            pool.release(slot)
+        live.clear()
+        if pool.wants_arena:
+            pool.make_arena()
+            assert pool.arena_bytes >= pool.peak_bytes or round_of is then

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._streams import Awaitable, Events, Job, Lane, Steps
+from .._streams import Awaitable, Events, Job, Lane, Launched, Steps
 from ._clocks import StreamClock
 
 T = TypeVar("T")
@@ -24,7 +24,12 @@ class StreamedLane(Lane):
         return self._queued(after, lambda: Job(steps, held, drain=True))
 
     def launch(self, collective: Callable[..., Awaitable], *args: Any, after: Events) -> Job[None]:
-        return self._queued(after, lambda: Job(None, args, drain=True, handle=collective(*args)))
+        def begin() -> Job[None]:
+            job = Launched(collective(*args), args)
+            job._advance()
+            return job
+
+        return self._queued(after, begin)
 
     def _queued(self, after: Events, begin: Callable[[], Job[T]]) -> Job[T]:
         with torch.cpu.stream(self._stream):  # type: ignore[arg-type]
