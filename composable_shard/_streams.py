@@ -95,6 +95,7 @@ class Launched(Job[None]):
         self._handle = handle
         self._held = held
         self._event = None
+        self._result = None  # read where an event is waited for
 
     def _advance(self) -> None:
         if self._handle is not None:

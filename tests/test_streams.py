@@ -132,6 +132,20 @@ def test_a_simulation_makes_the_lanes_of_the_cpu_while_it_lasts():
     assert type(lane_for(cpu)) is Lane
 
 
+def test_a_launched_collective_can_be_finished_behind_an_event_as_on_a_stream():
+    log = []
+
+    class Event:
+        def wait(self):
+            log.append("event")
+
+    job = Lane().launch(lambda: Handle(log, "collective"), after=())
+    job._advance()
+    job._event = Event()
+    job.finish()
+    assert log[-1] == "event"
+
+
 @needs_accelerator
 def test_the_lane_of_an_accelerator_is_a_stream_of_its_own():
     lane = lane_for(ACCELERATOR)
