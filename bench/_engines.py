@@ -69,6 +69,26 @@ def _ddp(model: nn.Module, _block: type[nn.Module], mesh: DeviceMesh) -> nn.Modu
     return DistributedDataParallel(model, process_group=mesh.get_group(), init_sync=False)
 
 
+def shard_units(name: str, model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh) -> nn.Module:
+    """Ours (`ours...`) or FSDP2 around a model and the given modules of it, which are in the order of forward.
+
+    `ours-two` is told that two reductions may be in flight, which is its rule on an accelerator; on a CPU it waits for
+    them before it gathers in backward. `ours-far` is told too to gather two groups ahead.
+    """
+    import composable_shard
+
+    shard = composable_shard.fully_shard if name.startswith("ours") else fully_shard
+    for unit in units:
+        shard(unit, mesh=mesh)
+    shard(model, mesh=mesh)
+    if name in ("ours-two", "ours-far"):
+        model.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]
+    for at, unit in enumerate(units if name == "ours-far" else ()):
+        unit.set_modules_to_forward_prefetch(units[at + 1 : at + 3])  # type: ignore[operator]
+        unit.set_modules_to_backward_prefetch(units[max(0, at - 2) : at][::-1])  # type: ignore[operator]
+    return model
+
+
 ENGINES: dict[str, Build] = {
     "plain": _plain,
     "compute": _plain,

@@ -86,6 +86,14 @@ def overhead(results: Results) -> Iterable[Panel]:
     return added, param, growth
 
 
+def overlap(results: Results) -> Iterable[Panel]:
+    panels = {clock: Panel(f"Exposed communication, {clock} clock", "over FSDP2's") for clock in ("streams", "virtual")}
+    for r in results:
+        if r["clock"] in panels:
+            panels[r["clock"]].add(f"{r['model']}\n{r['ratio']:g}", r["engine"], r["over_fsdp2"])
+    return panels.values()
+
+
 def step(results: Results) -> Iterable[Panel]:
     wall = Panel("Time of a step", "over FSDP2's")
     beyond = Panel("Beyond the unsharded model's time", "over FSDP2's")
@@ -143,6 +151,7 @@ def figures(results: Results) -> Iterable[Panel]:
 
 PANELS: dict[str, Callable[[Results], Iterable[Panel]]] = {
     "overhead": overhead,
+    "overlap": overlap,
     "step": step,
     "compile": compiled,
     "memory": memory,

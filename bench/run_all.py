@@ -38,6 +38,7 @@ RUNS = {
     "overhead-growth": Run(
         "overhead.py", "--world 8 --blocks 48,200,1000 --rounds 10", "--world 4 --blocks 2,3 --rounds 2"
     ),
+    "overlap": Run("overlap.py", "", "--models uniform --ratios 1 --rounds 1"),
     "step": Run("step.py", "--sizes 10m,50m --rounds 10", "--sizes tiny --rounds 2"),
     "compile": Run(
         "compile.py",

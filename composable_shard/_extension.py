@@ -227,7 +227,7 @@ class ExtensionBucket(Bucket):
 
     def start(self, after: torch.Event | None) -> Job[None]:
         if after is not None:  # what is sent is made here, of the parameters
-            torch.accelerator.current_stream().wait_event(after)
+            after.wait()
         with torch.inference_mode(False), torch.no_grad():
             if any([member.ask() for member in self._members]):  # noqa: C419 - all of them
                 self._leaves = []

@@ -211,7 +211,7 @@ class BufferPool:
 
     def _poisoned(self, slot: Slot, after: torch.Event | None) -> torch.Event | None:
         if after is not None:
-            torch.accelerator.current_stream().wait_event(after)
+            after.wait()
         poison(slot.typed(torch.uint8, written=True))
         return self._lane.mark()
 
@@ -279,7 +279,7 @@ class BufferPool:
         self._free.clear()
         for slot in self._slots:  # work in flight may still use what the allocator would hand out
             for event in slot.free_after if id(slot) in freed else ():
-                torch.accelerator.current_stream().wait_event(event)
+                event.wait()
         self._slots = [slot for slot in self._slots if id(slot) not in freed]
         self._begins = [slot.begin for slot in self._slots]
         arena = {id(slot) for slot in self._planned.values()}

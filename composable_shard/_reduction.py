@@ -151,7 +151,7 @@ class ReduceBucket:
             bucket, chunks = out, out.view(1, -1)
         else:
             for event in slots[0].free_after:
-                torch.accelerator.current_stream().wait_event(event)
+                event.wait()
             bucket, chunks = self._views_of(slots[0])
         self._copy_in(gradients, chunks)
         if self._divide_before is not None:

@@ -53,7 +53,7 @@ class Resident:
         nbytes = self._layout.numel * self._bucket.dtype.itemsize
         slot = self._slot = self._pool.lease(nbytes, f"pieces {self._bucket.fqns[0]}")
         for event in slot.free_after:
-            torch.accelerator.current_stream().wait_event(event)
+            event.wait()
         with torch.no_grad():
             mine = zip(self._pieces(slot, written=True), self._bucket.weights, self._layout.params, strict=True)
             for piece, weight, at in mine:

@@ -8,7 +8,8 @@ first handle at the start, and the rest in `finish`, which blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -73,7 +74,7 @@ class Job(Generic[T]):
         while self._handle is not None:
             self._advance()
         if self._event is not None:
-            torch.accelerator.current_stream().wait_event(self._event)
+            self._event.wait()
             if on_host:
                 self._event.synchronize()
         self._held = None
@@ -94,6 +95,7 @@ class Launched(Job[None]):
         self._handle = handle
         self._held = held
         self._event = None
+        self._result = None  # read where an event is waited for
 
     def _advance(self) -> None:
         if self._handle is not None:
@@ -158,6 +160,21 @@ class StreamLane(Lane):
         return event
 
 
+_simulated: list[Callable[[], Lane]] = []
+
+
+@contextmanager
+def cpu_lanes(make: Callable[[], Lane]) -> Iterator[None]:
+    """Within, the CPU's lanes are made by `make`: by a simulation of an accelerator."""
+    _simulated.append(make)
+    try:
+        yield
+    finally:
+        _simulated.pop()
+
+
 def lane_for(device: torch.device) -> Lane:
     """A new lane of a device."""
+    if _simulated and device.type == "cpu":
+        return _simulated[-1]()
     return Lane() if device.type in ("cpu", "meta") else StreamLane(device)

@@ -332,3 +332,23 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
     if isinstance(tree, torch.Tensor):
         return function(tree)
     return pytree.tree_map_only(torch.Tensor, function, tree)
+
+
+def cuda_sleep(cycles: int) -> None:
+    """Keep the current stream of a GPU busy for so many cycles of its clock."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def cpu_streams(stream: Callable[..., Any], event: Callable[[], Any], default: object) -> Iterator[None]:
+    """Within, `torch.cpu` makes streams and events by these, and `default` is its current stream.
+
+    torch's own do nothing; they are there for code that knows no device.
+    """
+    cpu: Any = torch.cpu
+    was = cpu.Stream, cpu.Event, cpu._current_stream
+    cpu.Stream, cpu.Event, cpu._current_stream = stream, event, default
+    try:
+        yield
+    finally:
+        cpu.Stream, cpu.Event, cpu._current_stream = was

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch._C import _distributed_c10d as c10d
 from torch.distributed._composable.contract import STATE_KEY
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo as HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
@@ -151,3 +152,9 @@ def strided_shard(dim: int, factor: int) -> Shard:
 def flattened_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """Some axes of a mesh as one axis."""
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+def forget_meshes() -> None:
+    """Drop what torch keeps of meshes for later: a mesh of another world would look equal to one of these."""
+    _mesh_resources.mesh_stack.clear()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

@@ -116,6 +116,43 @@ def test_the_profile_shows_functions_of_the_package() -> None:
     assert "composable_shard/_" in shown
 
 
+def test_overlap_shows_what_engines_leave_exposed_beside_what_a_simulation_says(tmp_path: Path) -> None:
+    file = tmp_path / "overlap.json"
+    shown = bench("overlap.py", "--models=uniform", "--ratios=1", "--rounds=1", "--log=ours", f"--json={file}")
+    assert "Exposed communication, ms: uniform, streams clock" in " ".join(shown.split())
+    assert "reduce_scatter" in shown
+    found = {(r["clock"], r["engine"]): r["exposed_ms"]["median"] for r in read(file)["results"]}
+    for clock in ("virtual", "streams"):
+        assert found[clock, "fsdp2"] == found[clock, "fsdp2-again"]  # the control: exact clocks repeat exactly
+        assert all(found[clock, "no order can"] <= ms + 1e-6 for (where, _), ms in found.items() if where == clock)
+    # With streams FSDP2 gathers one ahead, as the simulation does; without, nothing is hidden.
+    assert found["streams", "fsdp2"] == pytest.approx(found["streams", "simulated, one ahead"], rel=1e-3)
+    assert found["virtual", "ours"] < 0.2 * found["virtual", "fsdp2"]
+
+
+SIMULATE = """
+import random
+from _simulate import Stage, exposed, least_exposed
+
+assert exposed([Stage(2, 3, 0), Stage(2, 3, 0), Stage(0, 6, 2)], 1) == 2 + 2  # the first gather, the last reduction
+assert exposed([Stage(2, 3, 0), Stage(2, 3, 0)], 0) == 4  # nothing ahead: nothing hidden
+assert exposed([Stage(1, 1, 0), Stage(1, 4, 0), Stage(5, 1, 0)], 1) == 1 + 1  # a gather of 5 behind a compute of 4
+assert exposed([Stage(1, 1, 0), Stage(1, 4, 0), Stage(5, 1, 0)], 2) == 1 + 1
+draw = random.Random(0)
+for _ in range(300):
+    stages = [Stage(draw.randint(0, 5), draw.randint(1, 5), draw.randint(0, 5)) for _ in range(draw.randint(1, 8))]
+    waits = [exposed(stages, ahead) for ahead in (0, 1, 2, len(stages))]
+    assert waits[0] >= waits[1] - 1e-9
+    assert min(waits) >= least_exposed(stages) - 1e-9
+    assert waits[0] <= sum(stage.gather_s + stage.reduce_s for stage in stages) + 1e-9
+"""
+
+
+def test_the_simulation_of_a_schedule_agrees_with_sums_by_hand_and_never_beats_the_bound() -> None:
+    done = python("-c", SIMULATE)
+    assert done.returncode == 0, done.stderr
+
+
 def test_step_prints_its_table_and_the_losses_of_all_engines_agree(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
     shown = bench("step.py", "--sizes=tiny", "--rounds=2", "--timeout=45", f"--json={file}")

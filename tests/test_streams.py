@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from composable_shard._streams import Lane, StreamLane, lane_for
+from composable_shard._streams import Lane, StreamLane, cpu_lanes, lane_for
 
 ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
 needs_accelerator = pytest.mark.skipif(
@@ -119,6 +119,31 @@ def test_lanes_of_devices_without_streams_fence_nothing(device):
     lane = lane_for(torch.device(device))
     assert type(lane) is Lane
     assert lane.mark() is None
+
+
+def test_a_simulation_makes_the_lanes_of_the_cpu_while_it_lasts():
+    class Simulated(Lane):
+        pass
+
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    with cpu_lanes(Simulated):
+        assert type(lane_for(cpu)) is Simulated
+        assert type(lane_for(meta)) is Lane
+    assert type(lane_for(cpu)) is Lane
+
+
+def test_a_launched_collective_can_be_finished_behind_an_event_as_on_a_stream():
+    log = []
+
+    class Event:
+        def wait(self):
+            log.append("event")
+
+    job = Lane().launch(lambda: Handle(log, "collective"), after=())
+    job._advance()
+    job._event = Event()
+    job.finish()
+    assert log[-1] == "event"
 
 
 @needs_accelerator

@@ -268,3 +268,16 @@ def test_the_tensors_of_a_tree_are_found_and_replaced_in_place_of_themselves():
     changed = _torch.map_tensors(lambda t: t.numel(), tree)
     assert changed == {"x": [1, 3, None], "y": (2, "text")}
     assert torch.equal(_torch.map_tensors(lambda t: t + 1, a), a + 1)
+
+
+# ---- streams of the CPU
+
+
+def test_the_streams_of_the_cpu_can_be_others_for_a_while():
+    was = torch.cpu.Stream, torch.cpu.Event, torch.cpu.current_stream()
+    with _torch.cpu_streams(list, dict, "default"):
+        assert (torch.cpu.Stream(), torch.cpu.Event(), torch.cpu.current_stream()) == ([], {}, "default")
+        with torch.cpu.stream("another"):
+            assert torch.cpu.current_stream() == "another"
+        assert torch.cpu.current_stream() == "default"
+    assert (torch.cpu.Stream, torch.cpu.Event, torch.cpu.current_stream()) == was

@@ -1,0 +1,286 @@
+"""Communication that the engines leave exposed, on a simulated network and with declared compute.
+
+    python bench/overlap.py
+
+Every engine trains the same stand-in models (`_stand_ins.py`) on `composable_shard.testing.fabric`, a process group in
+one process that completes collectives at modelled times. The link is so fast that a gather of the whole model takes
+0.3, 1 and 3 times the whole forward. Two clocks: `virtual`, where waiting holds the host up as on a CPU, and `streams`,
+where it holds a stream up as on an accelerator; both are exact, so figures have no spread. Beside the engines stands
+what a simulation of groups says of gathering one ahead and all ahead, and what no order can fall below.
+
+    python bench/overlap.py --clocks real --rounds 9     # sleeps, and computes by sleeping: with spread
+    python bench/overlap.py --log ours --models uniform --ratios 1 --clocks streams
+"""
+
+import argparse
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import _report
+import _simulate
+from _engines import shard_units
+from _simulate import Unit
+from _stand_ins import MODELS, units_of
+from composable_shard import testing
+
+WARM_STEPS = 3
+TOKENS = 4
+SAME_BYTES = 0.01  # by which engines' bytes may differ: flags and paddings of small groups
+EXACT = ("virtual", "streams")
+CLOCKS = (*EXACT, "real")
+ENGINES = ("ours", "ours-two", "ours-far", "fsdp2", "fsdp2-again")
+
+
+@dataclass(frozen=True)
+class OverlapResult:
+    """Milliseconds of a step: `gathers_forward`, `gathers_backward` and `reductions` are the parts of `exposed`.
+
+    `over_fsdp2` is this engine's exposed time over that of torch's FSDP2 in the same round; `bytes` are of the
+    collectives of a step.
+    """
+
+    model: str
+    ratio: float
+    clock: str
+    engine: str
+    compute_ms: float
+    exposed_ms: _report.Spread
+    over_fsdp2: _report.Spread | None
+    gathers_forward_ms: float
+    gathers_backward_ms: float
+    reductions_ms: float
+    bytes: int | None
+
+
+@dataclass
+class Side:
+    """One engine's model and what its steps left exposed, in milliseconds."""
+
+    name: str
+    model: nn.Module
+    exposed: list[float] = field(default_factory=list)
+    parts: dict[str, float] = field(default_factory=dict)
+    nbytes: int = 0
+    log: str = ""
+
+    def step(self, sim: testing.Fabric, ids: torch.Tensor) -> None:
+        """A step from time 0; the optimizer takes no time."""
+        sim.reset()
+        loss = self.model(ids).square().mean()
+        forward = len(sim.events)
+        loss.backward()
+        for param in self.model.parameters():
+            param.grad = None
+        self.exposed.append(1e3 * sim.exposed_s)
+        self.parts = dict.fromkeys(("gathers_forward", "gathers_backward", "reductions"), 0.0)
+        for at, event in enumerate(sim.events):
+            part = "gathers_forward" if at < forward else "gathers_backward"
+            self.parts[part if event.kind == "all_gather" else "reductions"] += 1e3 * event.exposed_s
+        self.nbytes = sum(event.nbytes for event in sim.events)
+        self.log = sim.log()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a link that takes `ratio` times its forward to gather it."""
+
+    model: str
+    ratio: float
+    clock: str
+    world: int
+    latency_s: float
+    units: list[Unit]
+
+    @property
+    def compute_ms(self) -> float:
+        return 1e3 * sum(unit.forward_s + unit.backward_s for unit in self.units)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second."""
+        moving = self.ratio * sum(unit.forward_s for unit in self.units) - len(self.units) * self.latency_s
+        if moving <= 0:
+            raise SystemExit(f"overlap.py: {self}: the latencies alone take longer; give a smaller --latency-us")
+        return sum(unit.nbytes for unit in self.units) * (self.world - 1) / self.world / moving
+
+    def seconds(self, nbytes: int) -> float:
+        """Of a gather or reduction of so many bytes."""
+        return self.latency_s + (self.world - 1) / self.world * nbytes / self.bandwidth
+
+    def __str__(self) -> str:
+        return f"{self.model}, communication {self.ratio:g} of compute, {self.clock} clock"
+
+
+def build(name: str, case: Case, mesh: DeviceMesh) -> Side:
+    torch.manual_seed(0)
+    model = MODELS[case.model]()
+    return Side(name, shard_units(name, model, list(model.units()), mesh))
+
+
+def measure(case: Case, engines: list[str], rounds: int) -> list[Side]:
+    """All engines in turns on one fabric."""
+    with testing.fabric(case.world, latency_s=case.latency_s, bandwidth_Bps=case.bandwidth, clock=case.clock) as sim:
+        mesh = init_device_mesh("cpu", (case.world,))
+        sides = [build(name, case, mesh) for name in engines]
+        ids = torch.zeros(1, TOKENS, dtype=torch.int64)
+        for side in sides:
+            for _ in range(WARM_STEPS):
+                side.step(sim, ids)
+            side.exposed.clear()
+        shuffle = random.Random(0)
+        for _ in range(rounds):
+            for side in shuffle.sample(sides, len(sides)):
+                side.step(sim, ids)
+    return sides
+
+
+def results_of(case: Case, sides: list[Side]) -> list[OverlapResult]:
+    """What was measured, then what simulations say."""
+    reference = next((side for side in sides if side.name == "fsdp2"), None)
+    found = []
+    for side in sides:
+        ratios = [a / b for a, b in zip(side.exposed, reference.exposed, strict=True)] if reference else None
+        found.append(
+            OverlapResult(
+                model=case.model,
+                ratio=case.ratio,
+                clock=case.clock,
+                engine=side.name,
+                compute_ms=case.compute_ms,
+                exposed_ms=_report.Spread.of(side.exposed),
+                over_fsdp2=None if ratios is None else _report.Spread.of(ratios),
+                gathers_forward_ms=side.parts["gathers_forward"],
+                gathers_backward_ms=side.parts["gathers_backward"],
+                reductions_ms=side.parts["reductions"],
+                bytes=side.nbytes,
+            )
+        )
+    stages = _simulate.stages_of(case.units, case.seconds)
+    rules: dict[str, Callable[[], float]] = {
+        "simulated, one ahead": lambda: _simulate.exposed(stages, 1, gathers_first=False),
+        "the same, gathers first": lambda: _simulate.exposed(stages, 1),
+        "simulated, all ahead": lambda: _simulate.exposed(stages, len(stages)),
+        "no order can": lambda: _simulate.least_exposed(stages),
+    }
+    for name, rule in rules.items():
+        exposed = 1e3 * rule()
+        ratios = None if reference is None else [exposed / each for each in reference.exposed]
+        over = None if ratios is None else _report.Spread.of(ratios)
+        spread = _report.Spread.of([exposed])
+        found.append(
+            OverlapResult(case.model, case.ratio, case.clock, name, case.compute_ms, spread, over, 0.0, 0.0, 0.0, None)
+        )
+    return found
+
+
+def show(model: str, clock: str, results: list[OverlapResult], options: argparse.Namespace) -> None:
+    """Prints a model's table, a pair of columns for each ratio, and the parts if they are asked for."""
+
+    def text(spread: _report.Spread | None) -> str:
+        if spread is None:
+            return "-"
+        return f"{spread.median:.3f}" if clock in EXACT else str(spread)
+
+    by = {(r.engine, r.ratio): r for r in results}
+    engines = list(dict.fromkeys(r.engine for r in results))
+    found = [(engine, [by[engine, ratio] for ratio in options.ratios]) for engine in engines]
+    caption = (
+        f"world {options.world}, latency {options.latency_us:g} us; compute {results[0].compute_ms:.1f} ms and "
+        f"{results[0].bytes or 0:,} bytes of communication a step"
+    )
+    _report.table(
+        f"Exposed communication, ms: {model}, {clock} clock",
+        ("engine", *(word for ratio in options.ratios for word in (f"at {ratio:g}", "/ FSDP2"))),
+        [(name, *(cell for r in row for cell in (text(r.exposed_ms), text(r.over_fsdp2)))) for name, row in found],
+        caption,
+    )
+    if options.parts:
+        parts = ("gathers_forward_ms", "gathers_backward_ms", "reductions_ms")
+        _report.table(
+            "of which forward's gathers, backward's gathers and reductions (last round)",
+            ("engine", *(f"{word} at {ratio:g}" for ratio in options.ratios for word in ("fwd", "bwd", "reduce"))),
+            [
+                (name, *(f"{getattr(r, part):.3f}" for r in row for part in parts))
+                for name, row in found
+                if row[0].bytes is not None
+            ],
+        )
+
+
+def differing(sides: list[Side]) -> bool:
+    """Whether the engines moved other amounts of bytes, which would make the comparison void."""
+    sizes = [side.nbytes for side in sides]
+    return max(sizes) > (1 + SAME_BYTES) * min(sizes)
+
+
+def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        found = [name.strip() for name in text.split(",")]
+        if unknown := [name for name in found if name not in known]:
+            raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; known: {', '.join(known)}")
+        return found
+
+    return parse
+
+
+def ratios(text: str) -> list[float]:
+    numbers = [float(part) for part in text.split(",")]
+    if not all(0 < number < float("inf") for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text}: must be positive")
+    return numbers
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shown = "(default: %(default)s)"
+    parser.add_argument("--models", type=names(tuple(MODELS)), default=",".join(MODELS), help=shown)
+    parser.add_argument("--ratios", type=ratios, default="0.3,1,3", help=f"gathering / forward {shown}")
+    parser.add_argument(
+        "--clocks", type=names(CLOCKS), default="virtual,streams", help=f"of {', '.join(CLOCKS)} {shown}"
+    )
+    parser.add_argument("--engines", type=names(ENGINES), default=",".join(ENGINES), help=shown)
+    parser.add_argument("--world", type=int, default=8, help=f"simulated ranks {shown}")
+    parser.add_argument("--latency-us", type=float, default=10.0, help=f"of a collective {shown}")
+    parser.add_argument("--rounds", type=int, default=2, help=f"interleaved rounds {shown}")
+    parser.add_argument("--log", choices=ENGINES, help="print what ENGINE's last step did, collective by collective")
+    parser.add_argument("--parts", action="store_true", help="print which collectives were exposed")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse()
+    torch.set_num_threads(1)
+    results: list[OverlapResult] = []
+    failed = False
+    for model in options.models:
+        units = units_of(MODELS[model]())
+        for clock in options.clocks:
+            found: list[OverlapResult] = []
+            for ratio in options.ratios:
+                case = Case(model, ratio, clock, options.world, 1e-6 * options.latency_us, units)
+                sides = measure(case, options.engines, options.rounds)
+                found += results_of(case, sides)
+                if differing(sides):
+                    print(f"overlap.py: {case}: the engines moved different amounts of bytes", file=sys.stderr)
+                    failed = True
+                for side in sides:
+                    if side.name == options.log:
+                        print(f"{options.log}: {case}\n{side.log}")
+            show(model, clock, found, options)
+            results += found
+    if options.json:
+        kept = ("models", "ratios", "clocks", "engines", "world", "latency_us", "rounds")
+        _report.write_json(options.json, "overlap", {key: getattr(options, key) for key in kept}, results)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

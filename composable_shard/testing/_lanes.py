@@ -1,0 +1,46 @@
+"""Our engine's lane on streams that keep time: what `StreamLane` is on an accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from .._streams import Awaitable, Events, Job, Lane, Launched, Steps
+from ._clocks import StreamClock
+
+T = TypeVar("T")
+
+
+class StreamedLane(Lane):
+    """A lane with a stream of its own."""
+
+    def __init__(self, clock: StreamClock) -> None:
+        self._clock = clock
+        self._stream = clock.stream()
+
+    def start(self, steps: Steps[T], after: Events = (), held: object = None) -> Job[T]:
+        return self._queued(after, lambda: Job(steps, held, drain=True))
+
+    def launch(self, collective: Callable[..., Awaitable], *args: Any, after: Events) -> Job[None]:
+        def begin() -> Job[None]:
+            job = Launched(collective(*args), args)
+            job._advance()
+            return job
+
+        return self._queued(after, begin)
+
+    def _queued(self, after: Events, begin: Callable[[], Job[T]]) -> Job[T]:
+        with torch.cpu.stream(self._stream):  # type: ignore[arg-type]
+            for event in after:
+                if event is not None:
+                    event.wait()
+            job = begin()
+            job._event = self.mark()
+        return job
+
+    def mark(self) -> torch.Event | None:
+        event = self._clock.event()
+        event.record()
+        return event  # type: ignore[return-value]
