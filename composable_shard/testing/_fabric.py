@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from .._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .._streams import Lane, cpu_lanes
+from .._timing import use_clock
 from .._torch import cpu_streams
 from .._torch_distributed import forget_meshes, store_of_one_process
 from ._clocks import Clock, Collective, RealClock, StreamClock, VirtualClock
@@ -215,6 +216,7 @@ def _entered(of: Network, rank: int, clock: Callable[[], Clock]) -> Iterator[Fab
             stack.enter_context(cpu_lanes(_lanes_on(clocked)))
         _current.append(made)
         stack.callback(_current.pop)
+        stack.callback(use_clock, use_clock(made.clock.now))
         stack.callback(forget_meshes)
         dist.init_process_group(NAME, store=store_of_one_process(), rank=rank, world_size=of.world_size)
         stack.callback(_destroy)
