@@ -69,11 +69,16 @@ def _ddp(model: nn.Module, _block: type[nn.Module], mesh: DeviceMesh) -> nn.Modu
     return DistributedDataParallel(model, process_group=mesh.get_group(), init_sync=False)
 
 
+FSDP2_MEMORY = 1 / 0.754  # bytes of its runtime for each one of ours, one group ahead (memory.py, 150M)
+
+
 def shard_units(name: str, model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh) -> nn.Module:
     """Ours (`ours...`) or FSDP2 around a model and the given modules of it, which are in the order of forward.
 
     `ours-two` is told that two reductions may be in flight, which is its rule on an accelerator; on a CPU it waits for
-    them before it gathers in backward. `ours-far` is told too to gather two groups ahead.
+    them before it gathers in backward. `ours-far` is told too to gather two groups ahead. `ours-auto` measures its second
+    and third step and schedules by that, within the memory that one ahead takes; `ours-auto-fsdp2` within that of FSDP2
+    for one ahead, by the figures of memory.py.
     """
     import composable_shard
 
@@ -81,7 +86,12 @@ def shard_units(name: str, model: nn.Module, units: Sequence[nn.Module], mesh: D
     for unit in units:
         shard(unit, mesh=mesh)
     shard(model, mesh=mesh)
-    if name in ("ours-two", "ours-far"):
+    if name.startswith("ours-auto"):
+        model.set_prefetch_policy(composable_shard.PrefetchPolicy.auto())  # type: ignore[operator]
+        one_ahead = composable_shard.make_plan(model).with_policies(composable_shard.PrefetchPolicy.depth(1)).peak_bytes
+        share = FSDP2_MEMORY if name == "ours-auto-fsdp2" else 1.0
+        model.set_pool_policy(composable_shard.PoolPolicy(budget=int(share * one_ahead)))  # type: ignore[operator]
+    if name in ("ours-two", "ours-far", "ours-auto", "ours-auto-fsdp2"):
         model.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]
     for at, unit in enumerate(units if name == "ours-far" else ()):
         unit.set_modules_to_forward_prefetch(units[at + 1 : at + 3])  # type: ignore[operator]

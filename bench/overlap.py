@@ -30,12 +30,12 @@ from _simulate import Unit
 from _stand_ins import MODELS, units_of
 from composable_shard import testing
 
-WARM_STEPS = 3
+WARM_STEPS = 6
 TOKENS = 4
 SAME_BYTES = 0.01  # by which engines' bytes may differ: flags and paddings of small groups
 EXACT = ("virtual", "streams")
 CLOCKS = (*EXACT, "real")
-ENGINES = ("ours", "ours-two", "ours-far", "fsdp2", "fsdp2-again")
+ENGINES = ("ours", "ours-two", "ours-far", "ours-auto", "ours-auto-fsdp2", "fsdp2", "fsdp2-again")
 
 
 @dataclass(frozen=True)
