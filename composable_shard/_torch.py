@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import types
 from collections import OrderedDict
@@ -328,3 +329,8 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
     if isinstance(tree, torch.Tensor):
         return function(tree)
     return pytree.tree_map_only(torch.Tensor, function, tree)
+
+
+def raise_in_thread(thread: int, kind: type[BaseException]) -> None:
+    """Have a thread of Python raise an exception at its next line."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,3 +142,41 @@ def strided_shard(dim: int, factor: int) -> Shard:
 def flattened_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """Some axes of a mesh as one axis."""
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+class _ThreadsWorld(threading.local):
+    """All that torch.distributed knows of its groups, apart for each thread."""
+
+    def __init__(self, fresh: dict[str, Any]) -> None:
+        for name, value in fresh.items():
+            setattr(self, name, type(value)() if isinstance(value, dict | list) else value)
+
+
+@contextlib.contextmanager
+def world_per_thread() -> Iterator[None]:
+    """Each thread has its own default process group within; this process must have none."""
+    module = dist.distributed_c10d
+    theirs = module._world
+    known = [name for name, value in vars(type(theirs)).items() if isinstance(value, property)]
+    fresh = {name: getattr(theirs, name) for name in known if name != "pg_config_info"}  # of which that one is made
+    module._world = _ThreadsWorld(fresh)  # type: ignore[assignment]
+    c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
+        module._world = theirs
+
+
+def forget_mesh_caches() -> None:
+    """Have DTensor forget what it knows of meshes: it takes equal ones for the same, whose groups may be gone."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
+def fake_group(world_size: int, rank: int) -> None:
+    """Make torch's fake process group the default one; its collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
