@@ -159,6 +159,7 @@ def world_per_thread() -> Iterator[None]:
     theirs = module._world
     known = [name for name, value in vars(type(theirs)).items() if isinstance(value, property)]
     fresh = {name: getattr(theirs, name) for name in known if name != "pg_config_info"}  # of which that one is made
+    torch._C._ensureCUDADeviceGuardSet()  # what torch 2.11 makes here dies with the thread that first needs it
     module._world = _ThreadsWorld(fresh)  # type: ignore[assignment]
     c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     try:
