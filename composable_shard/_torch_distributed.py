@@ -181,3 +181,8 @@ def fake_group(world_size: int, rank: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def count_groups() -> int:
+    """How many process groups this process has."""
+    return len(dist.distributed_c10d._world.pg_map)

@@ -1,4 +1,11 @@
 """To test sharded layers on a laptop: without a launcher, without ports, in one process."""
 
+from .._errors import CollectiveMismatchError as CollectiveMismatchError
+from .._errors import DeadlockError as DeadlockError
+from .._errors import RankFailedError as RankFailedError
+from .._errors import WorldError as WorldError
+from .._errors import WorldTimeoutError as WorldTimeoutError
+from ._fake import fake as fake
+from ._processes import processes as processes
 from ._spmd import World as World
 from ._spmd import spmd as spmd
