@@ -75,6 +75,11 @@ class Actions:
             )
         return self._last_record
 
+    @property
+    def done(self) -> list[Any]:
+        """What the running iteration has done: kind, FQN and live bytes of each action, one after the other."""
+        return self._done
+
     def _note(self, kind: Kind, group: ParamGroup) -> None:
         """Write down what was done; flat, for a tuple each would keep the cycle collector busy."""
         self._done += (kind, group.fqn, self.pool.live_bytes)

@@ -16,7 +16,7 @@ import torch
 import torch.utils.checkpoint
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 T = TypeVar("T")
@@ -334,3 +334,18 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
 def raise_in_thread(thread: int, kind: type[BaseException]) -> None:
     """Have a thread of Python raise an exception at its next line."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
+
+
+class _Calls(TorchDispatchMode):
+    def __init__(self, called: Callable[[str, str], None]) -> None:
+        super().__init__()
+        self._called = called
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._called(func.namespace, func._schema.name.split("::")[1])
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of_operators(called: Callable[[str, str], None]) -> contextlib.AbstractContextManager[Any]:
+    """Within, tell of each operator that this thread calls: its namespace and its name."""
+    return _Calls(called)

@@ -18,7 +18,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo as HSDPMeshInfo
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
@@ -186,3 +187,11 @@ def fake_group(world_size: int, rank: int) -> None:
 def count_groups() -> int:
     """How many process groups this process has."""
     return len(dist.distributed_c10d._world.pg_map)
+
+
+def own_part(tensor: DTensor) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+    """This rank's part of a DTensor and where, in the whole, it begins; None if it is not cut into plain pieces."""
+    if any(type(placement) not in (Shard, Replicate) for placement in tensor.placements):
+        return None
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return local_tensor(tensor), tuple(offsets)

@@ -9,3 +9,8 @@ from ._fake import fake as fake
 from ._processes import processes as processes
 from ._spmd import World as World
 from ._spmd import spmd as spmd
+from ._trace import assert_collectives as assert_collectives
+from ._trace import assert_peak_bytes as assert_peak_bytes
+from ._trace import collectives as collectives
+from ._trace import trace as trace
+from ._unsharded import assert_matches_unsharded as assert_matches_unsharded

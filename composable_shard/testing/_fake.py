@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -41,6 +42,7 @@ def fake(world_size: int, rank: int = 0, *, mesh: Axes | None = None, device: st
     if not 0 <= rank < world_size:
         raise ShardConfigValueError(f"rank: a world of {world_size} has ranks 0 to {world_size - 1}, got {rank}")
     check_no_group("fake")
+    hook = sys.excepthook
     fake_group(world_size, rank)
     try:
         yield World(rank, world_size, init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes)))
@@ -48,3 +50,4 @@ def fake(world_size: int, rank: int = 0, *, mesh: Axes | None = None, device: st
         if dist.is_initialized():
             dist.destroy_process_group()
         forget_mesh_caches()
+        sys.excepthook = hook  # torch puts the rank before every line

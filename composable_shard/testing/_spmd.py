@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -154,7 +155,7 @@ def _simulation(size: int) -> Iterator[tuple[Network, Turns]]:
     check_no_group("spmd")
     if not _one_world.acquire(blocking=False):
         raise ShardConfigStateError("spmd: another thread of this process runs a simulated world; run one at a time")
-    before = RandomState.now()
+    before, hook = RandomState.now(), sys.excepthook
     try:
         register()
         turns = Turns(size)
@@ -162,6 +163,7 @@ def _simulation(size: int) -> Iterator[tuple[Network, Turns]]:
             yield Network(size, turns), turns
     finally:
         before.restore()
+        sys.excepthook = hook  # torch puts the rank before every line
         _one_world.release()
 
 
