@@ -174,7 +174,7 @@ def forget_mesh_caches() -> None:
     """Have DTensor forget what it knows of meshes: it takes equal ones for the same, whose groups may be gone."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    _clear_sharding_prop_cache()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def fake_group(world_size: int, rank: int) -> None:

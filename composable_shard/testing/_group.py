@@ -1,5 +1,8 @@
 """The process group of a simulated world: torch's interface in front of `Network`."""
 
+# mypy: disable-error-code="override, assignment, call-arg"
+# (torch overloads these methods, and calls the forms that are here)
+
 from __future__ import annotations
 
 import math
@@ -11,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .._errors import ShardConfigValueError
-from .._torch import without_dispatch_modes
+from .._torch import split, without_dispatch_modes
 from ._network import Call, GroupKey, Issued, Network, Tensors, Work
 
 BACKEND = "simulated"
@@ -48,6 +51,7 @@ class SimulatedGroup(dist.ProcessGroup):
         self._place = place
         self._key: GroupKey = (name, members)
         self._network = network
+        self._label = name
 
     # ---- what torch asks of a group
 
@@ -69,6 +73,10 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> _Name:
         return _Name()
+
+    def _set_group_desc(self, desc: str) -> None:
+        if desc not in ("", "undefined"):
+            self._label = desc
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Calls are not grouped: each is a collective of its own."""
@@ -102,7 +110,7 @@ class SimulatedGroup(dist.ProcessGroup):
         details = "" if op is None else f" ({_op_name(op)})"
         if root is not None:
             details += f" of root {self._key[1][root]}"
-        issued = Issued(kind, shapes if brings else (), dtype, details, *self._key)
+        issued = Issued(kind, shapes if brings else (), dtype, details, self._label, self._key[1])
         agree: tuple[Any, ...] = (dtype, details)
         if sizes_agree:
             agree += (tuple(math.prod(shape) for shape in shapes),)
@@ -185,8 +193,8 @@ class SimulatedGroup(dist.ProcessGroup):
         input_sizes: Sequence[int],
         opts: Any = None,
     ) -> Work:
-        outputs = list(output.detach().split(list(output_sizes))) if output_sizes else self._chunks(output)
-        inputs = list(input.detach().split(list(input_sizes))) if input_sizes else self._chunks(input)
+        outputs = split(output.detach(), list(output_sizes)) if output_sizes else self._chunks(output)
+        inputs = split(input.detach(), list(input_sizes)) if input_sizes else self._chunks(input)
         return self.alltoall(outputs, inputs)
 
     def barrier(self, opts: Any = None) -> Work:
@@ -207,7 +215,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._network.receive(self._key, self._place, range(self.size()), tag, tensors[0], issued)
 
     def _message(self, kind: str, tensor: torch.Tensor, details: str) -> Issued:
-        return Issued(kind, (tuple(tensor.shape),), tensor.dtype, details, *self._key)
+        return Issued(kind, (tuple(tensor.shape),), tensor.dtype, details, self._label, self._key[1])
 
     # Names of torch 2.13 and later, by which C++ calls them.
     all_gather_single = _allgather_base

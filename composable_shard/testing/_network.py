@@ -84,7 +84,9 @@ def _reduced(parts: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
         if op == known:
             total = reduce(function, parts[1:], parts[0])
             return total / len(parts) if known == dist.ReduceOp.AVG else total
-    raise ShardConfigValueError(f"reduction {op}: a simulated world has SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR and BXOR")
+    raise ShardConfigValueError(
+        f"reduction {op}: a simulated world has SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR and BXOR"
+    )
 
 
 def _all_gather(calls: list[Call]) -> list[Tensors]:
@@ -220,7 +222,7 @@ class Network:
         for other, theirs in meeting.calls.items():
             if theirs.issued.kind != call.issued.kind or theirs.must_agree != call.must_agree:
                 raise CollectiveMismatchError(
-                    f"collective {number + 1} of group {key[0]!r} differs among its ranks:\n"
+                    f"collective {number + 1} of group {call.issued.group!r} differs among its ranks:\n"
                     f"  rank {key[1][other]} issued {theirs.issued}\n  rank {rank} issues {call.issued}\n"
                     "all ranks of a group must issue the same collectives in the same order"
                 )

@@ -285,7 +285,9 @@ class Processes:
     def __call__(self, body: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
         """Run `body(world, *args, **kwargs)` on every rank; returns what each has returned, by rank."""
         if HERE.network is not None:
-            raise ShardConfigStateError("processes: runs inside of a rank of a simulated world; worlds cannot be nested")
+            raise ShardConfigStateError(
+                "processes: runs inside of a rank of a simulated world; worlds cannot be nested"
+            )
         module, name = getattr(body, "__module__", None), getattr(body, "__qualname__", "")
         if not module or not name or "<" in name:
             raise ShardConfigValueError(
@@ -293,16 +295,21 @@ class Processes:
             )
         file = getattr(sys.modules[module], "__file__", None) if module == "__main__" else None
         target = f"{module}:{name}"
+        return self.by_name(target, *args, file=file, **kwargs)
+
+    def by_name(self, target: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """The same of ``module:function``; `file` and `label` as in `Pool.run`."""
         pool = _pool(self._around)
-        return pool.run(target, self.world_size, *args, axes=self._axes, file=file, limit_s=self._timeout, **kwargs)
+        return pool.run(target, self.world_size, *args, axes=self._axes, limit_s=self._timeout, **kwargs)
 
     def wrap(self, body: Callable[..., T]) -> Callable[..., list[T]]:
-        """Decorate a function that runs on every rank whenever it is called; its first argument, the world, is given."""
+        """Decorate a function that runs on every rank whenever it is called, without its first argument, the world."""
 
         @functools.wraps(body)
         def run(*args: Any, **kwargs: Any) -> list[T]:
             return self(body, *args, **kwargs)
 
+        del run.__wrapped__  # pytest would look there for arguments
         run.__dict__[BODY] = body
         return run
 
@@ -331,5 +338,3 @@ def processes(world_size: int, *, mesh: Axes | None = None, timeout: float = JOB
         WorldTimeoutError: a rank gave no answer in time; the message has its stacks.
     """
     return Processes(world_size, mesh, timeout)
-
-

@@ -91,10 +91,12 @@ class Spmd:
 
     def __call__(self, body: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
         """Run `body(world, *args, **kwargs)` as every rank; returns what each has returned, by rank."""
+        __tracebackhide__ = True
         results: list[Any] = [None] * self.world_size
         with _simulation(self.world_size) as (network, turns):
 
             def run(rank: int) -> None:
+                __tracebackhide__ = True
                 with self._as_rank(network, rank) as world:
                     results[rank] = body(world, *args, **kwargs)
 
@@ -119,7 +121,7 @@ class Spmd:
         return results
 
     def wrap(self, body: Callable[..., T]) -> Callable[..., list[T]]:
-        """Decorate a function that runs as every rank whenever it is called; its first argument, the world, is given."""
+        """Decorate a function that runs as every rank whenever it is called, without its first argument, the world."""
 
         @functools.wraps(body)
         def run(*args: Any, **kwargs: Any) -> list[T]:

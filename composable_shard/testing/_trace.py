@@ -203,6 +203,7 @@ def assert_peak_bytes(what: nn.Module | Record, *, at_most: int | None = None) -
     if record.peak_bytes > limit:
         at = record.live_bytes.index(record.peak_bytes)
         raise AssertionError(
-            f"peak of {record.peak_bytes:,} bytes, {source} allows {limit:,}: after action {at + 1}, {record.actions[at]}"
+            f"peak of {record.peak_bytes:,} bytes, {source} allows {limit:,}: "
+            f"after action {at + 1}, {record.actions[at]}"
         )
     return record.peak_bytes

@@ -26,7 +26,7 @@ _LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, threading
 _GRACE_S = 1.0  # for ranks to end after the time limit
 
 
-class Released(BaseException):  # noqa: N818 - no error: nothing is wrong with this rank
+class Released(BaseException):
     """Ends a rank because another one has failed. It passes by `except Exception`."""
 
 
@@ -79,6 +79,7 @@ class Turns:
 
     def run(self, rank: int, body: Callable[[], None]) -> None:
         """What the thread of a rank does: wait for the first turn, run, hand the turn on."""
+        __tracebackhide__ = True
         own = self._ranks[rank]
         own.thread = threading.get_ident()
         own.go.acquire()

@@ -48,11 +48,9 @@ class Training:
         """One forward and backward with the inputs of one data-parallel rank."""
         given = map_tensors(_leaf, self.make_inputs(batch, step))
         torch.manual_seed(self.seed + 1_000_003 * step + batch)  # for dropout and its kin
-        if isinstance(given, dict):
-            output = run(**given)
-        else:
-            output = run(*given) if isinstance(given, tuple) else run(given)
-        self.loss(output).backward()
+        args, kwargs = ((), given) if isinstance(given, dict) else (given if isinstance(given, tuple) else (given,), {})
+        output = run(*args, **kwargs)
+        self.loss(output).backward()  # type: ignore[no-untyped-call]
         return Shot(
             batch=batch,
             outputs=[tensor.detach().clone() for tensor in tree_tensors(output)],
@@ -95,7 +93,8 @@ def _part(tensor: torch.Tensor) -> Part:
         return tensor.detach().clone(), None
     found = own_part(tensor)
     if found is None:
-        return tensor.detach().full_tensor(), None
+        with torch.no_grad():
+            return tensor.full_tensor(), None
     return found[0].detach().clone(), found[1]
 
 
@@ -123,7 +122,7 @@ def _sharded_steps(world: World, training: Training, shard: Callable[..., object
 
 
 def _unsharded_steps(training: Training, batches: Batches) -> list[list[Shot]]:
-    """Train one layer on the batches of all ranks; a shot of each batch, by step. Gradients and parameters are whole."""
+    """Train one layer on the batches of all ranks; a shot of each batch, by step. Parameters are whole."""
     layer = training.build()
     params = dict(layer.named_parameters())
     optimizer = training.optimizer([param for param in params.values() if param.requires_grad])
@@ -197,9 +196,7 @@ class Batches:
         return values[0] / self.count
 
 
-def _differences(
-    rank: int, step: int, ours: Shot, theirs: Shot, atol: float, rtol: float
-) -> Iterable[str]:
+def _differences(rank: int, step: int, ours: Shot, theirs: Shot, atol: float, rtol: float) -> Iterable[str]:
     """A line for each value of ours that is not that of the unsharded layer."""
     where = f"step {step}, rank {rank}"
     if len(ours.outputs) != len(theirs.outputs):

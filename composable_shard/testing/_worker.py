@@ -42,7 +42,7 @@ class Group:
         if job.epoch == self.epoch and dist.is_initialized():
             return
         self.leave()
-        store = dist.FileStore(job.store, job.world)
+        store = dist.FileStore(job.store, job.world)  # type: ignore[attr-defined]
         limit = timedelta(seconds=_COLLECTIVE_LIMIT_S)
         dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world, timeout=limit)
         self.epoch = job.epoch
