@@ -25,8 +25,8 @@ class Pool:
     """The package's pool, whose failures are failures of the test."""
 
     def __init__(self) -> None:
-        self._workers = Workers(around="_worker:around")
-        self.close = self._workers.close
+        self.workers = Workers(around="_worker:around")
+        self.close = self.workers.close
 
     def run(
         self,
@@ -37,7 +37,7 @@ class Pool:
     ) -> list[Any]:
         """Run `module:function` on `world` ranks; returns what each rank returned, or fails the test."""
         try:
-            return self._workers.run("_worker:call", world, job, kwargs or {}, limit_s=limit_s, label=job)
+            return self.workers.run("_worker:call", world, job, kwargs or {}, limit_s=limit_s, label=job)
         except (RankFailedError, WorldTimeoutError) as error:
             message = str(error)
         pytest.fail(message, pytrace=False)

@@ -12,13 +12,14 @@ import contextlib
 import functools
 import itertools
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -165,10 +166,11 @@ class Pool:
         number = next(self._jobs)
         workers = self._workers[:world]
         asked = Job(target, file, args, kwargs, axes or {"shard": world}, self.around)
+        place = {"number": number, "world": world, "epoch": self._epoch[0], "store": store}
+        jobs = [pickle.dumps(replace(asked, rank=rank, **place)) for rank in range(world)]  # by value, tensors too
         for rank, worker in enumerate(workers):
             worker.mark = worker.log.stat().st_size
-            place = {"number": number, "rank": rank, "world": world, "epoch": self._epoch[0], "store": store}
-            worker.pipe.send(Job(**{**vars(asked), **place}))
+            worker.pipe.send_bytes(jobs[rank])
         outcomes, late = self._collect(workers, limit_s)
         if late or not all(o.ok for o in outcomes):
             message = _describe(label or target, world, workers, outcomes, late, limit_s)
@@ -183,7 +185,7 @@ class Pool:
         """Ask the workers to end, and kill those that do not."""
         for worker in self._workers:
             with contextlib.suppress(OSError):
-                worker.pipe.send(None)
+                worker.pipe.send_bytes(b"")
         deadline = time.monotonic() + 5
         for worker in self._workers:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -236,7 +238,7 @@ class Pool:
 
 def _receive(rank: int, worker: Worker) -> Outcome:
     try:
-        outcome: Outcome = worker.pipe.recv()
+        outcome: Outcome = pickle.loads(worker.pipe.recv_bytes())
     except EOFError:
         code = worker.process.wait()
         return Outcome(rank, False, trace=f"the worker died with exit code {code}", at=0.0)

@@ -8,6 +8,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -138,7 +139,7 @@ def leave_with(parent: int) -> None:
 
 
 def main(pipe: Connection, parent: int) -> None:
-    """Run jobs until the parent sends None."""
+    """Run jobs until the parent sends an empty one."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     leave_with(parent)
@@ -147,10 +148,12 @@ def main(pipe: Connection, parent: int) -> None:
     gc.freeze()  # makes the collection after each job cheap
     group = Group()
     pipe.send("ready")
-    while (job := pipe.recv()) is not None:
-        outcome = run_job(group, job)
+    while given := pipe.recv_bytes():
+        outcome = run_job(group, pickle.loads(given))
         try:
-            pipe.send(outcome)
-        except Exception as error:  # what cannot be pickled
-            pipe.send(Outcome(job.rank, False, trace=f"the result cannot be sent: {error!r}", at=time.monotonic()))
+            answer = pickle.dumps(outcome)
+        except Exception as error:
+            text = f"the result cannot be sent: {error!r}"
+            answer = pickle.dumps(Outcome(outcome.rank, False, trace=text, at=time.monotonic()))
+        pipe.send_bytes(answer)
     group.leave()
