@@ -5,6 +5,9 @@ with a decorator, and its body then runs in the workers:
 
     @distributed(world=2)
     def test_ranks_agree(rank, world): ...
+
+`@simulated(world=2)` runs it in a simulated world of this process instead: for tests that have no need of gloo, above
+all short ones, and those that patch the runtime.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from composable_shard.testing import RankFailedError, WorldTimeoutError
+from composable_shard.testing import RankFailedError, WorldTimeoutError, spmd
 from composable_shard.testing._processes import JOB_LIMIT_S
 from composable_shard.testing._processes import Pool as Workers
 
@@ -48,14 +51,32 @@ POOL = Pool()
 
 def distributed(world: int | tuple[int, ...] = 2, *, limit_s: float = JOB_LIMIT_S) -> Callable[..., Any]:
     """Make a test of `body(rank, world, ...)` that runs on every rank of each world; other arguments are parameters."""
+
+    def run(body: Callable[..., Any], world: int, kwargs: dict[str, Any]) -> None:
+        POOL.run(f"{body.__module__}:{body.__qualname__}", world, kwargs, limit_s)
+
+    return _decorator(run, world)
+
+
+def simulated(world: int | tuple[int, ...] = 2, *, limit_s: float = JOB_LIMIT_S) -> Callable[..., Any]:
+    """The same in a simulated world."""
+
+    def run(body: Callable[..., Any], world: int, kwargs: dict[str, Any]) -> None:
+        __tracebackhide__ = True
+        spmd(world, timeout=limit_s)(lambda here: body(rank=here.rank, world=here.size, **kwargs))
+
+    return _decorator(run, world)
+
+
+def _decorator(
+    run: Callable[[Callable[..., Any], int, dict[str, Any]], None], world: int | tuple[int, ...]
+) -> Callable[..., Any]:
     worlds = (world,) if isinstance(world, int) else world
 
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
-        job = f"{body.__module__}:{body.__qualname__}"
-
         @functools.wraps(body)
         def test(**kwargs: Any) -> None:
-            POOL.run(job, kwargs.pop("world", worlds[0]), kwargs, limit_s)
+            run(body, kwargs.pop("world", worlds[0]), kwargs)
 
         dropped = {"rank"} if len(worlds) > 1 else {"rank", "world"}
         signature = inspect.signature(body)
