@@ -14,7 +14,7 @@ import pytest
 
 MARKER = (
     "world(world_size, mesh=None, processes=False, device='cpu', seed=0, timeout=60.0): run the test as every rank of "
-    "a simulated world, or with processes=True of a real one on gloo. The fixtures `world` and `mesh` are the rank's own."
+    "a simulated world, or with processes=True of a real one on gloo. The fixtures `world` and `mesh` are its own."
 )
 _HAS_WORLDS = pytest.StashKey[bool]()
 

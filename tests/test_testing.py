@@ -122,17 +122,7 @@ def train(world):
     return losses, {name: param.full_tensor().detach() for name, param in model.named_parameters()}
 
 
-@pytest.fixture
-def one_thread():
-    """Kernels add in another order where they have more threads; the workers have one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.usefixtures("one_thread")
 def test_training_has_the_bits_of_gloo(size):
     for mine, theirs in zip(testing.spmd(size)(train), testing.processes(size)(train), strict=True):
         assert mine[0] == theirs[0]

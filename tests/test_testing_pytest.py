@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def run(pytester, monkeypatch):
+def run(pytester, monkeypatch, torch_is_loaded):
     """Run a test file in this process, with the plugin; gives the result."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of processes that it starts
 

@@ -32,8 +32,8 @@ def make_inputs(batch: int, step: int) -> torch.Tensor:
     return torch.randn(4, 16, generator=torch.Generator().manual_seed(100 * step + batch))
 
 
-# 1. Does it train as it does unsharded? Outputs, gradients and updated parameters are compared to the bit, with those of
-#    one unsharded layer that gets the mean of all ranks' gradients.
+# 1. Does it train as it does unsharded? Outputs, gradients and updated parameters are compared to the bit, with those
+#    of one unsharded layer that gets the mean of all ranks' gradients.
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

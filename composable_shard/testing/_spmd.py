@@ -152,6 +152,17 @@ class Spmd:
 
 
 @contextlib.contextmanager
+def one_kernel_thread() -> Iterator[None]:
+    """Kernels run on the thread that calls them: on more they add in another order, and each rank would have its own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
 def _simulation(size: int) -> Iterator[tuple[Network, Turns]]:
     """A world of its own for each thread, and the caller's random numbers as they were."""
     check_no_group("spmd")
@@ -161,7 +172,7 @@ def _simulation(size: int) -> Iterator[tuple[Network, Turns]]:
     try:
         register()
         turns = Turns(size)
-        with world_per_thread():
+        with one_kernel_thread(), world_per_thread():
             yield Network(size, turns), turns
     finally:
         before.restore()
@@ -193,7 +204,7 @@ def spmd(
 
     torch's, numpy's and Python's default random generators belong to the rank whose turn it is, as if each had a
     process of its own; all start from `seed`, so that equal constructors give equal models. The caller's are put back
-    at the end. All other globals of the process are shared.
+    at the end. Kernels run on one thread. All other globals of the process are shared.
 
     A rank that raises ends all others; its exception is raised here, with a note that names the rank.
 

@@ -17,7 +17,7 @@ from .._errors import ShardConfigTypeError, ShardConfigValueError
 from .._torch import map_tensors, tree_tensors
 from .._torch_distributed import own_part
 from ._difference import difference
-from ._spmd import Axes, World, check_world, spmd
+from ._spmd import Axes, World, check_world, one_kernel_thread, spmd
 from ._turns import RandomState
 
 Part = tuple[torch.Tensor, tuple[int, ...] | None]  # a rank's part, and where it begins; None if it is the whole
@@ -285,7 +285,8 @@ def assert_matches_unsharded(
     run = spmd(world_size, mesh=mesh, seed=seed, timeout=timeout)
     before = RandomState.now()
     try:
-        theirs = _unsharded_steps(training, batches)
+        with one_kernel_thread():
+            theirs = _unsharded_steps(training, batches)
     finally:
         before.restore()
     ours = run(_sharded_steps, training, shard, batches)
