@@ -153,7 +153,7 @@ class Spmd:
 
 @contextlib.contextmanager
 def one_kernel_thread() -> Iterator[None]:
-    """Kernels run on the thread that calls them: on more they add in another order, and each rank would have its own."""
+    """Kernels run on the thread that calls them: on more they add in another order, and cost each rank a pool."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
