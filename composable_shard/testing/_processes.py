@@ -166,7 +166,7 @@ class Pool:
         number = next(self._jobs)
         workers = self._workers[:world]
         asked = Job(target, file, args, kwargs, axes or {"shard": world}, self.around)
-        place = {"number": number, "world": world, "epoch": self._epoch[0], "store": store}
+        place: dict[str, Any] = {"number": number, "world": world, "epoch": self._epoch[0], "store": store}
         jobs = [pickle.dumps(replace(asked, rank=rank, **place)) for rank in range(world)]  # by value, tensors too
         for rank, worker in enumerate(workers):
             worker.mark = worker.log.stat().st_size
