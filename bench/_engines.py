@@ -76,9 +76,9 @@ def shard_units(name: str, model: nn.Module, units: Sequence[nn.Module], mesh: D
     """Ours (`ours...`) or FSDP2 around a model and the given modules of it, which are in the order of forward.
 
     `ours-two` is told that two reductions may be in flight, which is its rule on an accelerator; on a CPU it waits for
-    them before it gathers in backward. `ours-far` is told too to gather two groups ahead. `ours-auto` measures its second
-    and third step and schedules by that, within the memory that one ahead takes; `ours-auto-fsdp2` within that of FSDP2
-    for one ahead, by the figures of memory.py.
+    them before it gathers in backward. `ours-far` is told too to gather two groups ahead. `ours-auto` measures its
+    second and third step and schedules by that, within the memory that one ahead takes; `ours-auto-fsdp2` within that
+    of FSDP2 for one ahead, by the figures of memory.py.
     """
     import composable_shard
 

@@ -85,6 +85,11 @@ class Actions:
             )
         return self._last_record
 
+    @property
+    def done(self) -> list[Any]:
+        """What the running iteration has done: kind, FQN and live bytes of each action, one after the other."""
+        return self._done
+
     # ---- issuing
 
     def _act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], *args: Any) -> T:

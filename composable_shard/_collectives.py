@@ -148,6 +148,13 @@ class Direct(Packed):
         return handle
 
 
+class OfFakeGroup(Direct):
+    """The same for torch's fake group, which wants pieces of the shape of their places."""
+
+    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
+        return super().all_gather(wholes, [piece.view(-1) for piece in pieces])
+
+
 class RankOrdered:
     """For gloo: gathers by broadcast, reductions by all-to-all and a local sum in the order of the ranks."""
 
@@ -299,6 +306,8 @@ def transports_of(group: dist.ProcessGroup, device: torch.device) -> dict[str, T
         found = [RankOrdered(group), RankOrderedDirect(group)]
         if device.type == "cpu":  # gloo sends no memory of a device
             found.insert(1, PointToPoint(group))
+    elif name == "fake":
+        found = [OfFakeGroup(group), Packed(group)]
     else:
         found = [Direct(group, name in _AVERAGING), Packed(group, name in _AVERAGING)]
     return {each.route.name: each for each in found}

@@ -9,6 +9,11 @@
     ├── RankMismatchError           ranks have different plans                               (also a RuntimeError)
     ├── StaleStateError             weights were changed between forward and backward        (also a RuntimeError)
     ├── SavedTensorModifiedError    a saved activation was written in place before backward (also a RuntimeError)
+    ├── WorldError                  ranks of a test that cannot go on together               (also a RuntimeError)
+    │   ├── CollectiveMismatchError ... for they have issued different collectives
+    │   ├── DeadlockError           ... for each waits for another one
+    │   ├── RankFailedError         ... for one of them, a process of its own, has failed
+    │   └── WorldTimeoutError       ... within the time they were given    (also a TimeoutError)
     └── PhaseError                  an illegal transition: a fault of this library (also an AssertionError)
 
     CompiledGraphWarning            (a UserWarning) a compiled graph that is right, but not what was promised
@@ -61,6 +66,26 @@ class StaleStateError(ComposableShardError, RuntimeError):
 
 class SavedTensorModifiedError(ComposableShardError, RuntimeError):
     """An activation that backward needs was modified in place after it had been saved."""
+
+
+class WorldError(ComposableShardError, RuntimeError):
+    """Ranks of a test cannot go on together; see `composable_shard.testing`."""
+
+
+class CollectiveMismatchError(WorldError):
+    """Ranks have issued different collectives at one point of a group, or some of them none."""
+
+
+class DeadlockError(WorldError):
+    """No rank can go on, for each waits for another one."""
+
+
+class RankFailedError(WorldError):
+    """A rank that is a process of its own has failed; the message ends with its traceback."""
+
+
+class WorldTimeoutError(WorldError, TimeoutError):
+    """The ranks of a test have not ended in the time that they were given."""
 
 
 class PhaseError(ComposableShardError, AssertionError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import types
 from collections import OrderedDict
@@ -16,7 +17,7 @@ import torch
 import torch.utils.checkpoint
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 T = TypeVar("T")
@@ -352,3 +353,23 @@ def cpu_streams(stream: Callable[..., Any], event: Callable[[], Any], default: o
         yield
     finally:
         cpu.Stream, cpu.Event, cpu._current_stream = was
+
+
+def raise_in_thread(thread: int, kind: type[BaseException]) -> None:
+    """Have a thread of Python raise an exception at its next line."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
+
+
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, called: Callable[[str, str], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._called = called
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._called(func.namespace, func._schema.name.split("::")[1])
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of_operators(called: Callable[[str, str], None]) -> contextlib.AbstractContextManager[Any]:
+    """Within, tell of each operator that this thread calls: its namespace and its name."""
+    return _Calls(called)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -19,7 +21,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo as HSDPMeshInfo
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -158,3 +161,48 @@ def forget_meshes() -> None:
     """Drop what torch keeps of meshes for later: a mesh of another world would look equal to one of these."""
     _mesh_resources.mesh_stack.clear()
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+class _ThreadsWorld(threading.local):
+    """All that torch.distributed knows of its groups, apart for each thread."""
+
+    def __init__(self, fresh: dict[str, Any]) -> None:
+        for name, value in fresh.items():
+            setattr(self, name, type(value)() if isinstance(value, dict | list) else value)
+
+
+@contextlib.contextmanager
+def world_per_thread() -> Iterator[None]:
+    """Each thread has its own default process group within; this process must have none."""
+    module = dist.distributed_c10d
+    theirs = module._world
+    known = [name for name, value in vars(type(theirs)).items() if isinstance(value, property)]
+    fresh = {name: getattr(theirs, name) for name in known if name != "pg_config_info"}  # of which that one is made
+    torch._C._ensureCUDADeviceGuardSet()  # what torch 2.11 makes here dies with the thread that first needs it
+    module._world = _ThreadsWorld(fresh)  # type: ignore[assignment]
+    c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
+        module._world = theirs
+
+
+def fake_group(world_size: int, rank: int) -> None:
+    """Make torch's fake process group the default one; its collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def count_groups() -> int:
+    """How many process groups this process has."""
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def own_part(tensor: DTensor) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+    """This rank's part of a DTensor and where, in the whole, it begins; None if it is not cut into plain pieces."""
+    if any(type(placement) not in (Shard, Replicate) for placement in tensor.placements):
+        return None
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return local_tensor(tensor), tuple(offsets)

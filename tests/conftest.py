@@ -5,9 +5,26 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
+pytest_plugins = ["pytest_composable_shard"]  # also where the package is not installed
+
 HERE = str(Path(__file__).parent)
 if HERE not in sys.path:  # the helpers (_pool, _parity) import each other by name, in pytest and in the workers
     sys.path.insert(0, HERE)
+
+
+@pytest.fixture(scope="session")
+def torch_is_loaded() -> None:
+    """All that worlds load late is there: pytester forgets what its runs import, and torch can be loaded only once."""
+    import torch
+    import torch._dynamo
+    import torch._inductor.test_operators
+
+    from composable_shard import testing
+    from composable_shard.testing import _pytest  # noqa: F401
+
+    testing.assert_matches_unsharded(lambda: torch.nn.Linear(2, 2), lambda batch, step: torch.ones(1, 2), steps=1)
 
 
 def pytest_unconfigure() -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import composable_shard
 from _engines import fully_shard
 from _models import Block, Stack, vectors
-from _pool import distributed
+from _pool import simulated
 from composable_shard._build import _check_offloaded
 
 
@@ -57,7 +57,7 @@ class Container(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["list", "dict", "inside a list"])
-@distributed(world=2)
+@simulated(world=2)
 def test_containers_without_forward_are_rejected(rank, world, kind):
     modules = {
         "list": (nn.ModuleList([nn.Linear(4, 4)]), "ModuleList"),
@@ -69,7 +69,7 @@ def test_containers_without_forward_are_rejected(rank, world, kind):
         fully_shard(module)
 
 
-@distributed(world=2)
+@simulated(world=2)
 def test_a_container_that_has_a_forward_is_accepted(rank, world):
     model = Container()
     fully_shard(model)
@@ -77,20 +77,20 @@ def test_a_container_that_has_a_forward_is_accepted(rank, world):
 
 
 @pytest.mark.parametrize("what", ["number", "list of numbers", "class"])
-@distributed(world=2)
+@simulated(world=2)
 def test_things_that_are_no_modules_are_rejected(rank, world, what):
     value = {"number": 5, "list of numbers": [nn.Linear(4, 4), 5], "class": nn.Linear}[what]
     with rejected("module", kinds=TypeError):
         fully_shard(value)
 
 
-@distributed(world=2)
+@simulated(world=2)
 def test_an_empty_list_is_rejected(rank, world):
     with rejected("module", "empty", kinds=ValueError):
         fully_shard([])
 
 
-@distributed(world=2)
+@simulated(world=2)
 def test_sharding_a_module_twice_is_rejected(rank, world):
     model = Stack()
     fully_shard(model.blocks[0])
@@ -102,7 +102,7 @@ def test_sharding_a_module_twice_is_rejected(rank, world):
     model(*vectors(rank, 0)).sum().backward()
 
 
-@distributed(world=2)
+@simulated(world=2)
 def test_sharding_a_module_twice_through_a_list_is_rejected(rank, world):
     model = Stack()
     fully_shard(model.blocks[0])
@@ -110,7 +110,7 @@ def test_sharding_a_module_twice_through_a_list_is_rejected(rank, world):
         fully_shard([model.blocks[0], model.blocks[1]])
 
 
-@distributed(world=2)
+@simulated(world=2)
 def test_sharding_the_parent_before_the_child_is_rejected(rank, world):
     model = Stack()
     fully_shard(model)
@@ -119,28 +119,28 @@ def test_sharding_the_parent_before_the_child_is_rejected(rank, world):
 
 
 @pytest.mark.parametrize("mesh", ["name", "group"])
-@distributed(world=2)
+@simulated(world=2)
 def test_a_mesh_of_another_type_is_rejected(rank, world, mesh):
     value = {"name": "cpu", "group": torch.distributed.group.WORLD}[mesh]
     with rejected("mesh", kinds=TypeError):
         fully_shard(nn.Linear(4, 4), mesh=value)
 
 
-@distributed(world=2)
+@simulated(world=2)
 def test_a_mesh_of_three_axes_is_rejected(rank, world):
     mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))
     with rejected("mesh", "3", kinds=ValueError):
         fully_shard(nn.Linear(4, 4), mesh=mesh)
 
 
-@distributed(world=2)
+@simulated(world=2)
 def test_a_mesh_of_two_axes_without_names_is_rejected(rank, world):
     mesh = init_device_mesh("cpu", (1, 2))
     with rejected("mesh", "names", kinds=ValueError):
         fully_shard(nn.Linear(4, 4), mesh=mesh)
 
 
-@distributed(world=2)
+@simulated(world=2)
 def test_a_mesh_without_this_rank_is_rejected_there(rank, world):
     mesh = DeviceMesh("cpu", [0])
     if rank == 1:
@@ -149,14 +149,14 @@ def test_a_mesh_without_this_rank_is_rejected_there(rank, world):
 
 
 @pytest.mark.parametrize("value", ["yes", 1.5, 0, -2, 3, 8, [True]], ids=str)
-@distributed(world=(2, 4))
+@simulated(world=(2, 4))
 def test_a_wrong_reshard_after_forward_is_rejected(rank, world, value):
     with rejected("reshard_after_forward"):
         fully_shard(nn.Linear(4, 4), reshard_after_forward=value)
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None], ids=str)
-@distributed(world=2)
+@simulated(world=2)
 def test_the_setter_of_reshard_after_forward_takes_a_bool_only(rank, world, value):
     model = nn.Linear(4, 4)
     fully_shard(model)
@@ -164,21 +164,21 @@ def test_the_setter_of_reshard_after_forward_takes_a_bool_only(rank, world, valu
         model.set_reshard_after_forward(value)
 
 
-@distributed(world=2)
+@simulated(world=2)
 def test_a_scalar_parameter_is_rejected_by_its_full_name(rank, world):
     model = Holder(nn.Parameter(torch.tensor(1.0)))
     with rejected("inner.odd", kinds=ValueError):
         fully_shard(model)
 
 
-@distributed(world=2)
+@simulated(world=2)
 def test_a_non_contiguous_parameter_is_rejected_by_its_full_name(rank, world):
     model = Holder(nn.Parameter(torch.randn(4, 6).t()))
     with rejected("inner.odd", "contiguous", kinds=ValueError):
         fully_shard(model)
 
 
-@distributed(world=2)
+@simulated(world=2)
 def test_a_rejected_call_leaves_the_module_as_it_was(rank, world):
     model = Holder(nn.Parameter(torch.tensor(1.0)))
     before, kind = dict(model.named_parameters()), type(model)
@@ -198,7 +198,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@distributed(world=2)
+@simulated(world=2)
 def test_options_of_a_wrong_type_are_rejected(rank, world, option):
     name = option.split()[0]
     with rejected(name, kinds=TypeError):
@@ -208,7 +208,7 @@ def test_options_of_a_wrong_type_are_rejected(rank, world, option):
 FIRST_FORWARD = (ValueError, TypeError, RuntimeError)
 
 
-@distributed(world=2)
+@simulated(world=2)
 def test_a_list_group_as_root_is_rejected_at_the_first_forward(rank, world):
     model = Stack()
     fully_shard([model.inp, model.head])
@@ -216,7 +216,7 @@ def test_a_list_group_as_root_is_rejected_at_the_first_forward(rank, world):
         model.inp(*vectors(rank, 0))
 
 
-@distributed(world=2)
+@simulated(world=2)
 def test_a_submodule_that_ran_before_the_root_is_rejected_at_the_first_forward(rank, world):
     model = Stack()
     for block in model.blocks:
@@ -228,7 +228,7 @@ def test_a_submodule_that_ran_before_the_root_is_rejected_at_the_first_forward(r
         model(*vectors(rank, 0))
 
 
-@distributed(world=2)
+@simulated(world=2)
 def test_parameters_left_on_meta_are_listed_at_the_first_forward(rank, world):
     with torch.device("meta"):
         model = Stack(blocks=2)
@@ -252,7 +252,7 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize("mistake", STRATEGIES)
-@distributed(world=2)
+@simulated(world=2)
 def test_mistakes_in_wrapping_by_class_are_rejected(rank, world, mistake):
     options, word = STRATEGIES[mistake]
     options = dict(options)
@@ -262,7 +262,7 @@ def test_mistakes_in_wrapping_by_class_are_rejected(rank, world, mistake):
 
 
 @pytest.mark.parametrize("value", [-1, "1MB", 1.5], ids=str)
-@distributed(world=2)
+@simulated(world=2)
 def test_a_wrong_size_limit_is_rejected(rank, world, value):
     with rejected("min_bytes"):
         composable_shard.shard_by_size(Stack(), min_bytes=value)
@@ -274,7 +274,7 @@ def on_another_device(*shape):
         return torch.empty(shape, device="cuda")
 
 
-@distributed(world=2)
+@simulated(world=2)
 def test_a_parameter_on_a_device_that_is_not_this_ranks_is_rejected_by_its_name(rank, world):
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].weight = nn.Parameter(on_another_device(2, 2))
@@ -282,7 +282,7 @@ def test_a_parameter_on_a_device_that_is_not_this_ranks_is_rejected_by_its_name(
         fully_shard(model)
 
 
-@distributed(world=2)
+@simulated(world=2)
 def test_a_dtensor_on_a_mesh_of_another_device_type_is_rejected_by_its_name(rank, world):
     other = DeviceMesh("meta", [0, 1], mesh_dim_names=("tp",), _init_backend=False)
     model = nn.Linear(2, 2)
@@ -292,7 +292,7 @@ def test_a_dtensor_on_a_mesh_of_another_device_type_is_rejected_by_its_name(rank
         fully_shard(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
 
 
-@distributed(world=1)
+@simulated(world=1)
 def test_offloaded_parameters_that_have_left_the_cpu_are_listed(rank, world):
     param = SimpleNamespace(fqn="block.weight", local=on_another_device(2))
     state = SimpleNamespace(declaration=SimpleNamespace(info=SimpleNamespace(offloads=True), params=[param]))

@@ -1,6 +1,20 @@
-"""Helpers for tests and trials of sharded models."""
+"""To test and to try sharded layers on a laptop: without a launcher, without ports, in one process."""
 
+from .._errors import CollectiveMismatchError as CollectiveMismatchError
+from .._errors import DeadlockError as DeadlockError
+from .._errors import RankFailedError as RankFailedError
+from .._errors import WorldError as WorldError
+from .._errors import WorldTimeoutError as WorldTimeoutError
 from ._clocks import Collective as Collective
 from ._fabric import Busy as Busy
 from ._fabric import Fabric as Fabric
 from ._fabric import fabric as fabric
+from ._fake import fake as fake
+from ._processes import processes as processes
+from ._spmd import World as World
+from ._spmd import spmd as spmd
+from ._trace import assert_collectives as assert_collectives
+from ._trace import assert_peak_bytes as assert_peak_bytes
+from ._trace import collectives as collectives
+from ._trace import trace as trace
+from ._unsharded import assert_matches_unsharded as assert_matches_unsharded

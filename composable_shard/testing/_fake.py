@@ -1,0 +1,53 @@
+"""`fake`: one rank of a world of any size, for shapes, plans and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from .._errors import ShardConfigValueError
+from .._torch_distributed import fake_group, forget_meshes
+from ._spmd import Axes, World, check_no_group, check_world
+
+
+@contextlib.contextmanager
+def fake(world_size: int, rank: int = 0, *, mesh: Axes | None = None, device: str = "cpu") -> Iterator[World]:
+    """Be one rank of a world whose other ranks do not exist.
+
+    Collectives return at once and what they give is meaningless; shapes, plans, records and memory are those of a world
+    of that size::
+
+        with testing.fake(512) as world:
+            cs.fully_shard(layer, mesh=world.mesh)
+            layer(x).sum().backward()
+            testing.assert_peak_bytes(layer, at_most=3 << 20)
+
+    The default process group is destroyed at the end, also after an exception.
+
+    Args:
+        world_size: number of ranks, at least 1.
+        rank: the one to be.
+        mesh: names and sizes of the axes of `world.mesh`; one axis ``shard`` if None.
+        device: type of device of the mesh.
+
+    Raises:
+        ShardConfigTypeError, ShardConfigValueError: the arguments make no world, or it has no such rank.
+        ShardConfigStateError: this process has a default process group already.
+    """
+    axes = check_world(world_size, mesh)
+    if not 0 <= rank < world_size:
+        raise ShardConfigValueError(f"rank: a world of {world_size} has ranks 0 to {world_size - 1}, got {rank}")
+    check_no_group("fake")
+    hook = sys.excepthook
+    fake_group(world_size, rank)
+    try:
+        yield World(rank, world_size, init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes)))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        forget_meshes()
+        sys.excepthook = hook  # torch puts the rank before every line

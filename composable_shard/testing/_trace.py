@@ -1,0 +1,209 @@
+"""What a step did: its actions as text, its collectives by kind, its memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch.nn as nn
+
+from .._api import last_record, make_plan
+from .._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
+from .._record import Record
+from .._schedule import ROOT_NAME
+from .._state import state_of
+from .._torch import calls_of_operators, current_backward, tree_tensors
+from ._group import HERE
+from ._network import Issued
+
+T = TypeVar("T")
+# How the operators of torch.distributed begin, by what they are; longer ones come first.
+_OPERATORS = {
+    "allgather": "all_gather",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "barrier": "barrier",
+    "send": "send",
+    "recv": "recv",
+}
+KINDS = frozenset(_OPERATORS.values())
+
+
+class _Script:
+    """Writes a trace: what engines have done since the last line, and what modules do."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._written: dict[int, tuple[list[Any], int]] = {}  # by an engine's list of actions
+
+    def catch_up(self, module: nn.Module | None = None) -> None:
+        """Write down what was done; `module` tells of an engine that may have begun a new iteration."""
+        state = state_of(module) if module is not None else None
+        if state is not None and state.bound is not None:
+            done = state.bound.engine._do.done
+            self._written.setdefault(id(done), (done, 0))
+        for key, (done, count) in self._written.items():
+            new = zip(done[count::3], done[count + 1 :: 3], strict=True)
+            self.lines += [f"{kind} {fqn or ROOT_NAME}" for kind, fqn in new]
+            self._written[key] = done, len(done)
+
+    def skip(self, done: list[Any]) -> None:
+        """Leave out what an engine has done so far."""
+        self._written[id(done)] = done, len(done)
+
+    def compute(self, module: nn.Module, name: str, direction: str) -> None:
+        self.catch_up(module)
+        state = state_of(module)
+        if state is not None and state.bound is not None and state.bound.group is not None:
+            self.lines.append(f"COMPUTE {name or ROOT_NAME}{direction}")
+
+
+def _listen(script: _Script, name: str, module: nn.Module) -> list[Any]:
+    def before(*_: Any) -> None:
+        script.compute(module, name, " again" if current_backward() >= 0 else "")
+
+    def after(_: nn.Module, __: Any, output: Any) -> None:
+        seen: set[int] = set()
+
+        def reached(*_: Any) -> None:
+            now = current_backward()
+            if now not in seen:
+                seen.add(now)
+                script.compute(module, name, " backward")
+
+        for tensor in tree_tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(reached)
+
+    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+
+def trace(model: nn.Module, step: Callable[[], object]) -> str:
+    """What `step` does to the groups of a sharded model, in order, a line each; made to be compared with a text.
+
+    The lines of the record (``UNSHARD blocks.3``; see `Record`) with ``COMPUTE blocks.3`` where the forward of a
+    sharded module begins, ``COMPUTE blocks.3 backward`` where its backward does, and ``COMPUTE blocks.3 again`` where a
+    checkpoint runs its forward once more::
+
+        print(testing.trace(model, lambda: model(x).sum().backward()))
+
+    Raises:
+        ShardConfigValueError: the model holds no sharded module.
+    """
+    sharded = {name: module for name, module in model.named_modules() if state_of(module) is not None}
+    if not sharded:
+        raise ShardConfigValueError(f"model: {type(model).__name__} holds no sharded module; call fully_shard first")
+    script = _Script()
+    with contextlib.ExitStack() as stack:
+        for name, module in sharded.items():
+            for handle in _listen(script, name, module):
+                stack.callback(handle.remove)
+        for module in sharded.values():
+            state = state_of(module)
+            if state is not None and state.bound is not None:  # what was done before is not of this step
+                script.skip(state.bound.engine._do.done)
+        step()
+        for module in sharded.values():
+            script.catch_up(module)
+    return "\n".join(script.lines)
+
+
+@contextlib.contextmanager
+def collectives() -> Iterator[Counter[str]]:
+    """Count the collectives that this rank launches, by kind: ``{"all_gather": 2, "reduce_scatter": 1}``.
+
+    In a simulated world, and under `fake`, a bucket takes one gather and one reduction. On gloo the library makes them
+    of other primitives (see Transports in the README), and these are what is counted. What runs in compiled graphs
+    counts in simulated worlds alone.
+    """
+    counts: Counter[str] = Counter()
+    if HERE.network is not None:
+        listeners = HERE.network.listeners[HERE.rank]
+
+        def heard(issued: Issued) -> None:
+            counts[issued.kind] += 1
+
+        listeners.append(heard)
+        try:
+            yield counts
+        finally:
+            listeners.remove(heard)
+        return
+
+    def called(namespace: str, name: str) -> None:
+        if namespace in ("c10d", "_c10d_functional"):
+            name = name.lstrip("_")
+            kind = next((kind for begin, kind in _OPERATORS.items() if name.startswith(begin)), None)
+            counts.update([kind] if kind else [])
+
+    with calls_of_operators(called):
+        yield counts
+
+
+def assert_collectives(what: Callable[[], T], /, **expected: int) -> T:
+    """Call `what` and assert that this rank launches exactly these collectives, and no other kind; returns its result.
+
+    ::
+
+        testing.assert_collectives(lambda: layer(x).sum().backward(), all_gather=2, reduce_scatter=1)
+
+    Args:
+        what: the function; see `collectives` for what is counted.
+        expected: numbers by kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, reduce, gather,
+            scatter, barrier, send, recv.
+
+    Raises:
+        AssertionError: the numbers differ.
+        ShardConfigValueError: there is no such kind.
+    """
+    if unknown := sorted(set(expected) - KINDS):
+        raise ShardConfigValueError(f"expected: {', '.join(unknown)} is no kind; there are {', '.join(sorted(KINDS))}")
+    with collectives() as counts:
+        result = what()
+    wanted = {kind: number for kind, number in expected.items() if number}
+    if dict(counts) != wanted:
+        raise AssertionError(f"collectives: {_words(counts)}; expected {_words(wanted)}")
+    return result
+
+
+def _words(counts: dict[str, int]) -> str:
+    return ", ".join(f"{number} {kind}" for kind, number in sorted(counts.items())) or "none"
+
+
+def assert_peak_bytes(what: nn.Module | Record, *, at_most: int | None = None) -> int:
+    """Assert how much memory for unsharded parameters and communication the last iteration took; returns that.
+
+    Args:
+        what: a sharded model that has run, or a record.
+        at_most: bytes; the prediction of the model's plan if None.
+
+    Raises:
+        AssertionError: it took more; the message has the action after which it did.
+        ShardConfigStateError: the model has not finished an iteration.
+        ShardConfigTypeError: `at_most` is missing for a record.
+    """
+    record = last_record(what) if isinstance(what, nn.Module) else what
+    if record is None:
+        raise ShardConfigStateError("model: it is not sharded, or has finished no iteration; run a step first")
+    limit, source = at_most, "at_most"
+    if limit is None:
+        if not isinstance(what, nn.Module):
+            raise ShardConfigTypeError("at_most: a record has no plan; give the bytes")
+        limit, source = make_plan(what).peak_bytes, "the plan"
+    if record.peak_bytes > limit:
+        at = record.live_bytes.index(record.peak_bytes)
+        raise AssertionError(
+            f"peak of {record.peak_bytes:,} bytes, {source} allows {limit:,}: "
+            f"after action {at + 1}, {record.actions[at]}"
+        )
+    return record.peak_bytes

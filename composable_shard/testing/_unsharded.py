@@ -1,0 +1,302 @@
+"""`assert_matches_unsharded`: the same training of a layer sharded, on all ranks, and unsharded, on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .._api import fully_shard
+from .._errors import ShardConfigTypeError, ShardConfigValueError
+from .._torch import map_tensors, tree_tensors
+from .._torch_distributed import own_part
+from ._difference import difference
+from ._spmd import Axes, World, check_world, one_kernel_thread, spmd
+from ._turns import RandomState
+
+Part = tuple[torch.Tensor, tuple[int, ...] | None]  # a rank's part, and where it begins; None if it is the whole
+_MOST_LINES = 12
+
+
+@dataclass(frozen=True)
+class Training:
+    """What both sides do; see `assert_matches_unsharded`."""
+
+    make_layer: Callable[[], nn.Module]
+    make_inputs: Callable[[int, int], Any]
+    loss: Callable[[Any], torch.Tensor]
+    optimizer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+    steps: int
+    seed: int
+    backend: str | None
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(self.seed)
+        return self.make_layer()
+
+    def runner(self, layer: nn.Module) -> Callable[..., Any]:
+        """The layer, compiled if it shall be."""
+        return layer if self.backend is None else torch.compile(layer, backend=self.backend, fullgraph=True)
+
+    def forward_backward(self, run: Callable[..., Any], batch: int, step: int) -> Shot:
+        """One forward and backward with the inputs of one data-parallel rank."""
+        given = map_tensors(_leaf, self.make_inputs(batch, step))
+        torch.manual_seed(self.seed + 1_000_003 * step + batch)  # for dropout and its kin
+        args, kwargs = ((), given) if isinstance(given, dict) else (given if isinstance(given, tuple) else (given,), {})
+        output = run(*args, **kwargs)
+        self.loss(output).backward()  # type: ignore[no-untyped-call]
+        return Shot(
+            batch=batch,
+            outputs=[tensor.detach().clone() for tensor in tree_tensors(output)],
+            input_grads=[leaf.grad for leaf in tree_tensors(given)],
+        )
+
+
+@dataclass
+class Shot:
+    """What is compared of one step of one rank."""
+
+    batch: int
+    outputs: list[torch.Tensor]
+    input_grads: list[torch.Tensor | None]
+    grads: dict[str, Part | None] = field(default_factory=dict)
+    params: dict[str, Part] = field(default_factory=dict)
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+
+
+def _mean_square(output: Any) -> torch.Tensor:
+    terms = [t.float().square().mean() for t in tree_tensors(output) if t.is_floating_point()]
+    if not terms:
+        raise ShardConfigTypeError("loss: the output has no floating-point tensor; pass a function of the output")
+    return reduce(torch.add, terms)
+
+
+def _sgd(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def _shard_whole(layer: nn.Module, mesh: DeviceMesh) -> None:
+    fully_shard(layer, mesh=mesh)
+
+
+def _part(tensor: torch.Tensor) -> Part:
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone(), None
+    found = own_part(tensor)
+    if found is None:
+        with torch.no_grad():
+            return tensor.full_tensor(), None
+    return found[0].detach().clone(), found[1]
+
+
+def _sharded_steps(world: World, training: Training, shard: Callable[..., object], batches: Batches) -> list[Shot]:
+    """Train as one rank of a world."""
+    layer = training.build()
+    shard(layer, world.mesh)
+    params = dict(layer.named_parameters())
+    optimizer = training.optimizer([param for param in params.values() if param.requires_grad])
+    run = training.runner(layer)
+    shots = []
+    for step in range(training.steps):
+        shot = training.forward_backward(run, batches.of(world.mesh), step)
+        for name, param in params.items():
+            if layer.get_parameter(name) is not param:
+                raise AssertionError(f"step {step}: {name} is not the sharded parameter after backward")
+            if isinstance(param.grad, DTensor) and param.grad.placements != getattr(param, "placements", None):
+                raise AssertionError(f"step {step}: the gradient of {name} is placed as {param.grad.placements}")
+        shot.grads = {name: None if param.grad is None else _part(param.grad) for name, param in params.items()}
+        optimizer.step()
+        optimizer.zero_grad()
+        shot.params = {name: _part(param) for name, param in params.items()}
+        shots.append(shot)
+    return shots
+
+
+def _unsharded_steps(training: Training, batches: Batches) -> list[list[Shot]]:
+    """Train one layer on the batches of all ranks; a shot of each batch, by step. Parameters are whole."""
+    layer = training.build()
+    params = dict(layer.named_parameters())
+    optimizer = training.optimizer([param for param in params.values() if param.requires_grad])
+    run = training.runner(layer)
+    buffers = [_buffers(layer) for _ in range(batches.count)]
+    steps = []
+    for step in range(training.steps):
+        shots, grads = [], []
+        for batch in range(batches.count):
+            _set_buffers(layer, buffers[batch])
+            shots.append(training.forward_backward(run, batch, step))
+            buffers[batch] = _buffers(layer)
+            grads.append({name: param.grad for name, param in params.items()})
+            optimizer.zero_grad()
+        for name, param in params.items():
+            param.grad = batches.mean([each[name] for each in grads])
+        for shot in shots:
+            shot.grads = {n: None if p.grad is None else (p.grad.clone(), None) for n, p in params.items()}
+        optimizer.step()
+        optimizer.zero_grad()
+        for shot in shots:
+            shot.params = {name: (param.detach().clone(), None) for name, param in params.items()}
+        steps.append(shots)
+    return steps
+
+
+def _buffers(layer: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in layer.named_buffers()}
+
+
+def _set_buffers(layer: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for name, buffer in layer.named_buffers():
+        buffer.copy_(values[name])
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Which ranks have which batch.
+
+    Attributes:
+        axes: of the mesh, along which batches differ.
+        sizes: of these axes.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of batches."""
+        return reduce(int.__mul__, self.sizes, 1)
+
+    def of(self, mesh: DeviceMesh) -> int:
+        """The batch of this rank."""
+        number = 0
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            number = number * size + mesh.get_local_rank(axis)
+        return number
+
+    def mean(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """The mean of gradients by batch, added as collectives add: the last axis first, in the order of the ranks.
+
+        None counts as zeros, unless all are.
+        """
+        there = [grad for grad in grads if grad is not None]
+        if not there:
+            return None
+        values = [torch.zeros_like(there[0]) if grad is None else grad for grad in grads]
+        for size in reversed(self.sizes):
+            values = [reduce(torch.add, values[at : at + size]) for at in range(0, len(values), size)]
+        return values[0] / self.count
+
+
+def _differences(rank: int, step: int, ours: Shot, theirs: Shot, atol: float, rtol: float) -> Iterable[str]:
+    """A line for each value of ours that is not that of the unsharded layer."""
+    where = f"step {step}, rank {rank}"
+    if len(ours.outputs) != len(theirs.outputs):
+        yield f"{where}: {len(ours.outputs)} outputs, should be {len(theirs.outputs)}"
+    for what, mine, whole in (
+        ("output", ours.outputs, theirs.outputs),
+        ("gradient of input", ours.input_grads, theirs.input_grads),
+    ):
+        for number, (a, b) in enumerate(zip(mine, whole, strict=False)):
+            if text := difference(a, b, atol, rtol):
+                yield f"{where}: {what} {number} {text}"
+    for what, mine_of, whole_of in (
+        ("gradient of", ours.grads, theirs.grads),
+        ("updated", ours.params, theirs.params),
+    ):
+        for name, expected in whole_of.items():
+            if text := _part_differs(mine_of.get(name), expected, atol, rtol):
+                yield f"{where}: {what} {name} {text}"
+
+
+def _part_differs(mine: Part | None, whole: Part | None, atol: float, rtol: float) -> str:
+    if mine is None or whole is None:
+        return difference(mine and mine[0], whole and whole[0], atol, rtol)
+    (own, offsets), expected = mine, whole[0]
+    for dim, offset in enumerate(offsets or ()):
+        expected = expected.narrow(dim, min(offset, expected.shape[dim]), own.shape[dim])
+    return difference(own, expected, atol, rtol, offsets or ())
+
+
+def assert_matches_unsharded(
+    make_layer: Callable[[], nn.Module],
+    make_inputs: Callable[[int, int], Any],
+    *,
+    world_size: int = 2,
+    mesh: Axes | None = None,
+    batch_axes: Sequence[str] | None = None,
+    shard: Callable[[nn.Module, DeviceMesh], object] = _shard_whole,
+    loss: Callable[[Any], torch.Tensor] = _mean_square,
+    optimizer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer] = _sgd,
+    steps: int = 3,
+    compile: bool | str = False,  # noqa: A002 - for torch.compile
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    seed: int = 0,
+    timeout: float = 60.0,
+) -> None:
+    """Assert that a sharded layer trains as the unsharded one does, to the bit unless a tolerance is given.
+
+    The layer is sharded over a simulated world (see `spmd`) and trained there, each rank with inputs of its own. Beside
+    it one unsharded layer is trained with the mean of the gradients of all these inputs, added in the order of the
+    ranks. After each step outputs, gradients of inputs and parameters, and the updated parameters are compared.
+
+    Exact is right for layers that are used once in a forward, without tensor parallelism. Otherwise the sharded layer
+    adds in another order than the unsharded one: give a tolerance, ``rtol=1e-5`` say, for float32.
+
+    Args:
+        make_layer: makes the layer; it is called with the same random seed everywhere.
+        make_inputs: ``make_inputs(batch, step)`` gives the inputs of a rank: a tensor, a tuple of arguments, or a dict
+            of keyword arguments. `batch` is the rank, unless `batch_axes` says otherwise.
+        world_size: number of ranks.
+        mesh: names and sizes of the axes of the mesh; one axis ``shard`` if None.
+        batch_axes: those along which the inputs differ; all if None. Without the axis of tensor parallelism, say.
+        shard: ``shard(layer, mesh)`` shards it; one group over the whole mesh if not given.
+        loss: a function of the output; the mean of its squares if not given.
+        optimizer: makes an optimizer of the trainable parameters; SGD if not given, which a wrong scale of gradients
+            cannot escape, as it does with Adam.
+        steps: number of steps.
+        compile: True compiles both sides with Inductor, a name with that backend.
+        atol, rtol: how far a value may be off: ``atol + rtol * |unsharded value|``.
+        seed: of all random numbers; dropout draws the same on both sides.
+        timeout: seconds for the sharded side.
+
+    Raises:
+        AssertionError: values differ. It says of each in which step, on which rank, which parameter, and by how much.
+        ShardConfigTypeError, ShardConfigValueError: the arguments make no world.
+    """
+    sizes = check_world(world_size, mesh)
+    if steps < 1:
+        raise ShardConfigValueError(f"steps: expected at least 1, got {steps}")
+    axes = tuple(sizes) if batch_axes is None else tuple(batch_axes)
+    if unknown := [axis for axis in axes if axis not in sizes]:
+        raise ShardConfigValueError(f"batch_axes: the mesh has no axes {unknown}; it has {list(sizes)}")
+    batches = Batches(axes, tuple(sizes[axis] for axis in axes))
+    backend = ("inductor" if compile else None) if isinstance(compile, bool) else compile
+    training = Training(make_layer, make_inputs, loss, optimizer, steps, seed, backend)
+    run = spmd(world_size, mesh=mesh, seed=seed, timeout=timeout)
+    before = RandomState.now()
+    try:
+        with one_kernel_thread():
+            theirs = _unsharded_steps(training, batches)
+    finally:
+        before.restore()
+    ours = run(_sharded_steps, training, shard, batches)
+    for step in range(steps):
+        found = [
+            line
+            for rank in range(world_size)
+            for line in _differences(rank, step, ours[rank][step], theirs[step][ours[rank][step].batch], atol, rtol)
+        ]
+        if found:  # what comes after follows from it
+            more = [f"... {len(found)} lines"] if len(found) > _MOST_LINES else []
+            text = "\n  ".join([*found[:_MOST_LINES], *more])
+            raise AssertionError(f"the sharded layer does not match the unsharded one:\n  {text}")

@@ -1,0 +1,190 @@
+"""The pytest plugin: tests run as all ranks, leave no process group behind, and pay nothing where it is not used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+pytest_plugins = ["pytester"]
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def run(pytester, monkeypatch, torch_is_loaded):
+    """Run a test file in this process, with the plugin; gives the result."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of processes that it starts
+
+    def run(text, *args):
+        pytester.makepyfile(test_it="import pytest, torch, torch.distributed as dist\n" + text)
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "pytest_composable_shard", *args)
+
+    return run
+
+
+def test_a_marked_test_runs_as_every_rank_with_its_parameters(run):
+    result = run(
+        """
+seen = []
+
+@pytest.fixture
+def number():
+    return 7
+
+@pytest.mark.world(4, mesh={"dp": 2, "tp": 2})
+@pytest.mark.parametrize("letter", ["a", "b"])
+def test_ranks(world, mesh, number, letter):
+    assert mesh is world.mesh and mesh.size() == world.size == dist.get_world_size() == 4
+    seen.append((letter, number, world.rank))
+
+def test_all_have_run():
+    assert seen == [(letter, 7, rank) for letter in "ab" for rank in range(4)]
+
+class TestMethods:
+    @pytest.mark.world(2)
+    def test_one(self, world):
+        assert world.size == 2
+
+@pytest.mark.world(2)
+def test_skipped(world):
+    pytest.skip("not here")
+""",
+        "--strict-markers",
+    )
+    result.assert_outcomes(passed=4, skipped=1)
+
+
+def test_the_failure_of_a_rank_shows_its_assert_and_its_name(run):
+    result = run(
+        """
+@pytest.mark.world(3)
+def test_fails(world):
+    dist.all_reduce(torch.ones(1))
+    assert world.rank != 1
+    dist.barrier()
+"""
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E * assert 1 != 1", "E * raised by rank 1 of 3 in a simulated world"])
+    assert "_turns.py" not in result.stdout.str()
+
+
+def test_a_deadlock_and_a_hang_are_failures_of_the_test(run):
+    result = run(
+        """
+@pytest.mark.world(2)
+def test_deadlock(world):
+    if world.rank == 0:
+        dist.barrier()
+
+@pytest.mark.world(2, timeout=0.2)
+def test_hang(world):
+    while True:
+        pass
+
+@pytest.mark.world(2)
+def test_goes_on(world):
+    dist.barrier()
+"""
+    )
+    result.assert_outcomes(failed=2, passed=1)
+    result.stdout.fnmatch_lines(["E *rank 0 waits in barrier in group 'default_pg' of ranks [[]0, 1]*"])
+
+
+LEAVES_A_GROUP = """
+def test_leaves_a_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    {end}
+
+def test_next():
+    assert not dist.is_initialized()
+
+@pytest.fixture(scope="module")
+def shared_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+def test_that_uses_a_group_of_a_fixture(shared_group):
+    dist.barrier()
+
+def test_that_uses_it_too(shared_group):
+    dist.barrier()
+"""
+USES_WORLDS = """
+@pytest.mark.world(2)
+def test_world(world):
+    pass
+"""
+
+
+def test_a_group_that_a_test_leaves_behind_is_destroyed_and_told(run):
+    result = run(USES_WORLDS + LEAVES_A_GROUP.format(end=""))
+    result.assert_outcomes(failed=1, passed=4)
+    result.stdout.fnmatch_lines(["*test_leaves_a_group left a default process group behind, which was destroyed*"])
+    result = run(USES_WORLDS + LEAVES_A_GROUP.format(end="assert 0"))
+    result.assert_outcomes(failed=1, passed=4)
+    result.stdout.fnmatch_lines(["*process groups*", "*left a default process group behind, which was destroyed"])
+
+
+def test_tests_of_others_are_left_alone(run):
+    result = run(LEAVES_A_GROUP.format(end="").split("def test_next")[0] + "\ndef test_next():\n    dist.barrier()\n")
+    result.assert_outcomes(passed=2)
+    dist.destroy_process_group()
+
+
+def test_a_fixture_without_the_marker_says_what_to_do(run):
+    result = run("def test_it(world):\n    pass\n")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*asks for the fixture 'world' and is no test of a world*@pytest.mark.world(2)*"])
+
+
+def test_a_marked_test_can_run_on_real_processes(run):
+    result = run(
+        """
+@pytest.mark.world(1, processes=True)
+@pytest.mark.parametrize("number", [0, 1])
+def test_ranks(world, mesh, number):
+    assert dist.get_backend() == "gloo" and mesh is world.mesh
+    assert world.rank != number
+
+@pytest.mark.world(2, processes=True)
+class TestMethods:
+    def test_one(self, world):
+        pass
+"""
+    )
+    result.assert_outcomes(passed=1, failed=2)
+    result.stdout.fnmatch_lines(
+        ["*rank 0 of 1 failed first (test_it.py::test_ranks[[]0]):*", "*assert 0 != 0", "*methods cannot run in other*"]
+    )
+
+
+def test_the_plugin_loads_no_torch():
+    code = "import sys, pytest_composable_shard as plugin; assert 'torch' not in sys.modules, plugin.__file__"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+@pytest.mark.matrix
+def test_worlds_run_in_several_pytest_processes_at_once(pytester, monkeypatch):
+    pytest.importorskip("xdist")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    pytester.makepyfile(
+        """
+import pytest, torch.distributed as dist
+
+@pytest.mark.world(3)
+@pytest.mark.parametrize("number", range(10))
+def test_ranks(world, number):
+    dist.barrier()
+
+@pytest.mark.world(2, processes=True)
+@pytest.mark.parametrize("number", range(4))
+def test_processes(world, number):
+    dist.barrier()
+"""
+    )
+    pytester.runpytest_subprocess("-p", "pytest_composable_shard", "-n", "2").assert_outcomes(passed=14)
