@@ -55,8 +55,9 @@ class Stopwatch:
     def __init__(self, device: torch.device, serial: bool = False) -> None:
         self.serial = serial
         self._device = device
-        self._running: list[tuple[Kind, str, float]] = []
-        self._spans: list[Span] = []
+        self._running: list[tuple[Kind, str, float, int]] = []
+        self._spans: dict[int, Span] = {}  # by the order in which they began
+        self._begun = 0
         self._origin = self._read()
 
     def _read(self) -> float:
@@ -68,31 +69,39 @@ class Stopwatch:
         """Compute of a group begins. That of a backward ends where the next one begins."""
         if kind is Kind.BACKWARD:
             self.end(kind)
-        self._running.append((kind, fqn, self._read()))
+        self._running.append((kind, fqn, self._read(), self._next()))
 
     def end(self, kind: Kind) -> None:
         """The compute that has begun last ends, if it is of this kind."""
         if self._running and self._running[-1][0] is kind:
-            of, fqn, begin = self._running.pop()
-            self._spans.append(Span(of, fqn, begin - self._origin, self._read() - self._origin))
+            of, fqn, begin, at = self._running.pop()
+            self._spans[at] = Span(of, fqn, begin - self._origin, self._read() - self._origin)
 
     def timed(self, kind: Kind, fqn: str, work: Callable[..., T], *args: Any) -> T:
         """Do this work, and note how long it took."""
-        begin = self._read()
+        begin, at = self._read(), self._next()
         result = work(*args)
-        self._spans.append(Span(kind, fqn, begin - self._origin, self._read() - self._origin))
+        self._spans[at] = Span(kind, fqn, begin - self._origin, self._read() - self._origin)
         return result
 
+    def _next(self) -> int:
+        self._begun += 1
+        return self._begun
+
     def take(self) -> tuple[Span, ...]:
-        """The spans so far, by their beginnings; the next iteration begins."""
-        spans = tuple(sorted(self._spans, key=lambda span: (span.begin, -span.end)))
-        self._spans, self._origin = [], self._read()
+        """The spans so far, in the order in which they began; the next iteration begins."""
+        spans = tuple(self._spans[at] for at in sorted(self._spans))
+        self._spans, self._origin = {}, self._read()
         self._running.clear()
         return spans
 
 
 def own_seconds(spans: Sequence[Span]) -> dict[tuple[Kind, str], float]:
-    """For each kind and group, the seconds of its spans without those of others that lie within them."""
+    """For each kind and group, the seconds of its spans without those of others that lie within them.
+
+    Args:
+        spans: in the order in which they began, as `Stopwatch.take` gives them.
+    """
     found: dict[tuple[Kind, str], float] = {}
     open_: list[Span] = []
     for span in spans:

@@ -47,7 +47,7 @@ class Job:
     Attributes:
         target: ``module:function``.
         file: of the module, should it be a script.
-        args, kwargs: of the function, behind the world.
+        arguments: of the function, behind the world, as bytes: what they need is imported inside of `around`.
         axes: of the mesh.
         around: ``module:context manager`` to run it in.
         number, rank, world, epoch, store: of the job, of the worker, and of the default group to run in.
@@ -55,8 +55,7 @@ class Job:
 
     target: str
     file: str | None
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    arguments: bytes
     axes: dict[str, int]
     around: str | None
     number: int = 0
@@ -165,9 +164,10 @@ class Pool:
         store = str(Path(self._folder.name) / f"store{self._epoch[0]}")
         number = next(self._jobs)
         workers = self._workers[:world]
-        asked = Job(target, file, args, kwargs, axes or {"shard": world}, self.around)
+        arguments = pickle.dumps((args, kwargs))  # by value, tensors too
+        asked = Job(target, file, arguments, axes or {"shard": world}, self.around)
         place: dict[str, Any] = {"number": number, "world": world, "epoch": self._epoch[0], "store": store}
-        jobs = [pickle.dumps(replace(asked, rank=rank, **place)) for rank in range(world)]  # by value, tensors too
+        jobs = [pickle.dumps(replace(asked, rank=rank, **place)) for rank in range(world)]
         for rank, worker in enumerate(workers):
             worker.mark = worker.log.stat().st_size
             worker.pipe.send_bytes(jobs[rank])

@@ -104,7 +104,8 @@ def run_job(group: Group, job: Job) -> Outcome:
         with resolve(job.around)() if job.around else contextlib.nullcontext():
             function = resolve(job.target, job.file)
             mesh = init_device_mesh("cpu", tuple(job.axes.values()), mesh_dim_names=tuple(job.axes))
-            value = function(World(job.rank, job.world, mesh), *job.args, **job.kwargs)
+            args, kwargs = pickle.loads(job.arguments)
+            value = function(World(job.rank, job.world, mesh), *args, **kwargs)
         del mesh
         gc.collect()
         gc.freeze()  # what is left stays, modules and caches above all; else each collection takes longer than a test
