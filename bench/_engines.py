@@ -86,13 +86,13 @@ def shard_units(name: str, model: nn.Module, units: Sequence[nn.Module], mesh: D
     for unit in units:
         shard(unit, mesh=mesh)
     shard(model, mesh=mesh)
+    if name in ("ours-two", "ours-far", "ours-auto", "ours-auto-fsdp2"):
+        model.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]
     if name.startswith("ours-auto"):
         model.set_prefetch_policy(composable_shard.PrefetchPolicy.auto())  # type: ignore[operator]
         one_ahead = composable_shard.make_plan(model).with_policies(composable_shard.PrefetchPolicy.depth(1)).peak_bytes
         share = FSDP2_MEMORY if name == "ours-auto-fsdp2" else 1.0
         model.set_pool_policy(composable_shard.PoolPolicy(budget=int(share * one_ahead)))  # type: ignore[operator]
-    if name in ("ours-two", "ours-far", "ours-auto", "ours-auto-fsdp2"):
-        model.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]
     for at, unit in enumerate(units if name == "ours-far" else ()):
         unit.set_modules_to_forward_prefetch(units[at + 1 : at + 3])  # type: ignore[operator]
         unit.set_modules_to_backward_prefetch(units[max(0, at - 2) : at][::-1])  # type: ignore[operator]

@@ -224,7 +224,7 @@ class Engine:
         self._finish_later_uses(now, use)
         group = use.group
         self._active[group] = use
-        self._do.begin_backward(use, outputs, self.order.before(group, now.next_group()))
+        self._do.begin_backward(use, outputs, self.order.before(group, now.next_group(), now.number))
 
     def halfway(self) -> None:
         """Backward has read half of the weights of the use that it has reached last."""

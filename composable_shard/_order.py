@@ -27,6 +27,7 @@ class Order:
         self._do = actions
         self._by_fqn = {group.fqn: group for group in actions.groups}
         self._cursor = 0
+        self._told = -1, 0  # a backward pass, and how many of the backward's edges it was told
         self.follow(plan)
 
     def follow(self, plan: ShardPlan) -> None:
@@ -35,11 +36,14 @@ class Order:
         edges = plan.edges()
         self._do.max_reductions, self._do.reduces_first = edges.max_reductions, edges.reduces_first
         self._expected = [self._by_fqn[fqn] for fqn in plan.order]
-        self._ahead: dict[tuple[bool, ParamGroup], list[ParamGroup]] | None = None
+        self._forward: dict[ParamGroup, list[ParamGroup]] | None = None
+        self._backward: list[tuple[ParamGroup, list[ParamGroup]]] | None = None
         schedule, named = plan.schedule, self._by_fqn
         if schedule is not None:
-            pairs = [(False, *edge) for edge in schedule.forward] + [(True, *edge) for edge in schedule.backward]
-            self._ahead = {(backward, named[at]): [named[fqn] for fqn in ahead] for backward, at, ahead in pairs}
+            self._forward = {named[at]: [named[fqn] for fqn in ahead] for at, ahead in schedule.forward}
+            told = dict(schedule.backward)
+            order = [step.fqn for step in plan.backward_order()]
+            self._backward = [(named[fqn], [named[each] for each in told.get(fqn, ())]) for fqn in order]
         for fqn, group in named.items():
             group.stays = None if schedule is None else fqn in schedule.kept
 
@@ -59,21 +63,38 @@ class Order:
 
     def after(self, group: ParamGroup) -> Sequence[ParamGroup]:
         """What to gather ahead when the forward of `group` begins."""
-        following = self._follower(group) if self._ahead is None else None
+        following = self._follower(group) if self._forward is None else None
         if self.explicit and (False, group) in self.explicit:
             return self.explicit[False, group]
-        if self._ahead is not None:
-            return self._ahead.get((False, group), ())
+        if self._forward is not None:
+            return self._forward.get(group, ())
         return () if following is None else (following,)
 
-    def before(self, group: ParamGroup, expected: ParamGroup | None) -> Sequence[ParamGroup]:
-        """What to gather ahead when the backward of `group` begins, `expected` being the group whose turn is next."""
+    def before(self, group: ParamGroup, expected: ParamGroup | None, number: int) -> Sequence[ParamGroup]:
+        """What to gather ahead when the backward of `group` begins.
+
+        Args:
+            group: its group.
+            expected: the group whose turn is next.
+            number: of the backward pass.
+        """
         listed: Sequence[ParamGroup] | None = self.explicit.get((True, group)) if self.explicit else None
-        if listed is None and self._ahead is not None:
-            listed = self._ahead.get((True, group), ())
+        if listed is None and self._backward is not None:
+            listed = self._due(group, number)
         if listed is None:
             listed = [] if expected is None else [expected]
         return [each for each in listed if each.options.unshard_in_backward]
+
+    def _due(self, group: ParamGroup, number: int) -> list[ParamGroup]:
+        """What the schedule gathers up to the backward of `group`, and this pass has not been told yet.
+
+        Where the root returns what its last module does, autograd reaches that module first.
+        """
+        assert self._backward is not None
+        begin = 0 if self._told[0] != number else self._told[1]
+        at = next((at for at, (each, _) in enumerate(self._backward) if each is group), -1)
+        self._told = number, max(begin, at + 1)
+        return [ahead for _, edges in self._backward[begin : at + 1] for ahead in edges]
 
     def learn(self, seen: Sequence[ParamGroup]) -> None:
         """A whole forward of the root has seen its groups in this order."""

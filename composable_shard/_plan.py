@@ -18,7 +18,7 @@ from ._plan_text import group_changes, mib, order_changes, other_model, plan_tex
 from ._policies import PoolPolicy, PrefetchPolicy
 from ._prefetch import scheduled
 from ._record import Record
-from ._schedule import Action, Schedule, Step, one_ahead, timed_step, training_step
+from ._schedule import Action, Schedule, Step, backward_order, one_ahead, timed_step, training_step
 from ._simulation import Costs, Prediction, Sizes, Times, lifetimes, live_bytes, predict
 
 JSON_VERSION = 1
@@ -123,6 +123,10 @@ class ShardPlan:
             return None
         used = [self.group(fqn) for fqn in dict.fromkeys(self.order)]
         return self.costs.times({g.fqn: g.shard_size for g in used}, {g.fqn: g.moved_bytes for g in used})
+
+    def backward_order(self) -> list[Step]:
+        """The groups in the order in which their backwards are expected to begin."""
+        return backward_order(self._steps())
 
     # ---- as data
 
