@@ -201,7 +201,8 @@ class Actions:
             self.catch_up()
         if group.options.unshard_in_backward or not group.away:
             self.show_again(use, outputs)
-        if self.watch is not None:
+        # A root that returns what its last module does is reached behind that one, whose compute this is.
+        if self.watch is not None and not (group.is_root and self.watch.runs(Kind.BACKWARD)):
             self.watch.begin(Kind.BACKWARD, group.fqn)
         if not waits:
             for each in following:

@@ -71,9 +71,13 @@ class Stopwatch:
             self.end(kind)
         self._running.append((kind, fqn, self._read(), self._next()))
 
+    def runs(self, kind: Kind) -> bool:
+        """Whether compute of this kind has begun last, and not ended."""
+        return bool(self._running) and self._running[-1][0] is kind
+
     def end(self, kind: Kind) -> None:
         """The compute that has begun last ends, if it is of this kind."""
-        if self._running and self._running[-1][0] is kind:
+        if self.runs(kind):
             of, fqn, begin, at = self._running.pop()
             self._spans[at] = Span(of, fqn, begin - self._origin, self._read() - self._origin)
 
