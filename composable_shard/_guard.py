@@ -21,7 +21,8 @@ from torch import fx
 
 from ._errors import CompiledGraphWarning
 from ._graphs import GraphReport, faults, repeated_gathers, report_graph
-from ._overlap import place
+from ._overlap import ONE_AHEAD, place
+from ._policies import PrefetchPolicy
 from ._torch import (
     current_compilation,
     forward_outputs,
@@ -32,7 +33,7 @@ from ._torch import (
 )
 from ._torch_compile import graph_pass, last_pass, set_last_pass
 
-_VERSION = "composable_shard guard 1"
+_VERSION = "composable_shard guard 2"
 _listeners: list[list[GraphReport]] = []
 _forwards: weakref.WeakKeyDictionary[Any, GraphReport] = weakref.WeakKeyDictionary()
 
@@ -108,7 +109,7 @@ def guard_pass(before: Any, places: bool = False) -> Any:
             if before is not None:
                 before(graph)
             if places:
-                place(graph)
+                place(graph, *_policies_now())
             _mark(graph, read(graph))
 
         def __eq__(self, other: object) -> bool:  # models compiled alike share code, as equal layers do
@@ -119,7 +120,8 @@ def guard_pass(before: Any, places: bool = False) -> Any:
             return hash(version)
 
         def uuid(self) -> Any:
-            return (version, before.uuid()) if isinstance(before, base) else (version, before)
+            now = f"{version}, {_policies_now()}" if places else version
+            return (now, before.uuid()) if isinstance(before, base) else (now, before)
 
     return Guard()
 
@@ -140,7 +142,7 @@ def guarded(compiler: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(compiler)
     def compile_graph(module: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        place(module.graph)
+        place(module.graph, *_policies_now())
         module.recompile()
         for text in read(module.graph):
             _say(text)
@@ -154,11 +156,25 @@ def guarded(compiler: Callable[..., Any]) -> Callable[..., Any]:
 _begun_in = ""
 
 
+_policies: dict[str, tuple[PrefetchPolicy, int | None]] = {}  # by compilation
+
+
+def _policies_now() -> tuple[PrefetchPolicy, int | None]:
+    """The policies of the model that is compiled now."""
+    return _policies.get(current_compilation(), (ONE_AHEAD, None))
+
+
 @run_while_tracing
-def begin_trace() -> bool:
-    """A sharded module is about to be traced."""
+def begin_trace(kind: str, amount: int | None, budget: int | None) -> bool:
+    """A sharded module is about to be traced; the policies of the outermost one place the communication of its graphs.
+
+    Args:
+        kind, amount: of the `PrefetchPolicy`.
+        budget: of the `PoolPolicy`.
+    """
     global _begun_in
     _begun_in = current_compilation()
+    _policies.setdefault(_begun_in, (PrefetchPolicy(kind, amount), budget))
     install()
     return True
 

@@ -263,7 +263,7 @@ def _find_root(unknown: str) -> bool:
 def _trace(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One call of a sharded module while Dynamo traces."""
     state: ShardState = module.__dict__[STATE]
-    begin_trace()
+    begin_trace(*state.asked.for_graphs())
     _find_root(state.traced.unknown)
     with_side_effects(partial(setattr, state, "way", Way.TRACED))
     output = call(*args, **kwargs)

@@ -1,47 +1,98 @@
 """Where a compiled graph launches its communication and where it waits, so that both overlap with compute.
 
 AOTAutograd hands a graph over with each gather launched where it is needed, and each reduction waited for at once. Only
-nodes are moved, never data: the graph computes the same. The schedule is that of eager: one gather ahead, and one
-reduction in flight while the next group's backward runs. Every rank has the same graph, so collectives keep one order.
+nodes are moved, never data: the graph computes the same. The schedule is that of eager: gathers as far ahead as the
+policy says, one if it says nothing, and one reduction in flight while the next group's backward runs. Every rank has
+the same graph, so collectives keep one order.
 
-    forward     GwmGwmGwm        becomes    GwGmwGmwm
+    forward     GwmGwmGwm        becomes    GwGmwGmwm, two ahead GGwGmwmwm
     backward    mGwmRwGwmRwmRw   becomes    GmwGmRwmRwmRww
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import fx
 
 from ._graphs import letter_of, name_of
+from ._policies import PrefetchPolicy
 
 _PACK_SHARDS, _UNPACK = "composable_shard.pack", "composable_shard.unpack"
 _PACK_GRADIENTS = "composable_shard.pack_gradients"
 
 
-def place(graph: fx.Graph) -> None:
-    """Launch gathers one ahead, and wait for reductions behind the launch of the next one."""
+ONE_AHEAD = PrefetchPolicy.depth(1)
+
+
+def place(graph: fx.Graph, policy: PrefetchPolicy = ONE_AHEAD, budget: int | None = None) -> None:
+    """Launch gathers ahead, and wait for reductions behind the launch of the next one.
+
+    Args:
+        graph: of forward or of backward.
+        policy: how far ahead; `auto` is one ahead, for a graph knows no times.
+        budget: the most bytes that gathers in flight and the weights that have arrived last may take; None for no
+            limit.
+    """
     gathers = [node for node in graph.nodes if letter_of(node) == "G" and _pack_of(node) is not None]
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    for place, gather in zip([inputs[-1] if inputs else None, *map(_arrival_of, gathers)], gathers, strict=False):
-        _launch_earlier(gather, place)
+    places = [inputs[-1] if inputs else None, *map(_arrival_of, gathers)]
+    leads = _leads([_bytes_of(gather) for gather in gathers], policy, budget)
+    last: fx.Node | None = None
+    for at, (gather, lead) in enumerate(zip(gathers, leads, strict=True)):
+        behind = places[at + 1 - lead] if lead else None
+        if behind is not None and last is not None and behind < last:
+            behind = last  # gathers keep their order
+        last = _launch_earlier(gather, behind) or last
     launches = [_launch_of(node) for node in graph.nodes if name_of(node) == _PACK_GRADIENTS]
     for reduction, following in itertools.pairwise(launches):
         if reduction is not None and following is not None:
             _finish_later(_wait_of(reduction), following)
 
 
-def _launch_earlier(gather: fx.Node, place: fx.Node | None) -> None:
-    """Move a gather, and the packing of what it sends, behind `place`, if that comes before it."""
+def _leads(nbytes: Sequence[int], policy: PrefetchPolicy, budget: int | None) -> list[int]:
+    """For each gather, how many arrivals before its own it is launched; 0 where it is needed.
+
+    Launched behind the arrival of gather j - 1, gather k is in flight with all from j on.
+    """
+    found: list[int] = []
+    for k in range(len(nbytes)):
+        if policy.kind == "bytes":
+            wanted = _most(lambda lead, k=k: sum(nbytes[k + 1 - lead : k + 1]) <= (policy.amount or 0), k + 1)  # type: ignore[misc]
+        else:
+            wanted = min(k + 1, 1 if policy.amount is None else policy.amount)
+        if budget is not None:
+            wanted = min(wanted, _most(lambda lead, k=k: sum(nbytes[max(0, k - lead) : k + 1]) <= budget, k + 1))  # type: ignore[misc]
+        found.append(wanted)
+    return found
+
+
+def _most(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to `limit` that fits, if all smaller ones do; 0 if none does."""
+    return next((number - 1 for number in range(1, limit + 1) if not fits(number)), limit)
+
+
+def _bytes_of(gather: fx.Node) -> int:
+    """Bytes of what a gather fills; 0 if the graph does not know."""
+    value = gather.meta.get("val")
+    try:
+        return int(value.numel()) * value.element_size() if isinstance(value, torch.Tensor) else 0
+    except (TypeError, RuntimeError, NotImplementedError):  # of a size that depends on data
+        return 0
+
+
+def _launch_earlier(gather: fx.Node, place: fx.Node | None) -> fx.Node | None:
+    """Move a gather, and the packing of what it sends, behind `place`, if that comes before it; returns the gather."""
     pack = _pack_of(gather)
     if place is None or pack is None or gather < place:
-        return
+        return None
     for node in _with_inputs([pack, gather], place) or ():
         if node is not place.next:
             place.append(node)
         place = node
+    return gather
 
 
 def _arrival_of(gather: fx.Node) -> fx.Node | None:

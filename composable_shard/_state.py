@@ -74,6 +74,12 @@ class Asked:
     costs: Costs | None = None
     plan: ShardPlan | None = None
 
+    def for_graphs(self) -> tuple[str, int | None, int | None]:
+        """Kind and amount of the prefetch policy and the budget, as constants, for what Dynamo traces."""
+        prefetch, pool = self.prefetch, self.pool
+        kind, amount = ("depth", 1) if prefetch is None else (prefetch.kind, prefetch.amount)
+        return kind, amount, None if pool is None else pool.budget
+
     def applied(self, plan: ShardPlan) -> ShardPlan:
         """A plan of the same groups that does so.
 

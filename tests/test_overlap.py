@@ -8,7 +8,9 @@ from torch import fx
 
 from composable_shard._graphs import sequence
 from composable_shard._overlap import place
+from composable_shard._policies import PrefetchPolicy
 
+P = PrefetchPolicy
 cs, c10d, aten = torch.ops.composable_shard, torch.ops._c10d_functional, torch.ops.aten
 
 
@@ -45,10 +47,10 @@ class Builder:
         self.ends.append(waited)
         return waited
 
-    def placed(self):
+    def placed(self, *policies):
         before = {node.name: [each.name for each in node.all_input_nodes] for node in self.graph.nodes}
         self.graph.output([self.x, *self.ends])
-        place(self.graph)
+        place(self.graph, *policies)
         self.graph.lint()  # every node comes after what it needs
         after = {n.name: [each.name for each in n.all_input_nodes] for n in self.graph.nodes if n.op != "output"}
         assert before == after, "nodes are moved, and not changed"
@@ -126,3 +128,43 @@ def test_a_graph_without_communication_is_left_alone():
     made = Builder()
     made.multiply(made.x)
     assert made.placed() == "m"
+
+
+def chain(sizes, *policies):
+    """Gathers of so many bytes, each with its product, placed by these policies."""
+    made = Builder()
+    shards = [made.shard(f"shard{i}") for i in range(len(sizes))]
+    for shard in shards:
+        made.multiply(made.gather(shard))
+    gathers = [node for node in made.graph.nodes if node.target is c10d.all_gather_into_tensor.default]
+    for node, nbytes in zip(gathers, sizes, strict=True):
+        node.meta["val"] = torch.empty(nbytes // 4, device="meta")
+    found = made.placed(*policies)
+    assert [node for node in made.graph.nodes if node in gathers] == gathers, "collectives keep their order"
+    return found
+
+
+def test_gathers_are_launched_as_far_ahead_as_the_policy_says():
+    policies = [P.depth(0), P.depth(1), P.depth(2), P.depth(9), P.bytes(128), P.bytes(300), P.auto()]
+    assert_expected_inline(
+        "\n".join(f"{policy}: {chain([128, 64, 64, 256, 64], policy)}" for policy in policies), """\
+depth(0): GwmGwmGwmGwmGwm
+depth(1): GwGmwGmwGmwGmwm
+depth(2): GGwGmwGmwGmwmwm
+depth(9): GGGGGwmwmwmwmwm
+bytes(128): GwGGmwmwmGwGmwm
+bytes(300): GGGwmwmwGmwGmwm
+auto: GwGmwGmwGmwGmwm"""
+    )
+
+
+def test_a_budget_bounds_what_is_in_flight_beside_the_weights_that_arrived_last():
+    budgets = [64, 192, 256, 384, 10_000]
+    assert_expected_inline(
+        "\n".join(f"{budget}: {chain([128, 64, 64, 256, 64], P.depth(9), budget)}" for budget in budgets), """\
+64: GwmGwmGwmGwmGwm
+192: GGwmwGmwmGwmGwm
+256: GGGwmwmwmGwmGwm
+384: GGGwmwGmwGmwmwm
+10000: GGGGGwmwmwmwmwm"""
+    )
