@@ -24,6 +24,7 @@ from ._graphs import GraphReport, faults, repeated_gathers, report_graph
 from ._overlap import ONE_AHEAD, place
 from ._policies import PrefetchPolicy
 from ._torch import (
+    compilation,
     current_compilation,
     forward_outputs,
     has_side_effect,
@@ -156,12 +157,14 @@ def guarded(compiler: Callable[..., Any]) -> Callable[..., Any]:
 _begun_in = ""
 
 
-_policies: dict[str, tuple[PrefetchPolicy, int | None]] = {}  # by compilation
+_Policies = tuple[PrefetchPolicy, int | None]
+_policies: weakref.WeakKeyDictionary[object, _Policies] = weakref.WeakKeyDictionary()  # by compilation
 
 
-def _policies_now() -> tuple[PrefetchPolicy, int | None]:
+def _policies_now() -> _Policies:
     """The policies of the model that is compiled now."""
-    return _policies.get(current_compilation(), (ONE_AHEAD, None))
+    now = compilation()
+    return (ONE_AHEAD, None) if now is None else _policies.get(now, (ONE_AHEAD, None))
 
 
 @run_while_tracing
@@ -174,7 +177,8 @@ def begin_trace(kind: str, amount: int | None, budget: int | None) -> bool:
     """
     global _begun_in
     _begun_in = current_compilation()
-    _policies.setdefault(_begun_in, (PrefetchPolicy(kind, amount), budget))
+    if (now := compilation()) is not None:
+        _policies.setdefault(now, (PrefetchPolicy(kind, amount), budget))
     install()
     return True
 

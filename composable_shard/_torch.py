@@ -99,6 +99,11 @@ def current_compilation() -> str:
     return "" if found is None else str(found)
 
 
+def compilation() -> object | None:
+    """What stands for the compilation that runs now; None if there is none."""
+    return torch._guards.CompileContext.try_get()
+
+
 def last_graph_break() -> str:
     """In words, why and where Dynamo broke a graph last; empty if it never did."""
     reasons = torch._dynamo.utils.graph_break_reasons

@@ -147,24 +147,26 @@ def chain(sizes, *policies):
 def test_gathers_are_launched_as_far_ahead_as_the_policy_says():
     policies = [P.depth(0), P.depth(1), P.depth(2), P.depth(9), P.bytes(128), P.bytes(300), P.auto()]
     assert_expected_inline(
-        "\n".join(f"{policy}: {chain([128, 64, 64, 256, 64], policy)}" for policy in policies), """\
+        "\n".join(f"{policy}: {chain([128, 64, 64, 256, 64], policy)}" for policy in policies),
+        """\
 depth(0): GwmGwmGwmGwmGwm
 depth(1): GwGmwGmwGmwGmwm
 depth(2): GGwGmwGmwGmwmwm
 depth(9): GGGGGwmwmwmwmwm
 bytes(128): GwGGmwmwmGwGmwm
 bytes(300): GGGwmwmwGmwGmwm
-auto: GwGmwGmwGmwGmwm"""
+auto: GwGmwGmwGmwGmwm""",
     )
 
 
 def test_a_budget_bounds_what_is_in_flight_beside_the_weights_that_arrived_last():
     budgets = [64, 192, 256, 384, 10_000]
     assert_expected_inline(
-        "\n".join(f"{budget}: {chain([128, 64, 64, 256, 64], P.depth(9), budget)}" for budget in budgets), """\
+        "\n".join(f"{budget}: {chain([128, 64, 64, 256, 64], P.depth(9), budget)}" for budget in budgets),
+        """\
 64: GwmGwmGwmGwmGwm
 192: GGwmwGmwmGwmGwm
 256: GGGwmwmwmGwmGwm
 384: GGGwmwGmwGmwmwm
-10000: GGGGGwmwmwmwmwm"""
+10000: GGGGGwmwmwmwmwm""",
     )
