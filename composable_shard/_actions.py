@@ -39,6 +39,7 @@ class Actions:
         repeated: groups that get gradients from several uses in the backward that runs now.
         max_reductions: how many reductions may be in flight, where a group's own settings do not say.
         reduces_first: whether reductions are waited for before backward gathers, whatever the groups say.
+        budget: bytes that may be leased at once; what would exceed them is not gathered ahead.
         watch: times what is done, if anybody wants to know.
         seen: groups in the order in which their forwards began in this iteration.
     """
@@ -50,6 +51,7 @@ class Actions:
         self.repeated: frozenset[ParamGroup] = frozenset()
         self.max_reductions = MAX_REDUCTIONS
         self.reduces_first = False
+        self.budget: int | None = None
         self.watch: Stopwatch | None = None
         self._runtime = runtime
         self._entries = {group: weakref.ref(entries) for group, entries in groups}
@@ -108,6 +110,15 @@ class Actions:
             self._act(Kind.UNSHARD, group, group.start_gather, self.changed)
             if self.watch is not None and self.watch.serial:
                 self._arrive(group)
+
+    def prefetch(self, groups: Sequence[ParamGroup]) -> None:
+        """Gather these ahead, as far as the budget allows: a step may be another than the planned one.
+
+        What is leased follows from what was issued, so all ranks decide alike.
+        """
+        for group in groups:
+            if self.budget is None or not group.away or self.pool.live_bytes + group.gather_bytes <= self.budget:
+                self.ahead(group)
 
     def need(self, group: ParamGroup) -> None:
         """Make the weights of a group readable."""
@@ -205,8 +216,7 @@ class Actions:
         if self.watch is not None and not (group.is_root and self.watch.runs(Kind.BACKWARD)):
             self.watch.begin(Kind.BACKWARD, group.fqn)
         if not waits:
-            for each in following:
-                self.ahead(each)
+            self.prefetch(following)
             return
         self._put_off = following
         if use.reads > 1:
@@ -222,8 +232,7 @@ class Actions:
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             while self._reductions:
                 self._settle_oldest()
-        for each in following:
-            self.ahead(each)
+        self.prefetch(following)
 
     def settle(self) -> None:
         """Wait for all reductions and set `.grad`."""

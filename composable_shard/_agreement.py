@@ -13,28 +13,33 @@ from ._plan import ShardPlan
 from ._torch import without_dispatch_modes
 from ._torch_distributed import all_gather_options, all_reduce_options
 
-Among = Sequence[tuple[dist.ProcessGroup, torch.device]]  # process groups, with their devices
+Among = Sequence[
+    tuple[dist.ProcessGroup, torch.device, frozenset[str]]
+]  # with its device, and whose parameters it moves
 
 
-def groups_of(infos: Iterable[MeshInfo]) -> Among:
-    """The process groups of some meshes that have several ranks, each once, in their order; with their devices."""
-    found: dict[int, tuple[dist.ProcessGroup, torch.device]] = {}
-    for info in infos:
-        for group in (info.shard_group, info.replicate_group):
-            if group is not None and group.size() > 1:
-                found.setdefault(id(group), (group, info.device))
-    return list(found.values())
+def groups_of(meshes: Iterable[tuple[str, MeshInfo]]) -> Among:
+    """The process groups over which groups of parameters, by FQN, are sharded, each once; not those of one rank.
+
+    Replicas are not among them: each may run a forward, or have transports, of its own.
+    """
+    found: dict[int, tuple[dist.ProcessGroup, torch.device, set[str]]] = {}
+    for fqn, info in meshes:
+        if info.shard_group is not None and info.shard_group.size() > 1:
+            found.setdefault(id(info.shard_group), (info.shard_group, info.device, set()))[2].add(fqn)
+    return [(group, device, frozenset(fqns)) for group, device, fqns in found.values()]
 
 
 def agree(plan: ShardPlan, among: Among) -> None:
-    """See that all ranks of some process groups have the same plan. A collective in each of them.
+    """See that all ranks of some process groups have the same plan of the parameters there. A collective in each.
 
     Raises:
         RankMismatchError: on all ranks of the first group in which plans differ; it names two ranks, and what is
             otherwise on the second.
     """
-    own = torch.frombuffer(bytearray.fromhex(plan.digest), dtype=torch.uint8)
-    for group, device in among:
+    for group, device, fqns in among:
+        part = plan.part(fqns)
+        own = torch.frombuffer(bytearray.fromhex(part.digest), dtype=torch.uint8)
         with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes():
             there = own.to(device)
             found = there.repeat(group.size())  # a simulated process group may move nothing
@@ -42,14 +47,14 @@ def agree(plan: ShardPlan, among: Among) -> None:
             digests = found.view(group.size(), -1)
             differ = (digests != digests[:1]).any(dim=1).nonzero().flatten().tolist()
         if differ:
-            raise _mismatch(plan, group, differ)
+            raise _mismatch(part, group, differ)
 
 
-def slowest(seconds: Sequence[float], among: Among) -> list[float]:
-    """For each of some measured times, that of the slowest rank, so that all decide alike."""
+def slowest(seconds: Sequence[float], groups: Sequence[tuple[dist.ProcessGroup, torch.device]]) -> list[float]:
+    """For each of some measured times, that of the slowest rank of some process groups, so that all decide alike."""
     found = torch.tensor(seconds, dtype=torch.float64)
     with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes():
-        for group, device in [*among] * min(2, len(among)):  # twice: what one axis has found goes along the others
+        for group, device in [*groups] * len(groups):  # so that what one has found goes along the others
             there = found.to(device)
             group.allreduce([there], all_reduce_options(dist.ReduceOp.MAX)).wait()
             found = there.cpu()

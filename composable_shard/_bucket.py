@@ -14,7 +14,7 @@ from ._errors import ShardConfigStateError
 from ._layout import BucketLayout, GatherLayout, ParamLayout, gather_layout
 from ._mesh import MeshInfo
 from ._param import ShardedParam, by_rank
-from ._pool import BufferPool, Slot
+from ._pool import BufferPool, Slot, slot_bytes
 from ._streams import Job, Lane, Steps
 from ._torch import alias, storage_id, storage_uses
 from ._torch_distributed import local_tensors
@@ -123,6 +123,7 @@ class Bucket(Protocol):
         readable: whether they are there.
         generation: how often an optimizer has changed the sharded parameters.
         saved: how many handles stand for its weights since the last forward began.
+        gather_bytes: that a gather leases from the pool.
         reads_left: after how many reads of a handle the engine wants to hear that a use is half way; 0 if it does not.
     """
 
@@ -133,6 +134,7 @@ class Bucket(Protocol):
     generation: int
     saved: int = 0
     reads_left: int = 0
+    gather_bytes: int = 0
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -204,6 +206,7 @@ class GatherBucket(Bucket):
         self._lane = lane
         self._offloads = info.offloads
         self.nbytes = layout.nbytes
+        self.gather_bytes = slot_bytes(layout.nbytes) + (slot_bytes(layout.landing_bytes) if layout.landing else 0)
         self._copied = [i for i in (layout.alone if transport else range(len(params))) if self._must_copy(i)]
         self._straight = not self._copied and not layout.packed  # shards go into their places as they are
         self.slot: Slot | None = None

@@ -158,7 +158,7 @@ def build_engine(root: nn.Module, measure: bool = True) -> Engine:
     _check_materialised(found)
     _check_offloaded(found)
     transports = TransportCache()
-    among = groups_of(state.declaration.info for _, state in found)
+    among = groups_of((fqn, state.declaration.info) for fqn, state in _groups_of(root))
     if measure:
         agree(declared_plan(root), among)
         for _, state in found:

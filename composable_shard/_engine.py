@@ -176,8 +176,7 @@ class Engine:
             self._do.seen.append(group)
             if self._do.watch is not None:
                 self._do.watch.begin(Kind.FORWARD, group.fqn)
-            for each in self.order.after(group):
-                self._do.ahead(each)
+            self._do.prefetch(self.order.after(group))
         return found
 
     def after_forward(self, group: ParamGroup, copied: Sequence[torch.Tensor] = ()) -> None:
@@ -372,7 +371,7 @@ class Engine:
 
     def watch(self, watch: Stopwatch | None) -> None:
         """Time what is done, or no longer."""
-        self._do.watch = watch
+        self._tuning.watch(watch)
 
     def converted(self, groups: Sequence[ParamGroup]) -> None:
         """Parameters were moved or converted: memory goes back, unless a graph still needs it for its backward."""

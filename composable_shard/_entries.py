@@ -67,7 +67,7 @@ class ModuleEntries:
         self._indices = [index for _, _, index in places]
         self._untied = self._indices == list(range(len(params)))
         self._note_shards()
-        self._watched = [(name, own, set(own), children, dict(children)) for name, own, children in watched]
+        self._watched = [(name, own, _filled(own), children, dict(children)) for name, own, children in watched]
         self._note_watched()
         self.converted = False
         self.shown = False
@@ -189,11 +189,13 @@ class ModuleEntries:
         """What `_check_added` looks at first, for it runs in every forward: sizes, and the children of each parent."""
         self._sized = [entries for _, own, _, children, _ in self._watched for entries in (own, children)]
         self._sizes = [len(entries) for entries in self._sized]
+        self._empty = [(own, name) for _, own, *_ in self._watched for name, value in own.items() if value is None]
         self._parents = [(children, list(known.values())) for *_, children, known in self._watched if known]
 
     def _check_added(self) -> None:
         same_sizes = list(map(len, self._sized)) == self._sizes
-        if same_sizes and not any([any(map(is_not, now.values(), before)) for now, before in self._parents]):  # noqa: C419
+        as_before = same_sizes and all([own.get(name) is None for own, name in self._empty])  # noqa: C419
+        if as_before and not any([any(map(is_not, now.values(), before)) for now, before in self._parents]):  # noqa: C419
             return
         for at, (module, own, names, children, known) in enumerate(self._watched):
             new = [(n, p) for n, p in own.items() if n not in names and p is not None]
@@ -206,8 +208,13 @@ class ModuleEntries:
                     f"parameters {', '.join(plain)}: were added after fully_shard, so nobody shards them or reduces "
                     "their gradients; build the whole module first, or shard what is added before adding it"
                 )
-            self._watched[at] = (module, own, set(own), children, dict(children))
+            self._watched[at] = (module, own, _filled(own), children, dict(children))
         self._note_watched()
+
+
+def _filled(entries: Mapping[str, Any]) -> set[str]:
+    """Names of entries that are not None, which may become parameters later."""
+    return {name for name, value in entries.items() if value is not None}
 
 
 def _spec(tensor: Any) -> tuple[object, ...]:

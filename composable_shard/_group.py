@@ -69,7 +69,7 @@ class ParamGroup:
         running: forwards of its modules that have begun and not ended.
         shards: the sharded parameters themselves.
         wraps: whether any of them was a DTensor before it was sharded.
-        buckets: what is gathered, one bucket per dtype.
+        buckets: what is gathered, one bucket per dtype; `gather_bytes` is what that leases.
         extended: whether any of them says itself what is gathered (see `_extension`).
         was_gathered: whether a gather was finished since the last backward ended; on all ranks alike.
         stays: whether a schedule keeps the unsharded parameters between forward and backward; None if there is none.
@@ -131,6 +131,7 @@ class ParamGroup:
             )
         self.extended = any(extended for extended, _ in by_kind)
         self._residents: list[Resident] = []
+        self.gather_bytes = sum(bucket.gather_bytes for bucket in self.buckets)
 
     # ---- facts
 

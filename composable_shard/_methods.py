@@ -325,7 +325,8 @@ def _set(module: Methods, recurse: bool, **changes: Any) -> None:
     states = _states(module, recurse)
     for state in states:
         state.declaration.settings.change(**changes)
-    for engine in {state.bound.engine for state in states if state.bound is not None}:
+    planned = changes.keys() & {"reshard_after_forward", "max_reductions"}
+    for engine in {state.bound.engine for state in states if state.bound is not None} if planned else ():
         engine.order.settings_changed()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ._actions import Actions
+from ._errors import ShardConfigValueError
 from ._group import ParamGroup
 from ._plan import ShardPlan, replan
 from ._record import Record
@@ -31,21 +32,28 @@ class Order:
         self.follow(plan)
 
     def follow(self, plan: ShardPlan) -> None:
-        """Take up a plan of the same groups; what is gathered or kept already stays as it is."""
-        self.plan = plan
-        edges = plan.edges()
-        self._do.max_reductions, self._do.reduces_first = edges.max_reductions, edges.reduces_first
-        self._expected = [self._by_fqn[fqn] for fqn in plan.order]
+        """Take up a plan of the same groups; what is gathered or kept already stays as it is.
+
+        Raises:
+            ShardConfigValueError: it names a group that is not there; the plan before stays in force.
+        """
+        schedule, named, edges = plan.schedule, self._by_fqn, plan.edges()
+        told = [*edges.forward, *edges.backward]
+        names = [*plan.order, *edges.kept, *(fqn for at, ahead in told for fqn in (at, *ahead))]
+        if strange := [fqn for fqn in names if fqn not in named]:
+            raise ShardConfigValueError(f"plan: names {strange[0]!r}, which is no group of this model")
+        backward, order = dict(edges.backward), [step.fqn for step in plan.backward_order()]
+        self._expected = [named[fqn] for fqn in plan.order]
         self._forward: dict[ParamGroup, list[ParamGroup]] | None = None
         self._backward: list[tuple[ParamGroup, list[ParamGroup]]] | None = None
-        schedule, named = plan.schedule, self._by_fqn
         if schedule is not None:
-            self._forward = {named[at]: [named[fqn] for fqn in ahead] for at, ahead in schedule.forward}
-            told = dict(schedule.backward)
-            order = [step.fqn for step in plan.backward_order()]
-            self._backward = [(named[fqn], [named[each] for each in told.get(fqn, ())]) for fqn in order]
+            self._forward = {named[at]: [named[fqn] for fqn in ahead] for at, ahead in edges.forward}
+            self._backward = [(named[fqn], [named[each] for each in backward.get(fqn, ())]) for fqn in order]
         for fqn, group in named.items():
             group.stays = None if schedule is None else fqn in schedule.kept
+        self._do.max_reductions, self._do.reduces_first = edges.max_reductions, edges.reduces_first
+        self._do.budget = plan.pool.budget
+        self.plan = plan
 
     def settings_changed(self) -> None:
         """Make the plan anew, with the options that groups have now."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from ._arena import Arena, peak_bytes, solve
@@ -18,7 +19,7 @@ from ._plan_text import group_changes, mib, order_changes, other_model, plan_tex
 from ._policies import PoolPolicy, PrefetchPolicy
 from ._prefetch import scheduled
 from ._record import Record
-from ._schedule import Action, Schedule, Step, backward_order, one_ahead, timed_step, training_step
+from ._schedule import Action, Edges, Schedule, Step, backward_order, one_ahead, timed_step, training_step
 from ._simulation import Costs, Prediction, Sizes, Times, lifetimes, live_bytes, predict
 
 JSON_VERSION = 1
@@ -128,6 +129,22 @@ class ShardPlan:
         """The groups in the order in which their backwards are expected to begin."""
         return backward_order(self._steps())
 
+    def part(self, fqns: Container[str]) -> ShardPlan:
+        """The plan of some of its groups alone."""
+        edges = self.edges()
+
+        def those(of: Edges) -> Edges:
+            return tuple((at, tuple(fqn for fqn in ahead if fqn in fqns)) for at, ahead in of if at in fqns)
+
+        schedule = replace(
+            edges,
+            forward=those(edges.forward),
+            backward=those(edges.backward),
+            kept=tuple(fqn for fqn in edges.kept if fqn in fqns),
+        )
+        groups = tuple(group for group in self.groups if group.fqn in fqns)
+        return replace(self, groups=groups, order=tuple(f for f in self.order if f in fqns), schedule=schedule)
+
     # ---- as data
 
     def to_json(self) -> str:
@@ -217,5 +234,7 @@ def replan(plan: ShardPlan, record: Record) -> ShardPlan:
     """
     if record.order == plan.order:
         return plan
-    other = replace(plan, order=record.order, schedule=None)
+    known = {fqn for fqn, _ in plan.costs.forward} if plan.costs is not None else set()
+    costs = plan.costs if known.issuperset(record.order) else None  # times of others are measured anew
+    other = replace(plan, order=record.order, schedule=None, costs=costs)
     return other if plan.is_default else other.with_policies()

@@ -13,7 +13,7 @@ from ._state import STATE
 
 
 class Planning(TorchFSDPModule):
-    """Policies of the plan. They are the root's: the outermost sharded module's."""
+    """Policies of the plan. They are the root's, the outermost sharded module's; set them on all ranks alike."""
 
     def set_prefetch_policy(self, policy: PrefetchPolicy) -> None:
         """How far ahead groups are gathered; lists of modules (`set_modules_to_forward_prefetch`) go before it.
@@ -45,7 +45,7 @@ class Planning(TorchFSDPModule):
             ShardConfigStateError: this is not the root.
             ShardConfigValueError: the plan is of another model; raised by the first forward, if there was none yet.
         """
-        _ask(self, "plan", ShardPlan, plan, plan=plan, prefetch=None, pool=None, costs=None)
+        _ask(self, "plan", ShardPlan, plan, plan=plan, prefetch=None, pool=None)
 
 
 def _ask(module: Any, argument: str, kind: type, value: object, **wanted: Any) -> None:

@@ -28,6 +28,11 @@ Key = tuple[str, int]  # a lease's name and bytes
 PlaceKey = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
 
 
+def slot_bytes(nbytes: int) -> int:
+    """Bytes of a slot for so many; none is empty."""
+    return -(-max(nbytes, 1) // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+
+
 class Place:
     """Where a tensor lies within a slot. A pool has one object for each (`BufferPool.place`), told by its identity.
 
@@ -133,7 +138,7 @@ class BufferPool:
         self._lane = lane
         self._live: dict[Key, Slot] = {}
         self._planned: dict[Key, Slot] = {}
-        self._learns = True
+        self._lacks = True
         self._met: dict[Key, set[Key]] = {}  # which leases were live at the same time, by their keys
         self._free: dict[int, list[Slot]] = {}
         self._slots: list[Slot] = []
@@ -157,14 +162,15 @@ class BufferPool:
             owner: who reads weights from it, if anybody does.
         """
         if nbytes % SLOT_ALIGNMENT_BYTES or not nbytes:
-            nbytes = (nbytes // SLOT_ALIGNMENT_BYTES + 1) * SLOT_ALIGNMENT_BYTES
+            nbytes = slot_bytes(nbytes)
         key = (name, nbytes)
         while key in self._live:  # another one of the same name
             key = (key[0] + "'", nbytes)
         slot = self._planned.get(key)
         if slot is None or slot.key is not None or (slot.rivals and self._wait_for_rivals(slot)):
             slot = self._unplanned(key)
-        if self._learns:
+        met = self._met.get(key)
+        if met is None or not self._live.keys() <= met:
             self._note_met(key)
         slot.key = key
         self._live[key] = slot
@@ -187,7 +193,7 @@ class BufferPool:
         """A slot of the free lists, or a new one."""
         if self._planned:
             self.fallbacks[key[0]] = self.fallbacks.get(key[0], 0) + 1
-            self._learns = True
+            self._lacks = True
         free = self._free.get(key[1])
         return free.pop() if free else self._make(key[1])
 
@@ -218,23 +224,24 @@ class BufferPool:
     @property
     def wants_arena(self) -> bool:
         """Whether it has learned what the arena does not know, and nothing is leased, so that one can be made."""
-        return self._learns and bool(self._met) and not self.live_bytes
+        return self._lacks and bool(self._met) and not self.live_bytes
 
     def make_arena(self) -> None:
         """Put one arena in the place of all slots. Nobody may hold any of them."""
         self.empty()
         sizes = {key: key[1] for key in self._met}
-        offsets, self.arena_bytes = pack(sizes, self._met)
+        offsets, nbytes = pack(sizes, self._met)
         fresh = self._fresh()
         with torch.inference_mode(False), torch.no_grad():
-            memory = self._allocate(self.arena_bytes)
+            memory = self._allocate(nbytes)
             places = {(at, key[1]) for key, at in offsets.items()}
             made = {(at, nbytes): Slot(memory[at : at + nbytes], fresh) for at, nbytes in places}
         self._slots = sorted(made.values())
         self._begins = [slot.begin for slot in self._slots]
         _find_rivals(self._slots)
         self._planned = {key: made[at, key[1]] for key, at in offsets.items()}
-        self._learns = False
+        self.arena_bytes = nbytes
+        self._lacks = False
 
     def find(self, address: int) -> Slot | Outside | None:
         """What holds the weights that lie at `address`, or None if no weights lie there."""
@@ -274,7 +281,7 @@ class BufferPool:
         elif self._planned:
             self._planned.clear()
             self.arena_bytes = 0
-            self._learns = True
+            self._lacks = True
         freed = arena | {id(slot) for slots in self._free.values() for slot in slots}
         self._free.clear()
         for slot in self._slots:  # work in flight may still use what the allocator would hand out
@@ -289,7 +296,7 @@ class BufferPool:
         """Give all memory back that nobody uses, and forget which leases have met: sizes are about to change."""
         self.empty()
         self._met = {key: set(self._live) - {key} for key in self._live}
-        self._learns = True
+        self._lacks = True
 
     def _make(self, nbytes: int) -> Slot:
         with (
@@ -302,9 +309,10 @@ class BufferPool:
         return slot
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self.held_bytes += nbytes
         self.allocations += 1
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return memory
 
     def _fresh(self) -> Events:
         """What the allocator hands out may still be read by work that the current stream was given before."""

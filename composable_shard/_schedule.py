@@ -99,6 +99,10 @@ class Schedule:
     max_reductions: int = MAX_REDUCTIONS
     reduces_first: bool = False
 
+    def __post_init__(self) -> None:
+        if self.max_reductions < 1:
+            raise ShardConfigValueError(f"Schedule.max_reductions={self.max_reductions!r}: expected at least 1")
+
     def ahead(self) -> dict[Action, tuple[str, ...]]:
         """The edges by the action at which they gather: a `FORWARD` or a `BACKWARD`."""
         found = {Action(Kind.FORWARD, fqn): groups for fqn, groups in self.forward}

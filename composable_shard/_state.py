@@ -23,7 +23,6 @@ from ._node import Outputs, Use
 from ._param import ShardedParam
 from ._plan import ShardPlan
 from ._policies import PoolPolicy, PrefetchPolicy, Settings
-from ._simulation import Costs
 from ._streams import Lane, lane_for
 from ._torch import apart_from_checkpoints, current_backward, with_side_effects
 from ._traced import TracedGroup
@@ -71,7 +70,6 @@ class Asked:
 
     prefetch: PrefetchPolicy | None = None
     pool: PoolPolicy | None = None
-    costs: Costs | None = None
     plan: ShardPlan | None = None
 
     def for_graphs(self) -> tuple[str, int | None, int | None]:
@@ -91,9 +89,7 @@ class Asked:
             given.check(plan)
             plan = replace(plan, order=given.order, prefetch=given.prefetch, pool=given.pool, costs=given.costs)
             plan = replace(plan, schedule=given.schedule)
-        if (self.prefetch, self.pool, self.costs) == (None, None, None):
-            return plan
-        return plan.with_policies(self.prefetch, self.pool, self.costs)
+        return plan if (self.prefetch, self.pool) == (None, None) else plan.with_policies(self.prefetch, self.pool)
 
 
 @dataclass(frozen=True)
@@ -316,7 +312,7 @@ class ShardState:
 
     def show_sharded(self) -> None:
         """Let the modules have their sharded parameters, unless a forward runs; the unsharded ones stay in memory."""
-        if not any(group.running for group in self.groups):
+        if not any(group.running or group.pinned for group in self.groups):
             self.entries.hide()
 
     def release(self) -> None:

@@ -6,18 +6,20 @@ for where it is issued, so that it and the compute around it are timed alone; th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping
 
 from ._actions import Actions
 from ._agreement import Among, agree, slowest
 from ._order import Order
 from ._plan import ShardPlan
 from ._record import Record
-from ._schedule import Kind
+from ._schedule import ROOT_NAME, Kind
 from ._simulation import Costs
 from ._timing import Stopwatch, own_seconds
 
 STEPS = 2  # that are measured
+_TRIES = 8  # steps after which it is given up: none of them was one that can be measured
 
 _PARTS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
     ("forward", (Kind.FORWARD,)),
@@ -33,14 +35,16 @@ class Tuning:
     Args:
         order: whose plan is made anew.
         actions: what is measured.
-        among: the process groups of the model, with their devices; their ranks decide alike.
+        among: the process groups of the model; their ranks decide alike.
     """
 
     def __init__(self, order: Order, actions: Actions, among: Among) -> None:
         self._order = order
         self._do = actions
         self._among = among
-        self._found: list[list[float]] = []
+        self._found: list[dict[tuple[str, str], float]] = []
+        self._tries = 0
+        self._before: Stopwatch | None = None  # what the user had watched with
 
     @property
     def wanted(self) -> bool:
@@ -52,20 +56,42 @@ class Tuning:
         """An iteration is over, and nothing of it lives."""
         record = self._do.last_record if self.wanted else None
         plan = self._order.plan
-        if record is None or not _is_whole(plan, record):
+        if record is None or self._tries > _TRIES:
             return
-        if self._do.watch is None or not self._do.watch.serial:
-            self._do.watch = Stopwatch(self._do.pool.device, serial=True)
+        self._tries += self.measures
+        if not _is_whole(plan, record):
+            if self._tries > _TRIES:
+                self._end()
+                warnings.warn(_given_up(plan), stacklevel=2)
             return
-        self._found.append(_seconds(plan, record))
+        if not self.measures:
+            self._before, self._do.watch = self._do.watch, Stopwatch(self._do.pool.device, serial=True)
+            return
+        seconds = _seconds(plan, record)
+        self._found = [each for each in self._found if each.keys() == seconds.keys()] + [seconds]
         if len(self._found) == STEPS:
-            least = [min(each) for each in zip(*self._found, strict=True)]
-            costs = _costs(plan, slowest(least, self._among))
-            self._do.watch, self._found = None, []
-            plan = plan.with_policies(costs=costs)
+            least = [min(each[part] for each in self._found) for part in seconds]
+            agreed = slowest(least, [(group, device) for group, device, _ in self._among])
+            self._end()
+            plan = plan.with_policies(costs=_costs(plan, dict(zip(seconds, agreed, strict=True))))
             agree(plan, self._among)
             self._order.follow(plan)
             self._order.replans += 1
+
+    @property
+    def measures(self) -> bool:
+        """Whether steps are measured now."""
+        return self._do.watch is not None and self._do.watch.serial
+
+    def watch(self, watch: Stopwatch | None) -> None:
+        """The user's own watch; it begins when nothing is measured any more."""
+        if self.measures:
+            self._before = watch
+        else:
+            self._do.watch = watch
+
+    def _end(self) -> None:
+        self._do.watch, self._before, self._found = self._before, None, []
 
 
 def _is_whole(plan: ShardPlan, record: Record) -> bool:
@@ -75,21 +101,29 @@ def _is_whole(plan: ShardPlan, record: Record) -> bool:
     return record.order == plan.order and trains <= reduced
 
 
-def _seconds(plan: ShardPlan, record: Record) -> list[float]:
-    """Forward, backward, one gather and one reduction of each group, one group after the other."""
-    own, found = own_seconds(record.spans), []
+def _given_up(plan: ShardPlan) -> str:
+    forwards = ", ".join(fqn or ROOT_NAME for fqn in plan.order)
+    return (
+        f"PrefetchPolicy.auto: none of {_TRIES} steps ran the forwards {forwards} "
+        "and reduced the gradients of them all, so nothing is known of times; groups are gathered one ahead. Set the "
+        "policy when steps are regular, or PrefetchPolicy.depth"
+    )
+
+
+def _seconds(plan: ShardPlan, record: Record) -> dict[tuple[str, str], float]:
+    """Forward, backward, one gather and one reduction of each group."""
+    own, found = own_seconds(record.spans), {}
     for fqn in dict.fromkeys(plan.order):
-        for _, kinds in _PARTS:
+        for name, kinds in _PARTS:
             times = max(1, sum(span.fqn == fqn and span.kind is kinds[0] for span in record.spans))
             whole = sum(own.get((kind, fqn), 0.0) for kind in kinds)
-            found.append(whole / times if len(kinds) > 1 else whole)
+            found[name, fqn] = whole / times if len(kinds) > 1 else whole
     return found
 
 
-def _costs(plan: ShardPlan, seconds: Sequence[float]) -> Costs:
-    fqns = list(dict.fromkeys(plan.order))
-    parts = {name: dict(zip(fqns, seconds[at :: len(_PARTS)], strict=True)) for at, (name, _) in enumerate(_PARTS)}
-    groups = [plan.group(fqn) for fqn in fqns]
+def _costs(plan: ShardPlan, seconds: Mapping[tuple[str, str], float]) -> Costs:
+    parts = {name: {fqn: took for (of, fqn), took in seconds.items() if of == name} for name, _ in _PARTS}
+    groups = [plan.group(fqn) for fqn in dict.fromkeys(plan.order)]
     moved = sum(g.moved_bytes[0] * (g.shard_size - 1) / g.shard_size for g in groups)
     taken = sum(parts["gather"].values())
     bandwidth = moved / taken if moved and taken else 1e9

@@ -17,7 +17,7 @@ from expecttest import assert_expected_inline
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import composable_shard as cs
-from _models import Block, Stack, shard_blocks, vectors
+from _models import Stack, shard_blocks, vectors
 from _pool import POOL
 from composable_shard import testing
 from composable_shard.testing import _processes
@@ -329,85 +329,6 @@ def test_a_fake_world_of_any_size_has_its_shapes_and_is_gone_afterwards():
         fail()
     assert not dist.is_initialized()
     assert sys.excepthook is hook
-
-
-def block(world, **options):
-    torch.manual_seed(0)
-    model = nn.Sequential(Block(6, 10), Block(6, 10))
-    for child in model:
-        cs.fully_shard(child, mesh=world.mesh, **options)
-    return cs.fully_shard(model, mesh=world.mesh, **options)
-
-
-def test_a_trace_shows_communication_and_compute_in_their_order():
-    def body(world):
-        model, x = block(world), torch.randn(2, 6)
-        first = testing.trace(model, lambda: model(x).sum().backward())
-        assert testing.trace(model, lambda: model(x).sum().backward()) == first
-        return first
-
-    texts = testing.spmd(2)(body)
-    assert texts[0] == texts[1]
-    assert_expected_inline(
-        texts[0],
-        """\
-UNSHARD 0
-WAIT 0
-UNSHARD 1
-COMPUTE 0
-RESHARD 0
-WAIT 1
-COMPUTE 1
-RESHARD 1
-UNSHARD 1
-WAIT 1
-UNSHARD 0
-COMPUTE 1 backward
-RESHARD 1
-REDUCE 1
-WAIT 0
-COMPUTE 0 backward
-RESHARD 0
-REDUCE 0
-REDUCED 1
-REDUCED 0""",
-    )
-
-
-def test_collectives_are_counted_by_kind_on_any_group():
-    def body(world):
-        model, x = block(world), torch.randn(2, 6)
-        testing.assert_collectives(lambda: model(x).sum().backward(), all_gather=4, reduce_scatter=2)
-        kept = block(world, reshard_after_forward=False)
-        testing.assert_collectives(lambda: kept(x).sum().backward(), all_gather=2, reduce_scatter=2, all_reduce=0)
-        with pytest.raises(AssertionError, match="2 all_gather, 2 reduce_scatter; expected 2 all_gather, 1 all_reduce"):
-            testing.assert_collectives(lambda: kept(x).sum().backward(), all_gather=2, all_reduce=1)
-
-    testing.spmd(2)(body)
-    with testing.fake(8) as world:
-        body(world)
-
-
-def test_the_peak_of_memory_is_compared_with_the_plan_or_a_limit():
-    def body(world):
-        model = block(world)
-        model(torch.randn(2, 6)).sum().backward()
-        peak = testing.assert_peak_bytes(model)
-        assert peak == cs.last_record(model).peak_bytes
-        with pytest.raises(AssertionError, match=rf"peak of {peak:,} bytes, at_most allows 100: after action \d+, "):
-            testing.assert_peak_bytes(cs.last_record(model), at_most=100)
-
-    testing.spmd(2)(body)
-
-
-def test_a_compiled_layer_counts_its_collectives_too():
-    def body(world):
-        model, x = cs.fully_shard(nn.Linear(6, 5), reshard_after_forward=True), torch.randn(2, 6)
-        run = torch.compile(model, backend="aot_eager", fullgraph=True)
-        run(x).sum().backward()
-        testing.assert_collectives(lambda: run(x).sum().backward(), all_gather=2, reduce_scatter=1)
-
-    testing.spmd(2)(body)
 
 
 def return_rank_and_fail(world, failing):

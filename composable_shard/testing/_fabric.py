@@ -26,6 +26,15 @@ CLOCKS: dict[str, Callable[[], Clock]] = {"real": RealClock, "virtual": VirtualC
 class Fabric:
     """A simulated network: its clock, and what has happened on it.
 
+    *Data.* Other ranks are taken to hold what this one holds: they send copies of its data. So a gather gives its piece
+    N times, a sum N times the value, a mean the value, an all-to-all copies of what it sends to itself, and the result
+    is exact for ranks that are all alike. What another rank would have sent as the root of a broadcast is what the
+    tensor holds; of a scatter or a message it is zeros, for nothing is known of it.
+
+    *Left out*: the host's time to launch, other traffic, congestion, protocols and algorithms that change with the
+    size, what communication takes of compute (cores, memory bandwidth), stragglers. On CUDA tensors (with
+    ``clock="real"`` alone) each link is a stream that sleeps so long; events then know only when the host called.
+
     Attributes:
         network: ranks and links.
         events: the collectives since it was entered or last reset, in the order of issue.
@@ -160,11 +169,6 @@ def fabric(
     s_i = max(issue_i, f_(i-1)), f_i = s_i + t_i. With `ranks_per_node` there are two links that do not disturb each
     other: groups inside a node share one, groups that span nodes the other.
 
-    *Data.* Other ranks are taken to hold what this one holds: they send copies of its data. So a gather gives its piece
-    N times, a sum N times the value, a mean the value, an all-to-all copies of what it sends to itself, and the result
-    is exact for ranks that are all alike. What another rank would have sent as the root of a broadcast is what the
-    tensor holds; of a scatter or a message it is zeros, for nothing is known of it.
-
     *Clocks.* `"real"`: waiting sleeps until the modelled time, so communication overlaps with real compute. The clock
     stands still while the fabric copies data, and for what a sleep lasts too long: wall time is longer than the
     fabric's by that (`Fabric.aside_s`). `"virtual"`: only waits and declared compute (`Fabric.compute`, `Busy`) move
@@ -172,9 +176,7 @@ def fabric(
     and `torch.cpu.Event` keep times, a wait holds the current stream up and the host takes no time at all. torch's
     FSDP2 overlaps on the CPU only so; this library's engine does on all three.
 
-    *Left out*: the host's time to launch, other traffic, congestion, protocols and algorithms that change with the
-    size, what communication takes of compute (cores, memory bandwidth), stragglers. On CUDA tensors (with
-    ``clock="real"`` alone) each link is a stream that sleeps so long; events then know only when the host called.
+    What other ranks hold, and what the model leaves out, the docstring of `Fabric` says.
 
     Args:
         world_size: ranks.

@@ -273,13 +273,9 @@ def assert_matches_unsharded(
         AssertionError: values differ. It says of each in which step, on which rank, which parameter, and by how much.
         ShardConfigTypeError, ShardConfigValueError: the arguments make no world.
     """
-    sizes = check_world(world_size, mesh)
+    batches = _batches(check_world(world_size, mesh), batch_axes)
     if steps < 1:
         raise ShardConfigValueError(f"steps: expected at least 1, got {steps}")
-    axes = tuple(sizes) if batch_axes is None else tuple(batch_axes)
-    if unknown := [axis for axis in axes if axis not in sizes]:
-        raise ShardConfigValueError(f"batch_axes: the mesh has no axes {unknown}; it has {list(sizes)}")
-    batches = Batches(axes, tuple(sizes[axis] for axis in axes))
     backend = ("inductor" if compile else None) if isinstance(compile, bool) else compile
     training = Training(make_layer, make_inputs, loss, optimizer, steps, seed, backend)
     run = spmd(world_size, mesh=mesh, seed=seed, timeout=timeout)
@@ -290,13 +286,20 @@ def assert_matches_unsharded(
     finally:
         before.restore()
     ours = run(_sharded_steps, training, shard, batches)
-    for step in range(steps):
-        found = [
-            line
-            for rank in range(world_size)
-            for line in _differences(rank, step, ours[rank][step], theirs[step][ours[rank][step].batch], atol, rtol)
-        ]
-        if found:  # what comes after follows from it
-            more = [f"... {len(found)} lines"] if len(found) > _MOST_LINES else []
-            text = "\n  ".join([*found[:_MOST_LINES], *more])
-            raise AssertionError(f"the sharded layer does not match the unsharded one:\n  {text}")
+    for step in range(steps):  # what comes after the first difference follows from it
+        pairs = [(seen[step], theirs[step][seen[step].batch]) for seen in ours]
+        _assert_same([line for rank, pair in enumerate(pairs) for line in _differences(rank, step, *pair, atol, rtol)])
+
+
+def _batches(sizes: Mapping[str, int], batch_axes: Sequence[str] | None) -> Batches:
+    axes = tuple(sizes) if batch_axes is None else tuple(batch_axes)
+    if unknown := [axis for axis in axes if axis not in sizes]:
+        raise ShardConfigValueError(f"batch_axes: the mesh has no axes {unknown}; it has {list(sizes)}")
+    return Batches(axes, tuple(sizes[axis] for axis in axes))
+
+
+def _assert_same(differences: Sequence[str]) -> None:
+    if differences:
+        more = [f"... {len(differences)} lines"] if len(differences) > _MOST_LINES else []
+        text = "\n  ".join([*differences[:_MOST_LINES], *more])
+        raise AssertionError(f"the sharded layer does not match the unsharded one:\n  {text}")
