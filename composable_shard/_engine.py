@@ -370,9 +370,14 @@ class Engine:
         if not group.running and group.phase is not ParamPhase.SHARDED:
             self._do.drop(group)
 
-    def watch(self, watch: Stopwatch | None) -> None:
-        """Time what is done, or no longer."""
-        self._do.watch = watch
+    @property
+    def watched(self) -> bool:
+        """Whether it is noted when what is done."""
+        return self._do.watch is not None
+
+    @watched.setter
+    def watched(self, on: bool) -> None:
+        self._do.watch = Stopwatch(self.pool.device) if on else None
 
     def converted(self, groups: Sequence[ParamGroup]) -> None:
         """Parameters were moved or converted: memory goes back, unless a graph still needs it for its backward."""
