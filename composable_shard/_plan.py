@@ -69,7 +69,7 @@ class ShardPlan:
         return tuple(live_bytes(self.lifetimes(), len(self.actions())))
 
     def lifetimes(self) -> list[Lifetime]:
-        """The buffers that `actions` lease, by place among them; named ``weights layers.3``, ``landing layers.3``, ..."""
+        """The buffers that `actions` lease, by place among them; named ``weights layers.3``, ``landing layers.3``..."""
         return lifetimes(self.actions(), self._sizes())
 
     @property

@@ -84,11 +84,16 @@ class Stopwatch:
         return result
 
     def take(self) -> tuple[Span, ...]:
-        """The spans so far, by their beginnings; the next iteration begins."""
-        spans = tuple(sorted(self._spans, key=lambda span: (span.begin, -span.end)))
+        """The spans so far, by their beginnings, outer ones before those within; the next iteration begins."""
+        spans = tuple(sorted(self._spans, key=_outer_first))
         self._spans, self._origin = [], self._read()
         self._running.clear()
         return spans
+
+
+def _outer_first(span: Span) -> tuple[float, float, bool]:
+    """Compute goes before what took all of it: on a clock that stands still in between, they begin and end together."""
+    return span.begin, -span.end, span.kind not in (Kind.FORWARD, Kind.BACKWARD)
 
 
 def own_seconds(spans: Sequence[Span]) -> dict[tuple[Kind, str], float]:

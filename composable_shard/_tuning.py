@@ -41,6 +41,7 @@ class Tuning:
         self._do = actions
         self._among = among
         self._found: list[list[float]] = []
+        self._before: Stopwatch | None = None  # a user's, who goes on watching when all is measured
 
     @property
     def wanted(self) -> bool:
@@ -55,13 +56,15 @@ class Tuning:
         if record is None or not _is_whole(plan, record):
             return
         if self._do.watch is None or not self._do.watch.serial:
-            self._do.watch = Stopwatch(self._do.pool.device, serial=True)
+            self._before, self._do.watch = self._do.watch, Stopwatch(self._do.pool.device, serial=True)
             return
         self._found.append(_seconds(plan, record))
         if len(self._found) == STEPS:
             least = [min(each) for each in zip(*self._found, strict=True)]
             costs = _costs(plan, slowest(least, self._among))
-            self._do.watch, self._found = None, []
+            self._do.watch, self._before, self._found = self._before, None, []
+            if self._do.watch is not None:
+                self._do.watch.take()
             plan = plan.with_policies(costs=costs)
             agree(plan, self._among)
             self._order.follow(plan)

@@ -6,12 +6,13 @@ Nothing here needs a cluster. `testing.fabric` is a network of 8 ranks in this p
 times, and `testing.Busy` stands for compute, so the figures are exact and the script takes seconds. What it does with
 the model is what a training script does: set a policy, train, look.
 
-It writes, for the slowest and for the best schedule, a timeline (open it at https://ui.perfetto.dev) and a picture of
-the plan's memory. What policies, budgets and plans are is told in docs/planning.md.
+It writes, for the slowest schedule and for the best one, a timeline (open it at https://ui.perfetto.dev), a picture of
+the plan's memory and the plan itself. docs/planning.md tells what policies, budgets and plans are.
 """
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,11 +23,11 @@ import composable_shard as cs
 from composable_shard import PoolPolicy, PrefetchPolicy, report, testing
 
 RANKS = 8
-LATENCY_S, BANDWIDTH_BPS = 20e-6, 62.5e6  # of the network: as slow for its model as 1 GB/s for one 16 times as large
+LATENCY_S, BANDWIDTH_BPS = 20e-6, 150e6  # of the network: a small model needs a slow one
 WIDTH = 64
 # Hidden width, and milliseconds of the forward, of each block. They are uneven, as blocks with experts are: the large
 # ones compute no longer than the small ones, since a token uses few of their weights.
-BLOCKS = ((64, 0.6), (64, 0.6), (512, 0.6), (64, 0.6), (64, 0.6), (512, 0.6), (64, 0.6), (64, 0.6))
+BLOCKS = ((64, 0.6), (64, 0.6), (64, 0.6), (512, 0.6), (64, 0.6), (64, 0.6), (512, 0.6), (64, 0.6))
 STEPS = 5  # the first learns the order; `auto` measures the next two
 
 
@@ -69,81 +70,148 @@ def build() -> Model:
     return cs.fully_shard(model, mesh=mesh)
 
 
-def train(model: Model, network: testing.Fabric) -> float:
-    """Some steps; gives the milliseconds that compute waited for communication in the last one."""
+@dataclass
+class Run:
+    """A model under one policy, and what its last step did."""
+
+    name: str
+    model: Model
+    exposed_ms: float  # that compute waited for communication
+    collectives: list[testing.Collective]
+
+    @property
+    def plan(self) -> cs.ShardPlan:
+        return cs.current_plan(self.model)
+
+    @property
+    def record(self) -> cs.Record:
+        return cs.last_record(self.model)
+
+
+def train(name: str, model: Model, network: testing.Fabric) -> Run:
+    """Some training steps."""
     cs.watch(model)  # note when what is done, for the timeline
     for step in range(STEPS):
         network.reset()
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
         model(x).square().mean().backward()
         model.zero_grad()
-    return 1e3 * network.exposed_s
+    return Run(name, model, 1e3 * network.exposed_s, network.events)
 
 
-def edges(plan: cs.ShardPlan) -> str:
-    """A schedule in a line: how far ahead it gathers, what it keeps, how many reductions are in flight."""
-    schedule = plan.edges()
-    ahead = [len(groups) for _, groups in schedule.forward + schedule.backward]
-    kept = [fqn for fqn in schedule.kept if fqn]
-    first = ", waited for before gathers" if schedule.reduces_first else ""
-    return (
-        f"at most {max(ahead, default=0)} gathers at an event; keeps {', '.join(kept) or 'none'}; "
-        f"{schedule.max_reductions} reductions in flight{first}"
-    )
-
-
-def compare(network: testing.Fabric) -> tuple[dict[str, Model], dict[str, float]]:
-    """Train under one policy after the other; gives the models and what each has left exposed."""
-    least = least_budget(build())
-    default = cs.make_plan(build()).peak_bytes
+def under_policies(network: testing.Fabric) -> list[Run]:
+    """Train under one policy after the other."""
+    least, default = least_budget(build()), cs.make_plan(build()).peak_bytes
     policies: list[tuple[str, PrefetchPolicy, int | None]] = [
         ("depth(0)", PrefetchPolicy.depth(0), None),
         ("depth(1)", PrefetchPolicy.depth(1), None),
         ("depth(2)", PrefetchPolicy.depth(2), None),
         ("auto", PrefetchPolicy.auto(), None),
-        ("auto, the peak of depth(1)", PrefetchPolicy.auto(), default),
-        ("auto, twice that", PrefetchPolicy.auto(), 2 * default),
+        ("auto, budget as depth(1)", PrefetchPolicy.auto(), default),
+        ("auto, half as much again", PrefetchPolicy.auto(), 3 * default // 2),
         ("auto, the least budget", PrefetchPolicy.auto(), least),
     ]
-    models: dict[str, Model] = {}
-    exposed: dict[str, float] = {}
-    print(f"\n{'policy':28}{'exposed ms':>12}{'predicted':>12}{'peak MiB':>10}{'budget':>9}  schedule")
+    runs = []
     for name, prefetch, budget in policies:
-        model = models[name] = build()
+        model = build()
         model.set_prefetch_policy(prefetch)
-        if budget is not None:
-            model.set_pool_policy(PoolPolicy(budget=budget))
-        exposed[name] = train(model, network)
-        plan, record = cs.current_plan(model), cs.last_record(model)
-        foreseen = plan.predicted().exposed
-        print(
-            f"{name:28}{exposed[name]:12.3f}{'-' if foreseen is None else f'{1e3 * foreseen:.3f}':>12}"
-            f"{record.peak_bytes / 2**20:10.2f}{'-' if budget is None else f'{budget / 2**20:.2f}':>9}  {edges(plan)}"
-        )
-    return models, exposed
+        model.set_pool_policy(PoolPolicy(budget=budget))
+        runs.append(train(name, model, network))
+    return runs
 
 
 def least_budget(model: Model) -> int:
-    """The error of a budget that is too small, which says what would be enough."""
-    plan = cs.make_plan(model)
+    """What the error of a budget that is too small says."""
     try:
-        plan.with_policies(pool=PoolPolicy(budget=1 << 20))
+        cs.make_plan(model).with_policies(pool=PoolPolicy(budget=64 << 10))
     except cs.PoolBudgetError as error:
-        print(f"a budget of 1 MiB is an error:\n  {error}")
+        print(f"A budget of 64 KiB is an error:\n  {error}\n")
         return error.least
-    raise AssertionError("a budget of 1 MiB is too small for this model")
+    raise SystemExit("a budget of 64 KiB was expected to be too small")
+
+
+def schedule_text(plan: cs.ShardPlan) -> str:
+    """A schedule in a line: how much it gathers ahead, what it keeps, how many reductions are in flight."""
+    schedule = plan.edges()
+    ahead = max((len(groups) for _, groups in schedule.forward + schedule.backward), default=0)
+    kept = [fqn.removeprefix("blocks.") for fqn in schedule.kept if fqn]
+    blocks = "all blocks" if len(kept) == len(BLOCKS) else f"blocks {', '.join(kept)}" if kept else "none"
+    return f"gathers {ahead} at once ahead, keeps {blocks}, {schedule.max_reductions} reductions in flight"
+
+
+def show(runs: list[Run], costs: cs.Costs) -> None:
+    """The table; what is predicted takes the times that `auto` has measured."""
+    print(f"{'policy':26}{'exposed ms':>11}{'predicted':>11}{'peak KiB':>10}{'budget':>8}  schedule")
+    for run in runs:
+        foreseen = run.plan.with_policies(costs=costs).predicted()
+        budget = run.plan.pool.budget
+        cells = f"{run.exposed_ms:11.3f}{1e3 * foreseen.exposed:11.3f}{run.record.peak_bytes / 1024:10.1f}"
+        print(f"{run.name:26}{cells}{f'{budget / 1024:.1f}' if budget else '-':>8}  {schedule_text(run.plan)}")
+
+
+def write(run: Run, costs: cs.Costs, stem: str, out: Path) -> None:
+    """The timeline, the picture of the memory, and the plan."""
+    report.timeline(run.plan.with_policies(costs=costs), run.record, out / f"{stem}_timeline.json")
+    report.memory(run.plan, out / f"{stem}_memory.png", run.record)
+    (out / f"{stem}_plan.json").write_text(run.plan.to_json())
+
+
+def draw_overlap(runs: list[Run], path: Path) -> None:
+    """When the blocks compute and what the link carries, a panel a run."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.7 * len(runs)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(runs), sharex=True)
+    for axes, run in zip(panels, runs, strict=True):
+        spans = [span for span in run.record.spans if span.fqn and span.kind in ("FORWARD", "BACKWARD")]
+        waits = [span for span in run.record.spans if span.kind in ("WAIT", "REDUCED")]
+        link = {
+            kind: [each for each in run.collectives if each.kind == kind] for kind in ("all_gather", "reduce_scatter")
+        }
+        for row, color, label, times in (
+            (1, "#30638e", "compute", [(span.begin, span.end) for span in spans]),
+            (1, "#e9ecef", "waiting", [(span.begin, span.end) for span in waits]),
+            (0, "#9cc3e0", "gathers", [(each.start_s, each.finish_s) for each in link["all_gather"]]),
+            (0, "#e3a15f", "reductions", [(each.start_s, each.finish_s) for each in link["reduce_scatter"]]),
+        ):
+            bars = [(1e3 * begin, 1e3 * (end - begin)) for begin, end in times]
+            axes.broken_barh(bars, (row + 0.1, 0.8), facecolor=color, edgecolor="white", linewidth=0.5, label=label)
+        axes.set_yticks([0.5, 1.5], ["link", "compute"])
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(f"{run.name}: {run.exposed_ms:.1f} ms exposed", fontsize=9, loc="left")
+    panels[-1].set_xlabel("milliseconds of a training step")
+    panels[0].legend(ncols=4, frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    figure.savefig(path, dpi=110)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="From a slow schedule to one that hides its communication.")
     parser.add_argument("--out", type=Path, default=Path("runs/03"), help="where timelines and pictures go")
-    parser.add_argument("--clock", choices=("virtual", "streams"), default="virtual", help="as on a CPU, or as on a GPU")
-    options = parser.parse_args()
-    with testing.fabric(RANKS, latency_s=LATENCY_S, bandwidth_Bps=BANDWIDTH_BPS, clock=options.clock) as network:
+    out = parser.parse_args().out
+    torch.set_num_threads(1)  # the matrices are tiny
+    out.mkdir(parents=True, exist_ok=True)
+    with testing.fabric(RANKS, latency_s=LATENCY_S, bandwidth_Bps=BANDWIDTH_BPS, clock="virtual") as network:
         print(cs.make_plan(build()), end="\n\n")
-        models, exposed = compare(network)
-        for name, m in models.items():
-            print(name); print(cs.current_plan(m)); print(network.log() if name=="auto" else ""); print(cs.drift(m))
+        runs = under_policies(network)
+        slow, hidden = runs[0], runs[3]
+        costs = hidden.plan.costs
+        assert costs is not None, "`auto` has measured"
+
+        # A plan is data: made once, it is followed from the first step by whoever builds the same model.
+        model = build()
+        model.set_plan(cs.ShardPlan.from_json(hidden.plan.to_json()))
+        runs.append(train("the plan of auto, as JSON", model, network))
+
+        show(runs, costs)
+        print(f"\nThe plan that `auto` has made:\n\n{hidden.plan}\n")
+        print(f"Where its last step left the plan: {', '.join(cs.drift(hidden.model)) or 'nowhere'}")
+        write(slow, costs, "slow", out)
+        write(hidden, costs, "hidden", out)
+        draw_overlap([slow, runs[1], hidden], out / "overlap.png")
+        print(f"Timelines (for https://ui.perfetto.dev), pictures and plans are in {out}/:")
+        print("  " + ", ".join(sorted(path.name for path in out.iterdir())))
     return 0
 
 

@@ -80,7 +80,8 @@ def _draw_bytes(axes: Any, kinds: dict[str, list[int]], record: Record | None, b
     axes.set_xlim(0, max(1, steps))
     axes.set_ylim(0, 1.35 * highest or 1.0)  # room for the legend
     axes.set_ylabel("bytes leased (MiB)")
-    axes.set_title(f"A step of the plan: peak {max(map(sum, zip(*kinds.values(), strict=True)), default=0) / MIB:.2f} MiB")
+    peak = max(map(sum, zip(*kinds.values(), strict=True)), default=0)
+    axes.set_title(f"A step of the plan: peak {peak / MIB:.2f} MiB")
     axes.legend(frameon=False, loc="upper left", ncols=3, fontsize=8)
 
 

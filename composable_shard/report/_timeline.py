@@ -1,4 +1,4 @@
-"""A step as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: what is predicted beside what was measured.
+"""A step as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing: what is predicted beside what was measured.
 
 The format is Chrome's: one JSON object an event; "X" is a slice with a beginning and a length in microseconds, "C" a
 value of a counter, "M" a name. A process is a side, a thread of it a track.
@@ -22,7 +22,7 @@ _COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 _WAITS = (Kind.WAIT, Kind.REDUCED)
 _ENDS = {Kind.UNSHARD: Kind.WAIT, Kind.REDUCE: Kind.REDUCED}  # what is issued, and what ends it
 _SENT = {Kind.UNSHARD: "gathers", Kind.REDUCE: "reductions"}
-_NAMES = {Kind.UNSHARD: "gather", Kind.REDUCE: "reduction", Kind.WAIT: "wait for gather", Kind.REDUCED: "wait for reduction"}
+_WORDS = {**_SENT, Kind.WAIT: "wait for a gather", Kind.REDUCED: "wait for a reduction"}
 
 
 class _Slice(NamedTuple):
@@ -45,7 +45,7 @@ def timeline(plan: ShardPlan, record: Record | None, path: str | Path) -> None:
 
     Each side has tracks for compute, gathers, reductions and waits, a slice a group, and a counter of live bytes. The
     predicted side is there if the plan has costs. Its gathers and reductions are on the link; measured ones last from
-    their issue to the end of the wait for them, since nobody sees the link. Where several fly at once, each has a track.
+    their issue to the end of the wait for them, since nobody sees the link; those that overlap have tracks of their own.
     The measured compute of a root lies around that of the groups below it, the predicted one where it begins. On an
     accelerator measured times are those of the host.
 
@@ -59,7 +59,7 @@ def timeline(plan: ShardPlan, record: Record | None, path: str | Path) -> None:
     """
     if record is None or not record.spans:
         raise ShardConfigValueError(
-            "timeline: the record has no times; call cs.watch(model), run one more iteration, and take cs.last_record(model)"
+            "timeline: the record has no times; call cs.watch(model), run one more iteration, and take its last_record"
         )
     sides = [*_predicted(plan), _measured(record)]
     events = [event for number, side in enumerate(sides, start=1) for event in _events(number, side)]
@@ -147,7 +147,7 @@ def _events(side: int, of: _Side) -> Iterator[dict[str, Any]]:
                 "pid": side,
                 "tid": number,
                 "name": each.fqn or ROOT_NAME,
-                "cat": _NAMES.get(each.kind, each.kind.lower()),
+                "cat": _WORDS.get(each.kind, each.kind.lower()),
                 "ts": begin,
                 "dur": round(end - begin, 3),
             }
