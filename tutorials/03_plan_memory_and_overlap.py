@@ -6,8 +6,9 @@ Nothing here needs a cluster. `testing.fabric` is a network of 8 ranks in this p
 times, and `testing.Busy` stands for compute, so the figures are exact and the script takes seconds. What it does with
 the model is what a training script does: set a policy, train, look.
 
-It writes, for the slowest schedule and for the best one, a timeline (open it at https://ui.perfetto.dev), a picture of
-the plan's memory and the plan itself. docs/planning.md tells what policies, budgets and plans are.
+It writes, for the slowest schedule, the best one and one within a budget: a timeline (open it at
+https://ui.perfetto.dev), a picture of the plan's memory, and the plan itself. docs/planning.md tells what policies,
+budgets and plans are.
 """
 
 import argparse
@@ -209,6 +210,7 @@ def main() -> int:
         print(f"Where its last step left the plan: {', '.join(cs.drift(hidden.model)) or 'nowhere'}")
         write(slow, costs, "slow", out)
         write(hidden, costs, "hidden", out)
+        write(runs[5], costs, "budget", out)
         draw_overlap([slow, runs[1], hidden], out / "overlap.png")
         print(f"Timelines (for https://ui.perfetto.dev), pictures and plans are in {out}/:")
         print("  " + ", ".join(sorted(path.name for path in out.iterdir())))

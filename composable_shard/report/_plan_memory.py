@@ -79,6 +79,7 @@ def _draw_bytes(axes: Any, kinds: dict[str, list[int]], record: Record | None, b
         highest = max(highest, budget / MIB)
     axes.set_xlim(0, max(1, steps))
     axes.set_ylim(0, 1.35 * highest or 1.0)  # room for the legend
+    axes.tick_params(labelbottom=False)  # the actions are named below
     axes.set_ylabel("bytes leased (MiB)")
     peak = max(map(sum, zip(*kinds.values(), strict=True)), default=0)
     axes.set_title(f"A step of the plan: peak {peak / MIB:.2f} MiB")

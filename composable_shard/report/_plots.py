@@ -166,6 +166,7 @@ def figure(path: str | Path, *, width: float = 7.0, height: float = 4.5, rows: i
     for axes in found:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)
+        axes.set_axisbelow(True)
     yield found
     made.savefig(path, dpi=130)
 

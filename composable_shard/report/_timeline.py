@@ -45,7 +45,8 @@ def timeline(plan: ShardPlan, record: Record | None, path: str | Path) -> None:
 
     Each side has tracks for compute, gathers, reductions and waits, a slice a group, and a counter of live bytes. The
     predicted side is there if the plan has costs. Its gathers and reductions are on the link; measured ones last from
-    their issue to the end of the wait for them, since nobody sees the link; those that overlap have tracks of their own.
+    their issue to the end of the wait for them, since nobody sees the link; those that overlap have tracks of their
+    own.
     The measured compute of a root lies around that of the groups below it, the predicted one where it begins. On an
     accelerator measured times are those of the host.
 
