@@ -41,7 +41,7 @@ def watched_step(steps=3):
             model(torch.ones(2, 16, requires_grad=True)).sum().backward()
         plan = cs.current_plan(model)
         forward, backward, gather = (dict.fromkeys(plan.order, seconds) for seconds in (20e-6, 40e-6, 36e-6))
-        reduce = dict.fromkeys(plan.order, 12e-6 + 3 / 4 * (2048 + 16) / 64e6)  # a flag for each parameter travels too
+        reduce = dict.fromkeys(plan.order, 12e-6 + 3 / 4 * (2048 + 32) / 64e6)  # a flag for each parameter travels too
         costs = cs.Costs.of(
             latency=0.0, bandwidth=1.0, forward=forward, backward=backward, gather=gather, reduce=reduce
         )
@@ -79,34 +79,36 @@ def text(path):
 def test_a_trace_has_the_predicted_and_the_measured_step_side_by_side(tmp_path):
     plan, record, _ = watched_step()
     timeline(plan, record, tmp_path / "trace.json")
-    assert_expected_inline(text(tmp_path / "trace.json"), """\
+    assert_expected_inline(
+        text(tmp_path / "trace.json"),
+        """\
 predicted compute
   forward 0 36 to 56
   forward 1 72 to 92
   forward 2 108 to 128
   backward 2 164 to 204
   backward 1 204 to 224
-  backward 1 240.188 to 260.188
-  backward 0 276.188 to 316.188
+  backward 1 240.375 to 260.375
+  backward 0 276.375 to 316.375
 predicted gathers
   gathers 0 0 to 36
   gathers 1 36 to 72
   gathers 2 72 to 108
   gathers 2 128 to 164
   gathers 1 164 to 200
-  gathers 0 240.188 to 276.188
+  gathers 0 240.375 to 276.375
 predicted reductions
-  reductions 2 204 to 240.188
-  reductions 1 276.188 to 312.375
-  reductions 0 316.188 to 352.375
+  reductions 2 204 to 240.375
+  reductions 1 276.375 to 312.75
+  reductions 0 316.375 to 352.75
 predicted waits
   wait for a gather 0 0 to 36
   wait for a gather 1 56 to 72
   wait for a gather 2 92 to 108
   wait for a gather 2 128 to 164
-  wait for a reduction 2 224 to 240.188
-  wait for a gather 0 260.188 to 276.188
-  wait for a reduction 0 316.188 to 352.375
+  wait for a reduction 2 224 to 240.375
+  wait for a gather 0 260.375 to 276.375
+  wait for a reduction 0 316.375 to 352.75
 predicted memory: at most 5120, 24 times
 measured compute
   forward 0 36 to 56
@@ -134,7 +136,8 @@ measured waits
   wait for a reduction 2 224 to 240.375
   wait for a gather 0 260.375 to 276.375
   wait for a reduction 0 316.375 to 352.75
-measured memory: at most 5120, 24 times""")
+measured memory: at most 5120, 24 times""",
+    )
 
 
 def test_on_an_exact_clock_what_is_predicted_is_what_was_measured(tmp_path):

@@ -116,9 +116,7 @@ def draw(log: Logbook, bigram: float, planned_and_done, watched: OneStep, out: P
         plan, record = watched.planned_and_done
         timeline(plan, record, out / "timeline.json")
         memory(plan, out / "plan_memory.png", record)
-        log.say(
-            f"one step: its memory in {out / 'plan_memory.png'}, and for https://ui.perfetto.dev {out / 'timeline.json'}"
-        )
+        log.say(f"one step: its memory {out / 'plan_memory.png'}; for https://ui.perfetto.dev {out / 'timeline.json'}")
 
 
 def save_checkpoint(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, out: Path) -> Path:
