@@ -92,6 +92,11 @@ class Actions:
         """What the running iteration has done: kind, FQN and live bytes of each action, one after the other."""
         return self._done
 
+    def compute_ended(self, kind: Kind) -> None:
+        """Tell whoever watches that the forward of a group, or the last backward, is over."""
+        if self.watch is not None:
+            self.watch.end(kind)
+
     # ---- issuing
 
     def _act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], *args: Any) -> T:

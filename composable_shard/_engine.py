@@ -191,8 +191,7 @@ class Engine:
             group.end_use(copied)
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)
-        if self._do.watch is not None:
-            self._do.watch.end(Kind.FORWARD)
+        self._do.compute_ended(Kind.FORWARD)
         if group in self._active:
             return
         if group.reshard_after_forward:
@@ -291,8 +290,7 @@ class Engine:
         now = self._pass
         if now is None or not now.is_of(token):
             return
-        if self._do.watch is not None:
-            self._do.watch.end(Kind.BACKWARD)
+        self._do.compute_ended(Kind.BACKWARD)
         with torch.no_grad():
             self._do.catch_up()
             for use in list(self._active.values()):
@@ -369,9 +367,14 @@ class Engine:
         if not group.running and group.phase is not ParamPhase.SHARDED:
             self._do.drop(group)
 
-    def watch(self, watch: Stopwatch | None) -> None:
-        """Time what is done, or no longer."""
-        self._tuning.watch(watch)
+    @property
+    def watched(self) -> bool:
+        """Whether it is noted when what is done."""
+        return self._do.watch is not None
+
+    @watched.setter
+    def watched(self, on: bool) -> None:
+        self._tuning.watch(Stopwatch(self.pool.device) if on else None)
 
     def converted(self, groups: Sequence[ParamGroup]) -> None:
         """Parameters were moved or converted: memory goes back, unless a graph still needs it for its backward."""

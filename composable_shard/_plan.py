@@ -10,7 +10,7 @@ import json
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
-from ._arena import Arena, peak_bytes, solve
+from ._arena import Arena, Lifetime, peak_bytes, solve
 from ._codec import decode, encode
 from ._errors import ShardConfigValueError
 from ._group_plan import GroupPlan as GroupPlan
@@ -20,7 +20,7 @@ from ._policies import PoolPolicy, PrefetchPolicy
 from ._prefetch import scheduled
 from ._record import Record
 from ._schedule import Action, Edges, Schedule, Step, backward_order, one_ahead, timed_step, training_step
-from ._simulation import Costs, Prediction, Sizes, Times, lifetimes, live_bytes, predict
+from ._simulation import Costs, Prediction, Sizes, Timeline, Times, lifetimes, live_bytes, predict, simulate
 
 JSON_VERSION = 1
 ONE_AHEAD = PrefetchPolicy.depth(1)
@@ -67,8 +67,11 @@ class ShardPlan:
 
     def live_bytes(self) -> tuple[int, ...]:
         """Bytes leased after each of `actions`."""
-        actions = self.actions()
-        return tuple(live_bytes(lifetimes(actions, self._sizes()), len(actions)))
+        return tuple(live_bytes(self.lifetimes(), len(self.actions())))
+
+    def lifetimes(self) -> list[Lifetime]:
+        """The buffers that `actions` lease, by place among them; named ``weights layers.3``, ``landing layers.3``..."""
+        return lifetimes(self.actions(), self._sizes())
 
     @property
     def peak_bytes(self) -> int:
@@ -76,11 +79,16 @@ class ShardPlan:
 
         Gradients that autograd has made and not yet handed over, `.grad` and activations are not among them.
         """
-        return peak_bytes(lifetimes(self.actions(), self._sizes()))
+        return peak_bytes(self.lifetimes())
 
     def arena(self) -> Arena:
         """Places for all that `actions` lease: one lane, for the events of the pool order what shares memory."""
-        return solve(lifetimes(self.actions(), self._sizes()))
+        return solve(self.lifetimes())
+
+    def timeline(self) -> Timeline | None:
+        """When what happens in a step; None without costs."""
+        times = self.times()
+        return None if times is None else simulate(timed_step(self._steps(), self.edges()), times)
 
     def predicted(self) -> Prediction:
         """The peak by kind of memory and, where costs are known, the time of each group and what of it is exposed."""

@@ -186,6 +186,9 @@ class Timeline:
     Attributes:
         begins: when each forward and backward begins to compute, in order; seconds from the start.
         gathers: seconds of each gather on the link, in order of issue.
+        done: when each action but the forwards and backwards was done, in order.
+        spans: what took time, with its beginning and its end: compute (`FORWARD`, `BACKWARD`), the link (`UNSHARD`,
+            `REDUCE`) and waiting for it (`WAIT`, `REDUCED`).
         waits: seconds that compute waits before the forward (`FORWARD`) or the backward of a group, or for its
             reduction (`REDUCED`); those of 0 seconds are left out.
         seconds: the whole step.
@@ -194,6 +197,8 @@ class Timeline:
 
     begins: tuple[float, ...]
     gathers: tuple[float, ...]
+    done: tuple[float, ...]
+    spans: tuple[tuple[Kind, str, float, float], ...]
     waits: Mapping[Action, float]
     seconds: float
     compute: float
@@ -213,18 +218,23 @@ class _Clock:
         self.running: Action | None = None  # what has begun and did not compute yet
         self.left = 0.0  # seconds of its compute
         self.halved = False
-        self.arrives: dict[tuple[str, str], float] = {}
+        self.arrives: dict[tuple[Kind, str], float] = {}
         self.begins: list[float] = []
         self.gathers: list[float] = []
+        self.done: list[float] = []
+        self.spans: list[tuple[Kind, str, float, float]] = []
         self.waits: dict[Action, float] = {}
 
-    def send(self, what: str, fqn: str, seconds: float) -> None:
-        self.link_free = max(self.now, self.link_free) + seconds
-        self.arrives[what, fqn] = self.link_free
+    def send(self, action: Action, seconds: float) -> None:
+        begin = max(self.now, self.link_free)
+        self.link_free = begin + seconds
+        self.arrives[action.kind, action.fqn] = self.link_free
+        self.spans.append((action.kind, action.fqn, begin, self.link_free))
 
-    def wait(self, what: str, fqn: str, on: Action) -> None:
-        late = self.arrives.pop((what, fqn)) - self.now
+    def wait(self, sent: Kind, action: Action, on: Action) -> None:
+        late = self.arrives.pop((sent, action.fqn)) - self.now
         if late > 0:
+            self.spans.append((action.kind, action.fqn, self.now, self.now + late))
             self.now += late
             self.waits[on] = self.waits.get(on, 0.0) + late
 
@@ -237,6 +247,8 @@ class _Clock:
 
     def run(self, share: float = 1.0) -> None:
         """Compute this share of what is left of the group that runs."""
+        if self.running is not None and self.left > 0:
+            self.spans.append((self.running.kind, self.running.fqn, self.now, self.now + share * self.left))
         self.now += share * self.left
         self.compute += share * self.left
         self.left -= share * self.left
@@ -259,12 +271,12 @@ def simulate(actions: Sequence[Action], times: Mapping[str, Times]) -> Timeline:
             case Kind.UNSHARD:
                 seconds = times[fqn].small_gather if fqn in shrunk else times[fqn].gather
                 clock.gathers.append(seconds)
-                clock.send("gather", fqn, seconds)
+                clock.send(action, seconds)
             case Kind.WAIT:
                 assert clock.running is not None
                 resident.add(fqn)
                 shrunk.discard(fqn)
-                clock.wait("gather", fqn, clock.running)
+                clock.wait(Kind.UNSHARD, action, clock.running)
                 clock.begins[-1] = clock.now
             case Kind.RESHARD | Kind.SHRINK:
                 clock.finish()
@@ -272,14 +284,24 @@ def simulate(actions: Sequence[Action], times: Mapping[str, Times]) -> Timeline:
                 if action.kind is Kind.SHRINK:
                     shrunk.add(fqn)
             case Kind.REDUCE:
-                clock.send("reduction", fqn, times[fqn].reduce)
+                clock.send(action, times[fqn].reduce)
             case Kind.REDUCED:
                 if clock.running is not None and clock.running.fqn in resident and not clock.halved:
                     clock.run(0.5)  # the engine waits when half of what the group saved was read
                     clock.halved = True
-                clock.wait("reduction", fqn, action)
+                clock.wait(Kind.REDUCE, action, action)
+        if action.kind is not Kind.FORWARD and action.kind is not Kind.BACKWARD:
+            clock.done.append(clock.now)
     clock.finish()
-    return Timeline(tuple(clock.begins), tuple(clock.gathers), clock.waits, clock.now, clock.compute)
+    return Timeline(
+        tuple(clock.begins),
+        tuple(clock.gathers),
+        tuple(clock.done),
+        tuple(clock.spans),
+        clock.waits,
+        clock.now,
+        clock.compute,
+    )
 
 
 @dataclass(frozen=True, slots=True)

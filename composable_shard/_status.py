@@ -7,10 +7,11 @@ from torch import nn
 from ._build import declared_plan
 from ._drift import drift as drift_of
 from ._engine import Engine
+from ._errors import ShardConfigValueError
 from ._plan import ShardPlan
 from ._schedule import Kind
 from ._state import named_states
-from ._timing import Stopwatch, own_seconds
+from ._timing import own_seconds
 
 _WAITING = (Kind.WAIT, Kind.REDUCED)
 _COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
@@ -44,10 +45,19 @@ def drift(model: nn.Module) -> tuple[str, ...]:
 def watch(model: nn.Module, on: bool = True) -> None:
     """Have a sharded model note when it does what (`Record.spans`), or no longer; costs some microseconds a module.
 
-    On an accelerator the times are the host's: of issuing, not of running.
+    Before the first forward, too. On an accelerator the times are the host's: of issuing, not of running.
+
+    Raises:
+        ShardConfigValueError: the model holds no sharded module.
     """
+    states = [state for _, state in named_states(model)]
+    if not states:
+        raise ShardConfigValueError(f"model: {type(model).__name__} holds no sharded module; call fully_shard first")
     for engine in _engines(model):
-        engine.watch(Stopwatch(engine.pool.device) if on else None)
+        engine.watched = on
+    for state in states:
+        if state.bound is None:
+            state.set_for_root(watched=on)
 
 
 def empty_pool(model: nn.Module) -> int:
@@ -63,7 +73,9 @@ def empty_pool(model: nn.Module) -> int:
 
 
 def stats(model: nn.Module) -> dict[str, float]:
-    """Figures of a sharded model for loggers, flat. Sums over the engines where it has several.
+    """Figures of a sharded model for loggers, flat; none before its first forward. `model.stats()` is the same.
+
+    Sums over the engines where it has several.
 
     Keys:
         ``pool/live_bytes``, ``pool/peak_bytes``, ``pool/held_bytes``: leased now, at most so far, and held in all.

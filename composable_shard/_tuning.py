@@ -92,6 +92,8 @@ class Tuning:
 
     def _end(self) -> None:
         self._do.watch, self._before, self._found = self._before, None, []
+        if self._do.watch is not None:
+            self._do.watch.take()  # what it has not seen is over
 
 
 def _is_whole(plan: ShardPlan, record: Record) -> bool:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from composable_shard.report import plot_loss, plot_memory, plot_resident_memory, read_metrics
+import composable_shard as cs
+from _plans import block_plan, costs_of
+from composable_shard.report import memory, plot_loss, plot_memory, plot_resident_memory, read_metrics
 
 ROWS = [{"step": i, "loss": 5.0 / i, "seconds": 0.1 * i, "memory_bytes": (100 + i) << 20} for i in range(1, 30)]
 ROWS[9]["held_out"] = 1.2
@@ -76,6 +78,36 @@ def test_the_memory_figure_shows_each_action_and_both_peaks(tmp_path, texts):
     assert {"peak 3.00 MiB", "predicted peak 4.00 MiB"} <= set(texts)
 
 
+def test_the_picture_of_a_plan_shows_kinds_places_and_the_budget(tmp_path, texts):
+    plan = block_plan()
+    budget = 8 * plan.peak_bytes
+    plan = plan.with_policies(cs.PrefetchPolicy.auto(), cs.PoolPolicy(budget=budget), costs_of(plan, bandwidth=5e8))
+    assert plan.edges().kept != ("",)
+    memory(plan, tmp_path / "plan.png", RECORD)
+    assert is_picture(tmp_path / "plan.png")
+    shown = {"weights kept after forward", "landing buffers", "reductions", "measured, peak 3.00 MiB"}
+    assert shown | {f"budget {budget / 2**20:.2f} MiB", "UNSHARD (root)", "blocks.1"} <= set(texts)
+    assert f"A step of the plan: peak {plan.peak_bytes / 2**20:.2f} MiB" in texts
+    arena = plan.arena()
+    gap = f"{100 * (arena.nbytes / arena.bound - 1):.1f} % above the lower bound of {arena.bound / 2**20:.2f} MiB"
+    assert f"Places in the arena: {arena.nbytes / 2**20:.2f} MiB, {gap}" in texts
+
+
+def test_the_bytes_by_kind_add_up_to_those_of_the_plan(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    plan, drawn, stairs = block_plan(), [], Axes.stairs
+
+    def note(axes, values, *args, **kwargs):
+        drawn.append(values)
+        return stairs(axes, values, *args, **kwargs)
+
+    monkeypatch.setattr(Axes, "stairs", note)
+    memory(plan, tmp_path / "plan.png")
+    assert [round(mib * 2**20) for mib in drawn[-1]] == list(plan.live_bytes())
+    assert len(drawn) == 4, "the root is kept, blocks are not, and there is no record"
+
+
 def test_the_resident_memory_figure_stands_in_where_there_is_no_record(tmp_path, texts):
     plot_resident_memory(ROWS, tmp_path / "memory.png")
     assert is_picture(tmp_path / "memory.png")
@@ -104,3 +136,5 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ImportError, match=r"composable-shard\[plot\]"):
         plot_loss(ROWS, tmp_path / "loss.png")
+    with pytest.raises(ImportError, match=r"composable-shard\[plot\]"):
+        memory(block_plan(), tmp_path / "plan.png")

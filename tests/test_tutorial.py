@@ -109,9 +109,9 @@ def test_the_learning_rate_climbs_then_falls_to_a_fiftieth():
 
 
 def start(script, *arguments):
-    """A tutorial on a tiny model as a user starts it, in a session of its own."""
+    """A tutorial as a user starts it, in a session of its own."""
     return subprocess.Popen(
-        [sys.executable, str(TUTORIALS / script), "--size", "tiny", *map(str, arguments)],
+        [sys.executable, str(TUTORIALS / script), *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -151,7 +151,7 @@ def test_the_demo_shows_its_plan_and_leaves_metrics_figures_and_a_checkpoint(tmp
     import torch.distributed.checkpoint as dcp
 
     few = ["--steps", "6", "--sample", "20", "--precision", "float32"]
-    process = start("01_train_gpt.py", "--evaluation", "32", "--out", tmp_path, *few)
+    process = start("01_train_gpt.py", "--size", "tiny", "--evaluation", "32", "--out", tmp_path, *few)
     output, errors = finish(process)
     assert process.returncode == 0, errors
     assert "Warning" not in errors
@@ -162,7 +162,10 @@ def test_the_demo_shows_its_plan_and_leaves_metrics_figures_and_a_checkpoint(tmp
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows[:-1]] == [1, 2, 3, 4, 5, 6]
     assert all(math.isfinite(row["loss"]) for row in rows[:-1])
-    for name in ("loss.png", "memory.png"):
+    trace = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert {"blocks.0", "blocks.1"} < {event["name"] for event in trace if event["ph"] == "X"}
+    assert str(tmp_path / "timeline.json") in output
+    for name in ("loss.png", "memory.png", "plan_memory.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
     # What was saved in shards is a whole model: plain torch reads it and has the same loss.
@@ -176,9 +179,42 @@ def test_the_demo_shows_its_plan_and_leaves_metrics_figures_and_a_checkpoint(tmp
     assert held_out == pytest.approx(rows[-1]["final"], rel=1e-4)
 
 
+def test_the_tutorial_on_plans_goes_from_a_slow_schedule_to_a_hidden_one_as_predicted(tmp_path):
+    process = start("03_plan_memory_and_overlap.py", "--out", tmp_path)
+    output, errors = finish(process)
+    assert process.returncode == 0, errors
+    assert "blocks.3 cannot fit. The least budget that works is 267264 bytes" in output
+    lines = output.splitlines()
+    table = lines[next(i for i, line in enumerate(lines) if line.startswith("policy  ")) + 1 :]
+    rows = {line[:26].rstrip(): line[26:].split()[:4] for line in table[: table.index("")]}
+    exposed = {name: float(row[0]) for name, row in rows.items()}
+    assert all(row[0] == row[1] for row in rows.values()), "what is predicted comes true"
+    assert all(row[3] == "-" or float(row[2]) <= float(row[3]) for row in rows.values()), "within the budget"
+    order = ["depth(0)", "auto, the least budget", "depth(1)", "auto, budget as depth(1)", "depth(2)"]
+    order += ["auto, half as much again", "auto"]
+    assert [exposed[name] for name in order] == sorted(exposed.values(), reverse=True)[: len(order)]
+    assert exposed["auto"] < 0.1 * exposed["depth(0)"]
+    assert exposed["the plan of auto, as JSON"] == exposed["auto"]
+    assert "left the plan: nowhere" in output
+    written = {
+        f"{run}_{what}" for run in ("slow", "hidden", "budget") for what in ("memory.png", "plan.json", "timeline.json")
+    }
+    assert {path.name for path in tmp_path.iterdir()} == written | {"overlap.png"}
+    for path in tmp_path.glob("*_timeline.json"):
+        names = [
+            event["args"]["name"]
+            for event in json.loads(path.read_text())["traceEvents"]
+            if event["ph"] == "M" and "name" in event["args"]
+        ]
+        assert names[:1] == ["predicted"]
+        assert "measured" in names
+
+
 @pytest.mark.timeout(240)
 def test_ctrl_c_ends_every_rank_and_keeps_what_was_saved(tmp_path):
-    process = start("01_train_gpt.py", "--evaluation", "32", "--out", tmp_path, "--minutes", "10", "--sample", "0")
+    process = start(
+        "01_train_gpt.py", "--size", "tiny", "--evaluation", "32", "--out", tmp_path, "--minutes", "10", "--sample", "0"
+    )
     metrics = tmp_path / "metrics.jsonl"
     deadline = time.monotonic() + 150
     while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
@@ -206,7 +242,7 @@ def test_ctrl_c_ends_every_rank_and_keeps_what_was_saved(tmp_path):
 @pytest.mark.timeout(240)
 @pytest.mark.matrix
 def test_the_tutorial_on_compiling_shows_every_graph_and_ways_that_agree():
-    process = start("02_compile.py", "--backend", "aot_eager", "--steps", "2")
+    process = start("02_compile.py", "--size", "tiny", "--backend", "aot_eager", "--steps", "2")
     output, errors = finish(process, limit_s=200)
     assert process.returncode == 0, errors
     eager, blocks, whole = (output.index(f"\n{way}: ") for way in ("eager", "blocks", "whole"))

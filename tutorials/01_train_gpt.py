@@ -45,7 +45,7 @@ from _gpt import (
     random_windows,
     spaced_windows,
 )
-from _logbook import Logbook, Moment, draw, save_checkpoint
+from _logbook import Logbook, Moment, OneStep, draw, save_checkpoint
 from _ranks import launch, start_ranks
 
 OURS = ("ddp", "zero1", "zero2", "zero3", "hsdp")
@@ -314,6 +314,12 @@ def run(options: Options, interrupt: Interrupt) -> int:
         f"text: {len(corpus.train) / 1e6:.1f} MB of Python's standard library to train on, "
         f"{len(corpus.held_out) / 1e6:.1f} MB held out; bigram entropy {bigram:.3f} nats a byte"
     )
+    watched = OneStep(model, active=options.strategy in OURS)
+
+    def report(moment: Moment) -> None:
+        log.note(moment)
+        watched.note(moment)
+
     with interrupt.deferred():
         history = train(
             model,
@@ -321,7 +327,7 @@ def run(options: Options, interrupt: Interrupt) -> int:
             corpus,
             options,
             device,
-            report=log.note,
+            report=report,
             stop=lambda: interrupt.asked,
         )
         planned_and_done = last_step(model, options)
@@ -341,7 +347,7 @@ def run(options: Options, interrupt: Interrupt) -> int:
         f"bigram entropy of {bigram:.3f}"
     )
     if dist.get_rank() == 0:
-        draw(log, bigram, planned_and_done, options.out)
+        draw(log, bigram, planned_and_done, watched, options.out)
     if options.sample > 0:
         log.say(f"\nThe model writes:\n\n{sample(model, options, device)}")
     dist.barrier()

@@ -77,9 +77,34 @@ class Logbook:
             self._file.write(json.dumps({"step": self.rows[-1]["step"], "final": held_out}) + "\n")
 
 
-def draw(log: Logbook, bigram: float, planned_and_done, out: Path) -> None:
-    """loss.png, and memory.png: the last step's timeline, or the memory over time without one."""
-    from composable_shard.report import plot_loss, plot_memory, plot_resident_memory
+class OneStep:
+    """The plan and the record of one early step, with times; the others are not watched, which costs them nothing."""
+
+    STEP = 3  # the first one learns the order
+
+    def __init__(self, model: torch.nn.Module, active: bool) -> None:
+        self._model, self._active = model, active
+        self.planned_and_done = None
+
+    def note(self, moment: Moment) -> None:
+        """A step is over: begin to watch before the one that is wanted, and end after it."""
+        if not self._active:
+            return
+        import composable_shard as cs
+
+        if moment.step == self.STEP - 1:
+            cs.watch(self._model)
+        elif moment.step == self.STEP:
+            self.planned_and_done = cs.current_plan(self._model), cs.last_record(self._model)
+            cs.watch(self._model, False)
+
+
+def draw(log: Logbook, bigram: float, planned_and_done, watched: OneStep, out: Path) -> None:
+    """loss.png, and memory.png: the last step's timeline, or the memory over time without one.
+
+    Of a step that was watched also plan_memory.png and timeline.json.
+    """
+    from composable_shard.report import memory, plot_loss, plot_memory, plot_resident_memory, timeline
 
     plot_loss(log.rows, out / "loss.png", references={"bigram entropy": bigram})
     if planned_and_done is None:
@@ -87,6 +112,11 @@ def draw(log: Logbook, bigram: float, planned_and_done, out: Path) -> None:
     else:
         plan, record = planned_and_done
         plot_memory(record, out / "memory.png", predicted_peak=plan.peak_bytes)
+    if watched.planned_and_done is not None:
+        plan, record = watched.planned_and_done
+        timeline(plan, record, out / "timeline.json")
+        memory(plan, out / "plan_memory.png", record)
+        log.say(f"one step: its memory {out / 'plan_memory.png'}; for https://ui.perfetto.dev {out / 'timeline.json'}")
 
 
 def save_checkpoint(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, out: Path) -> Path:

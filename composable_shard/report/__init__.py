@@ -1,23 +1,30 @@
-"""Figures of a training and of a record, and compiled graphs as short text. Drawing needs matplotlib (extra `plot`)."""
+"""Figures of a training, a plan and a record, traces of a step, and compiled graphs as short text.
+
+Drawing needs matplotlib (extra `plot`); traces need nothing.
+"""
 
 from composable_shard._graphs import Gather as Gather
 from composable_shard._graphs import GraphReport as GraphReport
 from composable_shard._graphs import report_graph as report_graph
 from composable_shard._graphs import sequence as sequence
 from composable_shard._guard import watch_graphs as watch_graphs
+from composable_shard.report._plan_memory import memory as memory
 from composable_shard.report._plots import plot_loss as plot_loss
 from composable_shard.report._plots import plot_memory as plot_memory
 from composable_shard.report._plots import plot_resident_memory as plot_resident_memory
 from composable_shard.report._plots import read_metrics as read_metrics
+from composable_shard.report._timeline import timeline as timeline
 
 __all__ = [
     "Gather",
     "GraphReport",
+    "memory",
     "plot_loss",
     "plot_memory",
     "plot_resident_memory",
     "read_metrics",
     "report_graph",
     "sequence",
+    "timeline",
     "watch_graphs",
 ]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from composable_shard._record import Record
+    from composable_shard._schedule import Action
 
     Row = Mapping[str, float]
 
@@ -103,12 +104,9 @@ def plot_memory(
         if foreseen is not None:
             label = f"predicted peak {foreseen:.2f} MiB"
             axes.axhline(foreseen, color=_REFERENCE, linestyle="--", label=label)
-        labels = [str(action) for action in record.actions]
-        shown = range(0, len(labels), max(1, len(labels) // 40))
-        axes.set_xticks([i + 0.5 for i in shown], [labels[i] for i in shown], rotation=90, fontsize=6)
         axes.set_ylim(0, 1.25 * max(peak, foreseen or 0.0))  # room for the legend
         axes.set_xlim(0, len(live))
-        axes.set_xlabel("actions in the order of their issue")
+        tick_actions(axes, record.actions)
         axes.set_ylabel("unsharded parameters and\nreduce buffers (MiB)")
         axes.set_title(title)
         axes.legend(frameon=False, loc="upper left", ncols=2)
@@ -137,9 +135,23 @@ def plot_resident_memory(metrics: Sequence[Row], path: str | Path) -> None:
         axes.set_ylabel("memory of one process (MiB)")
 
 
+def tick_actions(axes: Any, actions: Sequence[Action]) -> None:
+    """Name the actions below an axis that counts them, some of them if there are many."""
+    shown = range(0, len(actions), max(1, len(actions) // 40))
+    axes.set_xticks([i + 0.5 for i in shown], [str(actions[i]) for i in shown], rotation=90, fontsize=6)
+    axes.set_xlabel("actions in the order of their issue")
+
+
 @contextmanager
 def _figure(path: str | Path, *, width: float = 7.0) -> Iterator[Any]:
-    """The axes to draw on; saved to `path` at the end, on no display and in no global state."""
+    """The axes to draw on, as of `figure`."""
+    with figure(path, width=width) as (axes,):
+        yield axes
+
+
+@contextmanager
+def figure(path: str | Path, *, width: float = 7.0, height: float = 4.5, rows: int = 1) -> Iterator[list[Any]]:
+    """Axes to draw on, one above the other; saved to `path` at the end, on no display and in no global state."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -148,13 +160,15 @@ def _figure(path: str | Path, *, width: float = 7.0) -> Iterator[Any]:
             "composable_shard.report draws with matplotlib, which is not installed; "
             'install it with: pip install "composable-shard[plot]"'
         ) from error
-    figure = Figure(figsize=(width, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.25)
-    yield axes
-    figure.savefig(path, dpi=130)
+    made = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(made)
+    found = [made.add_subplot(rows, 1, row + 1) for row in range(rows)]
+    for axes in found:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.25)
+        axes.set_axisbelow(True)
+    yield found
+    made.savefig(path, dpi=130)
 
 
 def _smooth(values: Sequence[float], weight: float = 0.95) -> list[float]:

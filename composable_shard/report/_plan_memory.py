@@ -1,0 +1,112 @@
+"""The memory of a plan as a picture: bytes by kind over the actions of a step, and the places of its buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composable_shard._schedule import ROOT_NAME, Action
+from composable_shard._simulation import live_bytes
+from composable_shard.report._plots import MIB, figure, tick_actions
+
+if TYPE_CHECKING:
+    from composable_shard._arena import Arena, Lifetime
+    from composable_shard._plan import ShardPlan
+    from composable_shard._record import Record
+
+_COLORS = {"kept": "#1f3d57", "weights": "#30638e", "landing": "#9cc3e0", "reductions": "#e3a15f"}
+_WORDS = {
+    "kept": "weights kept after forward",
+    "weights": "weights",
+    "landing": "landing buffers",
+    "reductions": "reductions",
+}
+_MEASURED, _LIMIT = "#d1495b", "#6b7280"
+_LEAST_TEXT = 0.04  # of the picture's width and height that a slot takes at least to bear its name
+
+
+def memory(plan: ShardPlan, path: str | Path, record: Record | None = None) -> None:
+    """Draw the memory of a training step as the plan predicts it: bytes by kind above, places in the arena below.
+
+    Arguments:
+        plan: whose step it is; its budget, if it has one, is a line.
+        path: the picture to write; its ending gives the kind.
+        record: what an iteration did; its live bytes are drawn beside, the i-th at the i-th action.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    actions, lives, arena = plan.actions(), plan.lifetimes(), plan.arena()
+    kept = frozenset(plan.edges().kept)
+    with figure(path, width=10.0, height=7.0, rows=2) as (above, below):
+        _draw_bytes(above, _by_kind(lives, kept, len(actions)), record, plan.pool.budget)
+        _draw_arena(below, lives, arena, kept, actions)
+
+
+def _kind(life: Lifetime, kept: frozenset[str]) -> str:
+    """What a buffer is for. The weights of a group that is kept are so from their gather on."""
+    what, _, fqn = life.name.partition(" ")
+    if what == "small" or (what == "weights" and fqn in kept):
+        return "kept"
+    return "reductions" if what == "reduction" else what
+
+
+def _by_kind(lives: Sequence[Lifetime], kept: frozenset[str], steps: int) -> dict[str, list[int]]:
+    """Bytes after each action, by kind."""
+    kinds: dict[str, list[Lifetime]] = {kind: [] for kind in _COLORS}
+    for life in lives:
+        kinds[_kind(life, kept)].append(life)
+    return {kind: live_bytes(each, steps) for kind, each in kinds.items()}
+
+
+def _draw_bytes(axes: Any, kinds: dict[str, list[int]], record: Record | None, budget: int | None) -> None:
+    steps = len(kinds["weights"])
+    floor = [0.0] * steps
+    for kind, live in kinds.items():
+        top = [below + nbytes / MIB for below, nbytes in zip(floor, live, strict=True)]
+        if any(live):
+            axes.stairs(top, range(steps + 1), baseline=floor, fill=True, color=_COLORS[kind], label=_WORDS[kind])
+        floor = top
+    highest = max(floor, default=0.0)
+    if record is not None:
+        seen = [nbytes / MIB for nbytes in record.live_bytes]
+        label = f"measured, peak {max(seen, default=0.0):.2f} MiB"
+        axes.stairs(seen, range(len(seen) + 1), baseline=None, color=_MEASURED, linewidth=1.2, label=label)
+        steps, highest = max(steps, len(seen)), max([highest, *seen])
+    if budget is not None:
+        axes.axhline(budget / MIB, color=_LIMIT, linestyle="--", label=f"budget {budget / MIB:.2f} MiB")
+        highest = max(highest, budget / MIB)
+    axes.set_xlim(0, max(1, steps))
+    axes.set_ylim(0, 1.35 * highest or 1.0)  # room for the legend
+    axes.tick_params(labelbottom=False)  # the actions are named below
+    axes.set_ylabel("bytes leased (MiB)")
+    peak = max(map(sum, zip(*kinds.values(), strict=True)), default=0)
+    axes.set_title(f"A step of the plan: peak {peak / MIB:.2f} MiB")
+    axes.legend(frameon=False, loc="upper left", ncols=3, fontsize=8)
+
+
+def _draw_arena(
+    axes: Any, lives: Sequence[Lifetime], arena: Arena, kept: frozenset[str], actions: Sequence[Action]
+) -> None:
+    lanes = dict(arena.lanes)
+    starts = {lane: sum(list(lanes.values())[:place]) for place, lane in enumerate(lanes)}  # one above the other
+    for life, slot in zip(lives, arena.slots, strict=True):
+        if not slot.nbytes:
+            continue
+        bottom, height, width = (starts[slot.lane] + slot.offset) / MIB, slot.nbytes / MIB, life.closed - life.opened
+        color = _COLORS[_kind(life, kept)]
+        axes.broken_barh([(life.opened, width)], (bottom, height), facecolor=color, edgecolor="white", linewidth=0.6)
+        if width >= _LEAST_TEXT * len(actions) and slot.nbytes >= _LEAST_TEXT * arena.nbytes:
+            middle = life.opened + width / 2, bottom + height / 2
+            name = life.name.partition(" ")[2] or ROOT_NAME
+            axes.text(*middle, name, ha="center", va="center", fontsize=6, color="white", clip_on=True)
+    gap = arena.nbytes / arena.bound - 1 if arena.bound else 0.0
+    axes.set_title(
+        f"Places in the arena: {arena.nbytes / MIB:.2f} MiB, {100 * gap:.1f} % above the lower bound of "
+        f"{arena.bound / MIB:.2f} MiB"
+    )
+    axes.set_xlim(0, max(1, len(actions)))
+    axes.set_ylim(0, 1.05 * arena.nbytes / MIB or 1.0)
+    axes.set_ylabel("offset (MiB)")
+    tick_actions(axes, actions)

@@ -1,0 +1,224 @@
+"""What a sharded model says of itself: figures for loggers, its plan, where it left it, and its memory."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import composable_shard as cs
+from _models import Stack, vectors
+from _pool import simulated
+from _stepping import engine_of, twins
+from composable_shard._schedule import Kind
+from composable_shard._timing import Stopwatch, own_seconds, use_clock
+from composable_shard.testing import Busy, fabric
+
+
+def step(model, at=0):
+    model(*vectors(0, at)).square().mean().backward()
+
+
+def trained(steps=3):
+    model, _ = twins(reshard_after_forward=True)
+    for at in range(steps):
+        step(model, at)
+    return model
+
+
+# ---- stats
+
+
+@simulated(world=2)
+def test_stats_are_a_flat_dict_of_floats(rank, world):
+    model, _ = twins(reshard_after_forward=True)
+    assert cs.stats(model) == model.stats() == {}, "nothing has run"
+    for at in range(3):
+        step(model, at)
+    found = cs.stats(model)
+    assert found == model.stats()
+    assert all(type(name) is str and type(value) is float for name, value in found.items())
+    assert_expected_inline(
+        "\n".join(f"{name} {value:g}" for name, value in found.items()),
+        """\
+pool/live_bytes 0
+pool/peak_bytes 2560
+pool/held_bytes 2560
+pool/arena_bytes 2560
+pool/allocations 4
+pool/fallbacks 0
+plan/peak_bytes 2560
+plan/replans 0
+step/unshards 8
+step/reductions 4""",
+    )
+    record, plan, pool = cs.last_record(model), cs.current_plan(model), engine_of(model).pool
+    assert found["step/unshards"] == sum(action.kind is Kind.UNSHARD for action in record.actions)
+    assert found["step/reductions"] == sum(action.kind is Kind.REDUCE for action in record.actions)
+    assert found["plan/peak_bytes"] == plan.peak_bytes
+    assert found["pool/peak_bytes"] == pool.peak_bytes == record.peak_bytes
+
+
+def busy_blocks(count=3):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), Busy(20e-6)) for _ in range(count)))
+    for each in (*model, model):
+        cs.fully_shard(each, mesh=init_device_mesh("cpu", (4,)))
+    return model
+
+
+def test_times_are_there_while_the_model_is_watched_and_they_are_those_of_the_network():
+    with fabric(4, latency_s=12e-6, bandwidth_Bps=64e6, clock="virtual") as net:
+        model = busy_blocks()
+        names = {"step/exposed_ms", "step/compute_ms", "step/communication_share"}
+
+        def run():
+            net.reset()
+            model(torch.ones(2, 16)).sum().backward()
+            return model.stats()
+
+        for _ in range(2):
+            assert not names & set(run())
+        cs.watch(model)
+        found = run()
+        assert found["step/exposed_ms"] == pytest.approx(1e3 * net.exposed_s)
+        assert found["step/compute_ms"] == pytest.approx(1e3 * 3 * 60e-6)
+        assert found["step/communication_share"] == pytest.approx(net.exposed_s / net.now())
+        assert run() == pytest.approx(found)
+        cs.watch(model, False)
+        run()
+        assert not names & set(run())
+
+
+def test_a_model_of_several_roots_sums_theirs():
+    with fabric(2, latency_s=1e-6, bandwidth_Bps=1e9, clock="virtual"):
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.ModuleList(cs.fully_shard(nn.Linear(16, 16), mesh=mesh) for _ in range(2))
+        for each in model:
+            each(torch.ones(2, 16)).sum().backward()
+        assert cs.stats(model)["step/reductions"] == 2
+        one, two = (each.stats() for each in model)
+        assert cs.stats(model) == {name: one[name] + two[name] for name in one}
+
+
+class Statistics(nn.Module):
+    """Users have things that they call stats."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.way = way
+        if way == "a module":
+            self.stats = nn.Identity()
+        elif way == "an attribute":
+            self.stats = abs
+        elif way == "a buffer":
+            self.register_buffer("stats", torch.ones(4))
+
+    def forward(self, x):
+        return (x @ self.weight) * self.stats if self.way == "a buffer" else self.stats(x @ self.weight)
+
+
+class Method(Statistics):
+    def stats(self, x):
+        return 2 * x
+
+
+@simulated(world=2)
+def test_a_module_with_stats_of_its_own_keeps_them(rank, world):
+    x = torch.arange(4.0)
+    for make in (*(lambda w=w: Statistics(w) for w in ("a module", "an attribute", "a buffer")), lambda: Method("")):
+        plain = make()
+        model = cs.fully_shard(copy.deepcopy(plain))
+        assert torch.equal(model(x), plain(x))
+        assert cs.stats(model)["step/unshards"] >= 0
+    assert "figures" in cs.FSDPModule.stats.__doc__.lower()
+
+
+# ---- watch
+
+
+@simulated(world=2)
+def test_a_model_can_be_watched_before_its_first_forward(rank, world):
+    model, _ = twins(reshard_after_forward=True)
+    cs.watch(model)
+    step(model)
+    record = cs.last_record(model)
+    seen = [(span.kind, span.fqn) for span in record.spans]
+    assert sorted(seen) == sorted(
+        [(action.kind, action.fqn) for action in record.actions]
+        + [(kind, fqn) for fqn in record.order for kind in (Kind.FORWARD, Kind.BACKWARD)]
+    )
+    assert all(0 <= span.begin <= span.end for span in record.spans)
+    assert list(record.spans) == sorted(record.spans, key=lambda span: (span.begin, -span.end))
+
+
+@simulated(world=2)
+def test_watching_a_model_that_is_not_sharded_is_an_error(rank, world):
+    with pytest.raises(cs.ShardConfigValueError, match="Stack holds no sharded module; call fully_shard first"):
+        cs.watch(Stack())
+
+
+def test_measuring_for_auto_leaves_a_watched_model_watched():
+    with fabric(4, latency_s=12e-6, bandwidth_Bps=64e6, clock="virtual") as net:
+        model = busy_blocks()
+        model.set_prefetch_policy(cs.PrefetchPolicy.auto())
+        cs.watch(model)
+        for _ in range(5):
+            net.reset()
+            model(torch.ones(2, 16)).sum().backward()
+        assert cs.current_plan(model).costs is not None
+        assert model.stats()["step/exposed_ms"] == pytest.approx(1e3 * net.exposed_s)
+
+
+def test_on_a_clock_that_stands_still_waiting_is_not_counted_as_the_compute_around_it():
+    now = [0.0]
+    before = use_clock(lambda: now[0])
+    try:
+        watch = Stopwatch(torch.device("cpu"))
+        watch.begin(Kind.FORWARD, "a")
+        watch.timed(Kind.WAIT, "b", lambda: now.__setitem__(0, 2.0))
+        watch.end(Kind.FORWARD)
+        assert own_seconds(watch.take()) == {(Kind.FORWARD, "a"): 0.0, (Kind.WAIT, "b"): 2.0}
+    finally:
+        use_clock(before)
+
+
+# ---- drift, current_plan, empty_pool
+
+
+@simulated(world=2)
+def test_a_training_step_keeps_to_the_plan_and_another_iteration_does_not(rank, world):
+    model = trained()
+    assert cs.drift(model) == ()
+    with torch.no_grad():
+        model(*vectors(0, 3))
+    assert cs.drift(model) == ("(root): UNSHARD (root) was planned and not done",)
+    step(model)
+    assert cs.drift(model) == ()
+
+
+@simulated(world=2)
+def test_the_current_plan_is_the_declared_one_until_the_first_forward_has_another_order(rank, world):
+    model, _ = twins(reshard_after_forward=True)
+    assert cs.drift(model) == ()
+    assert cs.current_plan(model) == cs.make_plan(model)
+    step(model)
+    assert cs.current_plan(model).order == cs.last_record(model).order
+
+
+@simulated(world=2)
+def test_the_pool_gives_back_what_nobody_uses_and_takes_it_again(rank, world):
+    model, plain = twins(reshard_after_forward=True)
+    shown = [model(*vectors(0, 0)) for _ in range(2)]
+    held = model.stats()["pool/held_bytes"]
+    assert held > 0
+    assert cs.empty_pool(model) == 0, "a graph may still ask for weights"
+    del shown
+    assert cs.empty_pool(model) == held
+    assert model.stats()["pool/held_bytes"] == model.stats()["pool/live_bytes"] == 0
+    assert cs.empty_pool(model) == 0
+    assert torch.equal(model(*vectors(0, 1)), plain(*vectors(0, 1)))
