@@ -11,7 +11,8 @@ from ._errors import RankMismatchError
 from ._mesh import MeshInfo
 from ._plan import ShardPlan
 from ._torch import without_dispatch_modes
-from ._torch_distributed import all_gather_options, all_reduce_options
+from ._torch_distributed import all_gather_options, all_reduce_options, backend_name
+from ._transports import SIMULATED
 
 Among = Sequence[
     tuple[dist.ProcessGroup, torch.device, frozenset[str]]
@@ -21,12 +22,14 @@ Among = Sequence[
 def groups_of(meshes: Iterable[tuple[str, MeshInfo]]) -> Among:
     """The process groups over which groups of parameters, by FQN, are sharded, each once; not those of one rank.
 
-    Replicas are not among them: each may run a forward, or have transports, of its own.
+    Replicas are not among them: each may run a forward, or have transports, of its own. Nor are simulated worlds, which
+    notice by themselves when ranks differ.
     """
     found: dict[int, tuple[dist.ProcessGroup, torch.device, set[str]]] = {}
     for fqn, info in meshes:
-        if info.shard_group is not None and info.shard_group.size() > 1:
-            found.setdefault(id(info.shard_group), (info.shard_group, info.device, set()))[2].add(fqn)
+        there = info.shard_group
+        if there is not None and there.size() > 1 and backend_name(there, info.device) not in SIMULATED:
+            found.setdefault(id(there), (there, info.device, set()))[2].add(fqn)
     return [(group, device, frozenset(fqns)) for group, device, fqns in found.values()]
 
 

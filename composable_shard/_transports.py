@@ -31,7 +31,7 @@ _SAMPLE_BYTES = (1 << 19, 4 << 20, 16 << 20)
 _SHARES = (1, 768, 256, 1, 1024, 1024)  # of a sample among its parameters: a block of a transformer
 _ROUNDS = 4  # of which the first is not counted
 _WORTH = 0.9  # of the time of the first transport: what another one must not exceed to be taken
-_SIMULATED = ("fake", "fabric", "simulated")  # backends whose time says nothing
+SIMULATED = ("fake", "fabric", "simulated")  # backends whose time says nothing
 
 _measured: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]] = weakref.WeakKeyDictionary()
 
@@ -97,7 +97,7 @@ class TransportCache:
             return
         found, at = _measured.setdefault(group, {}), size_class(sum(pieces) * info.shard_size)
         made = self._all(group, info.device)
-        if at in found or _forced(made, _words(group, info.device)) or backend_name(group, info.device) in _SIMULATED:
+        if at in found or _forced(made, _words(group, info.device)) or backend_name(group, info.device) in SIMULATED:
             return
         candidates = [name for name in made if name in _CANDIDATES.get(backend_name(group, info.device), made)]
         takes = {_takes_alone(made[name], pieces) for name in candidates}

@@ -235,7 +235,7 @@ ranks 0 and 1 have different plans: group (root): dtype float32 -> float32 as bf
 
 
 @distributed(world=1)
-def test_policies_are_for_the_root_and_of_their_types(rank):
+def test_policies_are_for_the_root_and_of_their_types(rank, world):
     model = made(Stack, shard_blocks)
     with pytest.raises(cs.ShardConfigTypeError, match="policy: expected a PrefetchPolicy, got int"):
         model.set_prefetch_policy(2)

@@ -77,11 +77,8 @@ def text(path):
 
 
 def test_a_trace_has_the_predicted_and_the_measured_step_side_by_side(tmp_path):
-    plan, record, _ = watched_step()
-    timeline(plan, record, tmp_path / "trace.json")
-    assert_expected_inline(
-        text(tmp_path / "trace.json"),
-        """\
+    timeline(*watched_step()[:2], trace := tmp_path / "trace.json")
+    assert_expected_inline(text(trace), """\
 predicted compute
   forward 0 36 to 56
   forward 1 72 to 92
@@ -136,8 +133,7 @@ measured waits
   wait for a reduction 2 224 to 240.375
   wait for a gather 0 260.375 to 276.375
   wait for a reduction 0 316.375 to 352.75
-measured memory: at most 5120, 24 times""",
-    )
+measured memory: at most 5120, 24 times""")  # fmt: skip
 
 
 def test_on_an_exact_clock_what_is_predicted_is_what_was_measured(tmp_path):

@@ -192,13 +192,17 @@ def fabric(
         ShardConfigStateError: on entering: there is a default process group already.
     """
     of = network(world_size, latency_s, bandwidth_Bps, ranks_per_node, inter_latency_s, inter_bandwidth_Bps)
+    _check_place(rank, world_size, clock)
+    return _entered(of, rank, CLOCKS[clock])
+
+
+def _check_place(rank: int, world_size: int, clock: str) -> None:
     if not isinstance(rank, int) or isinstance(rank, bool):
         raise ShardConfigTypeError(f"rank: expected a rank, got {type(rank).__name__} {rank!r}")
     if not 0 <= rank < world_size:
         raise ShardConfigValueError(f"rank: must be 0 to {world_size - 1}, got {rank}")
     if clock not in CLOCKS:
         raise ShardConfigValueError(f"clock: must be {', '.join(map(repr, CLOCKS))}, got {clock!r}")
-    return _entered(of, rank, CLOCKS[clock])
 
 
 @contextmanager

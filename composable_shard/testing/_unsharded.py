@@ -279,16 +279,21 @@ def assert_matches_unsharded(
     backend = ("inductor" if compile else None) if isinstance(compile, bool) else compile
     training = Training(make_layer, make_inputs, loss, optimizer, steps, seed, backend)
     run = spmd(world_size, mesh=mesh, seed=seed, timeout=timeout)
-    before = RandomState.now()
-    try:
-        with one_kernel_thread():
-            theirs = _unsharded_steps(training, batches)
-    finally:
-        before.restore()
+    theirs = _beside(training, batches)
     ours = run(_sharded_steps, training, shard, batches)
     for step in range(steps):  # what comes after the first difference follows from it
         pairs = [(seen[step], theirs[step][seen[step].batch]) for seen in ours]
         _assert_same([line for rank, pair in enumerate(pairs) for line in _differences(rank, step, *pair, atol, rtol)])
+
+
+def _beside(training: Training, batches: Batches) -> list[Any]:
+    """The steps of the unsharded layer; the caller keeps his random numbers."""
+    before = RandomState.now()
+    try:
+        with one_kernel_thread():
+            return _unsharded_steps(training, batches)
+    finally:
+        before.restore()
 
 
 def _batches(sizes: Mapping[str, int], batch_axes: Sequence[str] | None) -> Batches:
