@@ -25,10 +25,11 @@ from ._policies import MixedPrecisionPolicy, OffloadPolicy, Options, Settings, w
 from ._record import Record
 from ._state import PLACE, STATE, Declaration, ShardState, named_states, state_of
 from ._state_dict import watch_state_dict
+from ._status import stats
 from ._torch_distributed import local_tensor
 
 M = TypeVar("M", bound=nn.Module)
-_classes: dict[type, type] = {}
+_classes: dict[tuple[type, bool], type] = {}
 
 
 @overload
@@ -297,9 +298,11 @@ def _move_buffers(modules: list[nn.Module], info: MeshInfo) -> None:
 
 def _attach(module: nn.Module, state: ShardState, place: int) -> None:
     cls = type(module)
-    if cls not in _classes:
-        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
-    module.__class__ = _classes[cls]
+    of = cls, hasattr(module, "stats")  # a common word: what users call so stays theirs
+    if of not in _classes:
+        names = {"__module__": cls.__module__} | ({} if of[1] else {"stats": stats})
+        _classes[of] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), names)
+    module.__class__ = _classes[of]
     module.__dict__[STATE] = state
     module.__dict__[PLACE] = place
     show_to_torch(module, state)

@@ -20,7 +20,7 @@ from ._policies import PoolPolicy, PrefetchPolicy
 from ._prefetch import scheduled
 from ._record import Record
 from ._schedule import Action, Edges, Schedule, Step, backward_order, one_ahead, timed_step, training_step
-from ._simulation import Costs, Prediction, Sizes, Timeline, Times, lifetimes, live_bytes, predict, simulate
+from ._simulation import Costs, Prediction, Sizes, Times, Trace, lifetimes, live_bytes, predict, trace
 
 JSON_VERSION = 1
 ONE_AHEAD = PrefetchPolicy.depth(1)
@@ -85,10 +85,10 @@ class ShardPlan:
         """Places for all that `actions` lease: one lane, for the events of the pool order what shares memory."""
         return solve(self.lifetimes())
 
-    def timeline(self) -> Timeline | None:
+    def trace(self) -> Trace | None:
         """When what happens in a step; None without costs."""
         times = self.times()
-        return None if times is None else simulate(timed_step(self._steps(), self.edges()), times)
+        return None if times is None else trace(timed_step(self._steps(), self.edges()), times)
 
     def predicted(self) -> Prediction:
         """The peak by kind of memory and, where costs are known, the time of each group and what of it is exposed."""

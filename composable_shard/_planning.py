@@ -1,9 +1,7 @@
-"""The methods of a sharded module that say how its plan is made, and what became of it."""
+"""The methods of a sharded module that say how its plan is made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
@@ -12,37 +10,10 @@ from ._errors import ShardConfigTypeError
 from ._plan import ShardPlan
 from ._policies import PoolPolicy, PrefetchPolicy
 from ._state import STATE
-from ._status import stats
-
-
-class _GivesWay:
-    """A method, unless the user's module has an attribute of that name: for a name that is a common word."""
-
-    def __init__(self, method: Callable[[Any], dict[str, float]]) -> None:
-        self._method = method
-        self.__doc__ = method.__doc__
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._owner, self._name = owner, name
-
-    def __get__(self, module: Any, owner: type | None = None) -> Any:
-        if module is None:
-            return self._method
-        behind = super(self._owner, module)
-        if hasattr(behind, self._name):
-            return getattr(behind, self._name)
-        if any(self._name in module.__dict__[kind] for kind in ("_modules", "_parameters", "_buffers")):
-            raise AttributeError(self._name)  # nn.Module's `__getattr__` finds it
-        return MethodType(self._method, module)
 
 
 class Planning(TorchFSDPModule):
     """Policies of the plan. They are the root's, the outermost sharded module's; set them on all ranks alike."""
-
-    @_GivesWay
-    def stats(self) -> dict[str, float]:
-        """Figures for loggers, those of `composable_shard.stats`; not where the module has a `stats` of its own."""
-        return stats(self)  # type: ignore[arg-type]
 
     def set_prefetch_policy(self, policy: PrefetchPolicy) -> None:
         """How far ahead groups are gathered; lists of modules (`set_modules_to_forward_prefetch`) go before it.

@@ -13,8 +13,9 @@ for at the end. Issuing takes no time. The compute of the root counts where it b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ._arena import Lifetime, peak_bytes
 from ._errors import ShardConfigValueError
@@ -186,9 +187,6 @@ class Timeline:
     Attributes:
         begins: when each forward and backward begins to compute, in order; seconds from the start.
         gathers: seconds of each gather on the link, in order of issue.
-        done: when each action but the forwards and backwards was done, in order.
-        spans: what took time, with its beginning and its end: compute (`FORWARD`, `BACKWARD`), the link (`UNSHARD`,
-            `REDUCE`) and waiting for it (`WAIT`, `REDUCED`).
         waits: seconds that compute waits before the forward (`FORWARD`) or the backward of a group, or for its
             reduction (`REDUCED`); those of 0 seconds are left out.
         seconds: the whole step.
@@ -197,8 +195,6 @@ class Timeline:
 
     begins: tuple[float, ...]
     gathers: tuple[float, ...]
-    done: tuple[float, ...]
-    spans: tuple[tuple[Kind, str, float, float], ...]
     waits: Mapping[Action, float]
     seconds: float
     compute: float
@@ -221,20 +217,15 @@ class _Clock:
         self.arrives: dict[tuple[Kind, str], float] = {}
         self.begins: list[float] = []
         self.gathers: list[float] = []
-        self.done: list[float] = []
-        self.spans: list[tuple[Kind, str, float, float]] = []
         self.waits: dict[Action, float] = {}
 
-    def send(self, action: Action, seconds: float) -> None:
-        begin = max(self.now, self.link_free)
-        self.link_free = begin + seconds
-        self.arrives[action.kind, action.fqn] = self.link_free
-        self.spans.append((action.kind, action.fqn, begin, self.link_free))
+    def send(self, what: Kind, fqn: str, seconds: float) -> None:
+        self.link_free = max(self.now, self.link_free) + seconds
+        self.arrives[what, fqn] = self.link_free
 
-    def wait(self, sent: Kind, action: Action, on: Action) -> None:
-        late = self.arrives.pop((sent, action.fqn)) - self.now
+    def wait(self, what: Kind, fqn: str, on: Action) -> None:
+        late = self.arrives.pop((what, fqn)) - self.now
         if late > 0:
-            self.spans.append((action.kind, action.fqn, self.now, self.now + late))
             self.now += late
             self.waits[on] = self.waits.get(on, 0.0) + late
 
@@ -247,8 +238,6 @@ class _Clock:
 
     def run(self, share: float = 1.0) -> None:
         """Compute this share of what is left of the group that runs."""
-        if self.running is not None and self.left > 0:
-            self.spans.append((self.running.kind, self.running.fqn, self.now, self.now + share * self.left))
         self.now += share * self.left
         self.compute += share * self.left
         self.left -= share * self.left
@@ -258,9 +247,36 @@ class _Clock:
         self.running = None
 
 
-def simulate(actions: Sequence[Action], times: Mapping[str, Times]) -> Timeline:
-    """What becomes of `actions`, as `timed_step` writes them, where collectives and compute take so long."""
-    clock = _Clock(times)
+class _NotingClock(_Clock):
+    """The same, and what took time: compute, the link, and waiting for it."""
+
+    def __init__(self, times: Mapping[str, Times]) -> None:
+        super().__init__(times)
+        self.spans: list[tuple[Kind, str, float, float]] = []
+
+    def send(self, what: Kind, fqn: str, seconds: float) -> None:
+        super().send(what, fqn, seconds)
+        self.spans.append((what, fqn, self.link_free - seconds, self.link_free))
+
+    def wait(self, what: Kind, fqn: str, on: Action) -> None:
+        begin = self.now
+        super().wait(what, fqn, on)
+        self._note(Kind.WAIT if what is Kind.UNSHARD else Kind.REDUCED, fqn, begin)
+
+    def run(self, share: float = 1.0) -> None:
+        begin = self.now
+        super().run(share)
+        if self.running is not None:
+            self._note(self.running.kind, self.running.fqn, begin)
+
+    def _note(self, kind: Kind, fqn: str, begin: float) -> None:
+        if self.now > begin:
+            self.spans.append((kind, fqn, begin, self.now))
+
+
+def _played(actions: Sequence[Action], clock: _Clock) -> Iterator[Action]:
+    """The actions, each when the clock has seen it."""
+    times = clock.times
     resident: set[str] = set()
     shrunk: set[str] = set()
     for action in actions:
@@ -271,12 +287,12 @@ def simulate(actions: Sequence[Action], times: Mapping[str, Times]) -> Timeline:
             case Kind.UNSHARD:
                 seconds = times[fqn].small_gather if fqn in shrunk else times[fqn].gather
                 clock.gathers.append(seconds)
-                clock.send(action, seconds)
+                clock.send(Kind.UNSHARD, fqn, seconds)
             case Kind.WAIT:
                 assert clock.running is not None
                 resident.add(fqn)
                 shrunk.discard(fqn)
-                clock.wait(Kind.UNSHARD, action, clock.running)
+                clock.wait(Kind.UNSHARD, fqn, clock.running)
                 clock.begins[-1] = clock.now
             case Kind.RESHARD | Kind.SHRINK:
                 clock.finish()
@@ -284,24 +300,43 @@ def simulate(actions: Sequence[Action], times: Mapping[str, Times]) -> Timeline:
                 if action.kind is Kind.SHRINK:
                     shrunk.add(fqn)
             case Kind.REDUCE:
-                clock.send(action, times[fqn].reduce)
+                clock.send(Kind.REDUCE, fqn, times[fqn].reduce)
             case Kind.REDUCED:
                 if clock.running is not None and clock.running.fqn in resident and not clock.halved:
                     clock.run(0.5)  # the engine waits when half of what the group saved was read
                     clock.halved = True
-                clock.wait(Kind.REDUCE, action, action)
-        if action.kind is not Kind.FORWARD and action.kind is not Kind.BACKWARD:
-            clock.done.append(clock.now)
+                clock.wait(Kind.REDUCE, fqn, action)
+        yield action
     clock.finish()
-    return Timeline(
-        tuple(clock.begins),
-        tuple(clock.gathers),
-        tuple(clock.done),
-        tuple(clock.spans),
-        clock.waits,
-        clock.now,
-        clock.compute,
-    )
+
+
+def simulate(actions: Sequence[Action], times: Mapping[str, Times]) -> Timeline:
+    """What becomes of `actions`, as `timed_step` writes them, where collectives and compute take so long."""
+    clock = _Clock(times)
+    for _ in _played(actions, clock):
+        pass
+    return Timeline(tuple(clock.begins), tuple(clock.gathers), clock.waits, clock.now, clock.compute)
+
+
+class Trace(NamedTuple):
+    """When what happens in a step, in seconds from its start.
+
+    Attributes:
+        done: when each action but the forwards and backwards was done, in order.
+        spans: what took time, with its beginning and its end: compute (`FORWARD`, `BACKWARD`), the link (`UNSHARD`,
+            `REDUCE`) and waiting for it (`WAIT`, `REDUCED`).
+    """
+
+    done: tuple[float, ...]
+    spans: tuple[tuple[Kind, str, float, float], ...]
+
+
+def trace(actions: Sequence[Action], times: Mapping[str, Times]) -> Trace:
+    """`simulate`, and all of it noted, which takes longer."""
+    clock = _NotingClock(times)
+    kinds = Kind.FORWARD, Kind.BACKWARD
+    done = [clock.now for action in _played(actions, clock) if action.kind not in kinds]
+    return Trace(tuple(done), tuple(clock.spans))
 
 
 @dataclass(frozen=True, slots=True)

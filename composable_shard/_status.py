@@ -73,7 +73,8 @@ def empty_pool(model: nn.Module) -> int:
 
 
 def stats(model: nn.Module) -> dict[str, float]:
-    """Figures of a sharded model for loggers, flat; none before its first forward. `model.stats()` is the same.
+    """Figures of a sharded model for loggers, flat; none before its first forward. `model.stats()` is the same,
+    unless the module has something of that name itself.
 
     Sums over the engines where it has several.
 

@@ -135,7 +135,6 @@ def test_a_module_with_stats_of_its_own_keeps_them(rank, world):
         model = cs.fully_shard(copy.deepcopy(plain))
         assert torch.equal(model(x), plain(x))
         assert cs.stats(model)["step/unshards"] >= 0
-    assert "figures" in cs.FSDPModule.stats.__doc__.lower()
 
 
 # ---- watch

@@ -70,70 +70,46 @@ def text(path):
     lines = []
     for side, (tracks, memory) in sides(path).items():
         for track, slices in tracks.items():
-            lines.append(f"{side} {track}")
-            lines += [f"  {kind} {fqn} {begin:g} to {end:g}" for kind, fqn, begin, end in slices]
+            shown = [f"{kind} {fqn} {begin:g}-{end:g}" for kind, fqn, begin, end in slices]
+            lines += [f"{side} {track}", *(f"  {', '.join(shown[at : at + 3])}" for at in range(0, len(shown), 3))]
         lines.append(f"{side} memory: at most {max(live for _, live in memory)}, {len(memory)} times")
     return "\n".join(lines)
 
 
 def test_a_trace_has_the_predicted_and_the_measured_step_side_by_side(tmp_path):
-    timeline(*watched_step()[:2], trace := tmp_path / "trace.json")
-    assert_expected_inline(text(trace), """\
+    plan, record, _ = watched_step()
+    timeline(plan, record, tmp_path / "trace.json")
+    assert_expected_inline(
+        text(tmp_path / "trace.json"),
+        """\
 predicted compute
-  forward 0 36 to 56
-  forward 1 72 to 92
-  forward 2 108 to 128
-  backward 2 164 to 204
-  backward 1 204 to 224
-  backward 1 240.375 to 260.375
-  backward 0 276.375 to 316.375
+  forward 0 36-56, forward 1 72-92, forward 2 108-128
+  backward 2 164-204, backward 1 204-224, backward 1 240.375-260.375
+  backward 0 276.375-316.375
 predicted gathers
-  gathers 0 0 to 36
-  gathers 1 36 to 72
-  gathers 2 72 to 108
-  gathers 2 128 to 164
-  gathers 1 164 to 200
-  gathers 0 240.375 to 276.375
+  gathers 0 0-36, gathers 1 36-72, gathers 2 72-108
+  gathers 2 128-164, gathers 1 164-200, gathers 0 240.375-276.375
 predicted reductions
-  reductions 2 204 to 240.375
-  reductions 1 276.375 to 312.75
-  reductions 0 316.375 to 352.75
+  reductions 2 204-240.375, reductions 1 276.375-312.75, reductions 0 316.375-352.75
 predicted waits
-  wait for a gather 0 0 to 36
-  wait for a gather 1 56 to 72
-  wait for a gather 2 92 to 108
-  wait for a gather 2 128 to 164
-  wait for a reduction 2 224 to 240.375
-  wait for a gather 0 260.375 to 276.375
-  wait for a reduction 0 316.375 to 352.75
+  wait for a gather 0 0-36, wait for a gather 1 56-72, wait for a gather 2 92-108
+  wait for a gather 2 128-164, wait for a reduction 2 224-240.375, wait for a gather 0 260.375-276.375
+  wait for a reduction 0 316.375-352.75
 predicted memory: at most 5120, 24 times
 measured compute
-  forward 0 36 to 56
-  forward 1 72 to 92
-  forward 2 108 to 128
-  backward 2 164 to 204
-  backward 1 204 to 276.375
-  backward 0 276.375 to 316.375
+  forward 0 36-56, forward 1 72-92, forward 2 108-128
+  backward 2 164-204, backward 1 204-276.375, backward 0 276.375-316.375
 measured gathers
-  gathers 0 0 to 36
-  gathers 1 36 to 72
-  gathers 2 72 to 108
-  gathers 2 128 to 164
-  gathers 1 164 to 204
-  gathers 0 240.375 to 276.375
+  gathers 0 0-36, gathers 1 36-72, gathers 2 72-108
+  gathers 2 128-164, gathers 1 164-204, gathers 0 240.375-276.375
 measured reductions
-  reductions 2 204 to 240.375
-  reductions 1 260.375 to 316.375
-  reductions 0 316.375 to 352.75
+  reductions 2 204-240.375, reductions 1 260.375-316.375, reductions 0 316.375-352.75
 measured waits
-  wait for a gather 0 0 to 36
-  wait for a gather 1 56 to 72
-  wait for a gather 2 92 to 108
-  wait for a gather 2 128 to 164
-  wait for a reduction 2 224 to 240.375
-  wait for a gather 0 260.375 to 276.375
-  wait for a reduction 0 316.375 to 352.75
-measured memory: at most 5120, 24 times""")  # fmt: skip
+  wait for a gather 0 0-36, wait for a gather 1 56-72, wait for a gather 2 92-108
+  wait for a gather 2 128-164, wait for a reduction 2 224-240.375, wait for a gather 0 260.375-276.375
+  wait for a reduction 0 316.375-352.75
+measured memory: at most 5120, 24 times""",
+    )
 
 
 def test_on_an_exact_clock_what_is_predicted_is_what_was_measured(tmp_path):

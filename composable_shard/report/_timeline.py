@@ -69,14 +69,14 @@ def timeline(plan: ShardPlan, record: Record | None, path: str | Path) -> None:
 
 
 def _predicted(plan: ShardPlan) -> Iterator[_Side]:
-    line = plan.timeline()
-    if line is None:
+    step = plan.trace()
+    if step is None:
         return
-    slices = [_Slice(*span) for span in line.spans]
+    slices = [_Slice(*span) for span in step.spans]
     compute = [each for each in slices if each.kind in _COMPUTE]
     sent = {name: [each for each in slices if each.kind is kind] for kind, name in _SENT.items()}
     waits = [each for each in slices if each.kind in _WAITS]
-    memory = list(zip(line.done, plan.live_bytes(), strict=True))
+    memory = list(zip(step.done, plan.live_bytes(), strict=True))
     yield _Side("predicted", {"compute": compute, **sent, "waits": waits}, memory)
 
 
