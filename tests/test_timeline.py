@@ -79,7 +79,9 @@ def text(path):
 def test_a_trace_has_the_predicted_and_the_measured_step_side_by_side(tmp_path):
     plan, record, _ = watched_step()
     timeline(plan, record, tmp_path / "trace.json")
-    assert_expected_inline(text(tmp_path / "trace.json"), """\
+    assert_expected_inline(
+        text(tmp_path / "trace.json"),
+        """\
 predicted compute
   forward 0 36-56, forward 1 72-92, forward 2 108-128
   backward 2 164-204, backward 1 204-224, backward 1 240.375-260.375
@@ -106,7 +108,8 @@ measured waits
   wait for a gather 0 0-36, wait for a gather 1 56-72, wait for a gather 2 92-108
   wait for a gather 2 128-164, wait for a reduction 2 224-240.375, wait for a gather 0 260.375-276.375
   wait for a reduction 0 316.375-352.75
-measured memory: at most 5120, 24 times""")
+measured memory: at most 5120, 24 times""",
+    )
 
 
 def test_on_an_exact_clock_what_is_predicted_is_what_was_measured(tmp_path):
