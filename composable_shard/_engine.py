@@ -367,14 +367,11 @@ class Engine:
         if not group.running and group.phase is not ParamPhase.SHARDED:
             self._do.drop(group)
 
-    @property
-    def watched(self) -> bool:
-        """Whether it is noted when what is done."""
-        return self._do.watch is not None
-
-    @watched.setter
-    def watched(self, on: bool) -> None:
+    def watch(self, on: bool) -> None:
+        """Time what is done, or no longer."""
         self._tuning.watch(Stopwatch(self.pool.device) if on else None)
+
+    watched = property(fset=watch)
 
     def converted(self, groups: Sequence[ParamGroup]) -> None:
         """Parameters were moved or converted: memory goes back, unless a graph still needs it for its backward."""

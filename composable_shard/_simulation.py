@@ -319,23 +319,16 @@ def simulate(actions: Sequence[Action], times: Mapping[str, Times]) -> Timeline:
 
 
 class Trace(NamedTuple):
-    """When what happens in a step, in seconds from its start.
+    """When what happens in a step. Spans of `UNSHARD` and `REDUCE` are of the link; `WAIT` and `REDUCED` are waiting."""
 
-    Attributes:
-        done: when each action but the forwards and backwards was done, in order.
-        spans: what took time, with its beginning and its end: compute (`FORWARD`, `BACKWARD`), the link (`UNSHARD`,
-            `REDUCE`) and waiting for it (`WAIT`, `REDUCED`).
-    """
-
-    done: tuple[float, ...]
-    spans: tuple[tuple[Kind, str, float, float], ...]
+    done: tuple[float, ...]  # seconds at which each action but the forwards and backwards was done, in order
+    spans: tuple[tuple[Kind, str, float, float], ...]  # what took time, from when, until when
 
 
 def trace(actions: Sequence[Action], times: Mapping[str, Times]) -> Trace:
     """`simulate`, and all of it noted, which takes longer."""
-    clock = _NotingClock(times)
-    kinds = Kind.FORWARD, Kind.BACKWARD
-    done = [clock.now for action in _played(actions, clock) if action.kind not in kinds]
+    clock, begins = _NotingClock(times), (Kind.FORWARD, Kind.BACKWARD)
+    done = [clock.now for action in _played(actions, clock) if action.kind not in begins]
     return Trace(tuple(done), tuple(clock.spans))
 
 
