@@ -98,12 +98,12 @@ def test_no_step_of_any_kind_allocates_once_all_were_seen(rank, world, reshard):
     torch.manual_seed(0)
     model = Mixed()
     shard_blocks(model, fully_shard, reshard_after_forward=reshard)
-    for step in range(32):
+    for step in range(24):
         for kind in KINDS:
             kind(model, step)
     pool = engine_of(model).pool
     before, fallbacks = pool.allocations, dict(pool.fallbacks)
-    for step in range(8, 16):
+    for step in range(8, 14):
         for kind in KINDS:
             kind(model, step)
     assert (pool.allocations, pool.fallbacks) == (before, fallbacks)
@@ -160,8 +160,8 @@ def test_a_thousand_steps_do_not_grow(rank, world):
         gc.collect()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    before = steps(200)
+    before = steps(250)
     allocations, objects = engine_of(model).pool.allocations, len(gc.get_objects())
-    assert steps(800) - before < 5 * 1024, "KiB"
+    assert steps(750) - before < 5 * 1024, "KiB"
     assert engine_of(model).pool.allocations == allocations
     assert len(gc.get_objects()) < objects + 100
