@@ -319,7 +319,7 @@ def simulate(actions: Sequence[Action], times: Mapping[str, Times]) -> Timeline:
 
 
 class Trace(NamedTuple):
-    """When what happens in a step. Spans of `UNSHARD` and `REDUCE` are of the link; `WAIT` and `REDUCED` are waiting."""
+    """When what happens in a step. Spans of `UNSHARD` and `REDUCE` are of the link; `WAIT` and `REDUCED` are waits."""
 
     done: tuple[float, ...]  # seconds at which each action but the forwards and backwards was done, in order
     spans: tuple[tuple[Kind, str, float, float], ...]  # what took time, from when, until when
