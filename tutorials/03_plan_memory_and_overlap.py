@@ -187,10 +187,10 @@ def draw_overlap(runs: list[Run], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="From a slow schedule to one that hides its communication.")
     parser.add_argument("--out", type=Path, default=Path("runs/03"), help="where timelines and pictures go")
-    out = parser.parse_args().out
+    out = parser.parse_args(arguments).out
     torch.set_num_threads(1)  # the matrices are tiny
     out.mkdir(parents=True, exist_ok=True)
     with testing.fabric(RANKS, latency_s=LATENCY_S, bandwidth_Bps=BANDWIDTH_BPS, clock="virtual") as network:
