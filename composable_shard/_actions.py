@@ -127,8 +127,23 @@ class Actions:
 
     def need(self, group: ParamGroup) -> None:
         """Make the weights of a group readable."""
+        if self.budget is not None and group.away:
+            self._make_room(group.gather_bytes)
         self.ahead(group)
         self._arrive(group)
+
+    def _make_room(self, nbytes: int) -> None:
+        """In a step that is not the planned one: keep to the budget by ending what is only on its way.
+
+        Reductions in flight are waited for, then weights are given up that were gathered ahead.
+        """
+        assert self.budget is not None
+        most = self.budget - nbytes
+        while self._reductions and self.pool.live_bytes > most:
+            self._settle_oldest()
+        for group in self.groups:
+            if self.pool.live_bytes > most and group.phase is ParamPhase.GATHERING and not group.pinned:
+                self.drop(group)
 
     def _arrive(self, group: ParamGroup) -> None:
         if group.phase is ParamPhase.GATHERING:
@@ -185,6 +200,8 @@ class Actions:
         """Issue the reduction of a group's gradients; `.grad` is set when it is waited for."""
         while len(self._reductions) >= (group.options.max_reductions or self.max_reductions):
             self._settle_oldest()
+        if self.budget is not None:
+            self._make_room(sum(bucket.nbytes for bucket in group.reduce_buckets()))
         self._start_reduce(group, gradients)
         if self.watch is not None and self.watch.serial:
             self._settle_oldest()

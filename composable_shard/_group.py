@@ -351,13 +351,14 @@ class ParamGroup:
         """Issue the reduction of unsharded gradients; None stands for zeros."""
         whole = self._transports.replicate is None or self._settings.current.requires_all_reduce
         partial = self._kept.take_partial()
-        jobs = [(bucket, bucket.start(bucket.chosen(gradients), partial, whole)) for bucket in self._reduce_buckets()]
+        jobs = [(bucket, bucket.start(bucket.chosen(gradients), partial, whole)) for bucket in self.reduce_buckets()]
         self._set_grads(GradPhase.REDUCING)
         self._in_flight += 1
         missing = [index for index, gradient in enumerate(gradients) if gradient is None]
         return Reduction(jobs, missing, whole)
 
-    def _reduce_buckets(self) -> list[ReduceBucket]:
+    def reduce_buckets(self) -> list[ReduceBucket]:
+        """What is reduced now, one bucket per dtype."""
         trains = tuple(map(_requires_grad, self.shards))
         options = self._settings.current
         key = trains, options.mp_policy.reduce_dtype, options.divide_factor, options.only_sums

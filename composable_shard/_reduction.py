@@ -14,7 +14,7 @@ from ._layout import ParamLayout, reduce_layout
 from ._mesh import MeshInfo
 from ._param import ShardedParam, paired
 from ._policies import AllReduceHook, Comms, Options, division
-from ._pool import BufferPool, Slot
+from ._pool import BufferPool, Slot, slot_bytes
 from ._streams import Job, Lane, Steps
 from ._torch import chunk_cat, split
 
@@ -56,7 +56,12 @@ def _on_stream(comms: Comms) -> AllReduceHook | None:
 
 
 class ReduceBucket:
-    """Gradients of one group that are reduced in one dtype. Frozen parameters are not members."""
+    """Gradients of one group that are reduced in one dtype. Frozen parameters are not members.
+
+    Attributes:
+        indices: of its members, in the group.
+        nbytes: that a reduction leases from the pool.
+    """
 
     def __init__(
         self,
@@ -100,6 +105,7 @@ class ReduceBucket:
         self._leased = [(layout.nbytes, f"reduction {name}")] if self._shard is not None else []
         if layout.scratch:
             self._leased.append((layout.scratch * dtype.itemsize, f"scratch {name}"))
+        self.nbytes = sum(slot_bytes(nbytes) for nbytes, _ in self._leased)
         self._pool = pool
         self._lane = lane
         self._info = info

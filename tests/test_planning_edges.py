@@ -1,0 +1,163 @@
+"""Plans where models and ranks are not regular: what is local to ranks, what joins later, what cannot be measured."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import composable_shard as cs
+from _engines import fully_shard
+from _models import Stack, shard_blocks, vectors
+from _pool import distributed
+from _stepping import engine_of
+
+P = cs.PrefetchPolicy
+
+
+class Chosen(nn.Module):
+    """A root of its own, and blocks that each forward takes in the order that it is told."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, taken: tuple[int, ...] = (0, 1, 2, 3)) -> torch.Tensor:
+        x = self.inp(x)
+        for at in taken:
+            x = torch.tanh(self.blocks[at](x))
+        return x
+
+
+def made(prefetch=None, pool=None, **options):
+    torch.manual_seed(0)
+    model = Chosen()
+    plain = Chosen()
+    plain.load_state_dict(model.state_dict())
+    shard_blocks(model, fully_shard, **options)
+    if prefetch is not None:
+        model.set_prefetch_policy(prefetch)
+    if pool is not None:
+        model.set_pool_policy(pool)
+    return model, plain
+
+
+def train(model, plain, steps, **how):
+    for step in range(steps):
+        for each in (model, plain):
+            each.zero_grad()
+            each(*vectors(0, step), **how).square().mean().backward()
+        for name, param in plain.named_parameters():
+            grad = model.get_parameter(name).grad
+            assert (grad is None) == (param.grad is None), name
+            if grad is not None:
+                torch.testing.assert_close(grad.full_tensor(), param.grad)
+
+
+@distributed(world=2)
+def test_a_rank_may_evaluate_alone_where_ranks_are_replicas(rank, world):
+    torch.manual_seed(0)
+    model = Stack()
+    shard_blocks(model, fully_shard, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    if rank == 0:
+        with torch.no_grad():
+            model(*vectors(0, 0))
+    model(*vectors(rank, 0)).square().mean().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@distributed(world=4)
+def test_experts_may_have_names_that_only_their_ranks_know(rank, world):
+    """As where each rank of expert parallelism builds its own experts alone; dense parameters are everybody's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    expert = f"expert{mesh.get_local_rank('ep')}"
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"dense": nn.Linear(4, 4), expert: nn.Linear(4, 4)})
+    model = Wrapped(model, expert)
+    fully_shard(model.parts[expert], mesh=mesh["dp"])
+    fully_shard(model.parts["dense"], mesh=init_device_mesh("cpu", (4,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    for step in range(2):
+        model(*vectors(rank, step)).square().mean().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+class Wrapped(nn.Module):
+    def __init__(self, parts: nn.ModuleDict, expert: str) -> None:
+        super().__init__()
+        self.parts = parts
+        self.expert = expert
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts[self.expert](self.parts["dense"](x))
+
+
+@distributed(world=2)
+def test_nothing_is_gathered_ahead_beyond_a_budget_also_in_steps_that_were_not_planned(rank, world):
+    one_ahead = cs.make_plan(made()[0]).peak_bytes
+    model, plain = made(P.depth(3), cs.PoolPolicy(budget=one_ahead))
+    for taken in ((0, 1, 2, 3), (0, 1, 2, 0), (3, 3, 1), (2,), (3, 2, 1, 0), (0, 1, 2, 3)):
+        train(model, plain, 2, taken=taken)
+    assert engine_of(model).pool.peak_bytes <= one_ahead
+
+
+@distributed(world=2)
+def test_auto_measures_again_when_a_block_joins(rank, world):
+    model, plain = made(P.auto())
+    train(model, plain, 5, taken=(0, 1))
+    assert cs.current_plan(model).costs is not None
+    train(model, plain, 1)
+    assert cs.current_plan(model).costs is None
+    train(model, plain, 5)
+    assert {fqn for fqn, _ in cs.current_plan(model).costs.forward} == {"", *(f"blocks.{at}" for at in range(4))}
+
+
+@distributed(world=2)
+def test_auto_gives_up_with_a_warning_where_no_step_can_be_measured(rank, world):
+    model, plain = made(P.auto())
+    train(model, plain, 2)
+    for each in (model, plain):
+        each.blocks[1].requires_grad_(False)
+    with pytest.warns(UserWarning, match="PrefetchPolicy.auto: none of 8 steps ran the forwards"):
+        train(model, plain, 12)
+    assert not engine_of(model)._do.watch
+    assert cs.current_plan(model).costs is None
+
+
+@distributed(world=2)
+def test_a_users_watch_goes_on_when_all_is_measured(rank, world):
+    model, plain = made(P.auto())
+    cs.watch(model)
+    train(model, plain, 7)
+    assert cs.current_plan(model).costs is not None
+    assert cs.last_record(model).spans
+    assert model.stats()["step/compute_ms"] > 0
+
+
+@distributed(world=2)
+def test_a_plan_that_names_what_is_not_there_changes_nothing(rank, world):
+    model, plain = made(P.depth(2))
+    train(model, plain, 2)
+    before = cs.current_plan(model)
+    schedule = dataclasses.replace(before.edges(), kept=("nope",))
+    for changes in ({"order": ("nope",)}, {"schedule": schedule}):
+        with pytest.raises((cs.ShardConfigValueError, StopIteration)):
+            model.set_plan(dataclasses.replace(before, **changes))
+        assert cs.current_plan(model) is before
+    train(model, plain, 1)
+    with pytest.raises(cs.ShardConfigValueError, match="max_reductions=0"):
+        dataclasses.replace(before.edges(), max_reductions=0)
+
+
+@distributed(world=1)
+def test_a_place_without_a_parameter_that_gets_one_later_is_noticed(rank, world):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
+    fully_shard(model)
+    model(torch.ones(2, 4)).sum().backward()
+    model[0].bias = nn.Parameter(torch.zeros(4))
+    with pytest.raises(cs.ShardConfigStateError, match=r"0\.bias: were added after fully_shard"):
+        model(torch.ones(2, 4))
