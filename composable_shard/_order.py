@@ -51,7 +51,8 @@ class Order:
             self._backward = [(named[fqn], [named[each] for each in backward.get(fqn, ())]) for fqn in order]
         for fqn, group in named.items():
             group.stays = None if schedule is None else fqn in schedule.kept
-        self._do.max_reductions, self._do.reduces_first = edges.max_reductions, edges.reduces_first
+        self._do.max_reductions = None if schedule is None else edges.max_reductions
+        self._do.reduces_first = edges.reduces_first
         self._do.budget = plan.pool.budget
         self.plan = plan
 
