@@ -307,7 +307,11 @@ class GatherBucket(Bucket):
             landing = self._pool.lease(self._layout.landing_bytes, self._landing_name)
         events = (after, *slot.free_after, *(() if landing is None else landing.free_after))
         shards = local_tensors(self._sharded)
-        return self._lane.start(self._steps(slot, landing, shards), events, held=shards)
+        try:
+            return self._lane.start(self._steps(slot, landing, shards), events, held=shards)
+        except BaseException:
+            self._pool.give_up([landing] if landing is not None else [])
+            raise
 
     def _steps(self, slot: Slot, landing: Slot | None, shards: list[torch.Tensor]) -> Steps[None]:
         """Gather large parameters alone, straight into their places, the others as one, to be copied there."""

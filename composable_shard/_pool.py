@@ -215,6 +215,12 @@ class BufferPool:
             self._free.setdefault(slot.nbytes, []).append(slot)
         slot.key = slot.owner = None
 
+    def give_up(self, slots: Sequence[Slot]) -> None:
+        """Release those of these slots that are leased still: what was to be done with them has failed."""
+        for slot in slots:
+            if slot.key is not None:
+                self.release(slot, self._lane.mark())
+
     def _poisoned(self, slot: Slot, after: torch.Event | None) -> torch.Event | None:
         if after is not None:
             after.wait()

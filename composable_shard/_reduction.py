@@ -141,15 +141,19 @@ class ReduceBucket:
         out = self._ones.new_empty(numel)
         others = {d: self._ones.new_empty(numel, dtype=d) for d in self._others} if self._others else {}
         slots = [self._pool.lease(*what) for what in self._leased]
-        # Packed here, too: then nobody has to hold autograd's gradients until the collective is done.
-        if torch.is_grad_enabled():
-            with torch.no_grad():
+        try:
+            # Packed here, too: then nobody has to hold autograd's gradients until the collective is done.
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    self._pack(gradients, out, slots)
+            else:
                 self._pack(gradients, out, slots)
-        else:
-            self._pack(gradients, out, slots)
-        after = (self._lane.mark(), *[event for slot in slots[1:] for event in slot.free_after])
-        steps = self._steps(partial, whole, out, others, slots)
-        return self._lane.start(steps, after, held=(out, others, partial))
+            after = (self._lane.mark(), *[event for slot in slots[1:] for event in slot.free_after])
+            steps = self._steps(partial, whole, out, others, slots)
+            return self._lane.start(steps, after, held=(out, others, partial))
+        except BaseException:
+            self._pool.give_up(slots)
+            raise
 
     def _pack(self, gradients: Sequence[torch.Tensor | None], out: torch.Tensor, slots: Sequence[Slot]) -> None:
         """Fill the bucket, or the result if there is nobody to reduce with over the shard axis."""

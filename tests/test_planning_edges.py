@@ -161,3 +161,24 @@ def test_a_place_without_a_parameter_that_gets_one_later_is_noticed(rank, world)
     model[0].bias = nn.Parameter(torch.zeros(4))
     with pytest.raises(cs.ShardConfigStateError, match=r"0\.bias: were added after fully_shard"):
         model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("name", ["reduce_scatter", "all_gather"])
+@distributed(world=2)
+def test_a_collective_that_cannot_be_issued_leaves_no_memory_behind(rank, world, name):
+    model, plain = made()
+    train(model, plain, 2)
+    pool, transport = engine_of(model).pool, engine_of(model).groups[1]._transports.gather
+    held = pool.held_bytes
+    works = getattr(transport, name)
+
+    def fails(*args, **kwargs):
+        raise RuntimeError("no such luck")
+
+    setattr(transport, name, fails)
+    with pytest.raises(RuntimeError, match="no such luck"):
+        model(*vectors(0, 0)).sum().backward()
+    setattr(transport, name, works)
+    train(model, plain, 2)
+    assert pool.live_bytes == 0
+    assert (pool.held_bytes, pool.fallbacks) == (held, {})
