@@ -312,7 +312,7 @@ class ShardState:
 
     def show_sharded(self) -> None:
         """Let the modules have their sharded parameters, unless a forward runs; the unsharded ones stay in memory."""
-        if not any(group.running or group.pinned for group in self.groups):
+        if not any(group.running for group in self.groups):
             self.entries.hide()
 
     def release(self) -> None:
