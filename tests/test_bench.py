@@ -181,6 +181,7 @@ def test_memory_accounts_for_every_byte_and_prints_both_parts(tmp_path: Path) ->
     assert live["fsdp2"]["runtime"]["by_kind"]["reduce buffers"] > 0
 
 
+@pytest.mark.matrix
 def test_figures_stand_beside_those_of_fsdp2(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     tiny = ["--size=tiny", "--repeats=1", "--steps=1", "--timeout=60"]

@@ -42,8 +42,6 @@ def same_bits(model, other):
 
 FIRST = (
     "tensor parallel, uneven",
-    "tensor parallel, along another dim",
-    "tensor parallel, computed again",
     "replicas",
     "replicas of tensor parallel",
     "experts",

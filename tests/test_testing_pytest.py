@@ -142,6 +142,7 @@ def test_a_fixture_without_the_marker_says_what_to_do(run):
     result.stdout.fnmatch_lines(["*asks for the fixture 'world' and is no test of a world*@pytest.mark.world(2)*"])
 
 
+@pytest.mark.matrix
 def test_a_marked_test_can_run_on_real_processes(run):
     result = run(
         """
