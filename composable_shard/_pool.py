@@ -59,9 +59,22 @@ class Slot:
         owner: who reads weights from it now, weakly; None while it is free or only carries communication.
         free_after: the events behind the last uses; whoever writes next waits for them.
         rivals: other slots of an arena that lie, in part, in the same memory.
+        reach: the end of the one of them, or of this slot, that ends last.
     """
 
-    __slots__ = ("_bytes", "_typed", "_views", "begin", "end", "free_after", "key", "nbytes", "owner", "rivals")
+    __slots__ = (
+        "_bytes",
+        "_typed",
+        "_views",
+        "begin",
+        "end",
+        "free_after",
+        "key",
+        "nbytes",
+        "owner",
+        "reach",
+        "rivals",
+    )
 
     def __init__(self, memory: torch.Tensor, free_after: Events) -> None:
         self._bytes = (memory.data, memory.data)
@@ -69,7 +82,7 @@ class Slot:
         self._views: dict[Place, torch.Tensor] = {}
         self.nbytes = memory.numel()
         self.begin = memory.data_ptr()
-        self.end = self.begin + self.nbytes
+        self.end = self.reach = self.begin + self.nbytes
         self.key: Key | None = None
         self.owner: weakref.ref[Any] | None = None
         self.free_after = free_after
@@ -167,7 +180,7 @@ class BufferPool:
         while key in self._live:  # another one of the same name
             key = (key[0] + "'", nbytes)
         slot = self._planned.get(key)
-        if slot is None or slot.key is not None or (slot.rivals and self._wait_for_rivals(slot)):
+        if slot is None or slot.key is not None or (slot.rivals and _is_taken(slot)):
             slot = self._unplanned(key)
         met = self._met.get(key)
         if met is None or not self._live.keys() <= met:
@@ -179,15 +192,6 @@ class BufferPool:
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
         return slot
-
-    def _wait_for_rivals(self, slot: Slot) -> bool:
-        """Whether a slot must be waited for, as memory of it is leased; if not, note what its next writer waits for."""
-        if any([rival.key is not None for rival in slot.rivals]):  # noqa: C419 - faster
-            return True
-        events = [event for rival in slot.rivals for event in rival.free_after]
-        if events:
-            slot.free_after = tuple(dict.fromkeys([*slot.free_after, *events]))
-        return False
 
     def _unplanned(self, key: Key) -> Slot:
         """A slot of the free lists, or a new one."""
@@ -254,11 +258,12 @@ class BufferPool:
         at = bisect_right(self._begins, address)
         if at:
             slot = self._slots[at - 1]
-            if address < slot.end and slot.owner is not None:
-                return slot
-            for rival in slot.rivals:  # whatever else holds the address reaches over the slot that begins last
-                if rival.begin <= address < rival.end and rival.owner is not None:
-                    return rival
+            if address < slot.reach:
+                if address < slot.end and slot.owner is not None:
+                    return slot
+                for rival in slot.rivals:  # whatever else holds the address reaches over the slot that begins last
+                    if rival.begin <= address < rival.end and rival.owner is not None:
+                        return rival
         return self._find_outside(address) if self._outside else None
 
     def _find_outside(self, address: int) -> Outside | None:
@@ -333,6 +338,16 @@ class BufferPool:
         return f"BufferPool({slots}, arena {self.arena_bytes} bytes, {beside:.2f} of the bound)"
 
 
+def _is_taken(slot: Slot) -> bool:
+    """Whether memory of a slot is leased to a rival; if not, note what its next writer waits for."""
+    for rival in slot.rivals:
+        if rival.key is not None:
+            return True
+        if rival.free_after:
+            slot.free_after = tuple(dict.fromkeys([*slot.free_after, *rival.free_after]))
+    return False
+
+
 def _find_rivals(slots: Sequence[Slot]) -> None:
     """Tell each slot which others overlap it, of slots sorted by their begin."""
     rivals: dict[Slot, list[Slot]] = {slot: [] for slot in slots}
@@ -344,3 +359,4 @@ def _find_rivals(slots: Sequence[Slot]) -> None:
             rivals[later].append(slot)
     for slot, found in rivals.items():
         slot.rivals = tuple(found)
+        slot.reach = max([slot.end, *[rival.end for rival in found]])
