@@ -11,10 +11,10 @@ import torch
 from ._collectives import Transport
 from ._debug import checksum, debugging
 from ._errors import ShardConfigStateError
-from ._layout import BucketLayout, GatherLayout, ParamLayout, gather_layout
+from ._layout import BucketLayout, GatherLayout, ParamLayout, gather_layout, slot_bytes
 from ._mesh import MeshInfo
 from ._param import ShardedParam, by_rank
-from ._pool import BufferPool, Slot, slot_bytes
+from ._pool import BufferPool, Slot
 from ._streams import Job, Lane, Steps
 from ._torch import alias, storage_id, storage_uses
 from ._torch_distributed import local_tensors

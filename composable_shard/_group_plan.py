@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ._layout import GatherLayout, ReduceLayout, Route, bucket_layout, gather_layout, reduce_layout
+from ._layout import GatherLayout, ReduceLayout, Route, bucket_layout, gather_layout, reduce_layout, slot_bytes
 from ._schedule import ROOT_NAME, Step
 from ._simulation import Sizes
 
@@ -74,12 +74,12 @@ class GroupPlan:
     @property
     def unsharded_bytes(self) -> int:
         """Bytes of the slots of its unsharded parameters, padding included."""
-        return sum(_slot_bytes(layout.nbytes) for layout in self.gather_layouts())
+        return sum(slot_bytes(layout.nbytes) for layout in self.gather_layouts())
 
     @property
     def landing_bytes(self) -> int:
         """Bytes of the buffers that a gather needs besides, until it is done."""
-        return sum(_slot_bytes(layout.landing_bytes) for layout in self.gather_layouts() if layout.landing)
+        return sum(slot_bytes(layout.landing_bytes) for layout in self.gather_layouts() if layout.landing)
 
     def resident_bytes(self) -> tuple[int, int]:
         """Bytes of what this rank keeps of weights that a few ranks share, and of buffers to gather them again."""
@@ -88,8 +88,8 @@ class GroupPlan:
             members = [p for p in self.params if p.gathered == dtype]
             dims = [p.dim for p in members]
             layout = bucket_layout([p.shape for p in members], self.small_size, dtype.itemsize, dims)
-            kept += _slot_bytes(layout.numel * dtype.itemsize)
-            landing += _slot_bytes(layout.total * dtype.itemsize)
+            kept += slot_bytes(layout.numel * dtype.itemsize)
+            landing += slot_bytes(layout.total * dtype.itemsize)
         return kept, landing
 
     def reduce_layouts(self) -> list[tuple[torch.dtype, ReduceLayout]]:
@@ -110,8 +110,8 @@ class GroupPlan:
         """Bytes of the buffers that a reduction needs until it is done."""
         total = 0
         for dtype, layout in self.reduce_layouts():
-            total += _slot_bytes(layout.nbytes)
-            total += _slot_bytes(layout.scratch * dtype.itemsize) if layout.scratch else 0
+            total += slot_bytes(layout.nbytes)
+            total += slot_bytes(layout.scratch * dtype.itemsize) if layout.scratch else 0
         return total
 
     @property
@@ -166,10 +166,6 @@ class GroupPlan:
         if not self.reshard_after_forward:
             return "after backward"
         return f"after forward, among {self.small_size}" if self.small_size else "after forward"
-
-
-def _slot_bytes(nbytes: int) -> int:
-    return -(-max(nbytes, 1) // 512) * 512
 
 
 def _dtype(param: ParamPlan) -> str:

@@ -14,6 +14,13 @@ from dataclasses import dataclass
 
 SHARD_ALIGNMENT_BYTES = 16
 
+SLOT_ALIGNMENT_BYTES = 512
+
+
+def slot_bytes(nbytes: int) -> int:
+    """Bytes of a slot of the pool for so many; none is empty."""
+    return -(-max(nbytes, 1) // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class ParamLayout:

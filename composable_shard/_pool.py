@@ -19,18 +19,13 @@ from typing import Any
 import torch
 
 from ._debug import debugging, poison
+from ._layout import SLOT_ALIGNMENT_BYTES, slot_bytes
 from ._packing import pack
 from ._streams import Lane
 
-SLOT_ALIGNMENT_BYTES = 512
 Events = tuple[torch.Event, ...]
 Key = tuple[str, int]  # a lease's name and bytes
 PlaceKey = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
-
-
-def slot_bytes(nbytes: int) -> int:
-    """Bytes of a slot for so many; none is empty."""
-    return -(-max(nbytes, 1) // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
 
 class Place:
@@ -310,10 +305,8 @@ class BufferPool:
         self._lacks = True
 
     def _make(self, nbytes: int) -> Slot:
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):  # made in inference mode, it could never be used for training
+        # Made in inference mode, it could never be used for training.
+        with torch.inference_mode(False), torch.no_grad():
             slot = Slot(self._allocate(nbytes), self._fresh())
         insort(self._slots, slot)
         self._begins = [each.begin for each in self._slots]

@@ -10,11 +10,11 @@ import torch
 
 from ._collectives import Transports
 from ._kept import Partial
-from ._layout import ParamLayout, reduce_layout
+from ._layout import ParamLayout, reduce_layout, slot_bytes
 from ._mesh import MeshInfo
 from ._param import ShardedParam, paired
 from ._policies import AllReduceHook, Comms, Options, division
-from ._pool import BufferPool, Slot, slot_bytes
+from ._pool import BufferPool, Slot
 from ._streams import Job, Lane, Steps
 from ._torch import chunk_cat, split
 
