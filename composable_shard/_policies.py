@@ -180,8 +180,8 @@ class PoolPolicy:
     Attributes:
         budget: the most bytes leased at once on a rank: unsharded parameters, landing buffers and reductions. A hard
             bound of a planned training step (in others what is on its way is given up first, but a gather that is
-            needed at once may exceed it): gathers ahead yield to it first, then reductions in flight, then weights that are
-            kept after forward; what cannot fit even so is a `PoolBudgetError`. None for no limit.
+            needed at once may exceed it): gathers ahead yield to it first, then reductions in flight, then weights that
+            are kept after forward; what cannot fit even so is a `PoolBudgetError`. None for no limit.
 
     Raises:
         ShardConfigValueError: `budget` is not positive or no whole number.
