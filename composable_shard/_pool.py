@@ -29,11 +29,11 @@ PlaceKey = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
 
 
 class Place:
-    """Where a tensor lies within a slot. A pool has one object for each (`BufferPool.place`), told by its identity.
+    """Where a tensor lies within a slot. A pool has one object for each (`BufferPool.places`), told by its identity.
 
     Attributes:
         dtype: of the tensor.
-        offset: elements of `dtype` from the start of the slot.
+        offset: bytes from the start of the slot.
         shape, stride: of the tensor.
     """
 
@@ -46,10 +46,35 @@ class Place:
         self.stride = stride
 
 
+class _Places(dict[PlaceKey, Place]):
+    """A place for each key, made when it is first asked for."""
+
+    def __missing__(self, key: PlaceKey) -> Place:
+        place = self[key] = Place(*key)
+        return place
+
+
+class _SlotViews(dict[Place, torch.Tensor]):
+    """A view of a slot for each place, made when it is first asked for."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = weakref.ref(slot)
+
+    def __missing__(self, place: Place) -> torch.Tensor:
+        slot = self._slot()
+        assert slot is not None
+        with torch.inference_mode(False), torch.no_grad():
+            flat = slot.typed(place.dtype)
+            begin = flat.storage_offset() + place.offset // place.dtype.itemsize
+            view = self[place] = flat.as_strided(place.shape, place.stride, begin)
+        return view
+
+
 class Slot:
     """A piece of memory with a fixed address.
 
     Attributes:
+        views: of it, by place.
         key: of the lease that has it now; None while it is free.
         owner: who reads weights from it now, weakly; None while it is free or only carries communication.
         free_after: the events behind the last uses; whoever writes next waits for them.
@@ -58,9 +83,9 @@ class Slot:
     """
 
     __slots__ = (
+        "__weakref__",
         "_bytes",
         "_typed",
-        "_views",
         "begin",
         "end",
         "free_after",
@@ -69,12 +94,13 @@ class Slot:
         "owner",
         "reach",
         "rivals",
+        "views",
     )
 
     def __init__(self, memory: torch.Tensor, free_after: Events) -> None:
         self._bytes = (memory.data, memory.data)
         self._typed: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
-        self._views: dict[Place, torch.Tensor] = {}
+        self.views = _SlotViews(self)
         self.nbytes = memory.numel()
         self.begin = memory.data_ptr()
         self.end = self.reach = self.begin + self.nbytes
@@ -98,16 +124,6 @@ class Slot:
             with torch.inference_mode(False), torch.no_grad():
                 view = self._typed[dtype, written] = self._bytes[written].view(dtype)
         return view
-
-    def view(self, place: Place) -> torch.Tensor:
-        """A view of the slot; made once."""
-        found = self._views.get(place)
-        if found is None:
-            with torch.inference_mode(False), torch.no_grad():
-                flat = self.typed(place.dtype)
-                begin = flat.storage_offset() + place.offset
-                found = self._views[place] = flat.as_strided(place.shape, place.stride, begin)
-        return found
 
 
 class Outside:
@@ -136,6 +152,8 @@ class BufferPool:
         held_bytes: bytes of the arena and of all other slots, leased or free.
         arena_bytes: bytes of the arena; 0 while there is none.
         allocations: how often memory was asked for; steady once the order of a step has settled.
+        begin, end: of all memory that it knows of: no weights lie outside.
+        places: within slots.
         fallbacks: by name, leases for which there was an arena but no free place in it.
     """
 
@@ -152,14 +170,8 @@ class BufferPool:
         self._slots: list[Slot] = []
         self._begins: list[int] = []
         self._outside: list[Outside] = []
-        self._places: dict[PlaceKey, Place] = {}
-
-    def place(self, key: PlaceKey) -> Place:
-        """The place with this dtype, offset, shape and stride: the same object each time."""
-        found = self._places.get(key)
-        if found is None:
-            found = self._places[key] = Place(*key)
-        return found
+        self.places = _Places()
+        self.begin = self.end = 0
 
     def lease(self, nbytes: int, name: str = "", owner: Any = None) -> Slot:
         """A slot of at least `nbytes` bytes, with undefined content, until it is released.

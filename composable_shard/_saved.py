@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ._bucket import Bucket, GatherBucket
 from ._errors import SavedTensorModifiedError, StaleStateError
-from ._pool import BufferPool, Outside, Place, Slot
+from ._pool import BufferPool, Outside, Place
 from ._torch import SavedTensorsHooks, active_saved_tensors_hooks, passed_by_checkpoints, saved_tensors_hooks_set_aside
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -116,22 +116,22 @@ class _Hooks:
     collective that was issued under the hooks, whose thread has a copy of this thread's state, holds nothing.
     """
 
-    __slots__ = ("_find", "_keepers", "_outer", "_place", "owner")
+    __slots__ = ("_keepers", "_outer", "_pool", "owner")
 
     def __init__(self, owner: WeightOwner, outer: SavedTensorsHooks | None) -> None:
         self.owner = weakref.ref(owner)
         self._outer = outer
-        self._find = owner.pool.find
-        self._place = owner.pool.place
+        self._pool = owner.pool
         self._keepers = owner.keepers
 
     def pack(self, tensor: torch.Tensor) -> Any:
         if type(tensor) in PLAIN:
             try:
-                slot = self._find(tensor.data_ptr())
+                address = tensor.data_ptr()
             except (RuntimeError, NotImplementedError):
-                slot = None
-            found = None if slot is None else self._handle(tensor, slot)
+                address = 0
+            pool = self._pool
+            found = self._handle(tensor, address) if pool.begin <= address < pool.end else None
         else:
             found = self._flattened(tensor)
         if found is not None:
@@ -148,16 +148,18 @@ class _Hooks:
             if tensor._version != packed[1]:
                 raise _modified(*packed)
             return tensor
-        if kind is Handle or kind is Kept:
+        if kind is Handle:
             return _weight(packed)
         if kind is _Foreign:
             assert self._outer is not None
             return self._outer[1](packed.packed)
         return _restored(packed)
 
-    def _handle(self, tensor: torch.Tensor, slot: Slot | Outside) -> Any:
-        """A handle for a view of weights in `slot`; None if those are gone."""
-        assert slot.owner is not None
+    def _handle(self, tensor: torch.Tensor, address: int) -> Any:
+        """A handle for a view of weights that begins there; None if no weights lie there, or those are gone."""
+        slot = self._pool.find(address)
+        if slot is None or slot.owner is None:
+            return None
         bucket: Any = slot.owner()
         if bucket is None:
             return None
@@ -166,8 +168,7 @@ class _Hooks:
         if bucket.dtype.is_complex and (tensor.is_conj() or tensor.is_neg()):
             copy = tensor.clone()  # a handle has no word for a lazy conjugate
             return copy, copy._version
-        offset = (tensor.data_ptr() - slot.begin) // tensor.element_size()
-        place = self._place((tensor.dtype, offset, tensor.shape, tensor.stride()))
+        place = self._pool.places[tensor.dtype, address - slot.begin, tensor.shape, tensor.stride()]
         keeper = self._keepers.get(bucket) if self._keepers else None
         bucket.saved += 1
         return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation))
@@ -175,8 +176,7 @@ class _Hooks:
     def _flattened(self, tensor: Any) -> Any:
         """What stands for a tensor of a subclass if any of its inner tensors lies among weights."""
         if type(tensor) in PLAIN or not hasattr(tensor, "__tensor_flatten__"):
-            slot = self._find(address_of(tensor))
-            return None if slot is None else self._handle(tensor, slot)
+            return self._handle(tensor, address_of(tensor))
         names, context = tensor.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}  # tensors, and a DTensor's mesh
         inner = {
@@ -203,11 +203,7 @@ def _weight(handle: Handle | Kept) -> torch.Tensor:
         bucket.reads_left -= 1
         if not bucket.reads_left and owner is not None:
             owner.halfway()
-    if isinstance(place, torch.Tensor):
-        view = place
-    else:
-        assert bucket.slot is not None
-        view = bucket.slot.view(place)
+    view = bucket.slot.views[place] if type(place) is Place else place  # type: ignore[union-attr]
     # With grad mode on (create_graph) autograd saves what it gets here once more, and then past these hooks.
     return view.clone() if torch.is_grad_enabled() else view
 
