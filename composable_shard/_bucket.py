@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -308,7 +309,8 @@ class GatherBucket(Bucket):
         events = (after, *slot.free_after, *(() if landing is None else landing.free_after))
         shards = local_tensors(self._sharded)
         try:
-            return self._lane.start(self._steps(slot, landing, shards), events, held=shards)
+            done = None if landing is None else functools.partial(self._pool.release, landing)
+            return self._lane.start(self._steps(slot, landing, shards), events, shards, done)
         except BaseException:
             self._pool.give_up([landing] if landing is not None else [])
             raise
@@ -329,7 +331,6 @@ class GatherBucket(Bucket):
         torch._foreach_copy_(landed.own, [shards[i] for i in self._layout.packed], non_blocking=self._offloads)
         yield self._transport.all_gather([*views.regions, landed.flat], [*sent, landed.chunk])
         torch._foreach_copy_(views.places, landed.pieces)
-        self._pool.release(landing, self._lane.mark())
 
     def _landed_in(self, landing: Slot) -> _Landed:
         landed = self._landed.get(landing)

@@ -11,6 +11,7 @@ are given up; whatever else the tensor refers to is the shard's own and stays.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -242,7 +243,8 @@ class ExtensionBucket(Bucket):
             end += -(-each.numel() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         landing = self._pool.lease(end * self._info.shard_size, f"landing {self.fqns[0]}")
         steps = self._gathered(inputs, outputs, starts, end, landing)
-        return self._lane.start(steps, (self._lane.mark(), *landing.free_after), held=inputs)
+        done = functools.partial(self._pool.release, landing)
+        return self._lane.start(steps, (self._lane.mark(), *landing.free_after), inputs, done)
 
     def _gathered(
         self,
@@ -261,7 +263,6 @@ class ExtensionBucket(Bucket):
         yield self._transport.all_gather([bucket], [chunk])
         for start, sent, arrived in zip(starts, inputs, outputs, strict=True):
             arrived.view(self._info.shard_size, sent.numel()).copy_(chunks[:, start : start + sent.numel()])
-        self._pool.release(landing, self._lane.mark())
 
     def arrived(self) -> None:
         with torch.inference_mode(False), torch.no_grad():

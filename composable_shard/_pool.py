@@ -226,6 +226,11 @@ class BufferPool:
             self._free.setdefault(slot.nbytes, []).append(slot)
         slot.key = slot.owner = None
 
+    def release_all(self, slots: Sequence[Slot], after: torch.Event | None) -> None:
+        """`release` each of these."""
+        for slot in slots:
+            self.release(slot, after)
+
     def give_up(self, slots: Sequence[Slot]) -> None:
         """Release those of these slots that are leased still: what was to be done with them has failed."""
         for slot in slots:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import repeat
 from typing import NamedTuple
@@ -150,7 +151,9 @@ class ReduceBucket:
                 self._pack(gradients, out, slots)
             after = (self._lane.mark(), *[event for slot in slots[1:] for event in slot.free_after])
             steps = self._steps(partial, whole, out, others, slots)
-            return self._lane.start(steps, after, held=(out, others, partial))
+            return self._lane.start(
+                steps, after, (out, others, partial), functools.partial(self._pool.release_all, slots)
+            )
         except BaseException:
             self._pool.give_up(slots)
             raise
@@ -179,8 +182,6 @@ class ReduceBucket:
             bucket = self._views_of(slots[0])[0]
             scratch = self._scratch_in(slots[1]) if len(slots) > 1 else None
             yield self._shard.reduce_scatter(out, bucket, scratch, self._mean and self._shard.averages)
-            for slot in slots:
-                self._pool.release(slot, self._lane.mark())
         if partial:
             self._add(partial, out)
         if not whole:

@@ -6,6 +6,8 @@ say) and not within all.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -98,7 +100,7 @@ class Resident:
         nbytes = self._layout.total * self._bucket.dtype.itemsize
         landing = self._pool.lease(nbytes, f"landing {self._bucket.fqns[0]}")
         after = (self._kept_at, *slot.free_after, *landing.free_after)
-        return self._lane.start(self._steps(slot, landing), after)
+        return self._lane.start(self._steps(slot, landing), after, None, functools.partial(self._gathered, landing))
 
     def _steps(self, slot: Slot, landing: Slot) -> Steps[None]:
         assert self._slot is not None
@@ -113,11 +115,16 @@ class Resident:
             for pair in paired(chunks[:, at.offset : at.offset + at.piece], whole, at)
         ]
         torch._foreach_copy_([whole for _, whole in pairs], [piece for piece, _ in pairs])
-        self._pool.release(landing, self._lane.mark())
-        self.release()
+
+    def _gathered(self, landing: Slot, after: torch.Event | None) -> None:
+        self._pool.release(landing, after)
+        self._release(after)
 
     def release(self) -> None:
         """Keep the pieces no longer."""
+        self._release(self._lane.mark())
+
+    def _release(self, after: torch.Event | None) -> None:
         if self._slot is not None:
-            self._pool.release(self._slot, self._lane.mark())
+            self._pool.release(self._slot, after)
             self._slot = None

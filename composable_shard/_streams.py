@@ -4,6 +4,9 @@ Work is written once, as a generator that yields whatever has to be waited for (
 `Lane.start` queues it and gives a `Job`; `Job.finish` makes its result ready for the code that follows. On a stream
 all of it is queued at the start and `finish` lets the current stream wait for an event; on a CPU it runs up to the
 first handle at the start, and the rest in `finish`, which blocks.
+
+Memory that a job has leased is given back in `finish`, on all lanes: a stream may be done with it earlier, but only
+there does the order of the plan say so, by which memory is shared.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ class Awaitable(Protocol):
 _HIGH_PRIORITY = -1
 Steps = Generator[Awaitable, None, T]
 Events = Iterable[torch.Event | None]
+WhenDone = Callable[[torch.Event | None], None]
 
 
 class Job(Generic[T]):
@@ -38,13 +42,15 @@ class Job(Generic[T]):
         held: what it reads or writes and must not be freed before `finish`: on a stream the work itself is forgotten
             as soon as it is queued.
         drain: run to the end at once.
+        when_done: called once, in `finish`, with the event behind the end of the work (None on a CPU).
     """
 
-    __slots__ = ("_event", "_handle", "_held", "_result", "_steps")
+    __slots__ = ("_event", "_handle", "_held", "_result", "_steps", "_when_done")
 
-    def __init__(self, steps: Steps[T], held: object, drain: bool) -> None:
+    def __init__(self, steps: Steps[T], held: object, drain: bool, when_done: WhenDone | None = None) -> None:
         self._steps: Steps[T] | None = steps
         self._held = held
+        self._when_done = when_done
         self._handle: Awaitable | None = None
         self._result: T | None = None
         self._event: torch.Event | None = None
@@ -71,13 +77,18 @@ class Job(Generic[T]):
 
     def finish(self, on_host: bool = False) -> T:
         """Wait for the end and return the result; on a stream only the current stream waits, unless the host shall."""
-        while self._handle is not None:
-            self._advance()
-        if self._event is not None:
-            self._event.wait()
-            if on_host:
-                self._event.synchronize()
-        self._held = None
+        try:
+            while self._handle is not None:
+                self._advance()
+            if self._event is not None:
+                self._event.wait()
+                if on_host:
+                    self._event.synchronize()
+        finally:
+            self._held = None
+            when_done, self._when_done = self._when_done, None
+            if when_done is not None:
+                when_done(self._event)
         return self._result  # type: ignore[return-value]
 
 
@@ -95,7 +106,6 @@ class Launched(Job[None]):
         self._handle = handle
         self._held = held
         self._event = None
-        self._result = None  # read where an event is waited for
 
     def _advance(self) -> None:
         if self._handle is not None:
@@ -105,16 +115,20 @@ class Launched(Job[None]):
     def finish(self, on_host: bool = False) -> None:
         self._advance()
         if self._event is not None:
-            super().finish(on_host)
+            self._event.wait()
+            if on_host:
+                self._event.synchronize()
         self._held = None
 
 
 class Lane:
     """The lane of a CPU: order of issue is order of execution, nothing has to be fenced."""
 
-    def start(self, steps: Steps[T], after: Events = (), held: object = None) -> Job[T]:
-        """Queue `steps` behind the events `after`, and hold `held` until the job is finished."""
-        return Job(steps, held, drain=False)
+    def start(
+        self, steps: Steps[T], after: Events = (), held: object = None, when_done: WhenDone | None = None
+    ) -> Job[T]:
+        """Queue `steps` behind the events `after`; `held` and `when_done` are a `Job`'s."""
+        return Job(steps, held, False, when_done)
 
     def launch(self, collective: Callable[..., Awaitable], *args: Any, after: Events) -> Job[None]:
         """Queue one collective, behind the events `after`, and hold what it is given."""
@@ -132,10 +146,12 @@ class StreamLane(Lane):
         # Copies and casts around a collective go ahead of compute, which waits for them.
         self._stream = torch.Stream(device, priority=_HIGH_PRIORITY)
 
-    def start(self, steps: Steps[T], after: Events = (), held: object = None) -> Job[T]:
+    def start(
+        self, steps: Steps[T], after: Events = (), held: object = None, when_done: WhenDone | None = None
+    ) -> Job[T]:
         self._wait_for(after)
         with self._stream:
-            return self._ended(Job(steps, held, drain=True))
+            return self._ended(Job(steps, held, True, when_done))
 
     def launch(self, collective: Callable[..., Awaitable], *args: Any, after: Events) -> Job[None]:
         self._wait_for(after)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._streams import Awaitable, Events, Job, Lane, Launched, Steps
+from .._streams import Awaitable, Events, Job, Lane, Launched, Steps, WhenDone
 from ._clocks import StreamClock
 
 T = TypeVar("T")
@@ -20,8 +20,10 @@ class StreamedLane(Lane):
         self._clock = clock
         self._stream = clock.stream()
 
-    def start(self, steps: Steps[T], after: Events = (), held: object = None) -> Job[T]:
-        return self._queued(after, lambda: Job(steps, held, drain=True))
+    def start(
+        self, steps: Steps[T], after: Events = (), held: object = None, when_done: WhenDone | None = None
+    ) -> Job[T]:
+        return self._queued(after, lambda: Job(steps, held, True, when_done))
 
     def launch(self, collective: Callable[..., Awaitable], *args: Any, after: Events) -> Job[None]:
         def begin() -> Job[None]:
