@@ -12,7 +12,7 @@ import torch
 from ._collectives import Transport
 from ._debug import checksum, debugging
 from ._errors import ShardConfigStateError
-from ._layout import BucketLayout, GatherLayout, ParamLayout, gather_layout, slot_bytes
+from ._layout import BucketLayout, GatherLayout, ParamLayout, gather_layout
 from ._mesh import MeshInfo
 from ._param import ShardedParam, by_rank
 from ._pool import BufferPool, Slot
@@ -195,7 +195,6 @@ class GatherBucket(Bucket):
     ) -> None:
         self.params = list(params)
         self.fqns = [p.fqn for p in params]
-        self._weights_name, self._landing_name = f"weights {self.fqns[0]}", f"landing {self.fqns[0]}"
         self._sharded = [p.sharded for p in params]
         self.dtype = dtype
         shapes, dims = [p.shape for p in params], [p.dim for p in params]
@@ -207,7 +206,9 @@ class GatherBucket(Bucket):
         self._lane = lane
         self._offloads = info.offloads
         self.nbytes = layout.nbytes
-        self.gather_bytes = slot_bytes(layout.nbytes) + (slot_bytes(layout.landing_bytes) if layout.landing else 0)
+        self._for_weights = pool.request(f"weights {self.fqns[0]}", layout.nbytes)
+        self._for_landing = pool.request(f"landing {self.fqns[0]}", layout.landing_bytes) if layout.landing else None
+        self.gather_bytes = self._for_weights.nbytes + (self._for_landing.nbytes if self._for_landing else 0)
         self._copied = [i for i in (layout.alone if transport else range(len(params))) if self._must_copy(i)]
         self._straight = not self._copied and not layout.packed  # shards go into their places as they are
         self.slot: Slot | None = None
@@ -287,7 +288,7 @@ class GatherBucket(Bucket):
     def open(self) -> Slot:
         """Lease the slot into which weights will be gathered."""
         if self._reserved is None:
-            slot = self._pool.lease(self.nbytes, self._weights_name, self)
+            slot = self._pool.lease_for(self._for_weights, self)
         else:
             slot, self._reserved = self._reserved, None
             slot.owner = weakref.ref(self)
@@ -303,9 +304,7 @@ class GatherBucket(Bucket):
         if self._straight and self._transport is not None:
             regions, shards = self._views_of(slot).regions, local_tensors(self._sharded)
             return self._lane.launch(self._transport.all_gather, regions, shards, after=(after, *slot.free_after))
-        landing = None
-        if self._layout.landing is not None:
-            landing = self._pool.lease(self._layout.landing_bytes, self._landing_name)
+        landing = None if self._for_landing is None else self._pool.lease_for(self._for_landing)
         events = (after, *slot.free_after, *(() if landing is None else landing.free_after))
         shards = local_tensors(self._sharded)
         try:

@@ -24,7 +24,6 @@ from ._packing import pack
 from ._streams import Lane
 
 Events = tuple[torch.Event, ...]
-Key = tuple[str, int]  # a lease's name and bytes
 PlaceKey = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
 
 
@@ -70,12 +69,31 @@ class _SlotViews(dict[Place, torch.Tensor]):
         return view
 
 
+class Request:
+    """What memory is leased for, the same in every step; a pool has one object for each (`BufferPool.request`).
+
+    Attributes:
+        name: what for.
+        nbytes: of the slot, a multiple of 512.
+        slot: its place in the arena, if that knows it.
+        met: the others that were leased at the same time, ever; None before it was leased for the first time.
+    """
+
+    __slots__ = ("__weakref__", "met", "name", "nbytes", "slot")
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        self.name = name
+        self.nbytes = nbytes
+        self.slot: Slot | None = None
+        self.met: set[Request] | None = None
+
+
 class Slot:
     """A piece of memory with a fixed address.
 
     Attributes:
         views: of it, by place.
-        key: of the lease that has it now; None while it is free.
+        request: what it is leased for now; None while it is free.
         owner: who reads weights from it now, weakly; None while it is free or only carries communication.
         free_after: the events behind the last uses; whoever writes next waits for them.
         rivals: other slots of an arena that lie, in part, in the same memory.
@@ -89,10 +107,10 @@ class Slot:
         "begin",
         "end",
         "free_after",
-        "key",
         "nbytes",
         "owner",
         "reach",
+        "request",
         "rivals",
         "views",
     )
@@ -104,7 +122,7 @@ class Slot:
         self.nbytes = memory.numel()
         self.begin = memory.data_ptr()
         self.end = self.reach = self.begin + self.nbytes
-        self.key: Key | None = None
+        self.request: Request | None = None
         self.owner: weakref.ref[Any] | None = None
         self.free_after = free_after
         self.rivals: tuple[Slot, ...] = ()
@@ -162,10 +180,11 @@ class BufferPool:
         self.live_bytes = self.peak_bytes = self.held_bytes = self.allocations = self.arena_bytes = 0
         self.fallbacks: dict[str, int] = {}
         self._lane = lane
-        self._live: dict[Key, Slot] = {}
-        self._planned: dict[Key, Slot] = {}
+        self._requests: weakref.WeakValueDictionary[tuple[str, int], Request] = weakref.WeakValueDictionary()
+        self._known: dict[Request, None] = {}  # those that were leased, in that order
+        self._live: set[Request] = set()
+        self._arena: list[Slot] = []
         self._lacks = True
-        self._met: dict[Key, set[Key]] = {}  # which leases were live at the same time, by their keys
         self._free: dict[int, list[Slot]] = {}
         self._slots: list[Slot] = []
         self._begins: list[int] = []
@@ -173,58 +192,68 @@ class BufferPool:
         self.places = _Places()
         self.begin = self.end = 0
 
+    def request(self, name: str, nbytes: int) -> Request:
+        """What to ask for when `nbytes` bytes are needed: leases of one name and size have one place in the arena."""
+        key = name, slot_bytes(nbytes)
+        found = self._requests.get(key)
+        if found is None:
+            found = self._requests[key] = Request(*key)
+        return found
+
     def lease(self, nbytes: int, name: str = "", owner: Any = None) -> Slot:
-        """A slot of at least `nbytes` bytes, with undefined content, until it is released.
+        """`lease_for` what was not asked for before."""
+        return self.lease_for(self.request(name, nbytes), owner)
+
+    def lease_for(self, request: Request, owner: Any = None) -> Slot:
+        """A slot of as many bytes as requested, with undefined content, until it is released.
 
         Args:
-            nbytes: bytes needed; a multiple of 512 is leased.
-            name: what for; leases of one name and size have one place in the arena.
+            request: what for; while it has a slot already, the same name with a stroke takes its place.
             owner: who reads weights from it, if anybody does.
         """
-        if nbytes % SLOT_ALIGNMENT_BYTES or not nbytes:
-            nbytes = slot_bytes(nbytes)
-        key = (name, nbytes)
-        while key in self._live:  # another one of the same name
-            key = (key[0] + "'", nbytes)
-        slot = self._planned.get(key)
-        if slot is None or slot.key is not None or (slot.rivals and _is_taken(slot)):
-            slot = self._unplanned(key)
-        met = self._met.get(key)
-        if met is None or not self._live.keys() <= met:
-            self._note_met(key)
-        slot.key = key
-        self._live[key] = slot
+        live = self._live
+        while request in live:
+            request = self.request(request.name + "'", request.nbytes)
+        slot = request.slot
+        if slot is None or slot.request is not None or (slot.rivals and _is_taken(slot)):
+            slot = self._unplanned(request)
+        if request.met is None or not live <= request.met:
+            self._note_met(request)
+        live.add(request)
+        slot.request = request
         slot.owner = None if owner is None else weakref.ref(owner)
-        self.live_bytes += nbytes
+        self.live_bytes += request.nbytes
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
         return slot
 
-    def _unplanned(self, key: Key) -> Slot:
+    def _unplanned(self, request: Request) -> Slot:
         """A slot of the free lists, or a new one."""
-        if self._planned:
-            self.fallbacks[key[0]] = self.fallbacks.get(key[0], 0) + 1
+        if self._arena:
+            self.fallbacks[request.name] = self.fallbacks.get(request.name, 0) + 1
             self._lacks = True
-        free = self._free.get(key[1])
-        return free.pop() if free else self._make(key[1])
+        free = self._free.get(request.nbytes)
+        return free.pop() if free else self._make(request.nbytes)
 
-    def _note_met(self, key: Key) -> None:
-        met = self._met.setdefault(key, set())
-        met.update(self._live)
+    def _note_met(self, request: Request) -> None:
+        self._known[request] = None
+        request.met = self._live.union(request.met or ())
         for other in self._live:
-            self._met[other].add(key)
+            assert other.met is not None
+            other.met.add(request)
 
     def release(self, slot: Slot, after: torch.Event | None = None) -> None:
         """Give a slot back; the next lease may write to it once the event `after` has happened."""
-        assert slot.key is not None
-        del self._live[slot.key]
+        request = slot.request
+        assert request is not None
+        self._live.remove(request)
         if debugging():
             after = self._poisoned(slot, after)
         slot.free_after = () if after is None else (after,)
         self.live_bytes -= slot.nbytes
-        if self._planned.get(slot.key) is not slot:
+        if request.slot is not slot:
             self._free.setdefault(slot.nbytes, []).append(slot)
-        slot.key = slot.owner = None
+        slot.request = slot.owner = None
 
     def release_all(self, slots: Sequence[Slot], after: torch.Event | None) -> None:
         """`release` each of these."""
@@ -234,7 +263,7 @@ class BufferPool:
     def give_up(self, slots: Sequence[Slot]) -> None:
         """Release those of these slots that are leased still: what was to be done with them has failed."""
         for slot in slots:
-            if slot.key is not None:
+            if slot.request is not None:
                 self.release(slot, self._lane.mark())
 
     def _poisoned(self, slot: Slot, after: torch.Event | None) -> torch.Event | None:
@@ -246,22 +275,24 @@ class BufferPool:
     @property
     def wants_arena(self) -> bool:
         """Whether it has learned what the arena does not know, and nothing is leased, so that one can be made."""
-        return self._lacks and bool(self._met) and not self.live_bytes
+        return self._lacks and bool(self._known) and not self.live_bytes
 
     def make_arena(self) -> None:
         """Put one arena in the place of all slots. Nobody may hold any of them."""
         self.empty()
-        sizes = {key: key[1] for key in self._met}
-        offsets, nbytes = pack(sizes, self._met)
+        sizes = {request: request.nbytes for request in self._known}
+        offsets, nbytes = pack(sizes, {request: request.met or set() for request in self._known})
         fresh = self._fresh()
         with torch.inference_mode(False), torch.no_grad():
             memory = self._allocate(nbytes)
-            places = {(at, key[1]) for key, at in offsets.items()}
+            places = {(at, request.nbytes) for request, at in offsets.items()}
             made = {(at, nbytes): Slot(memory[at : at + nbytes], fresh) for at, nbytes in places}
-        self._slots = sorted(made.values())
-        self._begins = [slot.begin for slot in self._slots]
-        _find_rivals(self._slots)
-        self._planned = {key: made[at, key[1]] for key, at in offsets.items()}
+        self._arena = sorted(made.values())
+        _find_rivals(self._arena)
+        for request, at in offsets.items():
+            request.slot = made[at, request.nbytes]
+        self._slots = list(self._arena)
+        self._slots_changed()
         self.arena_bytes = nbytes
         self._lacks = False
 
@@ -287,6 +318,7 @@ class BufferPool:
     def claim(self, outside: Sequence[Outside]) -> None:
         """Let `find` know of weights outside of the slots; their bytes are live, though the pool does not hold them."""
         self._outside += outside
+        self._slots_changed()
         self.live_bytes += sum(each.nbytes for each in outside)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
@@ -294,39 +326,47 @@ class BufferPool:
         """Forget them."""
         gone = {id(each) for each in outside}
         self._outside = [each for each in self._outside if id(each) not in gone]
+        self._slots_changed()
         self.live_bytes -= sum(each.nbytes for each in outside)
 
     def empty(self) -> None:
         """Give the memory of all free slots back to the allocator, and the arena unless some of it is leased."""
-        arena = {id(slot) for slot in self._planned.values()}
-        if any(id(slot) in arena for slot in self._live.values()):
-            arena.clear()
-        elif self._planned:
-            self._planned.clear()
-            self.arena_bytes = 0
-            self._lacks = True
-        freed = arena | {id(slot) for slots in self._free.values() for slot in slots}
+        freed = [slot for slots in self._free.values() for slot in slots]
         self._free.clear()
-        for slot in self._slots:  # work in flight may still use what the allocator would hand out
-            for event in slot.free_after if id(slot) in freed else ():
-                event.wait()
-        self._slots = [slot for slot in self._slots if id(slot) not in freed]
-        self._begins = [slot.begin for slot in self._slots]
-        arena = {id(slot) for slot in self._planned.values()}
-        self.held_bytes = self.arena_bytes + sum(slot.nbytes for slot in self._slots if id(slot) not in arena)
+        if all(slot.request is None for slot in self._arena):
+            freed += self._arena
+            self._lacks |= bool(self._arena)
+            self._arena, self.arena_bytes = [], 0
+            for request in self._known:
+                request.slot = None
+        for event in [event for slot in freed for event in slot.free_after]:
+            event.wait()  # work in flight may still use what the allocator would hand out
+        self._slots = sorted(set(self._slots).difference(freed))
+        self._slots_changed()
+        beside = set(self._slots).difference(self._arena)
+        self.held_bytes = self.arena_bytes + sum(slot.nbytes for slot in beside)
 
     def forget(self) -> None:
         """Give all memory back that nobody uses, and forget which leases have met: sizes are about to change."""
         self.empty()
-        self._met = {key: set(self._live) - {key} for key in self._live}
+        for request in self._known:
+            request.met = self._live - {request} if request in self._live else None
+        self._known = {request: None for request in self._known if request.met is not None}
         self._lacks = True
+
+    def _slots_changed(self) -> None:
+        """Make anew what `find` looks at."""
+        self._begins = [slot.begin for slot in self._slots]
+        places = [*self._slots, *self._outside]
+        self.begin = min([place.begin for place in places], default=0)
+        self.end = max([place.end for place in places], default=0)
 
     def _make(self, nbytes: int) -> Slot:
         # Made in inference mode, it could never be used for training.
         with torch.inference_mode(False), torch.no_grad():
             slot = Slot(self._allocate(nbytes), self._fresh())
         insort(self._slots, slot)
-        self._begins = [each.begin for each in self._slots]
+        self._slots_changed()
         return slot
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
@@ -351,7 +391,7 @@ class BufferPool:
 def _is_taken(slot: Slot) -> bool:
     """Whether memory of a slot is leased to a rival; if not, note what its next writer waits for."""
     for rival in slot.rivals:
-        if rival.key is not None:
+        if rival.request is not None:
             return True
         if rival.free_after:
             slot.free_after = tuple(dict.fromkeys([*slot.free_after, *rival.free_after]))

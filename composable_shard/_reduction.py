@@ -11,7 +11,7 @@ import torch
 
 from ._collectives import Transports
 from ._kept import Partial
-from ._layout import ParamLayout, reduce_layout, slot_bytes
+from ._layout import ParamLayout, reduce_layout
 from ._mesh import MeshInfo
 from ._param import ShardedParam, paired
 from ._policies import AllReduceHook, Comms, Options, division
@@ -103,10 +103,10 @@ class ReduceBucket:
         self._world = info.shard_size
         self._hook = _on_stream(options.comms)
         name = members[0][1].fqn
-        self._leased = [(layout.nbytes, f"reduction {name}")] if self._shard is not None else []
+        self._leased = [pool.request(f"reduction {name}", layout.nbytes)] if self._shard is not None else []
         if layout.scratch:
-            self._leased.append((layout.scratch * dtype.itemsize, f"scratch {name}"))
-        self.nbytes = sum(slot_bytes(nbytes) for nbytes, _ in self._leased)
+            self._leased.append(pool.request(f"scratch {name}", layout.scratch * dtype.itemsize))
+        self.nbytes = sum(request.nbytes for request in self._leased)
         self._pool = pool
         self._lane = lane
         self._info = info
@@ -141,7 +141,7 @@ class ReduceBucket:
         numel = self._layout.numel
         out = self._ones.new_empty(numel)
         others = {d: self._ones.new_empty(numel, dtype=d) for d in self._others} if self._others else {}
-        slots = [self._pool.lease(*what) for what in self._leased]
+        slots = [self._pool.lease_for(request) for request in self._leased]
         try:
             # Packed here, too: then nobody has to hold autograd's gradients until the collective is done.
             if torch.is_grad_enabled():

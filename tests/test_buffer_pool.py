@@ -246,7 +246,7 @@ def test_a_view_of_a_slot_within_an_arena_lies_where_the_slot_does():
     pool.make_arena()
     for name, nbytes in (("a", 1024), ("b", 2048)):
         slot = pool.lease(nbytes, name)
-        view = slot.view(pool.place((torch.float32, 3, torch.Size([2, 5]), (5, 1))))
+        view = slot.views[pool.places[torch.float32, 12, torch.Size([2, 5]), (5, 1)]]
         assert view.data_ptr() == slot.begin + 12
 
 
