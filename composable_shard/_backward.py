@@ -29,6 +29,7 @@ class BackwardPass:
 
     Attributes:
         number: that of the outermost pass.
+        current: that of the innermost one that was heard of last.
         repeated: groups of which it runs the nodes of several uses.
     """
 
@@ -38,6 +39,7 @@ class BackwardPass:
         self.number = number
         self._token = weakref.ref(token, lambda _: on_end())
         self._stack: list[tuple[int, weakref.ref[Token]]] = []
+        self.current = -1
         live = [(use, use.node()) for use in uses]
         expected = [use for use, node in live if node is not None and node_will_run(node)]
         self._will_fire = set(expected)
@@ -62,13 +64,14 @@ class BackwardPass:
 
     def note(self, number: int) -> int:
         """Take notice that the pass `number` runs now; returns how deep it is nested, 0 for the outermost."""
-        if self._stack and self._stack[-1][0] == number:
+        if self.current == number:
             return len(self._stack) - 1
         self._stack = [(each, token) for each, token in self._stack if token() is not None]
         if all(each != number for each, _ in self._stack):
             token = Token()
             queue_backward_callback(partial(_end, token))
             self._stack.append((number, weakref.ref(token)))
+        self.current = self._stack[-1][0]
         return self._depth(number)
 
     def _depth(self, number: int) -> int:

@@ -15,7 +15,8 @@ from ._errors import ShardConfigStateError
 from ._layout import BucketLayout, GatherLayout, ParamLayout, gather_layout
 from ._mesh import MeshInfo
 from ._param import ShardedParam, by_rank
-from ._pool import BufferPool, Slot
+from ._pool import BufferPool
+from ._slots import Slot
 from ._streams import Job, Lane, Steps
 from ._torch import alias, storage_id, storage_uses
 from ._torch_distributed import local_tensors

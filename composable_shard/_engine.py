@@ -210,7 +210,8 @@ class Engine:
             self._pass = BackwardPass(number, token, self._uses.values(), partial(_on_end, weakref.ref(self)))
             self._do.repeated = self._pass.repeated
             queue_backward_callback(partial(self._end_backward, token))
-        self._pass.note(number)
+        if number != self._pass.current:
+            self._pass.note(number)
         return self._pass
 
     def before_backward(self, use: Use, outputs: Outputs, gradients: object = None) -> None:

@@ -26,7 +26,8 @@ from ._layout import bucket_layout
 from ._mesh import MeshInfo
 from ._param import ShardedParam
 from ._policies import MixedPrecisionPolicy
-from ._pool import BufferPool, Outside, Slot
+from ._pool import BufferPool
+from ._slots import Outside, Slot
 from ._streams import Job, Lane, Steps
 from ._torch import plain_parts
 

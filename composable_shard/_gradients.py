@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from itertools import repeat
+from operator import is_
 from typing import Protocol
 
 import torch
@@ -22,8 +23,6 @@ from ._group import Gradients, ParamGroup
 from ._node import Use, added
 from ._phases import ParamPhase
 from ._torch import Fate, any_gradient_hooks
-
-_is_sparse = attrgetter("is_sparse")
 
 
 class GradientFlow:
@@ -65,10 +64,9 @@ class GradientFlow:
     def _reduce_or_keep(self, group: ParamGroup, gradients: Gradients) -> None:
         """As the settings say. A group without any gradient is left alone: its `.grad` stays None."""
         options = group.options
-        given = [gradient for gradient in gradients if gradient is not None]
-        if any(map(_is_sparse, given)):
+        if any(map(getattr, gradients, repeat("is_sparse"), repeat(False))):
             raise _sparse(group, gradients)
-        if not given and not options.reduce_unused:
+        if not options.reduce_unused and all(map(is_, gradients, repeat(None))):
             return
         if options.requires_gradient_sync:
             if group not in self._looked:  # its node did not run

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -139,7 +140,7 @@ class _Unshard(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.lifeline = lifeline
         ctx.set_materialize_grads(False)
-        outputs = tuple([weight.detach() for weight in weights])
+        outputs = tuple(map(torch.Tensor.detach, weights))
         needed = ctx.needs_input_grad
         if not all(needed[2:]):
             frozen = [out for out, need in zip(outputs, needed[2:], strict=True) if not need]
@@ -152,9 +153,12 @@ class _Unshard(torch.autograd.Function):
         return _differentiated_once(ctx, *gradients) if torch.is_grad_enabled() else _backward(ctx, *gradients)
 
 
+_node_of = itemgetter(0)  # of an edge
+
+
 def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     line = ctx.lifeline
-    leaf_nodes = [node for node, _ in ctx.next_functions]
+    leaf_nodes = list(map(_node_of, ctx.next_functions))
     return (None, None, *line.owner.on_gradients(line.use, leaf_nodes, gradients))
 
 

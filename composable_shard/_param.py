@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from ._mesh import MeshInfo
 from ._parallel import Parallel
 from ._policies import Options
 from ._torch import Hook, return_gradient_hooks, take_gradient_hooks
-from ._torch_distributed import dtensor_like, local_tensor
+from ._torch_distributed import dtensor_like, dtensors_like, local_tensor
 
 SHARDED_IN = "_sharded_in"  # marks a parameter that was sharded, and the one that it became, with its name
 
@@ -75,15 +77,19 @@ def paired(pieces: torch.Tensor, whole: torch.Tensor, layout: ParamLayout) -> li
     return pairs
 
 
+_sharded, _grad, _hooks_taken = attrgetter("sharded"), attrgetter("grad"), attrgetter("hooks_taken")
+
+
 def accumulate(params: Sequence[ShardedParam], pieces: Mapping[int, torch.Tensor]) -> None:
     """Add this rank's pieces of reduced gradients, by the index of the parameter, to `.grad`, and call the hooks."""
-    for index, piece in pieces.items():
-        param = params[index]
-        sharded = param.sharded
-        if sharded.grad is None and not param._tensor_hooks and not param._post_hooks:
-            sharded.grad = dtensor_like(sharded, piece)
-        else:
+    theirs = list(map(params.__getitem__, pieces))
+    shards = list(map(_sharded, theirs))
+    if any(map(is_not, map(_grad, shards), repeat(None))) or any(map(_hooks_taken, theirs)):
+        for param, piece in zip(theirs, pieces.values(), strict=True):
             param.accumulate(piece)
+        return
+    for shard, grad in zip(shards, dtensors_like(shards, pieces.values()), strict=True):
+        shard.grad = grad
 
 
 class ShardedParam:
@@ -97,6 +103,7 @@ class ShardedParam:
         dim: the dim along which it is cut.
         parallel: how it was placed before, if it was a DTensor.
         keeps_dtype: whether it is gathered in the dtype in which it is stored, whatever the policy says of others.
+        hooks_taken: whether hooks were taken from autograd and not given back.
         module: the module that holds it, weakly; known once the root is.
     """
 
@@ -106,6 +113,7 @@ class ShardedParam:
         "_tensor_hooks",
         "dim",
         "fqn",
+        "hooks_taken",
         "keeps_dtype",
         "module",
         "parallel",
@@ -132,6 +140,7 @@ class ShardedParam:
         self._kept_in: weakref.ref[torch.Tensor] | None = None
         self._tensor_hooks: list[dict[int, Hook]] = []
         self._post_hooks: list[dict[int, Hook]] = []
+        self.hooks_taken = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
         sharded = self.sharded
@@ -202,10 +211,12 @@ class ShardedParam:
             self._tensor_hooks.append(tensor_hooks)
         if post_hooks is not None:
             self._post_hooks.append(post_hooks)
+        self.hooks_taken = bool(self._tensor_hooks or self._post_hooks)
 
     def give_hooks_back(self) -> None:
         """Let autograd have them again."""
         self._tensor_hooks, self._post_hooks = return_gradient_hooks(self.sharded, self._tensor_hooks, self._post_hooks)
+        self.hooks_taken = bool(self._tensor_hooks or self._post_hooks)
 
     def hooked(self, gradient: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a reduced gradient as a DTensor, after the tensor hooks."""

@@ -19,146 +19,10 @@ from typing import Any
 import torch
 
 from ._debug import debugging, poison
-from ._layout import SLOT_ALIGNMENT_BYTES, slot_bytes
+from ._layout import slot_bytes
 from ._packing import pack
+from ._slots import Events, Outside, Places, Request, Slot
 from ._streams import Lane
-
-Events = tuple[torch.Event, ...]
-PlaceKey = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
-
-
-class Place:
-    """Where a tensor lies within a slot. A pool has one object for each (`BufferPool.places`), told by its identity.
-
-    Attributes:
-        dtype: of the tensor.
-        offset: bytes from the start of the slot.
-        shape, stride: of the tensor.
-    """
-
-    __slots__ = ("dtype", "offset", "shape", "stride")
-
-    def __init__(self, dtype: torch.dtype, offset: int, shape: torch.Size, stride: tuple[int, ...]) -> None:
-        self.dtype = dtype
-        self.offset = offset
-        self.shape = shape
-        self.stride = stride
-
-
-class _Places(dict[PlaceKey, Place]):
-    """A place for each key, made when it is first asked for."""
-
-    def __missing__(self, key: PlaceKey) -> Place:
-        place = self[key] = Place(*key)
-        return place
-
-
-class _SlotViews(dict[Place, torch.Tensor]):
-    """A view of a slot for each place, made when it is first asked for."""
-
-    def __init__(self, slot: Slot) -> None:
-        self._slot = weakref.ref(slot)
-
-    def __missing__(self, place: Place) -> torch.Tensor:
-        slot = self._slot()
-        assert slot is not None
-        with torch.inference_mode(False), torch.no_grad():
-            flat = slot.typed(place.dtype)
-            begin = flat.storage_offset() + place.offset // place.dtype.itemsize
-            view = self[place] = flat.as_strided(place.shape, place.stride, begin)
-        return view
-
-
-class Request:
-    """What memory is leased for, the same in every step; a pool has one object for each (`BufferPool.request`).
-
-    Attributes:
-        name: what for.
-        nbytes: of the slot, a multiple of 512.
-        slot: its place in the arena, if that knows it.
-        met: the others that were leased at the same time, ever; None before it was leased for the first time.
-    """
-
-    __slots__ = ("__weakref__", "met", "name", "nbytes", "slot")
-
-    def __init__(self, name: str, nbytes: int) -> None:
-        self.name = name
-        self.nbytes = nbytes
-        self.slot: Slot | None = None
-        self.met: set[Request] | None = None
-
-
-class Slot:
-    """A piece of memory with a fixed address.
-
-    Attributes:
-        views: of it, by place.
-        request: what it is leased for now; None while it is free.
-        owner: who reads weights from it now, weakly; None while it is free or only carries communication.
-        free_after: the events behind the last uses; whoever writes next waits for them.
-        rivals: other slots of an arena that lie, in part, in the same memory.
-        reach: the end of the one of them, or of this slot, that ends last.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_bytes",
-        "_typed",
-        "begin",
-        "end",
-        "free_after",
-        "nbytes",
-        "owner",
-        "reach",
-        "request",
-        "rivals",
-        "views",
-    )
-
-    def __init__(self, memory: torch.Tensor, free_after: Events) -> None:
-        self._bytes = (memory.data, memory.data)
-        self._typed: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
-        self.views = _SlotViews(self)
-        self.nbytes = memory.numel()
-        self.begin = memory.data_ptr()
-        self.end = self.reach = self.begin + self.nbytes
-        self.request: Request | None = None
-        self.owner: weakref.ref[Any] | None = None
-        self.free_after = free_after
-        self.rivals: tuple[Slot, ...] = ()
-
-    def __lt__(self, other: Slot) -> bool:
-        return self.begin < other.begin
-
-    def typed(self, dtype: torch.dtype, written: bool = False) -> torch.Tensor:
-        """The whole slot as a 1D tensor of `dtype`.
-
-        All that is written goes through tensors that were made with ``written=True``: they are aliases with a version
-        counter of their own. So a write leaves no trace in what autograd has saved of the weights: that has been given
-        up, or is read through a handle, or has moved with its group to another slot.
-        """
-        view = self._typed.get((dtype, written))
-        if view is None:
-            with torch.inference_mode(False), torch.no_grad():
-                view = self._typed[dtype, written] = self._bytes[written].view(dtype)
-        return view
-
-
-class Outside:
-    """Memory of weights that belongs to a parameter and not to the pool; its address holds until it is emptied.
-
-    Attributes:
-        begin, end, nbytes: where it lies.
-        owner: who reads weights from it, weakly.
-    """
-
-    __slots__ = ("begin", "end", "nbytes", "owner")
-
-    def __init__(self, memory: torch.UntypedStorage, owner: Any) -> None:
-        self.begin = memory.data_ptr()
-        self.nbytes = memory.nbytes()
-        self.end = self.begin + self.nbytes
-        self.owner: weakref.ref[Any] | None = weakref.ref(owner)
 
 
 class BufferPool:
@@ -170,7 +34,7 @@ class BufferPool:
         held_bytes: bytes of the arena and of all other slots, leased or free.
         arena_bytes: bytes of the arena; 0 while there is none.
         allocations: how often memory was asked for; steady once the order of a step has settled.
-        begin, end: of all memory that it knows of: no weights lie outside.
+        addresses: from the first to the last that it knows of: no weights lie outside.
         places: within slots.
         fallbacks: by name, leases for which there was an arena but no free place in it.
     """
@@ -189,8 +53,8 @@ class BufferPool:
         self._slots: list[Slot] = []
         self._begins: list[int] = []
         self._outside: list[Outside] = []
-        self.places = _Places()
-        self.begin = self.end = 0
+        self.places = Places()
+        self.addresses = range(0)
 
     def request(self, name: str, nbytes: int) -> Request:
         """What to ask for when `nbytes` bytes are needed: leases of one name and size have one place in the arena."""
@@ -357,9 +221,9 @@ class BufferPool:
     def _slots_changed(self) -> None:
         """Make anew what `find` looks at."""
         self._begins = [slot.begin for slot in self._slots]
-        places = [*self._slots, *self._outside]
-        self.begin = min([place.begin for place in places], default=0)
-        self.end = max([place.end for place in places], default=0)
+        places: list[Slot | Outside] = [*self._slots, *self._outside]
+        first, end = min([it.begin for it in places], default=0), max([it.end for it in places], default=0)
+        self.addresses = range(first, end)
 
     def _make(self, nbytes: int) -> Slot:
         # Made in inference mode, it could never be used for training.

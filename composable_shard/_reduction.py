@@ -15,7 +15,8 @@ from ._layout import ParamLayout, reduce_layout
 from ._mesh import MeshInfo
 from ._param import ShardedParam, paired
 from ._policies import AllReduceHook, Comms, Options, division
-from ._pool import BufferPool, Slot
+from ._pool import BufferPool
+from ._slots import Slot
 from ._streams import Job, Lane, Steps
 from ._torch import chunk_cat, split
 

@@ -17,7 +17,8 @@ from ._collectives import Transport
 from ._layout import bucket_layout
 from ._mesh import MeshInfo
 from ._param import ShardedParam, paired
-from ._pool import BufferPool, Slot
+from ._pool import BufferPool
+from ._slots import Slot
 from ._streams import Job, Lane, Steps
 
 

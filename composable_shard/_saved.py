@@ -18,7 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ._bucket import Bucket, GatherBucket
 from ._errors import SavedTensorModifiedError, StaleStateError
-from ._pool import BufferPool, Outside, Place
+from ._pool import BufferPool
+from ._slots import Outside, Place, Slot
 from ._torch import SavedTensorsHooks, active_saved_tensors_hooks, passed_by_checkpoints, saved_tensors_hooks_set_aside
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -116,13 +117,14 @@ class _Hooks:
     collective that was issued under the hooks, whose thread has a copy of this thread's state, holds nothing.
     """
 
-    __slots__ = ("_keepers", "_outer", "_pool", "owner")
+    __slots__ = ("_keepers", "_last", "_outer", "_pool", "owner")
 
     def __init__(self, owner: WeightOwner, outer: SavedTensorsHooks | None) -> None:
         self.owner = weakref.ref(owner)
         self._outer = outer
         self._pool = owner.pool
         self._keepers = owner.keepers
+        self._last: Slot | Outside | None = None  # one forward saves several weights of a slot
 
     def pack(self, tensor: torch.Tensor) -> Any:
         if type(tensor) in PLAIN:
@@ -130,8 +132,7 @@ class _Hooks:
                 address = tensor.data_ptr()
             except (RuntimeError, NotImplementedError):
                 address = 0
-            pool = self._pool
-            found = self._handle(tensor, address) if pool.begin <= address < pool.end else None
+            found = self._handle(tensor, address) if address in self._pool.addresses else None
         else:
             found = self._flattened(tensor)
         if found is not None:
@@ -139,27 +140,33 @@ class _Hooks:
         if self._outer is not None:
             return _Foreign(self._outer[0](tensor))
         # Never a tensor with a history: a saved output would hold its own graph for good.
-        return tensor.detach() if tensor.requires_grad else tensor, tensor._version
+        kept = tensor.detach() if tensor.requires_grad else tensor
+        version = kept._version
+        return (kept, version) if version else kept
 
     def unpack(self, packed: Any) -> torch.Tensor:
         kind = type(packed)
-        if kind is tuple:
-            tensor: torch.Tensor = packed[0]
-            if tensor._version != packed[1]:
-                raise _modified(*packed)
-            return tensor
         if kind is Handle:
             return _weight(packed)
+        if kind is torch.Tensor and not packed._version:
+            return packed  # type: ignore[no-any-return]
         if kind is _Foreign:
             assert self._outer is not None
             return self._outer[1](packed.packed)
+        if kind is tuple or isinstance(packed, torch.Tensor):
+            tensor, version = packed if kind is tuple else (packed, 0)
+            if tensor._version != version:
+                raise _modified(tensor, version)
+            return tensor  # type: ignore[no-any-return]
         return _restored(packed)
 
     def _handle(self, tensor: torch.Tensor, address: int) -> Any:
         """A handle for a view of weights that begins there; None if no weights lie there, or those are gone."""
-        slot = self._pool.find(address)
-        if slot is None or slot.owner is None:
-            return None
+        slot = self._last
+        if slot is None or slot.owner is None or address not in slot.addresses:
+            slot = self._last = self._pool.find(address)
+            if slot is None or slot.owner is None:
+                return None
         bucket: Any = slot.owner()
         if bucket is None:
             return None
@@ -203,7 +210,7 @@ def _weight(handle: Handle | Kept) -> torch.Tensor:
         bucket.reads_left -= 1
         if not bucket.reads_left and owner is not None:
             owner.halfway()
-    view = bucket.slot.views[place] if type(place) is Place else place  # type: ignore[union-attr]
+    view: torch.Tensor = bucket.slot.views[place] if type(place) is Place else place  # type: ignore
     # With grad mode on (create_graph) autograd saves what it gets here once more, and then past these hooks.
     return view.clone() if torch.is_grad_enabled() else view
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -66,7 +67,13 @@ def dtensor_like(reference: torch.Tensor, local: torch.Tensor) -> DTensor:
     return DTensor.__new__(DTensor, local, reference._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
-_local = attrgetter("_local_tensor")
+_local, _spec = attrgetter("_local_tensor"), attrgetter("_spec")
+_new_dtensor = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
+
+
+def dtensors_like(references: Iterable[torch.Tensor], locals_: Iterable[torch.Tensor]) -> Iterable[DTensor]:
+    """`dtensor_like` of several, one by one."""
+    return map(_new_dtensor, locals_, map(_spec, references))
 
 
 def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
