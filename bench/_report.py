@@ -34,6 +34,11 @@ class Spread:
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high)
 
+    @classmethod
+    def range_of(cls, values: Sequence[float]) -> "Spread":
+        """The median, and in the place of quartiles the lowest and the highest."""
+        return cls(statistics.median(values), min(values), max(values))
+
     def __str__(self) -> str:
         return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
 

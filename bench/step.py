@@ -1,6 +1,7 @@
 """Step time of a GPT on gloo: ours, torch's FSDP2, FSDP1, DDP, and compute alone.
 
     python bench/step.py --sizes 10m,50m
+    python bench/step.py --runs 3            # three times in fresh processes, and what the three have in common
 
 All engines live in the same processes, each with a model of its own, and take turns in an order
 drawn anew in every round; ratios are formed within a round. A step is zero_grad, forward, loss,
@@ -13,7 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ class EngineResult:
     """Milliseconds a step, and per-round ratios to a reference: torch's FSDP2.
 
     `wall` is the slowest rank's, `cpu` the sum of all ranks' threads; `beyond` is
-    (engine - compute) / (reference - compute), which the time of the model itself cannot hide.
+    (engine - compute) / (reference - compute), which the time of the model itself cannot hide. Spreads are the median
+    and the quartiles of the rounds; with `runs`, the median of their medians and its range.
     """
 
     size: str
@@ -45,6 +47,10 @@ class EngineResult:
     wall_beyond: _report.Spread | None
     cpu_beyond: _report.Spread | None
     loss_difference: float
+    runs: list["EngineResult"] = field(default_factory=list)
+
+
+SPREADS = ("wall_ms", "cpu_ms", "wall_ratio", "cpu_ratio", "wall_beyond", "cpu_beyond")
 
 
 def ratio(ours: list[float], theirs: list[float] | None, base: list[float] | None = None) -> _report.Spread | None:
@@ -87,8 +93,23 @@ def evaluate(
     ]
 
 
+def over_runs(runs: list[list[EngineResult]]) -> list[EngineResult]:
+    """What fresh runs of one size have in common, engine by engine."""
+    if len(runs) == 1:
+        return runs[0]
+    found = []
+    for of_engine in zip(*runs, strict=True):
+        medians = {key: [getattr(r, key).median for r in of_engine if getattr(r, key)] for key in SPREADS}
+        spreads = {key: _report.Spread.range_of(values) if values else None for key, values in medians.items()}
+        worst = max(r.loss_difference for r in of_engine)
+        found.append(replace(of_engine[0], **spreads, loss_difference=worst, runs=[*of_engine]))
+    return found
+
+
 def show(results: list[EngineResult], options: argparse.Namespace, reference: str = "FSDP2", notes: str = "") -> None:
     """Prints one size's table and the line about the losses."""
+    runs = results[0].runs
+    what = f"median [range] of {len(runs)} fresh runs of" if runs else "median [quartiles] of"
     rows = [
         (
             r.engine,
@@ -109,8 +130,7 @@ def show(results: list[EngineResult], options: argparse.Namespace, reference: st
             f"CPU beyond / {reference}'s",
         ),
         rows,
-        f"median [quartiles] of {options.rounds} interleaved rounds; "
-        f"optimizer in the step: {options.optimizer}; malloc: {options.malloc}{notes}",
+        f"{what} {options.rounds} interleaved rounds; optimizer in the step: {options.optimizer}; malloc: {options.malloc}{notes}",
     )
     agree = first.loss_difference <= options.tolerance
     print(
@@ -186,17 +206,22 @@ def write(options: argparse.Namespace, name: str, results: list[Any]) -> None:
 def main() -> int:
     parser = options_of_steps(__doc__, "ours,fsdp2,fsdp2-again,fsdp1,ddp,compute,collectives", engines_or_collectives)
     parser.add_argument("--aa", action="store_true", help="add a second FSDP2, if --engines leaves it out: the control")
+    parser.add_argument("--runs", type=int, default=1, help="in fresh processes each (default: %(default)s)")
     options = parser.parse_args()
     engines = list(dict.fromkeys(options.engines + (["fsdp2-again"] if options.aa else [])))
     results: list[EngineResult] = []
     for size in options.sizes:
-        try:
-            found = evaluate(size, measure(WORKER, {"size": size, "engines": engines}, options))
-        except _launch.WorkerError as error:
-            print(f"step.py: {size}: {error}", file=sys.stderr)
-            return 1
-        show(found, options)
-        results += found
+        runs: list[list[EngineResult]] = []
+        for _ in range(options.runs):
+            try:
+                runs.append(evaluate(size, measure(WORKER, {"size": size, "engines": engines}, options)))
+            except _launch.WorkerError as error:
+                print(f"step.py: {size}: {error}", file=sys.stderr)
+                return 1
+            show(runs[-1], options)
+        if options.runs > 1:
+            show(over_runs(runs), options)
+        results += over_runs(runs)
     write(options, "step", results)
     return int(any(r.loss_difference > options.tolerance for r in results))
 

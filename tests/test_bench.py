@@ -165,6 +165,27 @@ def test_step_prints_its_table_and_the_losses_of_all_engines_agree(tmp_path: Pat
     assert all(result["loss_difference"] < 1e-5 for result in results.values())
 
 
+RUNS = """
+import _report, step
+
+def of(wall):
+    found = {"parameters": 1, "loss_difference": wall / 10, "wall_s": {"ours": [wall] * 3, "fsdp2": [2.0] * 3}}
+    return step.evaluate("tiny", found | {"cpu_s": found["wall_s"]})
+
+ours, fsdp2 = step.over_runs([of(1.0), of(1.6), of(1.2)])
+assert ours.wall_ratio == _report.Spread(0.6, 0.5, 0.8), ours.wall_ratio
+assert ours.wall_beyond is None
+assert ours.loss_difference == 0.16
+assert [run.wall_ratio.median for run in ours.runs] == [0.5, 0.8, 0.6]
+assert fsdp2.wall_ms == _report.Spread(2000, 2000, 2000)
+"""
+
+
+def test_fresh_runs_of_a_step_are_summed_up_by_the_median_of_their_medians_and_its_range() -> None:
+    done = python("-c", RUNS)
+    assert done.returncode == 0, done.stderr
+
+
 def test_memory_accounts_for_every_byte_and_prints_both_parts(tmp_path: Path) -> None:
     file = tmp_path / "memory.json"
     few = ["--sizes=3m", "--resident-sizes=tiny", "--world=4", "--context=16", "--repeats=1", "--steps=1"]
