@@ -16,8 +16,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-DEVICE = "cpu"  # of every benchmark, also where the machine has a card
-
 
 @dataclass(frozen=True)
 class Spread:
@@ -51,13 +49,14 @@ def integers(text: str) -> list[int]:
     return numbers
 
 
-def about() -> dict[str, Any]:
+def about(device: str) -> dict[str, Any]:
     """Versions, the device on which the figures are made, and the machine."""
     return {
-        "device": DEVICE,
+        "device": device,
         "card": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "cuda": torch.version.cuda,
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
         "load_1min": round(os.getloadavg()[0], 2),
@@ -79,11 +78,11 @@ def console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=180)
 
 
-def write_json(path: Path, name: str, settings: dict[str, Any], results: Sequence[Any]) -> None:
-    """Writes one benchmark's figures; dataclasses become objects."""
+def write_json(path: Path, name: str, settings: dict[str, Any], results: Sequence[Any], device: str = "cpu") -> None:
+    """Writes one benchmark's figures, made on that device; dataclasses become objects."""
     document = {
         "benchmark": name,
-        "about": about(),
+        "about": about(device),
         "settings": settings,
         "results": [asdict(r) for r in results],
     }
