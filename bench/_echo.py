@@ -36,6 +36,9 @@ class EchoGroup(NoopGroup):
     def getBackendName(self) -> str:  # noqa: N802
         return "nccl"  # on the CPU too: it makes means itself, and engines ask for the collectives of a card
 
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._inner._get_backend(device) if device.type == "cuda" else self
+
     def shutdown(self) -> None:
         self._inner.shutdown()
 
@@ -85,14 +88,17 @@ def _of_one(store: dist.Store, device: torch.device) -> dist.ProcessGroup:
     else:
         kind, backend = kinds.GLOO, dist.ProcessGroupGloo(store, 0, 1, LIMIT)
     group._set_default_backend(kind)
-    group._register_backend(device, kind, backend)
+    group._register_backend(torch.device(device.type), kind, backend)
     group._set_group_name(f"{NAME} of one")
     return group
 
 
 def init(size: int, device: torch.device) -> None:
     """Starts the default process group as rank 0 of a world of `size` ranks that are alike."""
-    inner = _of_one(dist.HashStore(), device)
+
+    def create(store: dist.Store, _rank: int, of: int, _timeout: timedelta) -> EchoGroup:
+        return EchoGroup(of, _of_one(store, device))  # a communicator of its own
+
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, lambda *_: EchoGroup(size, inner), devices=["cpu", "cuda"])
+        dist.Backend.register_backend(NAME, create, devices=["cpu", "cuda"])
     dist.init_process_group(NAME, store=dist.HashStore(), rank=0, world_size=size)
