@@ -32,6 +32,12 @@ def add_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def select(device: str, card: int = 0) -> None:
+    """Makes that card the current one, before anything asks which it is."""
+    if device == CUDA:
+        torch.cuda.set_device(card)
+
+
 def synchronize(device: str) -> None:
     """Waits until the device has done what it was given."""
     if device == CUDA:

@@ -84,9 +84,8 @@ def join() -> tuple[int, int]:
     """Called in a rank: joins the group of all ranks, gloo's or on cards NCCL's, and returns (rank, world)."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device(os.environ["BENCH_DEVICE"], rank) if on_card() else torch.device("cpu")
-    if on_card():
-        torch.cuda.set_device(device)
+    device = torch.device(os.environ["BENCH_DEVICE"], rank if on_card() else None)
+    _device.select(device.type, rank)
     if echoes():
         _echo.init(world, device)
         return rank, world

@@ -164,6 +164,7 @@ def card(settings: dict[str, Any]) -> dict[str, Any]:
 
     Beside them what the engine itself counts: ours knows the bytes of its pool and what its plan foretells.
     """
+    _device.select(settings["device"])
     _noop.init(settings["simulated"])
     before = torch.cuda.memory_allocated()
     model = checkpointed(settings)

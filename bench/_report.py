@@ -57,6 +57,7 @@ def about(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else None,
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
         "load_1min": round(os.getloadavg()[0], 2),

@@ -281,6 +281,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)
+    _device.select(options.device)
     torch.set_flush_denormal(True)  # outputs of no-op collectives hold whatever was in memory
     if options.profile:
         profile(options.profile, options.world[0], options)
