@@ -34,7 +34,7 @@ class Run:
     smoke: str
 
 
-COMPILED = "--engines ours-whole,ours-placed-whole,ours-blocks,fsdp2-blocks,compute-whole"
+COMPILED = "--engines ours-whole,ours-blocks,fsdp2-blocks,compute-whole"
 HALF = "--dtype bfloat16 --batch 8"
 
 RUNS = {
@@ -53,22 +53,31 @@ RUNS = {
     ),
     "overlap": Run("overlap.py", "", None, "--models uniform --ratios 1 --rounds 1"),
     "step": Run(
-        "step.py", "--sizes 10m,50m --rounds 10", f"--sizes 150m,1b --rounds 15 {HALF}", "--sizes tiny --rounds 2"
+        "step.py", "--sizes 10m,50m --rounds 6", f"--sizes 150m,1b --rounds 15 {HALF}", "--sizes tiny --rounds 2"
     ),
     "compile": Run(
         "compile.py",
-        f"--sizes 10m --rounds 8 --layers 2,4 --compile-rounds 1 {COMPILED}",
-        f"--sizes 150m --rounds 15 --layers 2,4 --compile-rounds 1 {HALF} {COMPILED}",
+        f"--sizes 10m --rounds 8 --layers 2 --compile-rounds 1 {COMPILED}",
+        f"--sizes 150m --rounds 15 --layers 2,4 --compile-rounds 1 {HALF} {COMPILED},ours-placed-whole",
         "--sizes tiny --rounds 2 --layers 1 --compile-rounds 1 --backend aot_eager",
     ),
     "memory": Run(
         "memory.py",
-        "--sizes 150m,1b --world 8,64 --repeats 2",
-        "--sizes 150m,1b --world 8,64,512 --repeats 2",
+        "--sizes 150m --world 8,64 --repeats 2",
+        "--sizes 150m --world 8,64,512 --repeats 2",
         "--sizes tiny --world 4 --resident-sizes tiny --repeats 1",
     ),
+    "memory-1b": Run(
+        "memory.py",
+        "--parts live --sizes 1b --world 64 --engines ours,fsdp2",
+        "--parts live --sizes 1b --world 8,64,512",
+        "--parts live --sizes tiny --world 4",
+    ),
     "figures": Run(
-        "figures.py", "--size 50m --steps 4", "--size 150m --batch 8 --steps 10", "--size tiny --steps 1 --repeats 1"
+        "figures.py",
+        "--size 10m --steps 6",
+        "--size 150m --batch 8 --steps 10",
+        "--size tiny --steps 1 --repeats 1",
     ),
 }
 
