@@ -153,7 +153,7 @@ def stepping(size: str, options: argparse.Namespace) -> list[step.EngineResult]:
     found = step.measure(step.WORKER, {"size": size, "engines": options.engines}, options)
     results = step.evaluate(size, found, REFERENCE, PLAIN)
     sides = "".join(f"\n{name}: {SIDES[name]}" for name in options.engines if name in SIDES)
-    on_gloo = options.world == 2 and options.device == _device.CPU
+    on_gloo = options.world == 2 and options.device == _device.CPU and not options.echo
     step.show(results, options, REFERENCE, f"\nCollectives{sides}" if on_gloo else "")
     return results
 
