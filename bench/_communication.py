@@ -33,7 +33,7 @@ def groups_of(model: nn.Module, block: type[nn.Module], world: int) -> list[Grou
     found = []
     for params, gathers in [(rest, 1), *[(list(module.parameters()), 2) for module in blocks]]:
         piece = sum(-(-len(param) // world) * param[0].numel() for param in params)
-        full = torch.zeros(world * piece)
+        full = params[0].new_zeros(world * piece)
         found.append(Group(full, full[piece * dist.get_rank() :][:piece], gathers))
     return found
 

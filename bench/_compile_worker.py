@@ -12,9 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
+import _device
+import _launch
 import _noop
 import _process
-from _step_worker import batch, build, run
+from _step_worker import Side, batch, build, run
 
 WARM_STEPS = 3
 
@@ -24,12 +26,6 @@ def cpu_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def agreed(seconds: float, op: dist.ReduceOp.RedOpType) -> float:
-    found = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(found, op=op)
-    return found.item()
-
-
 def compile_times(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     """Seconds until the first gradients, by engine and number of layers, with no cache of any kind.
 
@@ -37,8 +33,8 @@ def compile_times(settings: dict[str, Any], rank: int, world: int) -> dict[str, 
     """
     torch._inductor.config.compile_threads = 1
     size, engines = settings["size"], settings["engines"]
-    mesh = init_device_mesh("cpu", (world,))
-    ids = batch(size, settings["batch"], rank, step=0)
+    mesh = init_device_mesh(settings["device"], (world,))
+    ids = batch(size, settings["batch"], rank, step=0).to(settings["device"])
     cases = [(name, depth) for depth in settings["layers"] for name in engines]
 
     def first(name: str, depth: int) -> tuple[float, float]:
@@ -48,8 +44,10 @@ def compile_times(settings: dict[str, Any], rank: int, world: int) -> dict[str, 
             dist.barrier()
             cpu, wall = cpu_seconds(), time.perf_counter()
             side.gradients(ids)
-            wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
-            return agreed(wall, dist.ReduceOp.MAX), agreed(cpu, dist.ReduceOp.SUM)
+            _device.synchronize(settings["device"])
+            took = time.perf_counter() - wall, cpu_seconds() - cpu
+            every = _launch.everyone(torch.tensor(took, dtype=torch.float64))
+            return every[:, 0].max().item(), every[:, 1].sum().item()
 
     first(engines[0], 1)  # loads the compiler
     found: dict[tuple[str, int], list[tuple[float, float]]] = {case: [] for case in cases}
@@ -65,9 +63,13 @@ def memory(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
 
     `live` adds up what torch's allocator gave out and took back since before the model was made, less the rank's
     parameters. It is taken with collectives that do nothing: memory that is freed by a thread of gloo goes unseen.
-    `resident` is how far the process grows, with gloo, beyond what it holds between steps.
+    `resident` is how far the process grows, with gloo, beyond what it holds between steps. On a card `live` is what
+    torch's CUDA allocator tells, with collectives as they are, and the process is not looked at.
     """
-    ids = batch(settings["size"], settings["batch"], rank, step=0)
+    ids = batch(settings["size"], settings["batch"], rank, step=0).to(settings["device"])
+    if _launch.on_card():
+        model, live = live_on_card(settings, ids, world)
+        return {"model": model, "live": int(_launch.everyone(torch.tensor(live)).max()), "resident": None}
     model, live = live_bytes(settings, ids)
     torch._dynamo.reset()
     side = build(settings["engine"], settings, init_device_mesh("cpu", (world,)))
@@ -76,9 +78,7 @@ def memory(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     side.optimizer.zero_grad(set_to_none=True)
     dist.barrier()
     grown = growth(lambda: side.gradients(ids))
-    found = torch.tensor([live, grown or 0])
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    live, resident = found.tolist()
+    live, resident = _launch.everyone(torch.tensor([live, grown or 0])).amax(0).tolist()
     return {"model": model, "live": live, "resident": resident if grown is not None else None}
 
 
@@ -94,8 +94,7 @@ def live_bytes(settings: dict[str, Any], ids: torch.Tensor) -> tuple[int, int]:
         begins = time.time_ns()
         side.gradients(ids)
         ends = time.time_ns()
-    params = [p.to_local() if isinstance(p, DTensor) else p for p in side.model.parameters()]
-    model = sum(p.untyped_storage().nbytes() for p in params)
+    model = parameter_bytes(side)
     events = [e for e in watched.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -103,6 +102,25 @@ def live_bytes(settings: dict[str, Any], ids: torch.Tensor) -> tuple[int, int]:
         if begins <= event.start_ns() <= ends:
             most = max(most, held)
     return model, most - model
+
+
+def live_on_card(settings: dict[str, Any], ids: torch.Tensor, world: int) -> tuple[int, int]:
+    """The same by the figures of torch's CUDA allocator."""
+    before = torch.cuda.memory_allocated()
+    side = build(settings["engine"], settings, init_device_mesh("cuda", (world,)))
+    for _ in range(WARM_STEPS):
+        side.gradients(ids)
+    side.optimizer.zero_grad(set_to_none=True)
+    _device.forget_peak()
+    side.gradients(ids)
+    model = parameter_bytes(side)
+    return model, _device.peak() - before - model
+
+
+def parameter_bytes(side: Side) -> int:
+    """Bytes that this rank keeps of the parameters."""
+    params = [p.to_local() if isinstance(p, DTensor) else p for p in side.model.parameters()]
+    return sum(p.untyped_storage().nbytes() for p in params)
 
 
 def growth(step: Any) -> int | None:

@@ -15,7 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
+import _device
 import _engines
+import _launch
 import _process
 from _models import GPT, SIZES, GPTBlock
 from _step_worker import Side, batch, run
@@ -28,16 +30,35 @@ CHECKPOINTS = 3
 def slowest(work: Callable[[], object]) -> float:
     """Seconds that `work` takes on the slowest rank, from a common start."""
     dist.barrier()
-    start = time.perf_counter()
+    start = now()
     work()
-    return most(time.perf_counter() - start)
+    return most(now() - start)
+
+
+def now() -> float:
+    """Seconds, when the device has done what it was given."""
+    _device.synchronize(os.environ["BENCH_DEVICE"])
+    return time.perf_counter()
+
+
+def memory(most: bool = False) -> int:
+    """Bytes that this rank holds, or the most since `forget_peak`: of the card, or of the process on a CPU."""
+    if _launch.on_card():
+        return _device.peak() if most else torch.cuda.memory_allocated()
+    return _process.resident("VmHWM" if most else "VmRSS")
+
+
+def forget_peak() -> bool:
+    """Lets the highest figure start anew; False where the system cannot."""
+    if _launch.on_card():
+        _device.forget_peak()
+        return True
+    return _process.forget_peak()
 
 
 def most(figure: float) -> float:
     """The largest figure of all ranks."""
-    found = torch.tensor(figure, dtype=torch.float64)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found.item()
+    return _launch.everyone(torch.tensor(figure, dtype=torch.float64)).max().item()
 
 
 @dataclass
@@ -68,36 +89,38 @@ class Checkpoint:
 def measure(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     """Seconds and bytes of one engine; for the unsharded model the time of a step alone."""
     warnings.filterwarnings("ignore")  # older engines and checkpoints speak of what is to come
-    size, name = settings["size"], settings["engine"]
-    mesh = init_device_mesh("cpu", (world,))
-    _process.forget_peak()
-    before = _process.resident()
+    size, name, device = settings["size"], settings["engine"], settings["device"]
+    mesh = init_device_mesh(device, (world,))
+    forget_peak()
+    before = memory()
+    _engines.load(name)
     torch.manual_seed(0)
-    whole = [GPT(SIZES[size])]
+    with torch.device(device):
+        whole = [GPT(SIZES[size])]
 
     def start() -> Side:
         model = _engines.build(name, whole.pop(), GPTBlock, mesh)
         return Side(name, model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
 
     def step(number: int) -> None:
-        side.gradients(batch(size, settings["batch"], rank, number))
+        side.gradients(batch(size, settings["batch"], rank, number).to(device))
         side.optimizer.step()
 
     dist.barrier()
-    begins = time.perf_counter()
+    begins = now()
     side = start()
-    built = time.perf_counter()
-    measured = _process.forget_peak()  # what the unsharded model held counts no more
-    resumes = time.perf_counter()
+    built = now()
+    measured = forget_peak()  # what the unsharded model held counts no more
+    resumes = now()
     step(0)
-    found: dict[str, float | None] = {"start_s": most(built - begins + time.perf_counter() - resumes)}
+    found: dict[str, float | None] = {"start_s": most(built - begins + now() - resumes)}
     for number in range(1, WARM_STEPS):
         step(number)
     numbers = iter(range(WARM_STEPS, WARM_STEPS + settings["steps"]))
     found["step_s"] = statistics.median(slowest(lambda: step(next(numbers))) for _ in range(settings["steps"]))
     if side.alone:
         return found
-    found["peak"] = most(_process.resident("VmHWM") - before) if measured else None
+    found["peak"] = most(memory(most=True) - before) if measured else None
     checkpoint = Checkpoint(side, Path(os.environ["BENCH_FOLDER"], "checkpoint"))
     found["write_s"] = statistics.median(slowest(checkpoint.write) for _ in range(CHECKPOINTS))
     found["read_s"] = statistics.median(slowest(checkpoint.read) for _ in range(CHECKPOINTS))

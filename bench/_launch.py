@@ -1,4 +1,7 @@
-"""Starts the ranks of a benchmark as processes of this machine, and ends them, whatever happens."""
+"""Starts the ranks of a benchmark as processes of this machine, and ends them, whatever happens.
+
+Ranks are processes on loopback, on a machine with enough cards one a card; or one process with its echo (`_echo.py`).
+"""
 
 import os
 import subprocess
@@ -9,7 +12,11 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+
+import _device
+import _echo
 
 # With these, glibc keeps large blocks instead of giving their pages back after every use.
 MALLOC_TUNED = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
@@ -19,8 +26,17 @@ class WorkerError(RuntimeError):
     """A rank failed, or the ranks did not end in time."""
 
 
-def launch(script: Path, argument: str, *, world: int, timeout: float, tuned: bool) -> str:
-    """Runs `script argument` as `world` ranks on loopback and returns what rank 0 wrote as result.
+def launch(
+    script: Path,
+    argument: str,
+    *,
+    world: int,
+    timeout: float,
+    tuned: bool,
+    device: str = _device.CPU,
+    echo: bool = False,
+) -> str:
+    """Runs `script argument` as `world` ranks, or as one and its echo, and returns what rank 0 wrote as result.
 
     Raises WorkerError when a rank fails or `timeout` seconds have passed. No process outlives the
     call.
@@ -31,13 +47,15 @@ def launch(script: Path, argument: str, *, world: int, timeout: float, tuned: bo
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "WORLD_SIZE": str(world),
+            "BENCH_DEVICE": device,
+            "BENCH_ECHO": "1" if echo else "",
         }
         env |= {"BENCH_FOLDER": folder, "BENCH_TIMEOUT": str(timeout)}
         env |= MALLOC_TUNED if tuned else {}
         command = [sys.executable, str(script), argument]
         ranks: list[subprocess.Popen[bytes]] = []
         try:
-            for rank in range(world):
+            for rank in range(1 if echo else world):
                 ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, env={**env, "RANK": str(rank)}))
             _wait(ranks, time.monotonic() + timeout, timeout)
         finally:
@@ -63,13 +81,45 @@ def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float, timeout: float)
 
 
 def join() -> tuple[int, int]:
-    """Called in a rank: joins the gloo group of all ranks and returns (rank, world)."""
+    """Called in a rank: joins the group of all ranks, gloo's or on cards NCCL's, and returns (rank, world)."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device(os.environ["BENCH_DEVICE"], rank if on_card() else None)
+    _device.select(device.type, rank)
+    if echoes():
+        _echo.init(world, device)
+        return rank, world
     store = dist.FileStore(os.path.join(os.environ["BENCH_FOLDER"], "store"), world)
     limit = timedelta(seconds=float(os.environ["BENCH_TIMEOUT"]))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    dist.init_process_group(
+        "nccl" if on_card() else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=limit,
+        device_id=device if on_card() else None,
+    )
     return rank, world
+
+
+def on_card() -> bool:
+    """Called in a rank: whether it computes on a CUDA device."""
+    return os.environ["BENCH_DEVICE"] == _device.CUDA
+
+
+def echoes() -> bool:
+    """Called in a rank: whether the other ranks are its echo."""
+    return bool(os.environ["BENCH_ECHO"])
+
+
+def everyone(mine: torch.Tensor) -> torch.Tensor:
+    """Called in every rank: the ranks' tensors, on the CPU, along a new first dim."""
+    if echoes():
+        return mine[None]
+    mine = mine.to(os.environ["BENCH_DEVICE"])
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return torch.stack(found).cpu()
 
 
 def answer(text: str) -> None:

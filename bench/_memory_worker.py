@@ -1,4 +1,4 @@
-"""One process of `memory.py`: the bytes of a step by kind, or the resident memory of a rank."""
+"""One process of `memory.py`: the bytes of a step by kind or on a card, or the resident memory of a rank."""
 
 import json
 import sys
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+import _device
 import _engines
 import _kinds
 import _launch
@@ -121,10 +122,11 @@ def checkpointed(settings: dict[str, Any]) -> nn.Module:
     for place, block in enumerate(model.blocks):
         block.__class__ = Checkpointed
         block.place = place
-    mesh = init_device_mesh("cpu", (settings["simulated"],))
+    device = settings["device"]
+    mesh = init_device_mesh(device, (settings["simulated"],))
     if settings["engine"] in ("plain", "ddp"):
-        return _engines.build(settings["engine"], model.to_empty(device="cpu"), GPTBlock, mesh)
-    return _engines.build(settings["engine"], model, GPTBlock, mesh).to_empty(device="cpu")
+        return _engines.build(settings["engine"], model.to_empty(device=device), GPTBlock, mesh)
+    return _engines.build(settings["engine"], model, GPTBlock, mesh).to_empty(device=device)
 
 
 def live(settings: dict[str, Any]) -> dict[str, Any]:
@@ -157,25 +159,59 @@ def live(settings: dict[str, Any]) -> dict[str, Any]:
     return {"parameters": count, "runtime": vars(runtime), "total": vars(total), "apart": apart}
 
 
+def card(settings: dict[str, Any]) -> dict[str, Any]:
+    """Bytes that torch has given out on the card at most in a step, of rank 0 in a world whose collectives do nothing.
+
+    Beside them what the engine itself counts: ours knows the bytes of its pool and what its plan foretells.
+    """
+    _device.select(settings["device"])
+    _noop.init(settings["simulated"])
+    before = torch.cuda.memory_allocated()
+    model = checkpointed(settings)
+    own = sum(local(p).nbytes for p in model.parameters())
+    ids = torch.randint(256, (settings["batch"], settings["context"] + 1), device=settings["device"])
+    for step in range(WARM_STEPS + 1):
+        model.zero_grad(set_to_none=True)
+        between = _device.forget_peak() - before if step == WARM_STEPS else 0
+        F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+    found = {"peak": _device.peak() - before, "between": between, "own": own, "pool": None, "planned": None}
+    if settings["engine"].startswith("ours"):
+        import composable_shard
+
+        figures = composable_shard.stats(model)
+        found |= {"pool": int(figures["pool/held_bytes"]), "planned": int(figures["plan/peak_bytes"])}
+    return found | {"parameters": sum(p.numel() for p in model.parameters())}
+
+
 def resident(settings: dict[str, Any]) -> dict[str, Any]:
-    """Bytes by which the process of a rank grows at most in steps with SGD, from before it has a model."""
+    """Bytes by which a rank grows at most in steps with SGD, from before it has a model.
+
+    Those of the process, or on a card what torch's allocator has taken from it.
+    """
     rank, world = _launch.join()
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(settings["device"], (world,))
     _process.forget_peak()
     before = _process.resident()
     side = build(settings["engine"], settings, mesh)
+    if _launch.on_card():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     measured = _process.forget_peak()  # the unsharded model that it was made from counts no more
     for step in range(settings["steps"]):
-        side.gradients(batch(settings["size"], settings["batch"], rank, step))
+        side.gradients(batch(settings["size"], settings["batch"], rank, step).to(settings["device"]))
         side.optimizer.step()
-    most = torch.tensor(_process.resident("VmHWM") - before if measured else -1)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return {"resident": most.item()}
+    grown = _process.resident("VmHWM") - before if measured else -1
+    if _launch.on_card():
+        grown = torch.cuda.max_memory_reserved()
+    return {"resident": _launch.everyone(torch.tensor(grown)).max().item()}
+
+
+PARTS = {"live": live, "card": card, "resident": resident}
 
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    found = live(settings) if settings["part"] == "live" else resident(settings)
+    found = PARTS[settings["part"]](settings)
     if dist.get_rank() == 0:
         _launch.answer(json.dumps(found))
     dist.barrier()

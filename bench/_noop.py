@@ -88,7 +88,8 @@ def _call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
 
 
 def _done(value: object = None) -> dist.Work:
-    future: Future[Any] = Future()
+    # A future refuses tensors of devices that it was not told of.
+    future: Future[Any] = Future(devices=[*{t.device for t in _tensors(value) if t.is_cuda}])  # type: ignore[arg-type]
     future.set_result(value)
     return _create_work_from_future(future)
 
@@ -169,7 +170,7 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Noop
 def register() -> None:
     """Makes the backend known to torch.distributed; a second call does nothing."""
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, devices=["cpu"])
+        dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
 
 
 def init(world_size: int, rank: int = 0) -> None:

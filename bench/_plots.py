@@ -74,16 +74,18 @@ def _lowest(figures: dict[tuple[str, str], Any]) -> float:
 
 def overhead(results: Results) -> Iterable[Panel]:
     added = Panel("Host time that the runtime adds", "us per module and step")
+    device = Panel("From first kernel to last", "us per module and step")
     param = Panel("The same for each parameter", "us per parameter and step")
     growth = Panel("Per module, among more of them", "over the first number of blocks")
     grows = len({r["blocks"] for r in results}) > 1
     for r in results:
         group = f"world {r['world']}\n{r['blocks']} x {r['per_group']}"
         added.add(group, r["engine"], r["added"])
+        device.add(group, r["engine"], r.get("device"))
         param.add(group, r["engine"], r["added_param"])
         if grows:
             growth.add(group, r["engine"], r["growth"])
-    return added, param, growth
+    return added, param, growth, device
 
 
 def overlap(results: Results) -> Iterable[Panel]:
@@ -119,9 +121,13 @@ def compiled(results: Results) -> Iterable[Panel]:
 
 def memory(results: Results) -> Iterable[Panel]:
     panels: dict[str, Panel] = {}
-    resident = Panel("Growth of a rank's process, gloo", "MB")
+    resident = Panel("Growth of a rank", "MB")
     sums = {"runtime": ("the runtime", _kinds.RUNTIME), "total": ("all bytes", _kinds.KINDS)}
     for r in results:
+        if "peak" in r:
+            title = f"{r['size']}, world {r['world']}: peak on the card"
+            panels.setdefault(title, Panel(title, "MB")).add(r["engine"], "peak", r["peak"] / 1e6)
+            continue
         if "resident_mb" in r:
             resident.add(r["size"], r["engine"], r["resident_mb"])
             continue

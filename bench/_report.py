@@ -16,8 +16,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-DEVICE = "cpu"  # of every benchmark, also where the machine has a card
-
 
 @dataclass(frozen=True)
 class Spread:
@@ -34,6 +32,11 @@ class Spread:
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high)
 
+    @classmethod
+    def range_of(cls, values: Sequence[float]) -> "Spread":
+        """The median, and in the place of quartiles the lowest and the highest."""
+        return cls(statistics.median(values), min(values), max(values))
+
     def __str__(self) -> str:
         return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
@@ -46,13 +49,15 @@ def integers(text: str) -> list[int]:
     return numbers
 
 
-def about() -> dict[str, Any]:
+def about(device: str) -> dict[str, Any]:
     """Versions, the device on which the figures are made, and the machine."""
     return {
-        "device": DEVICE,
+        "device": device,
         "card": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else None,
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
         "load_1min": round(os.getloadavg()[0], 2),
@@ -74,11 +79,11 @@ def console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=180)
 
 
-def write_json(path: Path, name: str, settings: dict[str, Any], results: Sequence[Any]) -> None:
-    """Writes one benchmark's figures; dataclasses become objects."""
+def write_json(path: Path, name: str, settings: dict[str, Any], results: Sequence[Any], device: str = "cpu") -> None:
+    """Writes one benchmark's figures, made on that device; dataclasses become objects."""
     document = {
         "benchmark": name,
-        "about": about(),
+        "about": about(device),
         "settings": settings,
         "results": [asdict(r) for r in results],
     }

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import _communication
+import _device
 import _engines
 import _launch
 from _models import GPT, SIZES, GPTBlock
@@ -50,7 +51,7 @@ class Side:
     def check_step(self, ids: Tensor) -> None:
         """A step that also the unsharded model makes with the mean gradient of all ranks."""
         self.losses.append(self.gradients(ids).item())
-        if self.alone:
+        if self.alone and not _launch.echoes():
             for param in self.model.parameters():
                 dist.all_reduce(param.grad)
                 param.grad /= dist.get_world_size()
@@ -58,10 +59,12 @@ class Side:
 
     def timed_step(self, ids: Tensor, optimize: bool) -> None:
         dist.barrier()
+        _device.synchronize(ids.device.type)
         cpu, wall = time.process_time(), time.perf_counter()
         loss = self.gradients(ids)
         if optimize:
             self.optimizer.step()
+        _device.synchronize(ids.device.type)
         self.wall_s.append(time.perf_counter() - wall)
         self.cpu_s.append(time.process_time() - cpu)
         self.losses.append(loss.item())
@@ -82,7 +85,8 @@ class Communication(Side):
 def build(name: str, settings: dict[str, Any], mesh: DeviceMesh, **changes: Any) -> Side:
     """The engine of that name around a model of the size in `settings`, of which `changes` replace some figures."""
     torch.manual_seed(0)  # every engine and rank starts from the same weights
-    model = GPT(replace(SIZES[settings["size"]], **changes))
+    with torch.device(settings["device"]):
+        model = GPT(replace(SIZES[settings["size"]], **changes)).to(_device.DTYPES[settings["dtype"]])
     if name == _communication.NAME:
         return Communication(model, mesh.size())
     model = _engines.build(name, model, GPTBlock, mesh, settings["backend"])
@@ -99,37 +103,38 @@ def batch(size: str, rows: int, rank: int, step: int) -> Tensor:
 def spread_of_losses(sides: list[Side]) -> float:
     """Greatest relative difference between the engines' losses, over all ranks and steps.
 
-    After the check steps `compute` goes its own way on each rank and is left out.
+    After the check steps `compute` goes its own way on each rank and is left out. Where ranks are the echo of one,
+    only engines are compared that cut parameters alike.
     """
     sides = [side for side in sides if side.name != _communication.NAME]
+    if _launch.echoes():
+        sides = [side for side in sides if side.name.startswith(("ours", "fsdp2"))]
+    if not sides:
+        return 0.0
     together = [side.losses[:CHECK_STEPS] for side in sides]
     later = [side.losses[CHECK_STEPS:] for side in sides if not side.alone]
     steps = [*zip(*together, strict=True), *zip(*later, strict=True)]
     worst = max((max(step) - min(step)) / min(step) for step in steps)
-    found = torch.tensor(worst, dtype=torch.float64)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found.item()
+    return _launch.everyone(torch.tensor(worst, dtype=torch.float64)).max().item()
 
 
 def measure(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     """Seconds of every step: wall time of the slowest rank, CPU time of all ranks together."""
     size, rows = settings["size"], settings["batch"]
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(settings["device"], (world,))
     sides = [build(name, settings, mesh) for name in settings["engines"]]
     for _ in range(CHECK_STEPS):
         for side in sides:
-            side.check_step(batch(size, rows, rank, step=0))
+            side.check_step(batch(size, rows, rank, step=0).to(settings["device"]))
     gc.collect()
     gc.freeze()
     shuffle = random.Random(0)  # the same order on all ranks
     for i in range(settings["rounds"]):
-        ids = batch(size, rows, rank, step=1 + i)
+        ids = batch(size, rows, rank, step=1 + i).to(settings["device"])
         for side in shuffle.sample(sides, len(sides)):
             side.timed_step(ids, settings["optimizer"] == "sgd")
     times = torch.tensor([[side.wall_s, side.cpu_s] for side in sides], dtype=torch.float64)
-    gathered = [torch.empty_like(times) for _ in range(world)]
-    dist.all_gather(gathered, times)
-    every = torch.stack(gathered)
+    every = _launch.everyone(times)
     return {
         "parameters": sum(p.numel() for p in GPT(SIZES[size]).parameters()),
         "loss_difference": spread_of_losses(sides),

@@ -1,4 +1,4 @@
-"""Compiled models on gloo: step time, time to compile, memory; ours beside torch's FSDP2.
+"""Compiled models on gloo or NCCL: step time, time to compile, memory; ours beside torch's FSDP2.
 
     python bench/compile.py --sizes 10m,50m
 
@@ -7,7 +7,7 @@ whole (`torch.compile(model, fullgraph=True)`), per block, and eager; torch's FS
 eager; `compute-whole` is the unsharded model, compiled whole, stepping by itself. The time to compile
 is that of the first forward and backward with empty caches. Memory is measured in processes that run
 one engine each: what torch's allocator has given out, with collectives that do nothing, and how far the
-process grows with gloo.
+process grows with gloo; on a card, what torch's CUDA allocator tells.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import _device
 import _launch
 import _report
 import step
@@ -94,7 +95,7 @@ def compiling(size: str, options: argparse.Namespace) -> list[CompileResult]:
             )
         )
     _report.table(
-        f"Time to compile: {size}, gloo, world {options.world}",
+        f"Time to compile: {size}, {step.where(options)}",
         ("engine", "layers", "first step, s", f"/ {PLAIN}", "CPU, s", f"CPU / {PLAIN}", "CPU s a layer more"),
         [
             (r.engine, *map(str, (r.layers, r.wall_s, r.wall_ratio, r.cpu_s, r.cpu_ratio)), _rounded(r.a_layer))
@@ -125,7 +126,7 @@ def remembering(size: str, options: argparse.Namespace) -> list[MemoryResult]:
         for name in options.engines
     ]
     _report.table(
-        f"Most memory during a step: {size}, gloo, world {options.world}",
+        f"Most memory during a step: {size}, {step.where(options)}",
         ("engine", "parameters, MB", "live beyond them, MB", f"/ {REFERENCE}", "growth, MB", f"/ {REFERENCE}"),
         [
             (
@@ -152,7 +153,8 @@ def stepping(size: str, options: argparse.Namespace) -> list[step.EngineResult]:
     found = step.measure(step.WORKER, {"size": size, "engines": options.engines}, options)
     results = step.evaluate(size, found, REFERENCE, PLAIN)
     sides = "".join(f"\n{name}: {SIDES[name]}" for name in options.engines if name in SIDES)
-    step.show(results, options, REFERENCE, f"\nCollectives{sides}" if options.world == 2 else "")
+    on_gloo = options.world == 2 and options.device == _device.CPU and not options.echo
+    step.show(results, options, REFERENCE, f"\nCollectives{sides}" if on_gloo else "")
     return results
 
 
@@ -162,7 +164,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=_report.integers, default="2,4,8", help="to compile (default: %(default)s)")
     parser.add_argument("--compile-rounds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--parts", default="steps,compile,memory", help="what to measure (default: %(default)s)")
-    return parser.parse_args()
+    return step.parsed(parser)
 
 
 def main() -> int:

@@ -3,8 +3,9 @@
     python bench/figures.py --size 50m
 
 Peak memory, start-up, tokens a second, the share of a step that communication takes, and the time to
-write and read a checkpoint; the GPT of the tutorials in float32 with AdamW on gloo. Every engine runs
-in processes of its own; the launches take turns and ratios are formed within a turn.
+write and read a checkpoint; the GPT of the tutorials in float32 with AdamW on gloo, or on NCCL with a
+card for each rank. Every engine runs in processes of its own; the launches take turns and ratios are
+formed within a turn.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import _device
 import _engines
 import _launch
 import _report
@@ -59,9 +61,14 @@ def once(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """One launch of every engine. Raises _launch.WorkerError."""
     found = {}
     for name in dict.fromkeys([COMPUTE, *options.engines]):
-        settings = {"size": options.size, "engine": name, "batch": options.batch, "steps": options.steps}
+        settings = {key: getattr(options, key) for key in ("size", "batch", "steps", "device")} | {"engine": name}
         text = _launch.launch(
-            WORKER, json.dumps(settings), world=options.world, timeout=options.timeout, tuned=options.malloc == "tuned"
+            WORKER,
+            json.dumps(settings),
+            world=options.world,
+            timeout=options.timeout,
+            tuned=options.malloc == "tuned",
+            device=options.device,
         )
         found[name] = json.loads(text)
     compute = found.pop(COMPUTE)["step_s"]
@@ -103,7 +110,8 @@ def show(results: list[EngineResult], options: argparse.Namespace) -> None:
     def text(spread: _report.Spread, digits: int) -> str:
         return f"{spread.median:.{digits}f} [{spread.low:.{digits}f}, {spread.high:.{digits}f}]"
 
-    where = f"{options.size}, gloo, world {options.world}"
+    joined = "gloo" if options.device == _device.CPU else "NCCL"
+    where = f"{options.size}, {joined}, world {options.world}"
     _report.table(
         f"Figures of a training run: {where}",
         ("engine", *(FIGURES[key].label for key in results[0].figures)),
@@ -123,6 +131,7 @@ def show(results: list[EngineResult], options: argparse.Namespace) -> None:
 def parse() -> argparse.Namespace:
     """The command line's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    _device.add_option(parser)
     add = parser.add_argument
     add("--size", choices=SIZES, default="50m", help="of the model (default: %(default)s)")
     add("--engines", type=_engines.parse, default="ours,fsdp2,fsdp1,ddp", help="default: %(default)s")
@@ -133,7 +142,11 @@ def parse() -> argparse.Namespace:
     add("--malloc", choices=("default", "tuned"), default="default", help="tuned: glibc keeps pages")
     add("--timeout", type=float, default=600.0, help="seconds for each launch (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the figures to FILE")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if _device.too_few(options.device, options.world):
+        options.world = _device.cards()
+        print(f"figures.py: a rank needs a card of its own: world {options.world}")
+    return options
 
 
 def main() -> int:
@@ -146,7 +159,7 @@ def main() -> int:
     show(results, options)
     if options.json:
         settings = {key: value for key, value in vars(options).items() if key != "json"}
-        _report.write_json(options.json, "figures", settings, results)
+        _report.write_json(options.json, "figures", settings, results, options.device)
     return 0
 
 

@@ -6,6 +6,7 @@
 torch's profiler what its CPU allocator has given out and to whom (`_kinds.py`). Blocks are checkpointed and sequences
 short, so that what the runtime holds is a large part of all. *Resident* trains on gloo with one engine a launch and
 reads from Linux how far a rank's process grew. The first leaves the optimizer out, the second steps with plain SGD.
+On a card both read the figures of torch's CUDA allocator, which do not tell kinds.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import _device
 import _engines
 import _kinds
 import _launch
@@ -48,6 +50,25 @@ class LiveResult:
 
 
 @dataclass(frozen=True)
+class CardResult:
+    """Bytes of one rank on a card: at most in a step (`peak`), and between steps; the ratio is over FSDP2's peak.
+
+    `own` are its parameters; `pool` and `planned` are what ours counts itself: held, and foretold at most.
+    """
+
+    size: str
+    parameters: int
+    world: int
+    engine: str
+    peak: int
+    between: int
+    own: int
+    pool: int | None
+    planned: int | None
+    total_ratio: float | None
+
+
+@dataclass(frozen=True)
 class ResidentResult:
     """Megabytes by which a rank's process grew at most, of the rank that grew most; ratios to FSDP2's by launch."""
 
@@ -60,8 +81,17 @@ class ResidentResult:
 
 def launched(options: argparse.Namespace, world: int, **settings: Any) -> dict[str, Any]:
     """What a worker with these settings found. Raises _launch.WorkerError."""
-    common = {"batch": options.batch, "context": options.context, "steps": options.steps, "backend": "none"}
-    text = _launch.launch(WORKER, json.dumps(common | settings), world=world, timeout=options.timeout, tuned=False)
+    kept = ("batch", "context", "steps", "device")
+    common = {key: getattr(options, key) for key in kept} | {"backend": "none", "dtype": "float32"}
+    text = _launch.launch(
+        WORKER,
+        json.dumps(common | settings),
+        world=world,
+        timeout=options.timeout,
+        tuned=False,
+        device=options.device,
+        echo=_device.too_few(options.device, world),
+    )
     found: dict[str, Any] = json.loads(text)
     return found
 
@@ -136,8 +166,45 @@ def show_live(results: list[LiveResult], options: argparse.Namespace) -> None:
     )
 
 
+def living_on_card(size: str, options: argparse.Namespace) -> list[CardResult]:
+    """Bytes on a card, for each simulated world."""
+    results: list[CardResult] = []
+    for world in options.world:
+        found = {
+            name: launched(options, 1, part="card", size=size, simulated=world, engine=name) for name in options.engines
+        }
+        reference = found[REFERENCE]["peak"] if REFERENCE in found else None
+        of_world = [
+            CardResult(
+                size=size,
+                world=world,
+                engine=name,
+                total_ratio=figures["peak"] / reference if reference else None,
+                **figures,
+            )
+            for name, figures in found.items()
+        ]
+        _report.table(
+            f"All bytes on the card at their peak, MB: {size} ({of_world[0].parameters:,} parameters), world {world} "
+            "simulated",
+            ("engine", "peak", "/ FSDP2's", "between steps", "own parameters", "our pool", "planned"),
+            [
+                (
+                    r.engine,
+                    _megabytes(r.peak),
+                    _ratio(r.total_ratio),
+                    *map(_megabytes, (r.between, r.own, r.pool, r.planned)),
+                )
+                for r in of_world
+            ],
+            f"of torch's CUDA allocator; blocks checkpointed, {options.batch} x {options.context} tokens, float32",
+        )
+        results += of_world
+    return results
+
+
 def residing(size: str, options: argparse.Namespace) -> list[ResidentResult]:
-    """How far processes grow on gloo; the launches of the engines take turns."""
+    """How far ranks grow, on gloo or on a card; the launches of the engines take turns."""
     names = options.resident_engines
     found: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(options.repeats):
@@ -160,8 +227,14 @@ def residing(size: str, options: argparse.Namespace) -> list[ResidentResult]:
         )
         for name in names
     ]
+    card = options.device == _device.CUDA
+    of_what = (
+        "what torch's CUDA allocator took from the card at most"
+        if card
+        else "VmHWM, less what the process held before it had a model"
+    )
     _report.table(
-        f"Growth of a rank's process: {size}, gloo, world {options.ranks}",
+        f"Growth of a rank: {size}, {'NCCL' if card else 'gloo'}, world {options.ranks}",
         ("engine", "resident at most, MB", "/ FSDP2's"),
         [
             (
@@ -171,22 +244,23 @@ def residing(size: str, options: argparse.Namespace) -> list[ResidentResult]:
             )
             for r in results
         ],
-        f"VmHWM over {options.steps} steps with SGD, less what the process held before it had a model; blocks are not "
-        f"checkpointed; median [quartiles] of {options.repeats} launches an engine, in turns",
+        f"{of_what}, over {options.steps} steps with SGD; blocks are not checkpointed; "
+        f"median [quartiles] of {options.repeats} launches an engine, in turns",
     )
     return results
 
 
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f}"
+def _megabytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 1e6:.1f}"
 
 
 def _ratio(figure: float | None) -> str:
     return "-" if figure is None else f"{figure:.3f}"
 
 
-PARTS: dict[str, Callable[[str, argparse.Namespace], Sequence[LiveResult | ResidentResult]]] = {
-    "live": living,
+Result = LiveResult | CardResult | ResidentResult
+PARTS: dict[str, Callable[[str, argparse.Namespace], Sequence[Result]]] = {
+    "live": lambda size, options: (living if options.device == _device.CPU else living_on_card)(size, options),
     "resident": residing,
 }
 
@@ -202,6 +276,7 @@ def parts(text: str) -> list[str]:
 def parse() -> argparse.Namespace:
     """The command line's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    _device.add_option(parser)
     add = parser.add_argument
     add("--parts", type=parts, default="live,resident", help="what to measure (default: %(default)s)")
     add("--sizes", type=sizes, default="150m,1b", help="of the live part (default: %(default)s)")
@@ -221,7 +296,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    results: list[LiveResult | ResidentResult] = []
+    results: list[Result] = []
     for part in options.parts:
         for size in options.sizes if part == "live" else options.resident_sizes:
             try:
@@ -231,7 +306,7 @@ def main() -> int:
                 return 1
     if options.json:
         settings = {key: value for key, value in vars(options).items() if key != "json"}
-        _report.write_json(options.json, "memory", settings, results)
+        _report.write_json(options.json, "memory", settings, results, options.device)
     return 0
 
 

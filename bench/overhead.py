@@ -9,6 +9,7 @@ bare collectives, divided by the number of sharded modules (the blocks and the r
 
     python bench/overhead.py --per-group 1,4,16         # what each parameter of a module costs
     python bench/overhead.py --blocks 48,200,1000       # whether a module costs more among many
+    python bench/overhead.py --device cuda              # host time of steps on a card, and how long they take there
 """
 
 import argparse
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import _device
 import _engines
 import _noop
 import _report
@@ -52,8 +54,9 @@ class Case:
 class EngineResult:
     """Microseconds per sharded module and step, and `added_param` per parameter and step.
 
-    `ratio` is this engine's added time over that of torch's FSDP2, formed within each round; so is `growth`, its added
-    time per module over that in the first number of blocks.
+    `device` is how long a step takes from its first kernel to its last, on a card; the host's time is in it where the
+    card waits. `ratio` is this engine's added time over that of torch's FSDP2, formed within each round; so is
+    `growth`, its added time per module over that in the first number of blocks.
     """
 
     world: int
@@ -68,6 +71,7 @@ class EngineResult:
     growth: _report.Spread | None
     collectives: int
     collective_bytes: int
+    device: _report.Spread | None = None
 
 
 @dataclass
@@ -81,6 +85,7 @@ class Side:
     calls: list[tuple[_noop.NoopGroup, _noop.Call]] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     bare_s: list[float] = field(default_factory=list)
+    device_s: list[float] = field(default_factory=list)
 
     def step(self) -> None:
         self.model(self.inputs).sum().backward()
@@ -98,23 +103,26 @@ class Side:
         self.clear()
 
     def measure(self, clock: Callable[[], float]) -> None:
+        span = _device.Span(self.inputs.device.type)
         start = clock()
         self.step()
         self.step_s.append(clock() - start)
+        self.device_s += span.seconds()
         self.clear()
         start = clock()
         _noop.replay(self.calls)
         self.bare_s.append(clock() - start)
 
 
-def build(name: str, world: int, case: Case, width: int | None) -> Side:
+def build(name: str, world: int, case: Case, options: argparse.Namespace) -> Side:
     """The stack under one engine, warmed up."""
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (world,))
-    width = width or max(64, world)
+    mesh = init_device_mesh(options.device, (world,))
+    width = options.width or max(64, world)
     block = TinyBlock if case.per_group is None else ChainBlock
-    model = _engines.build(name, TinyStack(case.blocks, width, case.per_group), block, mesh)
-    side = Side(name, case, model, torch.randn(2, width))
+    stack = TinyStack(case.blocks, width, case.per_group).to(options.device)
+    model = _engines.build(name, stack, block, mesh)
+    side = Side(name, case, model, torch.randn(2, width).to(options.device))
     side.warm()
     return side
 
@@ -123,7 +131,7 @@ def run(world: int, names: list[str], cases: list[Case], options: argparse.Names
     """Measures the engines at one world size, with every stack, all in turns."""
     _noop.init(world)
     try:
-        sides = [build(name, world, case, options.width) for case in cases for name in names]
+        sides = [build(name, world, case, options) for case in cases for name in names]
         gc.collect()
         gc.freeze()  # no engine pays for scanning the models of the others
         # A fixed cycle would favour the engine that always follows its like.
@@ -174,6 +182,7 @@ def _results(world: int, sides: list[Side]) -> list[EngineResult]:
                 growth=over(case, name, first, name),
                 collectives=len(side.calls),
                 collective_bytes=sum(call.nbytes() for _, call in side.calls),
+                device=microseconds(side.device_s, case.modules) if side.device_s else None,
             )
         )
     return results
@@ -197,6 +206,7 @@ def show(world: int, case: Case, results: list[EngineResult], options: argparse.
             us(r.added_param, 1),
             str(r.ratio or "-"),
             *([str(r.growth or "-")] if grows else []),
+            *([us(r.device)] if r.device else []),
             str(r.collectives),
         )
         for r in results
@@ -209,10 +219,11 @@ def show(world: int, case: Case, results: list[EngineResult], options: argparse.
         "added a parameter, us",
         "added / FSDP2's",
         *([f"added / with {options.blocks[0]} blocks"] if grows else []),
+        *(["first kernel to last, us"] if results[0].device else []),
         "collectives a step",
     )
     _report.table(
-        f"Host time per module and step: world {world}, {case}",
+        f"Host time per module and step: {options.device}, world {world}, {case}",
         columns,
         rows,
         f"median [quartiles] of {options.rounds} interleaved rounds; CPU time of the {options.clock}",
@@ -222,6 +233,7 @@ def show(world: int, case: Case, results: list[EngineResult], options: argparse.
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    _device.add_option(parser)
     parser.add_argument(
         "--world",
         type=_report.integers,
@@ -250,8 +262,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--clock",
         choices=CLOCKS,
-        default="thread",
-        help="CPU time counted (default: this thread's)",
+        help="CPU time counted (default: this thread's; on a card the process's: backward has a thread of its own)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     parser.add_argument(
@@ -262,12 +273,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--sort", choices=("own", "total"), default="own", help="order of the profile")
     parser.add_argument("--lines", type=int, default=40, help="lines of the profile (default: %(default)s)")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.clock = options.clock or ("thread" if options.device == _device.CPU else "process")
+    return options
 
 
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)
+    _device.select(options.device)
     torch.set_flush_denormal(True)  # outputs of no-op collectives hold whatever was in memory
     if options.profile:
         profile(options.profile, options.world[0], options)
@@ -281,9 +295,9 @@ def main() -> None:
             show(world, case, found[at * len(names) :][: len(names)], options)
         results += found
     if options.json:
-        kept = ("world", "blocks", "per_group", "rounds", "width", "engines", "clock")
+        kept = ("device", "world", "blocks", "per_group", "rounds", "width", "engines", "clock")
         settings = {key: getattr(options, key) for key in kept}
-        _report.write_json(options.json, "overhead", settings, results)
+        _report.write_json(options.json, "overhead", settings, results, options.device)
 
 
 def all_cases(options: argparse.Namespace) -> list[Case]:
@@ -295,7 +309,7 @@ def profile(name: str, world: int, options: argparse.Namespace) -> None:
     _noop.init(world)
     try:
         case = all_cases(options)[0]
-        side = build(name, world, case, options.width)
+        side = build(name, world, case, options)
         print_profile(
             side.step,
             side.clear,

@@ -1,9 +1,11 @@
-"""All benchmarks with settings that two cores finish within half an hour.
+"""All benchmarks with settings that two cores, or one card, finish within half an hour.
 
     python bench/run_all.py --results bench/results
+    python bench/run_all.py --device cuda --only step,figures     # some of them, on a card
 
-Prints the tables and leaves a JSON file and a chart for each, `<benchmark>-<device>-torch<version>`.
-Everything runs on the CPU, also where the machine has a card; the files say so.
+Prints the tables and leaves a JSON file and a chart for each, `<benchmark>-<device>-torch<version>`. Where the machine
+has a card it is used, unless `--device cpu` says otherwise; overlap.py reads no clock of the machine and stays on the
+CPU.
 """
 
 import argparse
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+import _device
 import _plots
 import _report
 
@@ -23,35 +26,59 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Run:
-    """A script with its options, and the options of a try that only shows that it works."""
+    """A script with its options, those on a card (None: it has no use for one), and those of a try that all works."""
 
     script: str
     options: str
+    card: str | None
     smoke: str
 
 
+COMPILED = "--engines ours-whole,ours-blocks,fsdp2-blocks,compute-whole"
+HALF = "--dtype bfloat16 --batch 8"
+
 RUNS = {
-    "overhead": Run("overhead.py", "--world 8,64", "--world 4 --blocks 2 --rounds 2"),
+    "overhead": Run("overhead.py", "--world 8,64", "--world 8,64,512", "--world 4 --blocks 2 --rounds 2"),
     "overhead-per-group": Run(
-        "overhead.py", "--world 8 --per-group 1,4,16 --rounds 20", "--world 4 --blocks 2 --per-group 1,2 --rounds 2"
+        "overhead.py",
+        "--world 8 --per-group 1,4,16 --rounds 20",
+        "--world 8 --per-group 1,4,16 --rounds 20",
+        "--world 4 --blocks 2 --per-group 1,2 --rounds 2",
     ),
     "overhead-growth": Run(
-        "overhead.py", "--world 8 --blocks 48,200,1000 --rounds 10", "--world 4 --blocks 2,3 --rounds 2"
+        "overhead.py",
+        "--world 8 --blocks 48,200,1000 --rounds 10",
+        "--world 8 --blocks 48,200,1000 --rounds 10",
+        "--world 4 --blocks 2,3 --rounds 2",
     ),
-    "overlap": Run("overlap.py", "", "--models uniform --ratios 1 --rounds 1"),
-    "step": Run("step.py", "--sizes 10m,50m --rounds 10", "--sizes tiny --rounds 2"),
+    "overlap": Run("overlap.py", "", None, "--models uniform --ratios 1 --rounds 1"),
+    "step": Run(
+        "step.py", "--sizes 10m,50m --rounds 6", f"--sizes 150m,1b --rounds 15 {HALF}", "--sizes tiny --rounds 2"
+    ),
     "compile": Run(
         "compile.py",
-        "--sizes 10m --rounds 8 --layers 2,4 --compile-rounds 1 "
-        "--engines ours-whole,ours-placed-whole,ours-blocks,fsdp2-blocks,compute-whole",
+        f"--sizes 10m --rounds 8 --layers 2 --compile-rounds 1 {COMPILED}",
+        f"--sizes 150m --rounds 15 --layers 2,4 --compile-rounds 1 {HALF} {COMPILED},ours-placed-whole",
         "--sizes tiny --rounds 2 --layers 1 --compile-rounds 1 --backend aot_eager",
     ),
     "memory": Run(
         "memory.py",
-        "--sizes 150m,1b --world 8,64 --repeats 2",
+        "--sizes 150m --world 8,64 --repeats 2",
+        "--sizes 150m --world 8,64,512 --repeats 2",
         "--sizes tiny --world 4 --resident-sizes tiny --repeats 1",
     ),
-    "figures": Run("figures.py", "--size 50m --steps 4", "--size tiny --steps 1 --repeats 1"),
+    "memory-1b": Run(
+        "memory.py",
+        "--parts live --sizes 1b --world 64 --engines ours,fsdp2",
+        "--parts live --sizes 1b --world 8,64,512",
+        "--parts live --sizes tiny --world 4",
+    ),
+    "figures": Run(
+        "figures.py",
+        "--size 10m --steps 6",
+        "--size 150m --batch 8 --steps 10",
+        "--size tiny --steps 1 --repeats 1",
+    ),
 }
 
 
@@ -63,16 +90,20 @@ def names(text: str) -> list[str]:
     return found
 
 
-def file_of(name: str, results: Path) -> Path:
+def file_of(name: str, device: str, results: Path) -> Path:
     """Where the figures of a run are kept."""
     version = ".".join(torch.__version__.split(".")[:2])
-    return results / f"{name}-{_report.DEVICE}-torch{version}.json"
+    return results / f"{name}-{device}-torch{version}.json"
 
 
-def perform(name: str, results: Path, smoke: bool) -> bool:
+def perform(name: str, device: str, results: Path, smoke: bool) -> bool:
     """Runs a benchmark and draws its chart; False if it failed."""
-    run, file = RUNS[name], file_of(name, results)
-    options = (run.smoke if smoke else run.options).split()
+    run = RUNS[name]
+    device = _device.CPU if run.card is None else device
+    file, settings = file_of(name, device, results), run.options if device == _device.CPU else run.card
+    options = (run.smoke if smoke else settings or "").split()
+    if run.card is not None:
+        options += ["--device", device]
     print(f"\n{run.script} {' '.join(options)}", flush=True)
     start = time.monotonic()
     done = subprocess.run([sys.executable, str(HERE / run.script), *options, "--json", str(file)], check=False)
@@ -86,6 +117,7 @@ def perform(name: str, results: Path, smoke: bool) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    _device.add_option(parser)
     parser.add_argument(
         "--results", type=Path, default=HERE / "results", help="folder for files (default: %(default)s)"
     )
@@ -93,7 +125,9 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="tiny settings: shows that all runs, not how fast")
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)
-    done = [perform(name, options.results, options.smoke) for name in options.only]
+    about = _report.about(options.device)
+    print(", ".join(f"{key} {value}" for key, value in about.items() if value is not None), flush=True)
+    done = [perform(name, options.device, options.results, options.smoke) for name in options.only]
     return int(not all(done))
 
 

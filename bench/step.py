@@ -1,23 +1,27 @@
-"""Step time of a GPT on gloo: ours, torch's FSDP2, FSDP1, DDP, and compute alone.
+"""Step time of a GPT on gloo or NCCL: ours, torch's FSDP2, FSDP1, DDP, and compute alone.
 
     python bench/step.py --sizes 10m,50m
+    python bench/step.py --runs 3                                        # fresh processes each time
+    python bench/step.py --device cuda --sizes 150m,1b --dtype bfloat16  # one card: its echo plays the other ranks
 
 All engines live in the same processes, each with a model of its own, and take turns in an order
 drawn anew in every round; ratios are formed within a round. A step is zero_grad, forward, loss,
 backward and plain SGD (`--optimizer none` leaves SGD out), on one sequence of 256 bytes a rank in
 float32, one thread a rank. `compute` is the unsharded model stepping by itself, `collectives` are
 the gathers and reductions of FSDP2 by themselves, and `fsdp2-again` is a second FSDP2: the control.
+With fewer cards than ranks, or `--echo`, one process plays all ranks (`_echo.py`).
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import _communication
+import _device
 import _engines
 import _launch
 import _report
@@ -25,6 +29,7 @@ from _models import SIZES
 
 WORKER = Path(__file__).with_name("_step_worker.py")
 REFERENCE = "fsdp2"
+TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,8 @@ class EngineResult:
     """Milliseconds a step, and per-round ratios to a reference: torch's FSDP2.
 
     `wall` is the slowest rank's, `cpu` the sum of all ranks' threads; `beyond` is
-    (engine - compute) / (reference - compute), which the time of the model itself cannot hide.
+    (engine - compute) / (reference - compute), which the time of the model itself cannot hide. Spreads are the median
+    and the quartiles of the rounds; with `runs`, the median of their medians and its range.
     """
 
     size: str
@@ -45,6 +51,10 @@ class EngineResult:
     wall_beyond: _report.Spread | None
     cpu_beyond: _report.Spread | None
     loss_difference: float
+    runs: list["EngineResult"] = field(default_factory=list)
+
+
+SPREADS = ("wall_ms", "cpu_ms", "wall_ratio", "cpu_ratio", "wall_beyond", "cpu_beyond")
 
 
 def ratio(ours: list[float], theirs: list[float] | None, base: list[float] | None = None) -> _report.Spread | None:
@@ -87,8 +97,23 @@ def evaluate(
     ]
 
 
+def over_runs(runs: list[list[EngineResult]]) -> list[EngineResult]:
+    """What fresh runs of one size have in common, engine by engine."""
+    if len(runs) == 1:
+        return runs[0]
+    found = []
+    for of_engine in zip(*runs, strict=True):
+        medians = {key: [getattr(r, key).median for r in of_engine if getattr(r, key)] for key in SPREADS}
+        spreads = {key: _report.Spread.range_of(values) if values else None for key, values in medians.items()}
+        worst = max(r.loss_difference for r in of_engine)
+        found.append(replace(of_engine[0], **spreads, loss_difference=worst, runs=[*of_engine]))
+    return found
+
+
 def show(results: list[EngineResult], options: argparse.Namespace, reference: str = "FSDP2", notes: str = "") -> None:
     """Prints one size's table and the line about the losses."""
+    runs = results[0].runs
+    what = f"median [range] of {len(runs)} fresh runs of" if runs else "median [quartiles] of"
     rows = [
         (
             r.engine,
@@ -99,7 +124,7 @@ def show(results: list[EngineResult], options: argparse.Namespace, reference: st
     ]
     first = results[0]
     _report.table(
-        f"Step time: {first.size} ({first.parameters:,} parameters), gloo, world {options.world}",
+        f"Step time: {first.size} ({first.parameters:,} parameters, {options.dtype}), {where(options)}",
         (
             "engine",
             "step, ms",
@@ -109,15 +134,20 @@ def show(results: list[EngineResult], options: argparse.Namespace, reference: st
             f"CPU beyond / {reference}'s",
         ),
         rows,
-        f"median [quartiles] of {options.rounds} interleaved rounds; "
+        f"{what} {options.rounds} interleaved rounds; "
         f"optimizer in the step: {options.optimizer}; malloc: {options.malloc}{notes}",
     )
     agree = first.loss_difference <= options.tolerance
     print(
-        f"losses of {', '.join(r.engine for r in results if r.engine != _communication.NAME)} "
+        f"losses of {', '.join(r.engine for r in results if compared(r.engine, options.echo))} "
         f"{'agree' if agree else 'DIFFER'} over all steps: "
         f"relative difference at most {first.loss_difference:.1e}"
     )
+
+
+def compared(engine: str, echo: bool) -> bool:
+    """Whether the engine's losses must be those of the others: of an echo only those that cut parameters alike."""
+    return engine.startswith(("ours", "fsdp2")) if echo else engine != _communication.NAME
 
 
 def sizes(text: str) -> list[str]:
@@ -144,7 +174,10 @@ def options_of_steps(
         default="10m,50m",
         help=f"of {', '.join(SIZES)} (default: %(default)s)",
     )
+    _device.add_option(parser)
     parser.add_argument("--world", type=int, default=2, help="ranks (default: %(default)s)")
+    parser.add_argument("--echo", action="store_true", help="one process plays all ranks; so it is with too few cards")
+    parser.add_argument("--dtype", choices=_device.DTYPES, default="float32", help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="sequences a rank (default: %(default)s)")
     parser.add_argument("--engines", type=parse, default=engines, help="default: %(default)s")
@@ -153,8 +186,7 @@ def options_of_steps(
     parser.add_argument(
         "--tolerance",
         type=float,
-        default=1e-4,
-        help="of the losses, relative (default: %(default)s)",
+        help="of the losses, relative (default: 1e-4, with bfloat16 2e-2)",
     )
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each size (default: %(default)s)")
     parser.add_argument("--backend", default="inductor", help="of engines that are compiled (default: %(default)s)")
@@ -162,15 +194,33 @@ def options_of_steps(
     return parser
 
 
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options, with what follows from others."""
+    options = parser.parse_args()
+    options.echo = options.echo or _device.too_few(options.device, options.world)
+    if options.tolerance is None:
+        options.tolerance = TOLERANCES[options.dtype]
+    return options
+
+
+def where(options: argparse.Namespace) -> str:
+    """The device, the ranks and what joins them."""
+    joined = "NCCL" if options.device == _device.CUDA else "gloo"
+    return f"{joined}, world {options.world}{', one process and its echo' if options.echo else ''}"
+
+
 def measure(worker: Path, settings: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """What the ranks that run `worker` found. Raises _launch.WorkerError."""
-    common = {key: getattr(options, key) for key in ("rounds", "batch", "optimizer", "backend")}
+    kept = ("rounds", "batch", "optimizer", "backend", "device", "dtype")
+    common = {key: getattr(options, key) for key in kept}
     text = _launch.launch(
         worker,
         json.dumps(common | settings),
         world=options.world,
         timeout=options.timeout,
         tuned=options.malloc == "tuned",
+        device=options.device,
+        echo=options.echo,
     )
     found: dict[str, Any] = json.loads(text)
     return found
@@ -180,23 +230,28 @@ def write(options: argparse.Namespace, name: str, results: list[Any]) -> None:
     """The figures as JSON, if that was asked for."""
     if options.json:
         chosen = {key: value for key, value in vars(options).items() if key != "json"}
-        _report.write_json(options.json, name, chosen, results)
+        _report.write_json(options.json, name, chosen, results, options.device)
 
 
 def main() -> int:
     parser = options_of_steps(__doc__, "ours,fsdp2,fsdp2-again,fsdp1,ddp,compute,collectives", engines_or_collectives)
     parser.add_argument("--aa", action="store_true", help="add a second FSDP2, if --engines leaves it out: the control")
-    options = parser.parse_args()
+    parser.add_argument("--runs", type=int, default=1, help="in fresh processes each (default: %(default)s)")
+    options = parsed(parser)
     engines = list(dict.fromkeys(options.engines + (["fsdp2-again"] if options.aa else [])))
     results: list[EngineResult] = []
     for size in options.sizes:
-        try:
-            found = evaluate(size, measure(WORKER, {"size": size, "engines": engines}, options))
-        except _launch.WorkerError as error:
-            print(f"step.py: {size}: {error}", file=sys.stderr)
-            return 1
-        show(found, options)
-        results += found
+        runs: list[list[EngineResult]] = []
+        for _ in range(options.runs):
+            try:
+                runs.append(evaluate(size, measure(WORKER, {"size": size, "engines": engines}, options)))
+            except _launch.WorkerError as error:
+                print(f"step.py: {size}: {error}", file=sys.stderr)
+                return 1
+            show(runs[-1], options)
+        if options.runs > 1:
+            show(over_runs(runs), options)
+        results += over_runs(runs)
     write(options, "step", results)
     return int(any(r.loss_difference > options.tolerance for r in results))
 

@@ -59,7 +59,7 @@ assert init_device_mesh("cpu", (512,)).size() == 512
 
 
 def python(*arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": f"{BENCH}{os.pathsep}{ROOT}"}
+    environment = {**os.environ, "PYTHONPATH": f"{BENCH}{os.pathsep}{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
         [sys.executable, *arguments],
         env=environment,
@@ -165,12 +165,111 @@ def test_step_prints_its_table_and_the_losses_of_all_engines_agree(tmp_path: Pat
     assert all(result["loss_difference"] < 1e-5 for result in results.values())
 
 
+DEVICE = """
+import argparse, sys
+import torch
+import _device
+
+def refused(text):
+    try:
+        _device.chosen(text)
+    except argparse.ArgumentTypeError as error:
+        return str(error)
+
+assert _device.chosen("cpu") == "cpu"
+assert "must be auto, cpu or cuda" in refused("gpu")
+torch.cuda.is_available = lambda: False
+assert _device.chosen("auto") == "cpu"
+assert "finds no CUDA device" in refused("cuda")
+assert not _device.too_few("cpu", 512)
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+assert _device.chosen("auto") == _device.chosen("cuda") == "cuda"
+assert _device.too_few("cuda", 2) and not _device.too_few("cuda", 1)
+torch.cuda.is_available = lambda: False
+sys.path.insert(0, sys.argv[1])
+for name in ("overhead", "memory", "step", "compile", "figures", "run_all"):
+    module = __import__(name)
+    sys.argv = [name + ".py", "--device=cuda"]
+    try:
+        module.main()
+    except SystemExit as stop:
+        assert stop.code == 2, name
+    else:
+        raise AssertionError(name)
+"""
+
+
+def test_the_device_is_a_card_where_there_is_one_and_without_one_asking_for_it_is_an_error() -> None:
+    done = python("-c", DEVICE, str(BENCH))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("finds no CUDA device on this machine") == 6
+
+
+ECHO = """
+import torch
+import torch.distributed as dist
+import _echo
+from torch.distributed.device_mesh import init_device_mesh
+
+_echo.init(4, torch.device("cpu"))
+group = init_device_mesh("cpu", (4,)).get_group()
+whole, piece, out = torch.zeros(12), torch.arange(3.0), torch.zeros(2)
+group._allgather_base(whole, piece).wait()
+assert whole.tolist() == [0, 1, 2] * 4
+means = dist.ReduceScatterOptions()
+means.reduceOp = dist.ReduceOp.AVG
+group._reduce_scatter_base(out, torch.arange(8.0), means).wait()
+assert out.tolist() == [0, 1]
+work = dist.all_reduce(out, op=dist.ReduceOp.AVG, async_op=True)
+assert [t.tolist() for t in work.get_future().wait()] == [[0, 1]]
+ops = torch.ops._c10d_functional
+assert ops.wait_tensor(ops.all_gather_into_tensor(out, 4, group.group_name)).tolist() == [0, 1] * 4
+assert ops.wait_tensor(ops.reduce_scatter_tensor(whole, "avg", 4, group.group_name)).tolist() == [0, 1, 2]
+dist.destroy_process_group()
+"""
+
+
+def test_an_echo_gives_every_rank_the_piece_of_this_one() -> None:
+    done = python("-c", ECHO)
+    assert done.returncode == 0, done.stderr
+
+
+def test_step_plays_all_ranks_in_one_process_where_cards_are_too_few(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    few = ["--sizes=tiny", "--rounds=1", "--timeout=45", "--engines=ours,fsdp2,compute", "--dtype=bfloat16"]
+    shown = bench("step.py", "--echo", "--world=4", *few, f"--json={file}")
+    assert "world 4, one process and its echo" in " ".join(shown.split())
+    assert "losses of ours, fsdp2 agree" in shown
+    assert {result["engine"]: result["loss_difference"] for result in read(file)["results"]}["ours"] == 0
+
+
+RUNS = """
+import _report, step
+
+def of(wall):
+    found = {"parameters": 1, "loss_difference": wall / 10, "wall_s": {"ours": [wall] * 3, "fsdp2": [2.0] * 3}}
+    return step.evaluate("tiny", found | {"cpu_s": found["wall_s"]})
+
+ours, fsdp2 = step.over_runs([of(1.0), of(1.6), of(1.2)])
+assert ours.wall_ratio == _report.Spread(0.6, 0.5, 0.8), ours.wall_ratio
+assert ours.wall_beyond is None
+assert ours.loss_difference == 0.16
+assert [run.wall_ratio.median for run in ours.runs] == [0.5, 0.8, 0.6]
+assert fsdp2.wall_ms == _report.Spread(2000, 2000, 2000)
+"""
+
+
+def test_fresh_runs_of_a_step_are_summed_up_by_the_median_of_their_medians_and_its_range() -> None:
+    done = python("-c", RUNS)
+    assert done.returncode == 0, done.stderr
+
+
 def test_memory_accounts_for_every_byte_and_prints_both_parts(tmp_path: Path) -> None:
     file = tmp_path / "memory.json"
     few = ["--sizes=3m", "--resident-sizes=tiny", "--world=4", "--context=16", "--repeats=1", "--steps=1"]
     shown = bench("memory.py", *few, "--engines=ours,fsdp2", "--resident-engines=ours", f"--json={file}", limit_s=200.0)
     assert "The runtime's bytes at their peak" in shown
-    assert "Growth of a rank's process" in shown
+    assert "Growth of a rank" in shown
     live = {result["engine"]: result for result in read(file)["results"] if "apart" in result}
     assert [*live] == ["ours", "fsdp2"]
     for result in live.values():

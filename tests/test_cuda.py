@@ -1,4 +1,8 @@
-"""What only a CUDA device shows. Each test runs in a process of its own, a world of one rank on NCCL."""
+"""What only a CUDA device shows. Each test runs in a process of its own, on one card.
+
+Where collectives are needed, the process is rank 0 of two and its echo the other (`bench/_echo.py`): in a world of one
+rank there are none.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +14,78 @@ from pathlib import Path
 import pytest
 import torch
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+ROOT = Path(__file__).parents[1]
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.timeout(310),
+]
 
 SETUP = """
+import os
 import torch, torch.distributed as dist, torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 import composable_shard
+import _echo
 
-torch.cuda.set_device(0)
-dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
-mesh = init_device_mesh("cuda", (1,))
+DEVICE = torch.device(os.environ["DEVICE"], 0) if os.environ["DEVICE"] == "cuda" else torch.device("cpu")
+CARD = DEVICE.type == "cuda"
+if CARD:
+    torch.cuda.set_device(DEVICE)
+if WORLD > 1:
+    _echo.init(WORLD, DEVICE)
+else:
+    dist.init_process_group(
+        "nccl" if CARD else "gloo", store=dist.HashStore(), rank=0, world_size=1, device_id=DEVICE if CARD else None
+    )
+mesh = init_device_mesh(DEVICE.type, (WORLD,))
+
+
+def plain():
+    torch.manual_seed(0)
+    layers = lambda: [nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)]
+    return nn.Sequential(*[nn.Sequential(*layers()) for _ in range(4)]).to(DEVICE)
 
 
 def build(**kwargs):
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)) for _ in range(4)]
-    model = nn.Sequential(*blocks).cuda()
-    for block in blocks:
+    model = plain()
+    for block in model:
         composable_shard.fully_shard(block, mesh=mesh, **kwargs)
     return composable_shard.fully_shard(model, mesh=mesh, **kwargs)
 
 
+def batch():
+    return torch.randn(8, 256, device=DEVICE)
+
+
 def step(model, optimizer, x):
-    model(x).square().mean().backward()
+    loss = model(x).square().mean()
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    return loss.detach()
+
+
+def warmed(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    x = batch()
+    for _ in range(4):
+        step(model, optimizer, x)
+    if CARD:
+        torch.cuda.synchronize()
+    return optimizer, x
+
+
+def refuse_waits(on):
+    if CARD:
+        torch.cuda.set_sync_debug_mode("error" if on else "default")
 """
 
 
-def run(code: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+def run(code: str, world: int = 2, device: str = "cuda", **variables: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'bench'}", "DEVICE": device, **variables}
     done = subprocess.run(
-        [sys.executable, "-c", SETUP + code + "\ndist.destroy_process_group()\n"],
+        [sys.executable, "-c", f"WORLD = {world}\n{SETUP}{code}\ndist.destroy_process_group()\n"],
         env=environment,
         capture_output=True,
         text=True,
@@ -52,42 +96,134 @@ def run(code: str) -> str:
     return done.stdout
 
 
-@needs_cuda
-@pytest.mark.timeout(310)
-@pytest.mark.parametrize("policy", ["", "mp_policy=composable_shard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)"])
-def test_a_steady_step_never_waits_for_the_device(policy):
-    run(f"""
+HALF = "mp_policy=composable_shard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("policy", ["", HALF, "reshard_after_forward=False"])
+def test_a_steady_step_never_waits_for_the_device_and_records_no_stream(policy, world):
+    run(
+        f"""
 model = build({policy})
-optimizer = torch.optim.AdamW(model.parameters(), foreach=True, capturable=True)
-x = torch.randn(8, 256, device="cuda")
+optimizer, x = warmed(model)
+
+def refused(*args):
+    raise AssertionError("record_stream")
+
+torch.Tensor.record_stream = refused
+refuse_waits(True)
 for _ in range(3):
     step(model, optimizer, x)
-torch.cuda.synchronize()
-torch.cuda.set_sync_debug_mode("error")
-for _ in range(3):
-    step(model, optimizer, x)
-torch.cuda.set_sync_debug_mode("default")
-""")
+refuse_waits(False)
+""",
+        world,
+    )
 
 
-@needs_cuda
-@pytest.mark.timeout(310)
-def test_after_warm_up_the_pool_allocates_nothing_and_training_is_that_of_the_plain_model():
+def test_gathers_and_reductions_are_queued_on_streams_of_their_own_with_high_priority():
     run("""
-import copy
+seen = {"gather": set(), "reduce": set()}
+
+def noting(name, kind):
+    real = getattr(_echo.EchoGroup, name)
+
+    def call(group, *args):
+        if CARD:
+            seen[kind].add(torch.cuda.current_stream())
+        return real(group, *args)
+
+    setattr(_echo.EchoGroup, name, call)
+
 model = build()
-torch.manual_seed(0)
-plain = nn.Sequential(*[
-    nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)) for _ in range(4)
-]).cuda()
-optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
-made = []
-for number in range(6):
-    x = torch.randn(8, 256, device="cuda")
-    for m, optimizer in zip((model, plain), optimizers):
-        step(m, optimizer, x)
-    made.append(model.__dict__["_shard_state"].bound.engine.pool.allocations)
-for p, q in zip(model.parameters(), plain.parameters()):
-    torch.testing.assert_close(p.full_tensor(), q)
-assert made[2] == made[-1], made
+optimizer, x = warmed(model)
+for name in ("_allgather_base", "allgather_into_tensor_coalesced"):
+    noting(name, "gather")
+noting("_reduce_scatter_base", "reduce")
+for _ in range(2):
+    step(model, optimizer, x)
+if CARD:
+    (gathers,), (reductions,) = seen["gather"], seen["reduce"]
+    assert len({gathers, reductions, torch.cuda.current_stream()}) == 3, seen
+    assert gathers.priority < 0 and reductions.priority < 0, seen
 """)
+
+
+def test_after_warm_up_the_pool_allocates_nothing():
+    run("""
+model = build()
+optimizer, x = warmed(model)
+before = composable_shard.stats(model)["pool/allocations"]
+for _ in range(3):
+    step(model, optimizer, x)
+assert composable_shard.stats(model)["pool/allocations"] == before > 0
+""")
+
+
+def test_after_warm_up_the_card_gives_out_no_more_memory():
+    run("""
+model = build()
+optimizer, x = warmed(model)
+peaks = []
+for _ in range(4):
+    if CARD:
+        torch.cuda.reset_peak_memory_stats()
+    step(model, optimizer, x)
+    peaks.append(torch.cuda.max_memory_allocated() if CARD else 0)
+assert len(set(peaks)) == 1, peaks
+""")
+
+
+def test_a_world_of_one_trains_as_the_plain_model_does():
+    run(
+        """
+models = build(), plain()
+optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+for _ in range(6):
+    x = batch()
+    ours, theirs = (step(model, optimizer, x) for model, optimizer in zip(models, optimizers))
+    torch.testing.assert_close(ours, theirs)
+for p, q in zip(*(model.parameters() for model in models)):
+    torch.testing.assert_close(p.full_tensor(), q)
+""",
+        world=1,
+    )
+
+
+LOSSES = """
+from torch.distributed.fsdp import fully_shard
+torch.manual_seed(0)
+model = build()
+SETTER
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(1)
+print([step(model, optimizer, batch()).item() for _ in range(5)])
+"""
+
+
+def test_coalesced_gathers_packed_ones_and_a_communicator_of_reductions_give_the_same_bits_as_fsdp2():
+    losses = {
+        "direct": run(LOSSES.replace("SETTER", ""), COMPOSABLE_SHARD_TRANSPORT="direct"),
+        "packed": run(LOSSES.replace("SETTER", ""), COMPOSABLE_SHARD_TRANSPORT="packed"),
+        "apart": run(LOSSES.replace("SETTER", "model.set_separate_reduce_scatter_group()")),
+        "fsdp2": run(
+            LOSSES.replace("build()", "plain()").replace("SETTER", "[fully_shard(m) for m in (*model, model)]")
+        ),
+    }
+    assert len(set(losses.values())) == 1, losses
+
+
+def test_the_setters_of_memory_for_communication_pass_through():
+    run(
+        """
+model = build()
+model.set_allocate_memory_from_process_group_for_comm(True)
+optimizer, x = warmed(model)
+model = build()
+try:
+    model.set_symm_mem_for_comm()
+except RuntimeError as error:
+    assert "use 2.12 or later" in str(error) or "does not find allocation backend" in str(error), error
+optimizer, x = warmed(model)
+""",
+        world=1,
+    )
