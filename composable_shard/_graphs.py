@@ -11,6 +11,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -126,11 +127,17 @@ def report_graph(graph: fx.Graph, outputs: int | None) -> GraphReport:
     return GraphReport(direction, sequence(graph), found, sum(map(_nbytes, saved)))
 
 
-def _saved(graph: fx.Graph, outputs: int) -> list[fx.Node]:
+def outputs_of(graph: fx.Graph) -> list[Any]:
+    """What a graph returns: nodes and constants."""
     last = next(node for node in reversed(graph.nodes) if node.op == "output")
     listed = last.args[0]
     assert isinstance(listed, (list, tuple))
-    return [n for n in dict.fromkeys(listed[outputs:]) if isinstance(n, fx.Node) and n.op != "placeholder"]
+    return list(listed)
+
+
+def _saved(graph: fx.Graph, outputs: int) -> list[fx.Node]:
+    behind = dict.fromkeys(outputs_of(graph)[outputs:])
+    return [n for n in behind if isinstance(n, fx.Node) and n.op != "placeholder"]
 
 
 def _nbytes(node: fx.Node) -> int:

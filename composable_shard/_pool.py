@@ -22,6 +22,7 @@ from ._debug import debugging, poison
 from ._layout import SLOT_ALIGNMENT_BYTES, slot_bytes
 from ._packing import pack
 from ._streams import Lane
+from ._torch import address_of
 
 Events = tuple[torch.Event, ...]
 Key = tuple[str, int]  # a lease's name and bytes
@@ -76,7 +77,7 @@ class Slot:
         self._typed: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
         self._views: dict[Place, torch.Tensor] = {}
         self.nbytes = memory.numel()
-        self.begin = memory.data_ptr()
+        self.begin = address_of(memory)
         self.end = self.reach = self.begin + self.nbytes
         self.key: Key | None = None
         self.owner: weakref.ref[Any] | None = None

@@ -19,17 +19,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from ._bucket import Bucket, GatherBucket
 from ._errors import SavedTensorModifiedError, StaleStateError
 from ._pool import BufferPool, Outside, Place, Slot
-from ._torch import SavedTensorsHooks, active_saved_tensors_hooks, passed_by_checkpoints, saved_tensors_hooks_set_aside
+from ._torch import (
+    SavedTensorsHooks,
+    active_saved_tensors_hooks,
+    address_of,
+    passed_by_checkpoints,
+    saved_tensors_hooks_set_aside,
+)
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def address_of(tensor: torch.Tensor) -> int:
-    """Where the data of a tensor begins; 0 if it has no such place, as sparse and functorch's tensors."""
-    try:
-        return tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return 0
 
 
 class WeightOwner(Protocol):
@@ -128,10 +126,11 @@ class _Hooks:
     def pack(self, tensor: torch.Tensor) -> Any:
         if type(tensor) in PLAIN:
             try:
-                slot = self._find(tensor.data_ptr())
+                address = tensor.data_ptr()
             except (RuntimeError, NotImplementedError):
-                slot = None
-            found = None if slot is None else self._handle(tensor, slot)
+                address = 0
+            slot = self._find(address)
+            found = None if slot is None else self._handle(tensor, slot, address)
         else:
             found = self._flattened(tensor)
         if found is not None:
@@ -155,8 +154,8 @@ class _Hooks:
             return self._outer[1](packed.packed)
         return _restored(packed)
 
-    def _handle(self, tensor: torch.Tensor, slot: Slot | Outside) -> Any:
-        """A handle for a view of weights in `slot`; None if those are gone."""
+    def _handle(self, tensor: torch.Tensor, slot: Slot | Outside, address: int) -> Any:
+        """A handle for a view, at `address`, of weights in `slot`; None if those are gone."""
         assert slot.owner is not None
         bucket: Any = slot.owner()
         if bucket is None:
@@ -166,7 +165,7 @@ class _Hooks:
         if bucket.dtype.is_complex and (tensor.is_conj() or tensor.is_neg()):
             copy = tensor.clone()  # a handle has no word for a lazy conjugate
             return copy, copy._version
-        offset = (tensor.data_ptr() - slot.begin) // tensor.element_size()
+        offset = (address - slot.begin) // tensor.element_size()
         place = self._place((tensor.dtype, offset, tensor.shape, tensor.stride()))
         keeper = self._keepers.get(bucket) if self._keepers else None
         bucket.saved += 1
@@ -175,8 +174,9 @@ class _Hooks:
     def _flattened(self, tensor: Any) -> Any:
         """What stands for a tensor of a subclass if any of its inner tensors lies among weights."""
         if type(tensor) in PLAIN or not hasattr(tensor, "__tensor_flatten__"):
-            slot = self._find(address_of(tensor))
-            return None if slot is None else self._handle(tensor, slot)
+            address = address_of(tensor)
+            slot = self._find(address)
+            return None if slot is None else self._handle(tensor, slot, address)
         names, context = tensor.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}  # tensors, and a DTensor's mesh
         inner = {

@@ -121,12 +121,15 @@ def shard_text(model: Text, engine: FullyShard, **options: Any) -> Text:
 def text_loss(model: nn.Module, part: int, step: int) -> Tensor:
     """The loss of one batch, whose backward is done, too."""
     generator = torch.Generator().manual_seed(100 * step + part)
-    tokens, labels = torch.randint(0, model.vocabulary, (2, 3, 6), generator=generator)
+    return whole(token_loss(model, *torch.randint(0, model.vocabulary, (2, 3, 6), generator=generator)))
+
+
+def token_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     logits = model(tokens)
     with loss_parallel() if isinstance(logits, DTensor) else contextlib.nullcontext():
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         loss.backward()
-    return whole(loss.detach())
+    return loss.detach()
 
 
 def whole(tensor: Tensor) -> Tensor:

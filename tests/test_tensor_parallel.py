@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from expecttest import assert_expected_inline
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from _compiling import graphs_of, three_steps
 from _engines import ENGINES, fully_shard, named_mesh
 from _pool import distributed
 from _stepping import assert_at_rest
@@ -222,22 +224,21 @@ def test_replicas_of_shards_of_tensor_parallel_ranks(rank, world):
             torch.testing.assert_close(full(model.get_parameter(name).grad), gradient)
 
 
-@distributed(world=4)
-def test_one_full_graph_equals_eager(rank, world):
+def compiled(rank, world):
     mesh = mesh_2d()
-    torch.manual_seed(3)
-    plain = Net()
-    models = [copy.deepcopy(plain) for _ in range(2)]
-    for model in models:
+
+    def shard_both_ways(model, engine):
         parallelize(model, mesh["tp"])
-        shard(model, fully_shard, mesh["dp"], reshard_after_forward=True)
-    torch._dynamo.reset()
-    run = torch.compile(models[1], fullgraph=True, backend="aot_eager")
-    for step in range(2):
-        for call in (models[0], run):
-            call(batch(mesh.get_local_rank("dp"), step)).square().mean().backward()
-    for name, p in models[0].named_parameters():
-        torch.testing.assert_close(models[1].get_parameter(name).grad.to_local(), p.grad.to_local())
+        shard(model, engine, mesh["dp"], reshard_after_forward=True)
+
+    return three_steps(rank, Net(), shard_both_ways, lambda rank, step: (batch(mesh.get_local_rank("dp"), step),))
+
+
+def test_one_forward_and_one_backward_graph_have_the_bits_of_eager():
+    assert_expected_inline(
+        graphs_of(compiled, world=4),
+        """""",
+    )
 
 
 @distributed(world=4)
