@@ -87,9 +87,8 @@ def forward_outputs(outputs: int) -> int | None:
     What torch knows of a graph over tensor subclasses has no tangents, but more outputs than the forward returns.
     """
     facts = getattr(tracing_context(), "fw_metadata", None)
-    if facts is None or not (facts.traced_tangents or outputs > facts.num_forward_returns):
-        return None
-    return int(facts.num_forward_returns)
+    trains = facts is not None and (facts.traced_tangents or outputs > facts.num_forward_returns)
+    return int(facts.num_forward_returns) if trains else None
 
 
 def size_hint(size: int | torch.SymInt) -> int:
@@ -183,9 +182,9 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory under a storage, and a version counter, of its own; it holds the memory. Fake tensors share a storage."""
+    """The same memory under a storage, and a version counter, of its own; it holds the memory."""
     if not has_memory(tensor):
-        return tensor.detach()
+        return tensor.detach()  # of the same storage
     return torch.utils.dlpack.from_dlpack(torch._C._to_dlpack(tensor))
 
 

@@ -18,7 +18,7 @@ from _compositions import COMPOSITIONS, LongText, Text, parallelize, shard_text,
 from _engines import fully_shard, named_mesh
 from _pool import distributed
 from _stepping import assert_at_rest
-from composable_shard import HSDPMeshInfo, ShardPlacementResult, make_plan, testing
+from composable_shard import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult, make_plan, testing
 
 MAX_NORM = 0.3
 
@@ -42,9 +42,10 @@ def same_bits(model, other):
 
 
 FIRST = (
-    "tensor parallel, uneven",
+    "tensor parallel, uneven, computed again",
     "replicas",
     "replicas of tensor parallel",
+    "a mesh of all kinds",
     "experts",
 )
 MORE = [pytest.param(name, marks=pytest.mark.matrix) for name in COMPOSITIONS if name not in FIRST]
@@ -216,7 +217,9 @@ REDUCED (root)""",
 def test_meshes_that_cannot_serve_are_named_with_the_parameter(rank, world):
     mesh = named_mesh((2, 2), ("dp", "tp"))
     flat, foreign = named_mesh((4,), ("all",)), named_mesh((2, 2), ("other", "more"))
+    overlapping = named_mesh((2, 2), ("tp", "rest"))
     cuda = DeviceMesh("cuda", [0, 1, 2, 3], mesh_dim_names=("gpu",), _init_backend=False)
+    unnamed, some = DeviceMesh("cpu", [[0, 1], [2, 3]]), DeviceMesh("cpu", [0, 1], mesh_dim_names=("some",))
 
     def refuses(words, mesh, model=None, kind=ValueError, **options):
         model = parallelize(Text(layers=1), named_mesh((2, 2), ("dp", "tp"))["tp"]) if model is None else model
@@ -229,7 +232,12 @@ def test_meshes_that_cannot_serve_are_named_with_the_parameter(rank, world):
     refuses(where + r"cannot be combined with .*\(all=4\).*submeshes of one mesh", flat)
     refuses(where + r"cannot be combined with .*\(more=2\).*submeshes of one mesh", foreign["more"])
     refuses(where + r"shall be sharded on .*\(dp=2, tp=2\).*need names, all different", mesh)
-    refuses(r"mesh: .*\(gpu=4\).* is of device type cuda, which this process does not have", cuda)
+    refuses(where + r"shall be sharded on .*\(tp=2, rest=2\).*need names, all different", overlapping)
+    where = r"parameter embed.weight of Text: mesh: "
+    refuses(where + r".*\(gpu=4\).* is of device type cuda, which this process does not have", cuda)
+    refuses(where + r"a 2D mesh needs names for its axes, got DeviceMesh\(\(2, 2\)", unnamed)
+    if rank > 1:
+        refuses(where + rf"rank {rank} is not part of DeviceMesh\(\(some=2\)", some)
 
     def on(info):
         return {"model": Text(layers=1), "shard_placement_fn": lambda p: ShardPlacementResult(None, info)}
@@ -237,3 +245,5 @@ def test_meshes_that_cannot_serve_are_named_with_the_parameter(rank, world):
     odd = HSDPMeshInfo(mesh, shard_mesh_dim=0, replicate_mesh_dim=1)
     refuses("parameter embed.weight: mesh_info: FSDPMeshInfo of a 1D mesh", mesh["dp"], **on(odd))
     refuses("parameter embed.weight: mesh_info: expected FSDPMeshInfo", mesh["dp"], kind=TypeError, **on(mesh))
+    if rank > 1:
+        refuses(f"parameter embed.weight: mesh: rank {rank} is not part of", mesh["dp"], **on(FSDPMeshInfo(some, 0)))

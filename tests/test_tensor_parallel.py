@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from _compiling import graphs_of, three_steps
 from _engines import ENGINES, fully_shard, named_mesh
 from _pool import distributed
 from _stepping import assert_at_rest
+from composable_shard import testing
 
 
 class Layer(nn.Module):
@@ -44,6 +46,7 @@ class Net(nn.Module):
 
 
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+UNEVEN_PLAN = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}  # a DTensor knows its size
 
 
 def parallelize(model, mesh, plan=PLAN):
@@ -106,8 +109,15 @@ def train_and_compare(models, plain, dp_rank, dp_size, make=torch.optim.SGD, ste
             )
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(
+    ("make", "reshard"),
+    [
+        (torch.optim.SGD, False),
+        (torch.optim.AdamW, True),
+        pytest.param(torch.optim.SGD, True, marks=pytest.mark.matrix),
+        pytest.param(torch.optim.AdamW, False, marks=pytest.mark.matrix),
+    ],
+)
 @distributed(world=4)
 def test_two_axes_train_exactly(rank, world, reshard, make):
     mesh = mesh_2d()
@@ -222,6 +232,35 @@ def test_replicas_of_shards_of_tensor_parallel_ranks(rank, world):
     for name, gradient in want.items():
         for model in models.values():
             torch.testing.assert_close(full(model.get_parameter(name).grad), gradient)
+
+
+MESHES = {
+    "replicas of shards of tensor-parallel ranks": ({"replicate": 2, "shard": 2, "tp": 2}, (6, 8), None),
+    "along another dim": ({"dp": 2, "tp": 2}, (8, 16), lambda p: Shard(p.ndim - 1)),
+    "unevenly on both": ({"dp": 3, "tp": 2}, (5, 7), None),
+}
+
+
+@pytest.mark.parametrize("case", MESHES)
+def test_three_steps_match_in_one_process(case):
+    axes, sizes, choose = MESHES[case]
+    data = [axis for axis in axes if axis != "tp"]
+
+    def both_ways(layer, mesh):
+        parallelize_module(layer, mesh["tp"], UNEVEN_PLAN)
+        fully_shard(layer, mesh=mesh[tuple(data)], shard_placement_fn=choose)
+
+    testing.assert_matches_unsharded(
+        lambda: Layer(*sizes),
+        lambda part, step: torch.randn(4, sizes[0], generator=torch.Generator().manual_seed(10 * step + part)),
+        world_size=math.prod(axes.values()),
+        mesh=axes,
+        batch_axes=data,
+        shard=both_ways,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 def compiled(rank, world):
