@@ -78,7 +78,7 @@ def sequence(graph: fx.Graph) -> str:
 
 @dataclass(frozen=True)
 class Gather:
-    """An all-gather of a graph.
+    """An all-gather of the weights of a group, in a graph.
 
     Attributes:
         fqn: the module that gathers.
@@ -98,7 +98,7 @@ class GraphReport:
     Attributes:
         direction: ``forward``, ``backward`` or ``inference``.
         sequence: its letters.
-        gathers: its all-gathers, in order.
+        gathers: its all-gathers of weights, in order.
         saved: bytes of the tensors that a forward graph saves for backward and that are not its inputs.
     """
 
@@ -122,7 +122,7 @@ def report_graph(graph: fx.Graph, outputs: int | None) -> GraphReport:
     backward = any(n.op == "placeholder" and "tangents" in n.name for n in graph.nodes)
     direction = "backward" if backward else "inference" if outputs is None else "forward"
     saved = _saved(graph, outputs) if outputs is not None and not backward else []
-    gathers = [n for n in graph.nodes if letter_of(n) == "G"]
+    gathers = [n for n in graph.nodes if letter_of(n) == "G" and _is_of_weights(n)]
     found = tuple(_gather(node, saved) for node in gathers)
     return GraphReport(direction, sequence(graph), found, sum(map(_nbytes, saved)))
 
@@ -151,6 +151,11 @@ def _gather(node: fx.Node, saved: list[fx.Node]) -> Gather:
     policy = str(node.meta.get("recompute"))
     kept = set(_weights_of(node)) & set(saved)
     return Gather(_fqn(path), "RECOMPUTE" in policy, sum(map(_nbytes, kept)))
+
+
+def _is_of_weights(gather: fx.Node) -> bool:
+    """Whether it is ours, and not one of tensor parallelism, say."""
+    return any(name_of(node) == "composable_shard.unpack" for node in _weights_of(gather))
 
 
 def _fqn(path: str) -> str:

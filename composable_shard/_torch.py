@@ -87,8 +87,8 @@ def forward_outputs(outputs: int) -> int | None:
     What torch knows of a graph over tensor subclasses has no tangents, but more outputs than the forward returns.
     """
     facts = getattr(tracing_context(), "fw_metadata", None)
-    trains = facts is not None and (facts.traced_tangents or outputs > facts.num_forward_returns)
-    return int(facts.num_forward_returns) if trains else None
+    returned = 0 if facts is None else int(facts.num_forward_returns)
+    return returned if facts is not None and (facts.traced_tangents or outputs > returned) else None
 
 
 def size_hint(size: int | torch.SymInt) -> int:
@@ -196,7 +196,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 def address_of(tensor: torch.Tensor) -> int:
     """Where the data of a tensor begins, made up for a fake one; 0 if nowhere, as of sparse and functorch's tensors."""
     if not has_memory(tensor):
-        return (storage_id(tensor) << 48) + tensor.storage_offset() * tensor.element_size()
+        return (storage_id(tensor) << 48) + int(tensor.storage_offset()) * tensor.element_size()
     try:
         return tensor.data_ptr()
     except (RuntimeError, NotImplementedError):
