@@ -34,6 +34,7 @@ _MOVES = frozenset(
     f"aten.{name}"
     for name in [
         "view",
+        "view_as_complex",
         "reshape",
         "_unsafe_view",
         "alias",
