@@ -107,7 +107,7 @@ def fully_shard(
     """
     modules = _modules(module)
     _check_arguments(reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params)
-    info = mesh_info(mesh if mesh is not None else default_mesh(), offload_policy, dp_mesh_dims)
+    info = _mesh_of(modules, mesh, offload_policy, dp_mesh_dims)
     placements = Placements(info, offload_policy, shard_placement_fn, mp_policy)
     options = Options(reshard_after_forward, mp_policy=without_overrides(mp_policy))
     state = _shard(modules, placements, options, {id(p) for p in ignored_params or ()})
@@ -163,6 +163,15 @@ def _modules(module: Any) -> list[nn.Module]:
     inner = {id(child) for each in modules for child in each.modules() if child is not each}
     outermost = {id(each): each for each in modules if id(each) not in inner}
     return list(outermost.values())
+
+
+def _mesh_of(modules: list[nn.Module], mesh: DeviceMesh | None, offload: OffloadPolicy, dims: Any) -> MeshInfo:
+    try:
+        return mesh_info(mesh if mesh is not None else default_mesh(), offload, dims)
+    except (ShardConfigTypeError, ShardConfigValueError) as error:
+        names = (fqn for each in modules for at in _managed(each) for _, _, fqn, _ in _places(*at, set()))
+        where = f"parameter {first} of {type(modules[0]).__name__}" if (first := next(names, "")) else "module"
+        raise type(error)(f"{where}: {error}") from error
 
 
 def _check_arguments(reshard_after_forward: Any, placement_fn: Any, mp: Any, offload: Any, ignored_params: Any) -> None:

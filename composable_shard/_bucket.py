@@ -18,7 +18,7 @@ from ._param import ShardedParam, by_rank
 from ._pool import BufferPool
 from ._slots import Slot
 from ._streams import Job, Lane, Steps
-from ._torch import alias, storage_id, storage_uses
+from ._torch import alias, has_memory, storage_id, storage_uses
 from ._torch_distributed import local_tensors
 
 LEAF_OF = "_unsharded_copy_of"  # marks a leaf, for whoever takes it for the parameter
@@ -69,7 +69,7 @@ class _Face:
             self.weights = [
                 flat[begin : begin + at.numel].view(at.shape) for begin, at in zip(starts, layout.params, strict=True)
             ]
-        self._storage = storage_id(flat)
+        self._storage = storage_id(flat) if has_memory(flat) else 0
         del flat
         self.alone = self.at_rest = self.users
 
@@ -79,8 +79,8 @@ class _Face:
 
     @property
     def users(self) -> int:
-        """How many tensors share the storage."""
-        return storage_uses(self._storage)
+        """How many tensors share the storage; those that are fake are not counted."""
+        return storage_uses(self._storage) if self._storage else 0
 
 
 def _own(row: torch.Tensor, param: ParamLayout, rank: int) -> torch.Tensor:

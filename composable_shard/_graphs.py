@@ -11,6 +11,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -33,6 +34,7 @@ _MOVES = frozenset(
     f"aten.{name}"
     for name in [
         "view",
+        "view_as_complex",
         "reshape",
         "_unsafe_view",
         "alias",
@@ -77,7 +79,7 @@ def sequence(graph: fx.Graph) -> str:
 
 @dataclass(frozen=True)
 class Gather:
-    """An all-gather of a graph.
+    """An all-gather of the weights of a group, in a graph.
 
     Attributes:
         fqn: the module that gathers.
@@ -97,7 +99,7 @@ class GraphReport:
     Attributes:
         direction: ``forward``, ``backward`` or ``inference``.
         sequence: its letters.
-        gathers: its all-gathers, in order.
+        gathers: its all-gathers of weights, in order.
         saved: bytes of the tensors that a forward graph saves for backward and that are not its inputs.
     """
 
@@ -121,16 +123,22 @@ def report_graph(graph: fx.Graph, outputs: int | None) -> GraphReport:
     backward = any(n.op == "placeholder" and "tangents" in n.name for n in graph.nodes)
     direction = "backward" if backward else "inference" if outputs is None else "forward"
     saved = _saved(graph, outputs) if outputs is not None and not backward else []
-    gathers = [n for n in graph.nodes if letter_of(n) == "G"]
+    gathers = [n for n in graph.nodes if letter_of(n) == "G" and _is_of_weights(n)]
     found = tuple(_gather(node, saved) for node in gathers)
     return GraphReport(direction, sequence(graph), found, sum(map(_nbytes, saved)))
 
 
-def _saved(graph: fx.Graph, outputs: int) -> list[fx.Node]:
+def outputs_of(graph: fx.Graph) -> list[Any]:
+    """What a graph returns: nodes and constants."""
     last = next(node for node in reversed(graph.nodes) if node.op == "output")
     listed = last.args[0]
     assert isinstance(listed, (list, tuple))
-    return [n for n in dict.fromkeys(listed[outputs:]) if isinstance(n, fx.Node) and n.op != "placeholder"]
+    return list(listed)
+
+
+def _saved(graph: fx.Graph, outputs: int) -> list[fx.Node]:
+    behind = dict.fromkeys(outputs_of(graph)[outputs:])
+    return [n for n in behind if isinstance(n, fx.Node) and n.op != "placeholder"]
 
 
 def _nbytes(node: fx.Node) -> int:
@@ -144,6 +152,11 @@ def _gather(node: fx.Node, saved: list[fx.Node]) -> Gather:
     policy = str(node.meta.get("recompute"))
     kept = set(_weights_of(node)) & set(saved)
     return Gather(_fqn(path), "RECOMPUTE" in policy, sum(map(_nbytes, kept)))
+
+
+def _is_of_weights(gather: fx.Node) -> bool:
+    """Whether it is ours, and not one of tensor parallelism, say."""
+    return any(name_of(node) == "composable_shard.unpack" for node in _weights_of(gather))
 
 
 def _fqn(path: str) -> str:

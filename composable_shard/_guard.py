@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from ._errors import CompiledGraphWarning
-from ._graphs import GraphReport, faults, repeated_gathers, report_graph
+from ._graphs import GraphReport, faults, outputs_of, repeated_gathers, report_graph
 from ._overlap import ONE_AHEAD, place
 from ._policies import PrefetchPolicy
 from ._torch import (
@@ -52,7 +52,7 @@ def watch_graphs() -> Iterator[list[GraphReport]]:
 
 def read(graph: fx.Graph) -> list[str]:
     """Read one graph; returns what is wrong with it, in words."""
-    report = report_graph(graph, forward_outputs())
+    report = report_graph(graph, forward_outputs(len(outputs_of(graph))))
     for found in _listeners:
         found.append(report)
     if not report.gathers:

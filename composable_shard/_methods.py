@@ -129,7 +129,9 @@ class Methods(Planning):
         """Whether parameters that got no gradient in backward are given one of zeros.
 
         Then every backward reduces every group, so that ranks may use different modules in a step. (Ranks that use
-        different parameters of a module need no setting.)
+        different parameters of a module need no setting.) Without it, as in FSDP2, a group of which a rank got no
+        gradient at all is not reduced there: ranks that got one wait for it, for ever. So set it where a rank may use
+        none of a group's experts.
 
         Raises:
             ShardConfigValueError: the value is no bool.

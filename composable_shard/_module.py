@@ -28,9 +28,10 @@ from ._guard import begin_trace, same_graph, say_broken
 from ._methods import Methods
 from ._node import Outputs, Use
 from ._phases import ParamPhase
-from ._saved import PLAIN, address_of, saved_weights, weights_in_place
+from ._saved import PLAIN, saved_weights, weights_in_place
 from ._state import STATE, Bound, ShardState, Way, named_states
 from ._torch import (
+    address_of,
     any_module_hooks,
     map_tensors,
     plain_parts,

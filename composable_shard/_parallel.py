@@ -110,7 +110,7 @@ class _Wrap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, parallel: Parallel) -> DTensor:
         ctx.parallel = parallel
-        return parallel._from(local.detach())
+        return parallel._from(local.view(local.shape))  # not `detach`, which partitioners save
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -20,17 +20,15 @@ from ._bucket import Bucket, GatherBucket
 from ._errors import SavedTensorModifiedError, StaleStateError
 from ._pool import BufferPool
 from ._slots import Outside, Place, Slot
-from ._torch import SavedTensorsHooks, active_saved_tensors_hooks, passed_by_checkpoints, saved_tensors_hooks_set_aside
+from ._torch import (
+    SavedTensorsHooks,
+    active_saved_tensors_hooks,
+    address_of,
+    passed_by_checkpoints,
+    saved_tensors_hooks_set_aside,
+)
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def address_of(tensor: torch.Tensor) -> int:
-    """Where the data of a tensor begins; 0 if it has no such place, as sparse and functorch's tensors."""
-    try:
-        return tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return 0
 
 
 class WeightOwner(Protocol):

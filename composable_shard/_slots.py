@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ._torch import address_of
+
 Events = tuple[torch.Event, ...]
 PlaceKey = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
 
@@ -105,7 +107,7 @@ class Slot:
         self._typed: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
         self.views = _SlotViews(self)
         self.nbytes = memory.numel()
-        self.begin = memory.data_ptr()
+        self.begin = address_of(memory)
         self.end = self.reach = self.begin + self.nbytes
         self.addresses = range(self.begin, self.end)
         self.request: Request | None = None

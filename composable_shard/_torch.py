@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.utils.checkpoint
+from torch._subclasses import FakeTensor
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
@@ -80,12 +81,14 @@ def tracing_context() -> Any:
     return torch._guards.TracingContext.try_get()
 
 
-def forward_outputs() -> int | None:
-    """How many outputs of the forward graph being compiled are not there for backward; None if it has no backward."""
+def forward_outputs(outputs: int) -> int | None:
+    """How many of the outputs of the graph being compiled are not there for backward; None if it has no backward.
+
+    What torch knows of a graph over tensor subclasses has no tangents, but more outputs than the forward returns.
+    """
     facts = getattr(tracing_context(), "fw_metadata", None)
-    if facts is None or not facts.traced_tangents:
-        return None
-    return int(facts.num_forward_returns)
+    returned = 0 if facts is None else int(facts.num_forward_returns)
+    return returned if facts is not None and (facts.traced_tangents or outputs > returned) else None
 
 
 def size_hint(size: int | torch.SymInt) -> int:
@@ -173,14 +176,31 @@ def split(tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
     return list(torch.unsafe_split_with_sizes(tensor, sizes))
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is not one of torch's fake ones, which have shapes alone."""
+    return not isinstance(tensor, FakeTensor)
+
+
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory under a storage, and a version counter, of its own; it holds the memory."""
+    if not has_memory(tensor):
+        return tensor.detach()  # of the same storage
     return torch.utils.dlpack.from_dlpack(torch._C._to_dlpack(tensor))
 
 
 def storage_id(tensor: torch.Tensor) -> int:
     """What tells the storage of a tensor from all that live."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where the data of a tensor begins, made up for a fake one; 0 if nowhere, as of sparse and functorch's tensors."""
+    if not has_memory(tensor):
+        return (storage_id(tensor) << 48) + int(tensor.storage_offset()) * tensor.element_size()
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
 
 
 def storage_uses(storage: int) -> int:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C import _distributed_c10d as c10d
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.fsdp._fully_shard import _fsdp_common
@@ -151,7 +152,8 @@ def symmetric_memory_gather(group: dist.ProcessGroup, backend: str) -> Any:
 
 def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
     """The axes of several submeshes of one mesh, one after the other, as one mesh."""
-    return DeviceMesh._concatenate(meshes)
+    with unset_fake_temporarily():  # a mesh holds the numbers of its ranks, also where other tensors are fake
+        return DeviceMesh._concatenate(meshes)
 
 
 def strided_shard(dim: int, factor: int) -> Shard:
@@ -161,7 +163,8 @@ def strided_shard(dim: int, factor: int) -> Shard:
 
 def flattened_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """Some axes of a mesh as one axis."""
-    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+    with unset_fake_temporarily():
+        return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
 def forget_meshes() -> None:
@@ -196,10 +199,21 @@ def world_per_thread() -> Iterator[None]:
 
 
 def fake_group(world_size: int, rank: int) -> None:
-    """Make torch's fake process group the default one; its collectives do nothing."""
+    """Make torch's fake process group the default one; its collectives do nothing, on fake tensors too."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    _let_fake_tensors_gather()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+@functools.cache
+def _let_fake_tensors_gather() -> torch.library.Library:
+    """The one collective of ours that torch has no meta function for; it gives work that is done."""
+    library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    name = "allgather_into_tensor_coalesced_"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "Meta"):
+        library.impl(name, lambda *args: c10d.FakeWork().boxed(), "Meta")  # type: ignore[no-untyped-call]
+    return library
 
 
 def count_groups() -> int:

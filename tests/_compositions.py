@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import _experts
 from _engines import FullyShard, mesh_of, named_mesh
-from composable_shard import FSDPMeshInfo, ShardPlacementResult
+from composable_shard import DataParallelMeshDims, FSDPMeshInfo, ShardPlacementResult
 
 # ---- a small language model
 
@@ -121,12 +121,15 @@ def shard_text(model: Text, engine: FullyShard, **options: Any) -> Text:
 def text_loss(model: nn.Module, part: int, step: int) -> Tensor:
     """The loss of one batch, whose backward is done, too."""
     generator = torch.Generator().manual_seed(100 * step + part)
-    tokens, labels = torch.randint(0, model.vocabulary, (2, 3, 6), generator=generator)
+    return whole(token_loss(model, *torch.randint(0, model.vocabulary, (2, 3, 6), generator=generator)))
+
+
+def token_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     logits = model(tokens)
     with loss_parallel() if isinstance(logits, DTensor) else contextlib.nullcontext():
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         loss.backward()
-    return whole(loss.detach())
+    return loss.detach()
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -158,6 +161,58 @@ def shard_experts(model: Any, engine: FullyShard, **options: Any) -> Any:
         engine(block, mesh=dense, shard_placement_fn=choose, **options)
         block.set_gradient_divide_factor(4)  # tokens of all ranks have come to an expert
     return engine(model, mesh=dense, **options)
+
+
+# ---- parameters on a mesh of all kinds of parallelism
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(8, 16), nn.Linear(16, 8, bias=False), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x))) * self.scale
+
+
+def mlps() -> nn.Sequential:
+    return nn.Sequential(Mlp(), Mlp())
+
+
+MLP_PLACEMENTS = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
+
+
+def distribute(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
+    """All parameters on all axes: along `tp` as tensor parallelism wants, replicated over the others."""
+    for mlp in model:
+        for module_name, module in mlp.named_modules():
+            for name, param in list(module._parameters.items()):
+                if param is not None:
+                    own = MLP_PLACEMENTS.get(f"{module_name}.{name}", Replicate())
+                    placements = [own if axis == "tp" else Replicate() for axis in mesh.mesh_dim_names]
+                    module._parameters[name] = nn.Parameter(distribute_tensor(param.detach(), mesh, placements))
+    return model
+
+
+def shard_mlps(model: nn.Sequential, engine: FullyShard, **options: Any) -> nn.Sequential:
+    for mlp in model:
+        engine(mlp, **options)
+    return engine(model, **options)
+
+
+def mlps_loss(model: nn.Module, part: int, step: int) -> Tensor:
+    """The ranks have parts of one batch; its loss is a mean over all of it, where others have a loss each."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + part))
+    weight, parts = next(model.parameters()), 1
+    if isinstance(weight, DTensor):
+        x, parts = DTensor.from_local(x, weight.device_mesh, [Shard(0), Replicate()]), weight.device_mesh.size(0)
+    loss = model(x).square().mean() * parts
+    loss.backward()
+    return whole(loss.detach())
+
+
+def shard_over_dp(model: nn.Sequential, engine: FullyShard, mesh: DeviceMesh) -> nn.Sequential:
+    return shard_mlps(distribute(model, mesh), engine, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
 
 
 # ---- compositions
@@ -230,9 +285,9 @@ def another_dim(param: nn.Parameter) -> Shard | None:
     return Shard(1) if param.ndim == 2 else None
 
 
-def uneven() -> Text:
+def uneven() -> LongText:
     """Sizes that neither divide by the tensor-parallel ranks nor, then, by the data-parallel ones."""
-    return Text(vocabulary=11, hidden=13)
+    return LongText(vocabulary=11, hidden=13)
 
 
 def hybrid(model: Text, engine: FullyShard, mesh: DeviceMesh) -> Text:
@@ -248,7 +303,7 @@ COMPOSITIONS = {
     "tensor parallel, along another dim": Composition(
         Text, tensor_parallel(shard_placement_fn=another_dim), (2, 2), ("dp", "tp"), ("dp",)
     ),
-    "tensor parallel, uneven": Composition(uneven, tensor_parallel(), (2, 2), ("dp", "tp"), ("dp",)),
+    "tensor parallel, uneven, computed again": Composition(uneven, tensor_parallel(), (2, 2), ("dp", "tp"), ("dp",)),
     "replicas": Composition(Text, hybrid, (2, 2), ("replicate", "shard"), ("replicate", "shard")),
     "replicas of tensor parallel": Composition(
         Text,
@@ -264,6 +319,7 @@ COMPOSITIONS = {
         ("replicate", "shard", "tp"),
         ("replicate", "shard"),
     ),
+    "a mesh of all kinds": Composition(mlps, shard_over_dp, (2, 2), ("dp", "tp"), ("dp",), mlps_loss),
     "experts": Composition(
         _experts.Net,
         lambda model, engine, mesh: shard_experts(model, engine),

@@ -7,17 +7,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from expecttest import assert_expected_inline
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import composable_shard as cs
 from _compiling import graphs_of, three_steps
-from _compositions import COMPOSITIONS, LongText, Text, parallelize, shard_text, whole
+from _compositions import COMPOSITIONS, LongText, Text, parallelize, shard_text, token_loss, whole
 from _engines import fully_shard, named_mesh
 from _pool import distributed
 from _stepping import assert_at_rest
-from composable_shard import HSDPMeshInfo, ShardPlacementResult, make_plan
+from composable_shard import HSDPMeshInfo, ShardPlacementResult, make_plan, testing
 
 MAX_NORM = 0.3
 
@@ -41,9 +42,10 @@ def same_bits(model, other):
 
 
 FIRST = (
-    "tensor parallel, uneven",
+    "tensor parallel, uneven, computed again",
     "replicas",
     "replicas of tensor parallel",
+    "a mesh of all kinds",
     "experts",
 )
 MORE = [pytest.param(name, marks=pytest.mark.matrix) for name in COMPOSITIONS if name not in FIRST]
@@ -129,7 +131,7 @@ def test_tensor_and_sequence_parallel_in_one_graph():
     assert_expected_inline(
         graphs_of(compiled, world=4, name="tensor parallel"),
         """\
-inference GwGRwwGwmmmmRwGwmmRwGwm
+forward GwGRwwGwmmmmRwGwmmRwGwm
 backward GmmRwGwwmmmmRwGwmmmmmmmmRwAwAwAwAwRGwAwAwRww
 """,
     )
@@ -140,7 +142,7 @@ def test_replicas_of_tensor_parallel_in_one_graph():
     assert_expected_inline(
         graphs_of(compiled, world=4, name="replicas of tensor parallel"),
         """\
-inference RwGwmmmmRwGwmmRwGwm
+forward RwGwmmmmRwGwmmRwGwm
 backward mmRwGwmmmmRwGwmmmmmmmmRwAwAwAwAwAGwAwAwAww
 """,
     )
@@ -149,27 +151,62 @@ backward mmRwGwmmmmRwGwmmmmmmmmRwAwAwAwAwAGwAwAwAww
 # ---- long sequences
 
 
-def long_sequence(rank, world):
-    with torch.device("meta"):
-        model = LongText(vocabulary=32000, dim=4096, hidden=16384, layers=4)
-    mesh = named_mesh((2, 2), ("dp", "tp"))
-    shard_text(parallelize(model, mesh["tp"]), fully_shard, mesh=mesh["dp"])
-    return str(make_plan(model))
+def test_a_step_of_32768_tokens_is_planned_and_traced_without_memory():
+    """Sequence parallel and checkpointed layers, at the sizes of a model of 7 billion parameters but for its layers."""
+    with testing.fake(8, mesh={"dp": 4, "tp": 2}) as world, FakeTensorMode():
+        model = LongText(vocabulary=32000, dim=4096, hidden=16384, layers=2)
+        shard_text(parallelize(model, world.mesh["tp"]), fully_shard, mesh=world.mesh["dp"])
+        plan = make_plan(model)
+        seen = []
+        model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
+        tokens = torch.zeros(1, 32768, dtype=torch.long)
 
+        def step():
+            token_loss(model, tokens, tokens)
 
-def test_a_model_of_long_sequences_is_planned_without_memory():
-    """Sizes are of the tensor-parallel pieces. A length, 32768 tokens, say, is no part of it: no buffer grows by it."""
+        assert testing.trace(model, step).count("again") == 2
+        text = testing.trace(model, step)
+        assert testing.assert_peak_bytes(model) == plan.peak_bytes
+        assert all(p.grad.to_local().shape == p.to_local().shape for p in model.parameters())
+        assert set(seen) == {(1, 16384, 4096)}, "each rank has half of the sequence"
     assert_expected_inline(
-        graphs_of(long_sequence, world=4),
+        f"{plan}\n{text}",
         """\
-plan: 5 groups, 533,848,064 parameters, shard over 2
+plan: 3 groups, 332,464,128 parameters, shard over 4
 group      parameters       shard   unsharded  dtype    reshard         transport
-(root)    131,080,192  250.02 MiB  500.03 MiB  float32  after backward  packed
-layers.0  100,691,968  192.05 MiB  384.11 MiB  float32  after forward   packed
-layers.1  100,691,968  192.05 MiB  384.11 MiB  float32  after forward   packed
-layers.2  100,691,968  192.05 MiB  384.11 MiB  float32  after forward   packed
-layers.3  100,691,968  192.05 MiB  384.11 MiB  float32  after forward   packed
-peak of unsharded parameters and communication in a training step: 2036.47 MiB""",
+(root)    131,080,192  125.01 MiB  500.03 MiB  float32  after backward  direct
+layers.0  100,691,968   96.03 MiB  384.11 MiB  float32  after forward   direct
+layers.1  100,691,968   96.03 MiB  384.11 MiB  float32  after forward   direct
+peak of unsharded parameters and communication in a training step: 1268.25 MiB
+UNSHARD (root)
+WAIT (root)
+UNSHARD layers.0
+COMPUTE (root)
+WAIT layers.0
+UNSHARD layers.1
+COMPUTE layers.0
+RESHARD layers.0
+WAIT layers.1
+COMPUTE layers.1
+RESHARD layers.1
+UNSHARD layers.1
+COMPUTE (root) backward
+WAIT layers.1
+UNSHARD layers.0
+COMPUTE layers.1 backward
+COMPUTE layers.1 again
+RESHARD layers.1
+REDUCE layers.1
+WAIT layers.0
+COMPUTE layers.0 backward
+COMPUTE layers.0 again
+RESHARD layers.0
+REDUCE layers.0
+RESHARD (root)
+REDUCED layers.1
+REDUCE (root)
+REDUCED layers.0
+REDUCED (root)""",
     )
 
 
@@ -180,7 +217,9 @@ peak of unsharded parameters and communication in a training step: 2036.47 MiB""
 def test_meshes_that_cannot_serve_are_named_with_the_parameter(rank, world):
     mesh = named_mesh((2, 2), ("dp", "tp"))
     flat, foreign = named_mesh((4,), ("all",)), named_mesh((2, 2), ("other", "more"))
+    overlapping = named_mesh((2, 2), ("tp", "rest"))
     cuda = DeviceMesh("cuda", [0, 1, 2, 3], mesh_dim_names=("gpu",), _init_backend=False)
+    unnamed, some = DeviceMesh("cpu", [[0, 1], [2, 3]]), DeviceMesh("cpu", [0, 1], mesh_dim_names=("some",))
 
     def refuses(words, mesh, model=None, kind=ValueError, **options):
         model = parallelize(Text(layers=1), named_mesh((2, 2), ("dp", "tp"))["tp"]) if model is None else model
@@ -193,7 +232,12 @@ def test_meshes_that_cannot_serve_are_named_with_the_parameter(rank, world):
     refuses(where + r"cannot be combined with .*\(all=4\).*submeshes of one mesh", flat)
     refuses(where + r"cannot be combined with .*\(more=2\).*submeshes of one mesh", foreign["more"])
     refuses(where + r"shall be sharded on .*\(dp=2, tp=2\).*need names, all different", mesh)
-    refuses(r"mesh: .*\(gpu=4\).* is of device type cuda, which this process does not have", cuda)
+    refuses(where + r"shall be sharded on .*\(tp=2, rest=2\).*need names, all different", overlapping)
+    where = r"parameter embed.weight of Text: mesh: "
+    refuses(where + r".*\(gpu=4\).* is of device type cuda, which this process does not have", cuda)
+    refuses(where + r"a 2D mesh needs names for its axes, got DeviceMesh\(\(2, 2\)", unnamed)
+    if rank > 1:
+        refuses(where + rf"rank {rank} is not part of DeviceMesh\(\(some=2\)", some)
 
     def on(info):
         return {"model": Text(layers=1), "shard_placement_fn": lambda p: ShardPlacementResult(None, info)}

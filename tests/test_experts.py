@@ -12,7 +12,7 @@ from _engines import fully_shard, named_mesh
 from _experts import DIM, Experts, ListedExperts, Net, SlottedMoE, distribute
 from _pool import distributed
 from _stepping import assert_at_rest, pool_of
-from composable_shard import FSDPMeshInfo, ShardPlacementResult
+from composable_shard import FSDPMeshInfo, ShardPlacementResult, testing
 
 
 def meshes():
@@ -122,6 +122,22 @@ def test_memory_does_not_grow_as_routing_changes(rank, world):
     assert found[2:] == [found[2]] * 10
 
 
+def one_step(world, told):
+    """The second step: rank 1 runs none of its experts, and rank 3, which holds the same, does."""
+    dense, sparse = meshes()
+    model = shard(distribute(make(4, ListedExperts), sparse["ep"]), fully_shard, dense, sparse)
+    model.set_reduce_scatter_unused_params(told)
+    loss_of(model, world.rank, 1).backward()
+    return [p.grad is not None for p in model.blocks[0].moe.experts.parameters()]
+
+
+def test_ranks_wait_for_one_that_used_none_of_its_experts_unless_all_are_told():
+    assert testing.spmd(4)(one_step, True) == [[True] * 4] * 4
+    with pytest.raises((testing.DeadlockError, testing.CollectiveMismatchError)) as caught:
+        testing.spmd(4)(one_step, False)
+    assert "reduce_scatter" in str(caught.value)
+
+
 def shard_experts(model, fully_shard):
     dense, sparse = meshes()
     shard(distribute(model, sparse["ep"]), fully_shard, dense, sparse)
@@ -134,7 +150,6 @@ def compiled(rank, world):
     return three_steps(rank, make(moe=SlottedMoE, blocks=1), shard_experts, inputs)
 
 
-@pytest.mark.matrix
 def test_experts_with_a_number_of_slots_are_in_one_graph():
     assert_expected_inline(
         graphs_of(compiled, world=4),

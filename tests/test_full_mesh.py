@@ -10,12 +10,11 @@ import warnings
 
 import pytest
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import composable_shard as cs
+from _compositions import distribute, mlps, shard_mlps
 from _engines import ENGINES, fully_shard, named_mesh
 from _pool import distributed
 from _stepping import assert_at_rest
@@ -25,40 +24,9 @@ TORCH_HAS_DIMS = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
 SIDES = ("ours", "fsdp2") if TORCH_HAS_DIMS else ("ours",)
 
 
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.scale = nn.Linear(8, 16), nn.Linear(16, 8, bias=False), nn.Parameter(torch.ones(8))
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(x))) * self.scale
-
-
 def make():
     torch.manual_seed(3)
-    return nn.Sequential(Mlp(), Mlp())
-
-
-TENSOR_PARALLEL = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
-
-
-def distribute(model, mesh):
-    """All parameters on all axes: along `tp` as tensor parallelism wants, replicated over the others."""
-    for mlp in model:
-        for module_name, module in mlp.named_modules():
-            for name, param in list(module._parameters.items()):
-                if param is not None:
-                    own = TENSOR_PARALLEL.get(f"{module_name}.{name}", Replicate())
-                    placements = [own if axis == "tp" else Replicate() for axis in mesh.mesh_dim_names]
-                    module._parameters[name] = nn.Parameter(distribute_tensor(param.detach(), mesh, placements))
-    return model
-
-
-def shard(model, engine, **options):
-    for mlp in model:
-        engine(mlp, **options)
-    engine(model, **options)
-    return model
+    return mlps()
 
 
 def batch(mesh, step):
@@ -83,7 +51,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("case", "reshard"), [*[(case, True) for case in CASES], ("one axis", False)])
+FIRST = [
+    ("one axis", False),
+    ("the later axis", True),
+    ("two axes as one, and another", True),
+    ("replicas of shards", True),
+]
+MORE = [pytest.param(case, True, marks=pytest.mark.matrix) for case in CASES if (case, True) not in FIRST]
+
+
+@pytest.mark.parametrize(("case", "reshard"), FIRST + MORE)
 @distributed(world=4)
 def test_training_is_exact(rank, world, case, reshard):
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
@@ -91,7 +68,7 @@ def test_training_is_exact(rank, world, case, reshard):
     mesh = named_mesh(shape, names)
     plain = make()
     models = {
-        side: shard(
+        side: shard_mlps(
             distribute(make(), mesh),
             ENGINES[side],
             mesh=mesh,
@@ -124,7 +101,7 @@ def test_training_is_exact(rank, world, case, reshard):
 @distributed(world=4)
 def test_a_module_sees_its_parameter_replicated_over_our_axes(rank, world):
     mesh = named_mesh((2, 2), ("dp", "tp"))
-    model = shard(distribute(make(), mesh), fully_shard, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    model = shard_mlps(distribute(make(), mesh), fully_shard, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     seen = []
     model[0].up.register_forward_pre_hook(lambda m, _: seen.append((m.weight.placements, full(m.weight.detach()))))
     _, x = batch(mesh, 0)
@@ -144,7 +121,7 @@ def test_a_module_sees_its_parameter_replicated_over_our_axes(rank, world):
 @distributed(world=4)
 def test_no_gradient_is_reduced_twice_over_our_axes(rank, world):
     mesh = named_mesh((4,), ("dp",))
-    model = shard(distribute(make(), mesh), fully_shard, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    model = shard_mlps(distribute(make(), mesh), fully_shard, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     _, x = batch(mesh, 0)
     loss = model(x).square().mean()
     with torch.distributed.tensor.debug.CommDebugMode() as comms:
@@ -157,7 +134,7 @@ def test_no_gradient_is_reduced_twice_over_our_axes(rank, world):
 def test_one_full_graph_equals_eager(rank, world):
     mesh = named_mesh((2, 2), ("dp", "tp"))
     options = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="dp")}
-    eager, model = (shard(distribute(make(), mesh), fully_shard, **options) for _ in range(2))
+    eager, model = (shard_mlps(distribute(make(), mesh), fully_shard, **options) for _ in range(2))
     torch._dynamo.reset()
     run = cs.compile(model, backend="aot_eager")
     for step in range(2):
@@ -191,7 +168,7 @@ def test_one_call_may_shard_over_different_axes_of_one_mesh(rank, world):
 @distributed(world=4)
 def test_a_parameter_that_is_returned_keeps_its_value(rank, world):
     mesh = named_mesh((2, 2), ("dp", "tp"))
-    model = shard(distribute(make(), mesh), fully_shard, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    model = shard_mlps(distribute(make(), mesh), fully_shard, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     model[0].forward = lambda x, mlp=model[0]: (x, mlp.up.weight)
     _, weight = model[0](batch(mesh, 0)[1])
     model[1](batch(mesh, 0)[1]).square().mean().backward()
@@ -229,7 +206,7 @@ def test_mistakes_are_named(rank, world):
 def test_full_tensors_load_into_their_pieces(rank, world, case):
     shape, names, dims, _ = CASES[case]
     mesh = named_mesh(shape, names)
-    model = shard(distribute(make(), mesh), fully_shard, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
+    model = shard_mlps(distribute(make(), mesh), fully_shard, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
     state = {name: torch.randn_like(value) for name, value in make().state_dict().items()}
     model.load_state_dict(state)
     for name, value in state.items():

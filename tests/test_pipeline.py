@@ -6,7 +6,10 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
@@ -138,6 +141,63 @@ def test_training_has_the_bits_of_one_process(rank, world, name, reshard):
         assert_at_rest(stage)
         reductions = [action.fqn for action in last_record(stage).actions if action.kind is Kind.REDUCE]
         assert sorted(reductions) == ["", "blocks.0", "blocks.1"], "one for each group, whatever the micro-batches"
+
+
+def make_optimizer(model):
+    """Every other parameter by a fused kernel, the others by foreach functions."""
+    params = list(model.parameters())
+    groups = [{"params": params[::2], "fused": True, "foreach": False}, {"params": params[1::2], "foreach": True}]
+    return torch.optim.AdamW(groups, lr=0.1)
+
+
+def clip(stage, group, most):
+    """By the norm of the whole pipeline, of which this rank has a stage."""
+    norm = nn.utils.get_total_norm([p.grad for p in stage.parameters()]).full_tensor().square()
+    dist.all_reduce(norm, group=group)
+    nn.utils.clip_grads_with_norm_(stage.parameters(), most, norm.sqrt_())
+    return norm
+
+
+@distributed(world=4)
+def test_stages_clip_by_one_norm_and_go_on_from_a_checkpoint(rank, world, tmp_path):
+    mesh = named_mesh((2, 2), ("pp", "dp"))
+    dp_rank, own = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    torch.manual_seed(3)
+    plain = nn.Sequential(Stage(), Stage())
+    sides = []  # the second one goes on from the checkpoint of the first
+    for _ in range(2):
+        stage = shard(copy.deepcopy(plain[own]), fully_shard, mesh["dp"], True)
+        sides.append((stage, make_optimizer(stage), build("1F1B", {own: stage}, 2, mesh)))
+    plain_optimizer = make_optimizer(plain)
+
+    def train(side, step):
+        stage, optimizer, schedule = side
+        run(schedule, (own,), 2, dp_rank, step)
+        norm = clip(stage, mesh.get_group("pp"), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    for step in range(3):
+        reference_step(plain, step, backwards=False)
+        torch.testing.assert_close(train(sides[0], step), nn.utils.clip_grad_norm_(plain.parameters(), 0.01))
+        plain_optimizer.step()
+    (stage, optimizer, _), (other, other_optimizer, _) = sides
+    for name, want in plain[own].named_parameters():
+        torch.testing.assert_close(stage.get_parameter(name).full_tensor(), want)
+
+    def state_of(stage, optimizer):
+        return {f"{own}": dict(zip(("model", "optimizer"), get_state_dict(stage, optimizer), strict=True))}
+
+    dcp.save(state_of(stage, optimizer), checkpoint_id=tmp_path)
+    found = state_of(other, other_optimizer)
+    dcp.load(found, checkpoint_id=tmp_path)
+    found = found[f"{own}"]
+    set_state_dict(other, other_optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    for side in sides:
+        train(side, 3)
+    for name, p in stage.named_parameters():
+        assert torch.equal(p.to_local(), other.get_parameter(name).to_local()), name
 
 
 @pytest.mark.matrix

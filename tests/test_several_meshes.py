@@ -225,6 +225,7 @@ def test_checkpoints_and_forwards_without_gradients(rank, world):
         torch.testing.assert_close(full(model.get_parameter(name).grad), gradient)
 
 
+@pytest.mark.matrix
 @distributed(world=4)
 def test_one_full_graph_equals_eager(rank, world):
     dense, experts = meshes()

@@ -287,6 +287,7 @@ def test_a_rank_that_does_not_end_is_stopped_and_its_stack_is_shown():
     [
         (lambda: testing.spmd(0), ValueError, "world_size: expected at least 1"),
         (lambda: testing.spmd(2.0), TypeError, "world_size"),
+        (lambda: testing.spmd(2, device="meta"), ValueError, "device: a simulated world of 'meta' cannot be made here"),
         (lambda: testing.processes(-1), ValueError, "world_size"),
         (lambda: testing.spmd(4, mesh={"dp": 3}), ValueError, "3 places for a world of 4 ranks"),
         (lambda: testing.spmd(4, mesh=(2, 2)), TypeError, "mesh"),
@@ -329,6 +330,19 @@ def test_a_fake_world_of_any_size_has_its_shapes_and_is_gone_afterwards():
         fail()
     assert not dist.is_initialized()
     assert sys.excepthook is hook
+
+
+def test_a_layer_is_tested_in_less_than_a_second(torch_is_loaded):
+    def seconds():
+        begin = time.perf_counter()
+        testing.assert_matches_unsharded(Stack, lambda batch, step: vectors(batch, step), shard=shard_by_mesh)
+        return time.perf_counter() - begin
+
+    assert min(seconds() for _ in range(3)) < 1
+
+
+def shard_by_mesh(layer, mesh):
+    shard_blocks(layer, cs.fully_shard, mesh=mesh)
 
 
 def return_rank_and_fail(world, failing):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import composable_shard as cs
 from _models import Block
@@ -67,6 +70,18 @@ def test_collectives_are_counted_by_kind_on_any_group():
     testing.spmd(2)(body)
     with testing.fake(8) as world:
         body(world)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_fake_tensors_have_the_trace_and_the_peak_of_real_ones(kept):
+    found = []
+    for mode in (contextlib.nullcontext(), FakeTensorMode()):
+        with testing.fake(4) as world, mode:
+            model, x = block(world, reshard_after_forward=not kept), torch.randn(2, 6)
+            for _ in range(3):
+                text = testing.trace(model, lambda: model(x).sum().backward())  # noqa: B023 - called at once
+                found.append((text, testing.assert_peak_bytes(model), str(cs.make_plan(model)), model.stats()))
+    assert found[:3] == found[3:]
 
 
 def test_the_peak_of_memory_is_compared_with_the_plan_or_a_limit():

@@ -26,6 +26,13 @@ def fake(world_size: int, rank: int = 0, *, mesh: Axes | None = None, device: st
             layer(x).sum().backward()
             testing.assert_peak_bytes(layer, at_most=3 << 20)
 
+    Under torch's ``FakeTensorMode`` (of ``torch._subclasses.fake_tensor``) nothing takes memory or time: so a model of
+    any size, made and sharded there, is traced, at any batch and length::
+
+        with testing.fake(512, mesh={"dp": 64, "tp": 8}) as world, FakeTensorMode():
+            ...
+            print(testing.trace(model, step))
+
     The default process group is destroyed at the end, also after an exception.
 
     Args:

@@ -18,7 +18,7 @@ from .._torch import split, without_dispatch_modes
 from ._network import Call, GroupKey, Issued, Network, Tensors, Work
 
 BACKEND = "simulated"
-_DEVICES = ["cpu", "cuda"]
+DEVICES = ["cpu", "cuda"]
 
 
 class _Here(threading.local):
@@ -243,4 +243,4 @@ def _make(options: Any, _: Any) -> SimulatedGroup:
 def register() -> None:
     """Make the backend known to torch, once."""
     if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=_DEVICES)
+        dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=DEVICES)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .._torch_distributed import forget_meshes, store_of_one_process, world_per_thread
-from ._group import BACKEND, HERE, register
+from ._group import BACKEND, DEVICES, HERE, register
 from ._network import Network
 from ._turns import RandomState, Turns
 
@@ -85,6 +85,11 @@ class Spmd:
     def __init__(self, world_size: int, mesh: Axes | None, device: str, seed: int, timeout: float) -> None:
         self.world_size = world_size
         self._axes = check_world(world_size, mesh)
+        if device not in DEVICES or (device != "cpu" and not torch.get_device_module(device).is_available()):
+            raise ShardConfigValueError(
+                f"device: a simulated world of {device!r} cannot be made here; expected {' or '.join(DEVICES)}, a type "
+                "that this process has"
+            )
         self._device = device
         self._seed = seed
         self._timeout = timeout
@@ -211,12 +216,12 @@ def spmd(
     Args:
         world_size: number of ranks, at least 1.
         mesh: names and sizes of the axes of `world.mesh`; one axis ``shard`` if None.
-        device: type of device of the mesh. All ranks share one.
+        device: type of device of the mesh: ``cpu``, or ``cuda`` where there is one. All ranks share it.
         seed: from which each rank starts its random numbers.
         timeout: seconds after which a run ends with an error that shows what its ranks do.
 
     Raises:
-        ShardConfigTypeError, ShardConfigValueError: the arguments make no world.
+        ShardConfigTypeError, ShardConfigValueError: the arguments make no world, or this process lacks the device.
 
     A run of it raises:
         ShardConfigStateError: this process has a default process group, or is a simulated world already.
