@@ -173,10 +173,17 @@ def measure(case: Case, engines: list[str], rounds: int) -> list[Side]:
 
 
 def foreseen(case: Case, side: Side) -> dict[str, float | int | None]:
-    """What our plan says of a step, beside what it did; nothing where lists of modules go before the plan."""
+    """What our plan says of a step, beside what it did; nothing where lists of modules go before the plan.
+
+    On the real clock the host computes too: there a plan is taken at the times that it has measured, if it has.
+    """
     if not side.name.startswith("ours") or side.name == "ours-far":
         return {}
-    plan = case.timed(current_plan(side.model))
+    plan = current_plan(side.model)
+    if case.clock in EXACT:
+        plan = case.timed(plan)
+    elif plan.costs is None:
+        return {}
     record = last_record(side.model)
     assert record is not None
     predicted = plan.predicted()
