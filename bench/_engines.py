@@ -84,7 +84,8 @@ def shard_units(name: str, model: nn.Module, units: Sequence[nn.Module], mesh: D
     `ours-two` is told that two reductions may be in flight, which is its rule on an accelerator; on a CPU it waits for
     them before it gathers in backward. `ours-far` is told too to gather two groups ahead. `ours-auto` measures its
     second and third step and schedules by that, within the memory that one ahead takes; `ours-auto-fsdp2` within that
-    of FSDP2 for one ahead, by the figures of memory.py.
+    of FSDP2 for one ahead, by the figures of memory.py; `ours-auto-whole` within that of the whole model, with the
+    largest gather and reductions of all groups besides.
     """
     import composable_shard
 
@@ -92,13 +93,15 @@ def shard_units(name: str, model: nn.Module, units: Sequence[nn.Module], mesh: D
     for unit in units:
         shard(unit, mesh=mesh)
     shard(model, mesh=mesh)
-    if name in ("ours-two", "ours-far", "ours-auto", "ours-auto-fsdp2"):
+    if name in ("ours-two", "ours-far") or name.startswith("ours-auto"):
         model.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]
     if name.startswith("ours-auto"):
         model.set_prefetch_policy(composable_shard.PrefetchPolicy.auto())  # type: ignore[operator]
-        one_ahead = composable_shard.make_plan(model).with_policies(composable_shard.PrefetchPolicy.depth(1)).peak_bytes
+        plan = composable_shard.make_plan(model).with_policies(composable_shard.PrefetchPolicy.depth(1))
         share = FSDP2_MEMORY if name == "ours-auto-fsdp2" else 1.0
-        model.set_pool_policy(composable_shard.PoolPolicy(budget=int(share * one_ahead)))  # type: ignore[operator]
+        whole = 2 * sum(group.unsharded_bytes + group.landing_bytes for group in plan.groups)
+        budget = whole if name == "ours-auto-whole" else int(share * plan.peak_bytes)
+        model.set_pool_policy(composable_shard.PoolPolicy(budget=budget))  # type: ignore[operator]
     for at, unit in enumerate(units if name == "ours-far" else ()):
         unit.set_modules_to_forward_prefetch(units[at + 1 : at + 3])  # type: ignore[operator]
         unit.set_modules_to_backward_prefetch(units[max(0, at - 2) : at][::-1])  # type: ignore[operator]

@@ -84,7 +84,10 @@ def note_gradients(
 def note_lease(lease: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Notes for what a slot of the pool is leased: the caller's file tells."""
     slot = lease(*args, **kwargs)
-    caller = sys._getframe(2).f_code.co_filename
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename.endswith("_pool.py") and frame.f_back is not None:
+        frame = frame.f_back
+    caller = frame.f_code.co_filename
     purpose = _kinds.REDUCE if caller.endswith("_reduction.py") else _kinds.GATHER
     _kinds.note(_kinds.UNSHARDED if slot.owner is not None else purpose, [slot.begin])
     return slot
@@ -108,7 +111,7 @@ def noting(engine: str) -> Iterator[None]:
 
     with (
         replaced(ParamGroup, "start_reduce", note_gradients),
-        replaced(BufferPool, "lease", note_lease),
+        replaced(BufferPool, "lease_for", note_lease),
         replaced(BufferPool, "release", note_release),
     ):
         yield

@@ -38,6 +38,12 @@ def stages_of(units: Sequence[Unit], seconds: Callable[[int], float]) -> list[St
     return [*forward, *(Stage(t, unit.backward_s, t) for t, unit in others), Stage(0.0, units[0].backward_s, took[0])]
 
 
+def kept(stages: Sequence[Stage]) -> list[Stage]:
+    """The same step where no weights are given up after forward."""
+    half = len(stages) // 2
+    return [*stages[:half], *(Stage(0.0, stage.compute_s, stage.reduce_s) for stage in stages[half:])]
+
+
 def exposed(stages: Sequence[Stage], ahead: int, gathers_first: bool = True) -> float:
     """Seconds that compute waits if each gather is issued when the stage `ahead` before its own begins.
 

@@ -6,13 +6,17 @@ Every engine trains the same stand-in models (`_stand_ins.py`) on `composable_sh
 one process that completes collectives at modelled times. The link is so fast that a gather of the whole model takes
 0.3, 1 and 3 times the whole forward. Two clocks: `virtual`, where waiting holds the host up as on a CPU, and `streams`,
 where it holds a stream up as on an accelerator; both are exact, so figures have no spread. Beside the engines stands
-what a simulation of groups says of gathering one ahead and all ahead, and what no order can fall below.
+what a simulation of groups says of gathering one ahead and all ahead, what no order can fall below, and, for `auto`,
+the least that any schedule within its budget can reach. The exit status is 1 if `auto` exceeds that by more than a
+tenth and by more than 2 % of compute, or if it exceeds FSDP2 (streams clock); or if engines moved other bytes.
 
     python bench/overlap.py --clocks real --rounds 9     # sleeps, and computes by sleeping: with spread
     python bench/overlap.py --log ours --models uniform --ratios 1 --clocks streams
 """
 
 import argparse
+import dataclasses
+import functools
 import random
 import sys
 from collections.abc import Callable
@@ -28,14 +32,17 @@ import _simulate
 from _engines import shard_units
 from _simulate import Unit
 from _stand_ins import MODELS, units_of
-from composable_shard import testing
+from composable_shard import Costs, ShardPlan, current_plan, last_record, testing
+from composable_shard._optimum import least_exposed
 
 WARM_STEPS = 6
 TOKENS = 4
 SAME_BYTES = 0.01  # by which engines' bytes may differ: flags and paddings of small groups
 EXACT = ("virtual", "streams")
 CLOCKS = (*EXACT, "real")
-ENGINES = ("ours", "ours-two", "ours-far", "ours-auto", "ours-auto-fsdp2", "fsdp2", "fsdp2-again")
+ENGINES = ("ours", "ours-two", "ours-far", "ours-auto", "ours-auto-fsdp2", "ours-auto-whole", "fsdp2", "fsdp2-again")
+OVER_BOUND, OF_COMPUTE = 1.10, 0.02  # by which `auto` may exceed its bound: a factor, or a share of compute
+OVER_FSDP2 = 1.001  # flags of a few bytes travel with our reductions
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,8 @@ class OverlapResult:
     """Milliseconds of a step: `gathers_forward`, `gathers_backward` and `reductions` are the parts of `exposed`.
 
     `over_fsdp2` is this engine's exposed time over that of torch's FSDP2 in the same round; `bytes` are of the
-    collectives of a step.
+    collectives of a step. Of ours, `predicted_ms` is what the plan says, `peak_bytes` what the pool leased at most and
+    `planned_bytes` what the plan says of that. Of `auto` with a budget, `bound_ms` is the least of any schedule.
     """
 
     model: str
@@ -57,6 +65,22 @@ class OverlapResult:
     gathers_backward_ms: float
     reductions_ms: float
     bytes: int | None
+    predicted_ms: float | None = None
+    peak_bytes: int | None = None
+    planned_bytes: int | None = None
+    bound_ms: float | None = None
+
+    @property
+    def misses(self) -> list[str]:
+        """What `auto` promises and does not keep, in words."""
+        if self.bound_ms is None:
+            return []
+        limit = max(OVER_BOUND * self.bound_ms, self.bound_ms + OF_COMPUTE * self.compute_ms)
+        found = [f"{self.exposed_ms.median:.3f} ms exposed, at most {limit:.3f} expected"]
+        found = found if self.exposed_ms.median > limit else []
+        if self.clock == "streams" and self.over_fsdp2 is not None and self.over_fsdp2.median > OVER_FSDP2:
+            found.append(f"{self.over_fsdp2.median:.3f} of FSDP2")
+        return found
 
 
 @dataclass
@@ -114,6 +138,13 @@ class Case:
         """Of a gather or reduction of so many bytes."""
         return self.latency_s + (self.world - 1) / self.world * nbytes / self.bandwidth
 
+    def timed(self, plan: ShardPlan) -> ShardPlan:
+        """The plan with the times of this case, and the schedule that it has."""
+        forward = {fqn: unit.forward_s for fqn, unit in zip(plan.order, self.units, strict=True)}
+        backward = {fqn: unit.backward_s for fqn, unit in zip(plan.order, self.units, strict=True)}
+        link = {"latency": self.latency_s, "bandwidth": self.bandwidth}
+        return dataclasses.replace(plan, costs=Costs.of(**link, forward=forward, backward=backward))
+
     def __str__(self) -> str:
         return f"{self.model}, communication {self.ratio:g} of compute, {self.clock} clock"
 
@@ -141,6 +172,41 @@ def measure(case: Case, engines: list[str], rounds: int) -> list[Side]:
     return sides
 
 
+def foreseen(case: Case, side: Side) -> dict[str, float | int | None]:
+    """What our plan says of a step, beside what it did; nothing where lists of modules go before the plan.
+
+    On the real clock the host computes too: there a plan is taken at the times that it has measured, if it has.
+    """
+    if not side.name.startswith("ours") or side.name == "ours-far":
+        return {}
+    plan = current_plan(side.model)
+    if case.clock in EXACT:
+        plan = case.timed(plan)
+    elif plan.costs is None:
+        return {}
+    record = last_record(side.model)
+    assert record is not None
+    predicted = plan.predicted()
+    found = {
+        "predicted_ms": 1e3 * (predicted.exposed or 0.0),
+        "peak_bytes": record.peak_bytes,
+        "planned_bytes": plan.peak_bytes,
+    }
+    if plan.pool.budget is not None and side.name in ("ours-auto", "ours-auto-fsdp2"):
+        found["bound_ms"] = 1e3 * bound_of(plan)
+    return found
+
+
+@functools.cache
+def bound_of(plan: ShardPlan) -> float:
+    """The least exposed seconds within the budget of a plan with costs."""
+    steps, sizes, times = plan.parts()
+    assert times is not None
+    known = plan.predicted().exposed
+    assert known is not None
+    return least_exposed(steps, sizes, times, plan.pool.budget, known)
+
+
 def results_of(case: Case, sides: list[Side]) -> list[OverlapResult]:
     """What was measured, then what simulations say."""
     reference = next((side for side in sides if side.name == "fsdp2"), None)
@@ -160,6 +226,7 @@ def results_of(case: Case, sides: list[Side]) -> list[OverlapResult]:
                 gathers_backward_ms=side.parts["gathers_backward"],
                 reductions_ms=side.parts["reductions"],
                 bytes=side.nbytes,
+                **foreseen(case, side),  # type: ignore[arg-type]
             )
         )
     stages = _simulate.stages_of(case.units, case.seconds)
@@ -168,6 +235,7 @@ def results_of(case: Case, sides: list[Side]) -> list[OverlapResult]:
         "the same, gathers first": lambda: _simulate.exposed(stages, 1),
         "simulated, all ahead": lambda: _simulate.exposed(stages, len(stages)),
         "no order can": lambda: _simulate.least_exposed(stages),
+        "no order can, all kept": lambda: _simulate.least_exposed(_simulate.kept(stages)),
     }
     for name, rule in rules.items():
         exposed = 1e3 * rule()
@@ -197,9 +265,18 @@ def show(model: str, clock: str, results: list[OverlapResult], options: argparse
     )
     _report.table(
         f"Exposed communication, ms: {model}, {clock} clock",
-        ("engine", *(word for ratio in options.ratios for word in (f"at {ratio:g}", "/ FSDP2"))),
-        [(name, *(cell for r in row for cell in (text(r.exposed_ms), text(r.over_fsdp2)))) for name, row in found],
+        ("engine", *(word for ratio in options.ratios for word in (f"at {ratio:g}", "/ FSDP2", "/ bound"))),
+        [
+            (name, *(cell for r in row for cell in (text(r.exposed_ms), text(r.over_fsdp2), over_bound(r))))
+            for name, row in found
+        ],
         caption,
+    )
+    ours = [(name, row) for name, row in found if row[0].planned_bytes is not None]
+    _report.table(
+        "measured / predicted: exposed time, and peak bytes of the pool",
+        ("engine", *(word for ratio in options.ratios for word in (f"time at {ratio:g}", "bytes"))),
+        [(name, *(cell for r in row for cell in over_prediction(r))) for name, row in ours],
     )
     if options.parts:
         parts = ("gathers_forward_ms", "gathers_backward_ms", "reductions_ms")
@@ -212,6 +289,20 @@ def show(model: str, clock: str, results: list[OverlapResult], options: argparse
                 if row[0].bytes is not None
             ],
         )
+
+
+def over_bound(result: OverlapResult) -> str:
+    if result.bound_ms is None:
+        return "-"
+    return f"{result.exposed_ms.median / result.bound_ms:.3f}" if result.bound_ms else "1"
+
+
+def over_prediction(result: OverlapResult) -> tuple[str, str]:
+    assert result.predicted_ms is not None
+    assert result.planned_bytes is not None
+    assert result.peak_bytes is not None
+    time = result.exposed_ms.median / result.predicted_ms if result.predicted_ms else 1.0
+    return f"{time:.3f}", f"{result.peak_bytes / result.planned_bytes:.3f}"
 
 
 def differing(sides: list[Side]) -> bool:
@@ -267,7 +358,12 @@ def main() -> int:
             for ratio in options.ratios:
                 case = Case(model, ratio, clock, options.world, 1e-6 * options.latency_us, units)
                 sides = measure(case, options.engines, options.rounds)
-                found += results_of(case, sides)
+                made = results_of(case, sides)
+                found += made
+                for result in made:
+                    for miss in result.misses if clock in EXACT else ():
+                        print(f"overlap.py: {case}: {result.engine}: {miss}", file=sys.stderr)
+                        failed = True
                 if differing(sides):
                     print(f"overlap.py: {case}: the engines moved different amounts of bytes", file=sys.stderr)
                     failed = True

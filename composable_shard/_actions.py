@@ -38,6 +38,7 @@ class Actions:
         changed: the event behind the last change of the parameters; gathers start behind it.
         repeated: groups that get gradients from several uses in the backward that runs now.
         max_reductions: how many reductions may be in flight, by a schedule; a group's settings may allow fewer.
+        in_flight: groups whose reduction a schedule issues with another number of them in flight.
         reduces_first: whether reductions are waited for before backward gathers, whatever the groups say.
         budget: bytes that may be leased at once; what would exceed them is not gathered ahead.
         watch: times what is done, if anybody wants to know.
@@ -50,6 +51,7 @@ class Actions:
         self.changed: torch.Event | None = None
         self.repeated: frozenset[ParamGroup] = frozenset()
         self.max_reductions: int | None = None
+        self.in_flight: dict[ParamGroup, int] = {}
         self.reduces_first = False
         self.budget: int | None = None
         self.watch: Stopwatch | None = None
@@ -198,7 +200,7 @@ class Actions:
 
     def reduce(self, group: ParamGroup, gradients: Gradients) -> None:
         """Issue the reduction of a group's gradients; `.grad` is set when it is waited for."""
-        limits = group.options.max_reductions, self.max_reductions
+        limits = group.options.max_reductions, self.in_flight.get(group, self.max_reductions)
         while len(self._reductions) >= min([limit for limit in limits if limit], default=MAX_REDUCTIONS):
             self._settle_oldest()
         if self.budget is not None:

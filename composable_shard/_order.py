@@ -39,7 +39,7 @@ class Order:
         """
         schedule, named, edges = plan.schedule, self._by_fqn, plan.edges()
         told = [*edges.forward, *edges.backward]
-        names = [*plan.order, *edges.kept, *(fqn for at, ahead in told for fqn in (at, *ahead))]
+        names = [*plan.order, *edges.kept, *dict(edges.in_flight), *(fqn for at, ahead in told for fqn in (at, *ahead))]
         if strange := [fqn for fqn in names if fqn not in named]:
             raise ShardConfigValueError(f"plan: names {strange[0]!r}, which is no group of this model")
         backward, order = dict(edges.backward), [step.fqn for step in plan.backward_order()]
@@ -52,6 +52,7 @@ class Order:
         for fqn, group in named.items():
             group.stays = None if schedule is None else fqn in schedule.kept
         self._do.max_reductions = None if schedule is None else edges.max_reductions
+        self._do.in_flight = {named[fqn]: number for fqn, number in edges.in_flight}
         self._do.reduces_first = edges.reduces_first
         self._do.budget = plan.pool.budget
         self.plan = plan

@@ -22,7 +22,7 @@ from ._record import Record
 from ._schedule import Action, Edges, Schedule, Step, backward_order, one_ahead, timed_step, training_step
 from ._simulation import Costs, Prediction, Sizes, Times, Trace, lifetimes, live_bytes, predict, trace
 
-JSON_VERSION = 1
+JSON_VERSION = 2
 ONE_AHEAD = PrefetchPolicy.depth(1)
 UNBOUNDED = PoolPolicy()
 
@@ -126,6 +126,10 @@ class ShardPlan:
     def _sizes(self) -> dict[str, Sizes]:
         return {fqn: self.group(fqn).sizes for fqn in dict.fromkeys(self.order)}
 
+    def parts(self) -> tuple[list[Step], dict[str, Sizes], dict[str, Times] | None]:
+        """What a schedule is made of: the groups in order, their bytes, and their seconds where costs are known."""
+        return self._steps(), self._sizes(), self.times()
+
     def times(self) -> dict[str, Times] | None:
         """Seconds of each group by FQN; None without costs."""
         if self.costs is None:
@@ -149,6 +153,7 @@ class ShardPlan:
             forward=those(edges.forward),
             backward=those(edges.backward),
             kept=tuple(fqn for fqn in edges.kept if fqn in fqns),
+            in_flight=tuple(each for each in edges.in_flight if each[0] in fqns),
         )
         groups = tuple(group for group in self.groups if group.fqn in fqns)
         return replace(self, groups=groups, order=tuple(f for f in self.order if f in fqns), schedule=schedule)
@@ -184,6 +189,7 @@ class ShardPlan:
         named = {"order": plan.order}
         if edges is not None:
             named["schedule.kept"] = edges.kept
+            named["schedule.in_flight"] = tuple(fqn for fqn, _ in edges.in_flight)
             for name, pairs in (("forward", edges.forward), ("backward", edges.backward)):
                 named[f"schedule.{name}"] = tuple(fqn for at, ahead in pairs for fqn in (at, *ahead))
         for name, listed in named.items():

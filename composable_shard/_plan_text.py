@@ -80,7 +80,8 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 def _schedule_lines(schedule: Schedule) -> list[str]:
     lines = [f"  {event} gathers {groups}" for event, groups in _edges(schedule).items()]
     first = ", before gathers of backward" if schedule.reduces_first else ""
-    return [*lines, f"  reductions in flight: {schedule.max_reductions}{first}"]
+    others = "".join(f", {number} with that of {fqn or ROOT_NAME}" for fqn, number in schedule.in_flight)
+    return [*lines, f"  reductions in flight: {schedule.max_reductions}{others}{first}"]
 
 
 def _edges(schedule: Schedule) -> dict[str, str]:
@@ -166,7 +167,7 @@ def schedule_changes(old: Schedule, new: Schedule) -> list[str]:
     ]
     lines += [f"kept after forward: {fqn or ROOT_NAME} no more" for fqn in old.kept if fqn not in new.kept]
     lines += [f"kept after forward: {fqn or ROOT_NAME} now" for fqn in new.kept if fqn not in old.kept]
-    for name in ("max_reductions", "reduces_first"):
+    for name in ("max_reductions", "in_flight", "reduces_first"):
         here, there = getattr(old, name), getattr(new, name)
         lines += [f"{name}: {here} -> {there}"] if here != there else []
     if not lines and old.kept != new.kept:

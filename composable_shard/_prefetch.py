@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ._errors import PoolBudgetError
+from ._optimum import Found, Optimum, sets_to_keep
 from ._policies import PrefetchPolicy
 from ._schedule import (
     MAX_REDUCTIONS,
@@ -35,6 +36,8 @@ from ._simulation import Sizes, Timeline, Times, lifetimes, live_bytes, simulate
 _LEVELS = ((MAX_REDUCTIONS, False), (1, False), (1, True))  # reductions in flight; whether they come first
 _MOST_ACTIONS = 60_000  # to look at in a search for what to keep: about a second
 _SMALL = 160  # actions of a step up to which what costs more than it mostly gains is tried as well
+_MOST_STATES = 40_000  # to look at in a search for the optimum: about half a second
+_MOST_GROUPS = 12  # that it may keep or not: more have too many sets
 
 
 class _Gather(NamedTuple):
@@ -263,6 +266,7 @@ class _Auto:
         fits = self.kept == kept_by_setting(steps)
         self.fixed = {step.fqn for step in steps if step.fqn in self.kept and (fits or step.is_root)}
         self.budget = budget
+        self.reduces_first = any(step.reduces_first for step in steps)
         self.looked_at = 0
         self.slack = 0.002 * sum(times[step.fqn].forward + times[step.fqn].backward for step in steps)
 
@@ -276,7 +280,33 @@ class _Auto:
             if better is None:
                 break
             best = better
+        return self._optimum(best, limit)
+
+    def _optimum(self, best: _Try, limit: int) -> _Try:
+        """What an exact search finds in time, if that is better."""
+        roots = {step.fqn for step in self.steps if step.is_root}
+        if self.reduces_first or any(step.shrinks for step in self.steps) or not roots <= set(self.kept):
+            return best
+        few = len(self.steps) - len(self.fixed) <= _MOST_GROUPS
+        sets = sets_to_keep(self.steps, self.sizes, self.times, limit, self.fixed) if few else [best.schedule.kept]
+        left = _MOST_STATES
+        for kept in sets:
+            search = Optimum(self.steps, self.sizes, self.times, limit, kept)
+            found = search.best(best.exposed - self.slack, left)
+            left -= search.looked_at
+            if found is not None:
+                best = min([best, *self._followed(kept, found, limit)], key=lambda each: (each.exposed, each.held))
+            if left < 0:
+                break
         return best
+
+    def _followed(self, kept: Sequence[str], found: Found, limit: int) -> Iterator[_Try]:
+        """A schedule that was found, with gathers as late as they may be."""
+        fewer = tuple((fqn, number) for fqn, number in found.in_flight if number != MAX_REDUCTIONS)
+        bare = _Bare(self.steps, self.sizes, Schedule((), (), tuple(kept), in_flight=fewer))
+        early = self._judged(bare.scheduled(found.gathers))
+        late = self._judged(bare.scheduled(self._put_off(bare, early, found.gathers)))
+        yield from (each for each in (early, late) if each.peak <= limit)
 
     def _waits_for_gathers(self, best: _Try) -> bool:
         """Whether keeping weights can help: something but the reductions at the end is waited for in backward."""
@@ -335,7 +365,16 @@ class _Auto:
         if not tries:
             return None
         most = min(most, min(each.exposed for each in tries) + self.slack)
-        return min((each for each in tries if each.exposed <= most), key=lambda each: (each.peak, each.held))
+        return min((each for each in tries if each.exposed <= most), key=self._price)
+
+    def _price(self, found: _Try) -> tuple[bool, int, int]:
+        """What a schedule costs beside time.
+
+        Where there is a budget to use, reductions come first last of all: when half of a backward is over, which is
+        when they are waited for, is known least.
+        """
+        unsure = self.budget is not None and found.schedule.reduces_first and not self.reduces_first
+        return unsure, found.peak, found.held
 
     def _judged(self, schedule: Schedule) -> _Try:
         actions = timed_step(self.steps, schedule)

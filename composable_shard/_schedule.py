@@ -91,6 +91,7 @@ class Schedule:
         max_reductions: most reductions in flight; issuing one more waits for the oldest.
         reduces_first: whether backward of every group waits for all reductions before it gathers, which `Step` says of
             some groups anyway.
+        in_flight: groups for whose reduction another number holds than `max_reductions`, and that number.
     """
 
     forward: Edges
@@ -98,10 +99,14 @@ class Schedule:
     kept: tuple[str, ...]
     max_reductions: int = MAX_REDUCTIONS
     reduces_first: bool = False
+    in_flight: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_reductions < 1:
             raise ShardConfigValueError(f"Schedule.max_reductions={self.max_reductions!r}: expected at least 1")
+        for fqn, number in self.in_flight:
+            if number < 1:
+                raise ShardConfigValueError(f"Schedule.in_flight[{fqn!r}]={number!r}: expected at least 1")
 
     def ahead(self) -> dict[Action, tuple[str, ...]]:
         """The edges by the action at which they gather: a `FORWARD` or a `BACKWARD`."""
@@ -198,6 +203,7 @@ def with_reductions(actions: Sequence[Action], steps: Sequence[Step], schedule: 
     """Reduce the gradients of a group behind its last reshard, so that the buffer can take the place of the weights."""
     trains = {step.fqn for step in steps if step.trains}
     first = {step.fqn for step in steps if step.reduces_first or schedule.reduces_first}
+    allowed = dict(schedule.in_flight)
     reducing: deque[Action] = deque()
     found: list[Action] = []
     running: str | None = None  # whose backward it is
@@ -213,7 +219,7 @@ def with_reductions(actions: Sequence[Action], steps: Sequence[Step], schedule: 
             settle()
         found.append(action)
         if action.kind is Kind.RESHARD and running is not None and action.fqn in trains:
-            settle(schedule.max_reductions - 1)
+            settle(allowed.get(action.fqn, schedule.max_reductions) - 1)
             reducing.append(Action(Kind.REDUCED, action.fqn))
             found.append(Action(Kind.REDUCE, action.fqn))
     settle()

@@ -1,4 +1,4 @@
-"""What a plan says of a step, beside the step: bytes equal, exposed time near, where hosts wait and where streams do."""
+"""What a plan says of a step, beside the step, where hosts wait and where streams do: bytes equal, time near."""
 
 from __future__ import annotations
 
@@ -111,7 +111,27 @@ def test_a_plan_foretells_bytes_exactly_and_exposed_time_within_a_seventh(clock,
         assert clock == "streams" or foreseen(plan) <= 1.15 * exposed
 
 
-class Broken(Exception):
+@CLOCKS
+def test_as_many_reductions_fly_as_the_plan_says_group_by_group(clock):
+    with net(clock=clock) as sim:
+        model = built(P.depth(2))
+        plan = cs.make_plan(model)
+        fewer = (("blocks.4", 1), ("blocks.1", 1))
+        schedule = replace(plan.with_policies(P.depth(2)).edges(), in_flight=fewer)
+        model.set_plan(replace(plan, schedule=schedule))
+        train(model, sim, 3)
+        record, followed = cs.last_record(model), cs.current_plan(model)
+        assert (
+            record.actions
+            == followed.actions()
+            != replace(followed, schedule=replace(schedule, in_flight=())).actions()
+        )
+        assert record.live_bytes == followed.live_bytes()
+        assert "2, 1 with that of blocks.4, 1 with that of blocks.1" in str(followed)
+        assert cs.ShardPlan.from_json(followed.to_json()) == followed
+
+
+class BrokenError(Exception):
     pass
 
 
@@ -125,11 +145,11 @@ def test_a_reduction_that_fails_gives_its_memory_back(monkeypatch):
         def wait(event, finish_s):
             if event.kind == "reduce_scatter" and not calls:
                 calls.append(event)
-                raise Broken
+                raise BrokenError
             sim_wait(event, finish_s)
 
         monkeypatch.setattr(sim, "wait", wait)
-        with pytest.raises(Broken):
+        with pytest.raises(BrokenError):
             train(model, sim, 1)
         train(model, sim, 1)
         assert calls

@@ -1,0 +1,115 @@
+"""The exact search beside all schedules of small models."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from _plans import random_model
+from composable_shard import PrefetchPolicy
+from composable_shard._optimum import Optimum, least_exposed, sets_to_keep
+from composable_shard._prefetch import _Bare, scheduled
+from composable_shard._schedule import MAX_REDUCTIONS, Schedule, Step, kept_by_setting, one_ahead, timed_step
+from composable_shard._simulation import Times, lifetimes, live_bytes, peak_bytes, simulate
+
+SEEDS = pytest.mark.parametrize("seed", range(8))
+
+
+def model_of(seed, blocks=2):
+    """A small model whose groups do not reduce first."""
+    rng = random.Random(seed)
+    steps, sizes, times = random_model(rng, blocks)
+    steps = [Step(s.fqn, s.is_root, s.reshard_after_forward, s.trains) for s in steps]
+    peak = peak_bytes(lifetimes(timed_step(steps, one_ahead(steps)), sizes))
+    return steps, sizes, times, int(rng.choice([1.0, 1.2, 1.5]) * peak)
+
+
+def all_issues(bare, place=0, least=0):
+    if place == len(bare.gathers):
+        yield []
+        return
+    gather = bare.gathers[place]
+    for event in range(max(least, bare.first_event(gather)), gather.event + 1):
+        for rest in all_issues(bare, place + 1, event):
+            yield [event, *rest]
+
+
+def all_schedules(steps, sizes, kept):
+    """All that the engine can do, but for reductions that come first."""
+    trains = [step.fqn for step in steps if step.trains and not step.is_root]
+    for counts in itertools.product(range(1, MAX_REDUCTIONS + 1), repeat=len(trains)):
+        in_flight = tuple(zip(trains, counts, strict=True))
+        bare = _Bare(steps, sizes, Schedule((), (), kept, in_flight=in_flight))
+        for issued in all_issues(bare):
+            yield bare.scheduled(issued)
+
+
+def judged(steps, sizes, times, schedule):
+    """Exposed seconds, and the most bytes up to the root's own reduction, which comes last."""
+    actions = timed_step(steps, schedule)
+    last = max(at for at, action in enumerate(actions) if action.kind == "RESHARD")
+    return simulate(actions, times).exposed, max(live_bytes(lifetimes(actions, sizes), len(actions))[:last])
+
+
+@SEEDS
+def test_the_search_finds_the_best_of_all_schedules_and_tells_how(seed):
+    steps, sizes, times, budget = model_of(seed)
+    for kept in sets_to_keep(steps, sizes, times, budget):
+        best = math.inf
+        for schedule in all_schedules(steps, sizes, kept):
+            exposed, peak = judged(steps, sizes, times, schedule)
+            best = min(best, exposed) if peak <= budget else best
+        found = Optimum(steps, sizes, times, budget, kept).best(math.inf)
+        if found is None:
+            assert best == math.inf
+            continue
+        assert found.exposed == pytest.approx(best, abs=1e-12)
+        bare = _Bare(steps, sizes, Schedule((), (), kept, in_flight=found.in_flight))
+        exposed, peak = judged(steps, sizes, times, bare.scheduled(found.gathers))
+        assert exposed == pytest.approx(best, abs=1e-12)
+        assert peak <= budget
+
+
+@SEEDS
+def test_what_may_be_issued_anywhere_is_never_later(seed):
+    steps, sizes, times, budget = model_of(seed, 4)
+    for kept in sets_to_keep(steps, sizes, times, budget):
+        found = Optimum(steps, sizes, times, budget, kept).best(math.inf)
+        free = Optimum(steps, sizes, times, budget, kept, anywhere=True).best(math.inf)
+        assert found is None or free.exposed <= found.exposed + 1e-12
+
+
+@SEEDS
+def test_auto_reaches_the_optimum_of_what_the_engine_can_do(seed):
+    steps, sizes, times, budget = model_of(seed, 5)
+    schedule = scheduled(steps, sizes, PrefetchPolicy.auto(), budget, times)
+    exposed = simulate(timed_step(steps, schedule), times).exposed
+    kept_always = kept_by_setting(steps)
+    bound = least_exposed(steps, sizes, times, budget, math.inf, kept_always)
+    optimum = math.inf
+    for kept in sets_to_keep(steps, sizes, times, budget, kept_always):
+        found = Optimum(steps, sizes, times, budget, kept).best(optimum)
+        optimum = optimum if found is None else found.exposed
+    compute = sum(time.forward + time.backward for time in times.values())
+    assert bound <= optimum + 1e-12
+    assert exposed <= max(1.10 * optimum, optimum + 0.02 * compute)
+
+
+def test_sets_to_keep_fit_and_those_that_save_most_come_first():
+    steps, sizes, times, _ = model_of(1, 3)
+    budget = sum(size.weights for size in sizes.values()) - 1
+    sets = sets_to_keep(steps, sizes, times, budget)
+    saved = [sum(times[fqn].gather for fqn in kept if fqn) for kept in sets]
+    assert saved == sorted(saved, reverse=True)
+    assert ("",) in sets
+    assert ("", "b0", "b1", "b2") not in sets
+
+
+def test_a_step_without_compute_has_an_optimum_too():
+    steps, sizes, times, _ = model_of(2, 2)
+    still = {fqn: Times(0.0, 0.0, each.gather, each.reduce) for fqn, each in times.items()}
+    search = Optimum(steps, sizes, still, None, ("",))
+    assert search.best(math.inf).exposed == pytest.approx(search.link_seconds)
