@@ -31,6 +31,7 @@ from ._backward import BackwardPass, Token
 from ._bucket import Bucket
 from ._gradients import GradientFlow, watch_leaf
 from ._group import Gradients, ParamGroup, Runtime
+from ._iterations import Iterations
 from ._node import Entries, Keeper, Outputs, Use, unshard
 from ._optimizers import watch_steps
 from ._order import Order
@@ -39,13 +40,7 @@ from ._plan import ShardPlan
 from ._record import Record
 from ._schedule import Kind
 from ._timing import Stopwatch
-from ._torch import (
-    Fate,
-    apart_from_checkpoints,
-    current_backward,
-    gradient_fates,
-    queue_backward_callback,
-)
+from ._torch import Fate, apart_from_checkpoints, current_backward, gradient_fates, queue_backward_callback
 from ._tuning import Tuning
 
 
@@ -83,6 +78,7 @@ class Engine:
         self.ends_by_hand = False
         self.changed_at: torch.Event | None = None
         self._count = 0
+        self._iterations = Iterations()
         self._depth = 0  # forwards of sharded modules that run inside one another
         self._first_seen = 0  # where, in the record, this forward began
         self._pass: BackwardPass | None = None
@@ -94,9 +90,12 @@ class Engine:
     @property
     def last_record(self) -> Record | None:
         """What the last finished iteration did; None if there was none yet."""
-        if self._depth == 0 and self._pass is None and all(use.fired for use in self._uses.values()):
-            self._do.roll_record()
-        return self._do.last_record
+        over = not self._iterations.waiting or self._no_graph_lives()
+        over = over and self._depth == 0 and self._pass is None
+        return (self._do.record_so_far() if over else None) or self._do.last_record
+
+    def _no_graph_lives(self) -> bool:  # of this rank alone: no collective may depend on it
+        return all([use.fired for use in self._uses.values()])
 
     # ---- forward
 
@@ -110,7 +109,7 @@ class Engine:
     def _begin_forward(self) -> None:
         if self._pass is not None:
             self._recover()
-        waiting = {use.group for use in self._uses.values() if not use.fired}
+        waiting = self._iterations.begin()
         if not waiting:
             self._do.roll_record()
         self._do.parameters_changed(self.changed_at)
@@ -118,7 +117,8 @@ class Engine:
         if self._do.drop_outdated(waiting):
             self._do.rebuild(self.groups)
         elif not waiting:
-            self._do.plan_memory()
+            if self._no_graph_lives():
+                self._do.plan_memory()
             self._tuning.between_steps()
         self.order.begin()
         self._first_seen = len(self._do.seen)
@@ -161,13 +161,15 @@ class Engine:
         found: tuple[Use, Outputs] | None = None
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             self._count += 1
-            use = Use(group, self._count, made_in, entries)
+            forward = self._iterations.forward if made_in < 0 else 0
+            use = Use(group, self._count, made_in, entries, forward)
             group.buckets[0].saved = 0
             found = (use, ())
             self._open[group] = self._uses[use.number] = use
             if group.trains:
                 found = (use, unshard(self, use))
                 entries.show(found[1])
+                self._iterations.await_backward(forward)
             else:
                 self.keepers |= dict.fromkeys(group.buckets, Keeper(self, use))
         if found is None or not found[1]:
@@ -201,13 +203,14 @@ class Engine:
 
     # ---- backward
 
-    def _open_pass(self, number: int) -> BackwardPass:
+    def _open_pass(self, number: int, use: Use | None = None) -> BackwardPass:
         """The pass that runs now; its end is queued when it is first heard of."""
         if self._pass is not None and not self._pass.alive:
             self._recover()
         if self._pass is None:
             token = Token()
-            self._pass = BackwardPass(number, token, self._uses.values(), partial(_on_end, weakref.ref(self)))
+            self._pass = BackwardPass(number, token, self._uses.values(), partial(_on_end, weakref.ref(self)), use)
+            self._iterations.reach(self._pass.newest)
             self._do.repeated = self._pass.repeated
             queue_backward_callback(partial(self._end_backward, token))
         self._pass.note(number)
@@ -215,7 +218,7 @@ class Engine:
 
     def before_backward(self, use: Use, outputs: Outputs, gradients: object = None) -> None:
         """Backward has reached an output of a use, with these gradients."""
-        now = self._open_pass(current_backward())
+        now = self._open_pass(current_backward(), use)
         if use.entered == now.number:
             return
         use.entered = now.number
@@ -251,7 +254,7 @@ class Engine:
     def on_gradients(self, use: Use, leaf_nodes: Sequence[Any], gradients: Gradients) -> list[torch.Tensor | None]:
         """The node of a use runs."""
         number = current_backward()
-        now = self._open_pass(number)
+        now = self._open_pass(number, use)
         self._gradients.take_hooks(use.group)
         fates = gradient_fates(leaf_nodes)
         wanted = gradients
@@ -295,14 +298,13 @@ class Engine:
             self._do.catch_up()
             for use in list(self._active.values()):
                 self._complete(now, use, use.add([None] * len(use.group.params)))
-            self._gradients.finish(now, self.groups, wait=self.is_last_backward and not self.ends_by_hand)
-        self._do.drop_after_backward()
+        self.end_backward_by_hand(self.is_last_backward and not self.ends_by_hand, now)
         self._forget_pass()
 
-    def end_backward_by_hand(self, wait: bool = True) -> None:
+    def end_backward_by_hand(self, wait: bool = True, now: BackwardPass | None = None) -> None:
         """Reduce what is kept, wait (or leave that to `settle`), and reshard."""
         with torch.no_grad():
-            self._gradients.finish(None, self.groups, wait)
+            self._gradients.finish(now, self.groups, wait)
         self._do.drop_after_backward()
 
     def reset(self) -> None:
@@ -329,6 +331,7 @@ class Engine:
         """A backward has failed: give up what it left behind."""
         self._gradients.discard()
         self._forget_pass()
+        self._iterations.end()
         for use in self._uses.values():
             use.partial = None
         for group in self.groups:
@@ -375,7 +378,7 @@ class Engine:
 
     def converted(self, groups: Sequence[ParamGroup]) -> None:
         """Parameters were moved or converted: memory goes back, unless a graph still needs it for its backward."""
-        if self._depth or self._pass is not None or not all(use.fired for use in self._uses.values()):
+        if self._depth or self._pass is not None or not self._no_graph_lives():
             return
         self._gradients.settle()
         self._do.rebuild(groups)
@@ -384,6 +387,7 @@ class Engine:
         """No unsharded copy outlives the values that it was made of, and no graph may ask for them any more."""
         for group in self.groups:
             if not theirs.isdisjoint(map(id, group.shards)):
+                self._iterations.end()
                 if self._pass is None:
                     self._gradients.settle()  # of a backward that was not the last one
                 group.stepped()
@@ -391,6 +395,5 @@ class Engine:
 
 
 def _on_end(engine: weakref.ref[Engine]) -> None:
-    there = engine()
-    if there is not None:
+    if (there := engine()) is not None:
         there.on_pass_gone()
