@@ -95,7 +95,7 @@ class Engine:
         return (self._do.record_so_far() if over else None) or self._do.last_record
 
     def _no_graph_lives(self) -> bool:  # of this rank alone: no collective may depend on it
-        return all([use.fired for use in self._uses.values()])
+        return all(use.fired for use in self._uses.values())
 
     # ---- forward
 

@@ -27,7 +27,7 @@ class Iterations:
         return 0 < self._awaited - self._reached < _MOST_WAITING
 
     def begin(self) -> bool:
-        """A forward begins; returns whether an earlier one still waits for its backward: then both are one iteration."""
+        """A forward begins; returns whether an earlier one waits for its backward: both are of one iteration then."""
         waiting = self.waiting
         if not waiting:
             self._reached = self.forward

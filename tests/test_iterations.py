@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import composable_shard as cs
-from _models import shard_blocks, vectors
+from _models import vectors
 from _pool import distributed
 from _stepping import assert_same_gradients, counted_gathers, engine_of, train_step, twins
 from composable_shard._iterations import Iterations
@@ -51,7 +51,7 @@ def test_an_output_that_one_rank_alone_keeps_changes_no_gather(rank, world, resh
 
 @distributed(world=2, limit_s=LIMIT_S)
 def test_auto_measures_the_same_steps_whatever_one_rank_keeps_or_asks(rank, world):
-    model, plain = twins(reshard_after_forward=True)
+    model, _ = twins(reshard_after_forward=True)
     model.set_prefetch_policy(cs.PrefetchPolicy.auto())
     kept = []
     measured = []
