@@ -64,6 +64,7 @@ class Actions:
         self._done: list[Any] = []
         self._last: tuple[list[Any], list[ParamGroup], tuple[Span, ...]] | None = None
         self._last_record: Record | None = None
+        self._so_far: Record | None = None
 
     # ---- the record
 
@@ -71,7 +72,7 @@ class Actions:
         """An iteration has ended: what was done becomes the last record, unless nothing was."""
         if self._done:
             self._last = self._done, self.seen, () if self.watch is None else self.watch.take()
-            self._last_record = None
+            self._last_record = self._so_far = None
             self._done, self.seen = [], []
 
     @property
@@ -82,9 +83,10 @@ class Actions:
         return self._last_record
 
     def record_so_far(self) -> Record | None:
-        """What was done since the last record; None if nothing was."""
-        spans = () if self.watch is None else self.watch.spans
-        return _record(self._done, self.seen, spans) if self._done else None
+        """What was done since the last record; None if nothing was. The same object until more is done."""
+        if self._done and (self._so_far is None or len(self._so_far.actions) * 3 != len(self._done)):
+            self._so_far = _record(self._done, self.seen, () if self.watch is None else self.watch.spans)
+        return self._so_far
 
     @property
     def done(self) -> list[Any]:

@@ -184,6 +184,7 @@ def build_engine(root: nn.Module, measure: bool = True) -> Engine:
             asked.small,
         )
     engine = Engine([(group, state.entries) for state, group in groups.items()], plan, runtime, among)
+    engine.learning.given = own is not None and own.asked.plan is not None
     for _, state in found:
         state.traced.bind(groups.get(state), is_root=state in of_root)
         state.bind(Bound(engine, groups.get(state), state in of_root))

@@ -32,6 +32,7 @@ from ._bucket import Bucket
 from ._gradients import GradientFlow, watch_leaf
 from ._group import Gradients, ParamGroup, Runtime
 from ._iterations import Iterations
+from ._learning import Learning
 from ._node import Entries, Keeper, Outputs, Use, unshard
 from ._optimizers import watch_steps
 from ._order import Order
@@ -54,7 +55,7 @@ class Engine:
         among: the process groups of the meshes, with their devices.
 
     Attributes:
-        order: what comes next, by the plan or by the user.
+        order, learning: what comes next, by the plan or by the user; what is learned for the next plan.
         has_run: whether a module has run forward.
         pool: the memory of all groups.
         is_last_backward: whether backward waits, at its end, for the reductions that it has issued.
@@ -71,7 +72,8 @@ class Engine:
         self._do = Actions(groups, runtime, partial(watch_leaf, this))
         self.order = Order(plan, self._do)
         self._gradients = GradientFlow(self._do)
-        self._tuning = Tuning(self.order, self._do, among)
+        self.learning = Learning(self.order, self._do, among)
+        self._tuning = Tuning(self.learning, self.order, self._do, among)
         self._uses: dict[int, Use] = {}  # those whose graph lives, in the order of creation
         self.has_run = False
         self.is_last_backward = True
@@ -80,7 +82,6 @@ class Engine:
         self._count = 0
         self._iterations = Iterations()
         self._depth = 0  # forwards of sharded modules that run inside one another
-        self._first_seen = 0  # where, in the record, this forward began
         self._pass: BackwardPass | None = None
         self._active: dict[ParamGroup, Use] = {}  # uses whose backward has begun and not ended
         self._open: dict[ParamGroup, Use] = {}  # uses whose forward runs now
@@ -90,8 +91,7 @@ class Engine:
     @property
     def last_record(self) -> Record | None:
         """What the last finished iteration did; None if there was none yet."""
-        over = not self._iterations.waiting or self._no_graph_lives()
-        over = over and self._depth == 0 and self._pass is None
+        over = (not self._iterations.waiting or self._no_graph_lives()) and self._depth == 0 and self._pass is None
         return (self._do.record_so_far() if over else None) or self._do.last_record
 
     def _no_graph_lives(self) -> bool:  # of this rank alone: no collective may depend on it
@@ -119,9 +119,9 @@ class Engine:
         elif not waiting:
             if self._no_graph_lives():
                 self._do.plan_memory()
+            self.learning.between_steps()
             self._tuning.between_steps()
-        self.order.begin()
-        self._first_seen = len(self._do.seen)
+        self.learning.begin(torch.is_grad_enabled(), waiting)
 
     @apart_from_checkpoints
     def leave(self, learn_order: bool) -> None:
@@ -137,8 +137,8 @@ class Engine:
             unused = group.phase is ParamPhase.GATHERING or not grad
             if unused and group.phase is not ParamPhase.SHARDED and not group.pinned:
                 self._do.drop(group)  # no prefetch, and no copy of a forward without gradients, outlives its forward
-        if learn_order and grad:
-            self.order.learn(self._do.seen[self._first_seen :])
+        if learn_order:
+            self.learning.end()
 
     def before_forward(self, group: ParamGroup, entries: Entries) -> tuple[Use, Outputs] | None:
         """Show the unsharded parameters to a module that is about to run.
@@ -382,6 +382,7 @@ class Engine:
             return
         self._gradients.settle()
         self._do.rebuild(groups)
+        self.learning.converted()
 
     def before_optimizer_step(self, theirs: set[int]) -> None:
         """No unsharded copy outlives the values that it was made of, and no graph may ask for them any more."""

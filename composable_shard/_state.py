@@ -190,8 +190,8 @@ class ShardState:
         if not self.bound.is_root:
             raise ShardConfigStateError("plans and policies are the root's; set them on the outermost sharded module")
         asked = replace(self.asked, **wanted)
-        order = self.bound.engine.order
-        order.follow(asked.applied(order.plan))
+        engine = self.bound.engine
+        engine.learning.asked(asked.applied(engine.order.plan), given=wanted.get("plan") is not None)
         self.asked = asked
 
     def set_prefetch(self, backward: bool, states: list[ShardState]) -> None:

@@ -78,7 +78,7 @@ def spoiled(path, value):
         ("{", "is no JSON"),
         ("[]", "has no version"),
         ("{}", "has no version"),
-        (spoiled(["version"], 7), "version 7.*reads 1"),
+        (spoiled(["version"], 7), "version 7.*reads 2"),
         (spoiled(["more"], 7), "not known: more"),
         (spoiled(["plan"], None), "plan: expected an object, got None"),
         (spoiled(["plan", "speed"], 7), "plan: has fields that are not known: speed"),

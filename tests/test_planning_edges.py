@@ -110,7 +110,7 @@ def test_auto_measures_again_when_a_block_joins(rank, world):
     model, plain = made(P.auto())
     train(model, plain, 5, taken=(0, 1))
     assert cs.current_plan(model).costs is not None
-    train(model, plain, 1)
+    train(model, plain, 2)  # it is seen in one, and at the end of the next one all ranks know that all have seen it
     assert cs.current_plan(model).costs is None
     train(model, plain, 5)
     assert {fqn for fqn, _ in cs.current_plan(model).costs.forward} == {"", *(f"blocks.{at}" for at in range(4))}
