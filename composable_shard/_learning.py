@@ -139,7 +139,7 @@ class Learning:
         self._most_bytes = peak
         if record is None or peak <= plan.peak_bytes:
             return
-        found = drift(plan, record) if record.peak_bytes == peak else ()
+        found = drift(plan, record) if record.peak_bytes == peak and record.order == plan.order else ()
         self.log.add(
             "bytes", self.forwards, [*found, f"{peak} bytes were live, and at most {plan.peak_bytes} are planned"]
         )
