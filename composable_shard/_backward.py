@@ -18,6 +18,11 @@ class Token:
     __slots__ = ("__weakref__",)
 
 
+def _tell(listener: Callable[[], Callable[[], None] | None]) -> None:
+    if (there := listener()) is not None:
+        there()
+
+
 def _end(token: Token) -> None:
     """A nested pass has ended; its token goes with it."""
 
@@ -38,11 +43,11 @@ class BackwardPass:
         number: int,
         token: Token,
         uses: Iterable[Use],
-        on_end: Callable[[], None] = lambda: None,
+        on_end: Callable[[], Callable[[], None] | None] = lambda: None,
         opened_by: Use | None = None,
     ) -> None:
         self.number = number
-        self._token = weakref.ref(token, lambda _: on_end())
+        self._token = weakref.ref(token, lambda _: _tell(on_end))
         self._stack: list[tuple[int, weakref.ref[Token]]] = []
         live = [(use, use.node()) for use in uses]
         expected = [use for use, node in live if node is not None and node_will_run(node)]

@@ -105,6 +105,11 @@ class Engine:
             self._begin_forward()
         self._depth += 1
 
+    def check_thread(self) -> None:
+        """The root is called: not while another thread is in its forward or in a backward through it."""
+        if self._depth or (self._pass is not None and self._pass.alive):
+            self._iterations.check_thread()
+
     @apart_from_checkpoints
     def _begin_forward(self) -> None:
         if self._pass is not None:
@@ -209,7 +214,7 @@ class Engine:
             self._recover()
         if self._pass is None:
             token = Token()
-            self._pass = BackwardPass(number, token, self._uses.values(), partial(_on_end, weakref.ref(self)), use)
+            self._pass = BackwardPass(number, token, self._uses.values(), weakref.WeakMethod(self.on_pass_gone), use)
             self._iterations.reach(self._pass.newest)
             self._do.repeated = self._pass.repeated
             queue_backward_callback(partial(self._end_backward, token))
@@ -393,8 +398,3 @@ class Engine:
                     self._gradients.settle()  # of a backward that was not the last one
                 group.stepped()
                 self.reshard(group)
-
-
-def _on_end(engine: weakref.ref[Engine]) -> None:
-    if (there := engine()) is not None:
-        there.on_pass_gone()

@@ -6,6 +6,10 @@ rank alone, changes nothing.
 
 from __future__ import annotations
 
+import threading
+
+from ._errors import ShardConfigStateError
+
 _MOST_WAITING = 256  # forwards of one iteration that wait for a backward
 
 
@@ -18,6 +22,7 @@ class Iterations:
 
     def __init__(self) -> None:
         self.forward = 0
+        self._thread = 0  # in which it began
         self._awaited = 0  # the last forward that a backward can go through
         self._reached = 0  # ... and the last one that one has gone through
 
@@ -32,7 +37,16 @@ class Iterations:
         if not waiting:
             self._reached = self.forward
         self.forward += 1
+        self._thread = threading.get_ident()
         return waiting
+
+    def check_thread(self) -> None:
+        """Raises ShardConfigStateError if the forward began in another thread than this one."""
+        if threading.get_ident() != self._thread:
+            raise ShardConfigStateError(
+                f"thread {threading.current_thread().name!r}: calls a sharded model while another thread is in forward "
+                f"{self.forward} of it, or in its backward; let one thread at a time run a model, or give each its own"
+            )
 
     def await_backward(self, forward: int) -> None:
         """Parameters that want gradients are used in this forward; 0 is none."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ._actions import Actions
 from ._errors import ShardConfigValueError
 from ._group import ParamGroup
+from ._overlap import Ahead
 from ._plan import GroupPlan, ShardPlan
+from ._schedule import ROOT_NAME
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Order:
         plan: the plan that it follows.
         phases: those of which it knows the order.
         replans: how often it was made anew.
+        told: gives whom to tell when the plan or a list has changed; None for nobody.
         explicit: by direction (backward or not) and group, which groups to gather ahead in the place of what the plan
             says.
     """
@@ -42,6 +45,7 @@ class Order:
     def __init__(self, plan: ShardPlan, actions: Actions) -> None:
         self.explicit: dict[tuple[bool, ParamGroup], list[ParamGroup]] = {}
         self.replans = 0
+        self.told: Callable[[], Callable[[Order], None] | None] = lambda: None
         self._do = actions
         self._by_fqn = {group.fqn: group for group in actions.groups}
         self._cursor = 0
@@ -61,6 +65,7 @@ class Order:
         names += [fqn for order in plan.own_orders.values() for fqn in order]
         if strange := [fqn for fqn in names if fqn not in named]:
             raise ShardConfigValueError(f"plan: names {strange[0]!r}, which is no group of this model")
+        self._do.pool.use_mem_pool(plan.pool.mem_pool)
         self._usual = self._lists(plan)
         self._of_phase = {phase: self._lists(plan.in_phase(phase)) for phase in plan.own_orders}
         self._now = self._backward_of = self._usual
@@ -71,6 +76,8 @@ class Order:
         self._do.budget = plan.pool.budget
         self.plan = plan
         self.phases = {phase for phase, _ in plan.orders}
+        if (listener := self.told()) is not None:
+            listener(self)
 
     def _lists(self, plan: ShardPlan) -> _Lists:
         named = self._by_fqn
@@ -89,6 +96,19 @@ class Order:
         """The plan with the options and the parameters that groups have now; the same object if they are those."""
         groups = tuple(_described(each, self._by_fqn[each.fqn]) for each in self.plan.groups)
         return self.plan if groups == self.plan.groups else replace(self.plan, groups=groups).with_policies()
+
+    def ahead(self, by_plan: bool) -> Ahead:
+        """What graphs gather ahead: the lists of users and, if wanted, what the plan's schedule says elsewhere."""
+        found: tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]] = ({}, {})
+        schedule = self.plan.schedule if by_plan else None
+        if schedule is not None:
+            for of, edges in zip(found, (schedule.forward, schedule.backward), strict=True):
+                of |= {_module_of(fqn): () for fqn in self._by_fqn}
+                of |= {_module_of(at): tuple(map(_module_of, those)) for at, those in edges}
+        for (backward, group), those in self.explicit.items():
+            found[backward][_module_of(group.fqn)] = tuple(_module_of(each.fqn) for each in those)
+        kept = () if schedule is None else tuple(map(_module_of, schedule.kept))
+        return Ahead(*found, kept)
 
     def begin(self, phase: str, trains: bool) -> None:
         """A forward of the root begins.
@@ -158,6 +178,11 @@ class Order:
             self._cursor = later[0] if later else order.index(group)
         self._cursor += 1
         return order[self._cursor] if self._cursor < len(order) else None
+
+
+def _module_of(fqn: str) -> str:
+    """The module of a group, as a graph names it: the first of a list, on whatever mesh."""
+    return fqn.partition(" on ")[0].partition(", ")[0] or ROOT_NAME
 
 
 def _described(plan: GroupPlan, group: ParamGroup) -> GroupPlan:
