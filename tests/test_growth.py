@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,5 +42,6 @@ def test_a_thousand_steps_of_the_demo_grow_resident_memory_by_less_than_five_mib
         optimizer.zero_grad()
     gc.collect()
     grown = (resident_bytes() - begin) / 2**20
-    print(f"rank {rank}: {grown:.2f} MiB in {STEPS} steps")
+    if rank == 0:
+        Path(os.environ.get("GROWTH", os.devnull)).write_text(f"{grown:.2f} MiB in {STEPS} steps")
     assert grown < 5
