@@ -44,6 +44,7 @@ from ._schedule import Action as Action
 from ._simulation import Costs as Costs
 from ._status import current_plan as current_plan
 from ._status import drift as drift
+from ._status import drift_log as drift_log
 from ._status import empty_pool as empty_pool
 from ._status import stats as stats
 from ._status import watch as watch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -66,6 +66,7 @@ class Actions:
         self._done: list[Any] = []
         self._last: tuple[list[Any], list[ParamGroup], tuple[Span, ...]] | None = None
         self._last_record: Record | None = None
+        self._so_far: Record | None = None
 
     # ---- the record
 
@@ -73,21 +74,21 @@ class Actions:
         """An iteration has ended: what was done becomes the last record, unless nothing was."""
         if self._done:
             self._last = self._done, self.seen, () if self.watch is None else self.watch.take()
-            self._last_record = None
+            self._last_record = self._so_far = None
             self._done, self.seen = [], []
 
     @property
     def last_record(self) -> Record | None:
         """What the last iteration did; made up when asked for."""
         if self._last_record is None and self._last is not None:
-            done, seen, spans = self._last
-            self._last_record = Record(
-                actions=tuple(Action(kind, fqn) for kind, fqn in zip(done[::3], done[1::3], strict=True)),
-                live_bytes=tuple(done[2::3]),
-                order=tuple(group.fqn for group in seen),
-                spans=spans,
-            )
+            self._last_record = _record(*self._last)
         return self._last_record
+
+    def record_so_far(self) -> Record | None:
+        """What was done since the last record; None if nothing was. The same object until more is done."""
+        if self._done and (self._so_far is None or len(self._so_far.actions) * 3 != len(self._done)):
+            self._so_far = _record(self._done, self.seen, () if self.watch is None else self.watch.spans)
+        return self._so_far
 
     @property
     def done(self) -> list[Any]:
@@ -168,11 +169,12 @@ class Actions:
             if (entries := self.entries(group)) is not None:
                 entries.show(group.pieces())
 
-    def drop_outdated(self, waiting: Container[ParamGroup]) -> bool:
+    def drop_outdated(self, waiting: bool) -> bool:
         """A forward begins: adopt parameters that were replaced, and drop weights that are out of date.
 
         Args:
-            waiting: groups whose weights a graph still needs.
+            waiting: whether an earlier forward may still get its backward, for which weights are kept that are not
+                resharded after forward. No graph is asked whether it lives: ranks must decide alike.
 
         Returns:
             whether any was replaced.
@@ -183,7 +185,7 @@ class Actions:
             adopted |= entries is not None and entries.adopt()
             if group.phase is ParamPhase.SHARDED or group.running:
                 continue
-            kept = group.pinned or group in waiting or not group.options.reshard_after_backward
+            kept = waiting or group.pinned or not group.options.reshard_after_backward
             if adopted or not kept or group.is_stale():
                 self.drop(group)
         return adopted
@@ -351,3 +353,12 @@ class Actions:
             entries.show(outputs)
         elif entries is not None:
             self.show_leaves(group)
+
+
+def _record(done: Sequence[Any], seen: Sequence[ParamGroup], spans: tuple[Span, ...]) -> Record:
+    return Record(
+        actions=tuple(Action(kind, fqn) for kind, fqn in zip(done[::3], done[1::3], strict=True)),
+        live_bytes=tuple(done[2::3]),
+        order=tuple(group.fqn for group in seen),
+        spans=spans,
+    )

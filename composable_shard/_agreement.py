@@ -1,8 +1,14 @@
-"""Whether all ranks have the same plan: asked before the first payload moves, so that it is an error, and no hang."""
+"""Whether all ranks have the same plan: asked before the first payload moves, so that it is an error, and no hang.
+
+Where all ranks are sure to ask, they ask by a collective (`agree`). A rank that wants another plan later may be alone
+in that: it must neither follow it nor wait for the others, and votes (`Ballot`).
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -11,7 +17,7 @@ from ._errors import RankMismatchError
 from ._mesh import MeshInfo
 from ._plan import ShardPlan
 from ._torch import without_dispatch_modes
-from ._torch_distributed import all_gather_options, all_reduce_options, backend_name
+from ._torch_distributed import all_gather_options, all_reduce_options, backend_name, store_of
 from ._transports import SIMULATED
 
 Among = Sequence[
@@ -51,6 +57,92 @@ def agree(plan: ShardPlan, among: Among) -> None:
             differ = (digests != digests[:1]).any(dim=1).nonzero().flatten().tolist()
         if differ:
             raise _mismatch(part, group, differ)
+
+
+class Outcome(Enum):
+    """Of a ballot."""
+
+    OPEN = 0  # the ranks that others share a process group with have not been heard of yet
+    ALL = 1  # every rank wants this plan
+    APART = 2  # every rank wants a plan, and not all the same one
+    SOME = 3  # only some ranks want one
+
+
+class Ballot:
+    """Whether all ranks want the same plan, found without a collective, and without waiting for anybody.
+
+    A rank that wants a plan adds one to a count in the store of the process group when a forward begins. An all-gather
+    of that forward, once it has arrived, has the data of every rank, which each has sent behind what it had to add. So
+    ranks read final counts when the forward has ended, and all that have voted decide alike. Ranks that want nothing
+    do nothing.
+
+    With several process groups a vote takes as many rounds: a rank votes in the next one only if it has found all votes
+    in the last, so that ranks which share no process group, but have others between them, decide alike as well.
+
+    It rests on this: ranks run the root's forward equally often, and every rank sends something in a gather.
+
+    Args:
+        plan: what this rank wants.
+        among: over which process groups.
+        engine: its name in each of them, from `names_in`.
+        forward: number of the forward of the root that has led to it.
+    """
+
+    def __init__(self, plan: ShardPlan, among: Among, engine: Sequence[str], forward: int) -> None:
+        self.plan = plan
+        self._among = among
+        self._names = [f"composable_shard/plans/{name}/{forward}" for name in engine]
+        self._keys = [f"{name}/{plan.part(fqns).digest}" for name, (_, _, fqns) in zip(self._names, among, strict=True)]
+        self._apart: Among = ()
+        self._round = 0
+        self._is_cast = False
+
+    def cast(self) -> None:
+        """A forward begins: vote, unless this rank has in this round."""
+        if self._is_cast:
+            return
+        self._is_cast = True
+        for (group, _, _), name, key in zip(self._among, self._names, self._keys, strict=True):
+            store_of(group).add(f"{key}/{self._round}", 1)
+            if not self._round:
+                store_of(group).add(name, 1)
+
+    def count(self, gathered: frozenset[str]) -> Outcome:
+        """A forward has ended, in which these groups of parameters were gathered after the vote."""
+        if not self._is_cast or not all(gathered & fqns for _, _, fqns in self._among):
+            return Outcome.OPEN
+        for _, device, _ in self._among:
+            if device.type != "cpu":  # there, what the host has been told has not happened yet
+                torch.accelerator.synchronize(device)
+        by_group = list(zip(self._among, self._names, self._keys, strict=True))
+        lost = [
+            (each, name)
+            for each, name, key in by_group
+            if store_of(each[0]).add(f"{key}/{self._round}", 0) < each[0].size()
+        ]
+        if lost:
+            self._apart = [each for each, name in lost if store_of(each[0]).add(name, 0) == each[0].size()]
+            return Outcome.APART if self._apart and not self._round else Outcome.SOME
+        self._round += 1
+        self._is_cast = False
+        return Outcome.OPEN if self._round < len(self._among) else Outcome.ALL
+
+    def explain(self) -> None:
+        """All ranks want a plan, and not the same one: say what differs first. A collective.
+
+        Raises:
+            RankMismatchError: always, where ranks differ.
+        """
+        agree(self.plan, self._apart)
+
+
+_engines: Counter[str] = Counter()
+
+
+def names_in(among: Among) -> list[str]:
+    """Names for one more engine, one in each process group; all ranks make their engines in the same order."""
+    _engines.update(group.group_name for group, _, _ in among)
+    return [str(_engines[group.group_name]) for group, _, _ in among]
 
 
 def slowest(seconds: Sequence[float], groups: Sequence[tuple[dist.ProcessGroup, torch.device]]) -> list[float]:

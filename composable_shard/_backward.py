@@ -18,6 +18,11 @@ class Token:
     __slots__ = ("__weakref__",)
 
 
+def _tell(listener: Callable[[], Callable[[], None] | None]) -> None:
+    if (there := listener()) is not None:
+        there()
+
+
 def _end(token: Token) -> None:
     """A nested pass has ended; its token goes with it."""
 
@@ -31,23 +36,32 @@ class BackwardPass:
         number: that of the outermost pass.
         current: that of the innermost one that was heard of last.
         repeated: groups of which it runs the nodes of several uses.
+        newest: number of the last forward that it goes through.
     """
 
     def __init__(
-        self, number: int, token: Token, uses: Iterable[Use], on_end: Callable[[], None] = lambda: None
+        self,
+        number: int,
+        token: Token,
+        uses: Iterable[Use],
+        on_end: Callable[[], Callable[[], None] | None] = lambda: None,
+        opened_by: Use | None = None,
     ) -> None:
         self.number = number
-        self._token = weakref.ref(token, lambda _: on_end())
+        self._token = weakref.ref(token, lambda _: _tell(on_end))
         self._stack: list[tuple[int, weakref.ref[Token]]] = []
         self.current = -1
         live = [(use, use.node()) for use in uses]
         expected = [use for use, node in live if node is not None and node_will_run(node)]
         self._will_fire = set(expected)
-        idle = [use for use, node in live if node is not None and use not in self._will_fire]
+        # Graphs of other forwards may live on one rank and not on another, and say nothing of this pass.
+        forwards = {use.forward for use in (expected if opened_by is None else [*expected, opened_by])}
+        self.newest = max(forwards, default=0)
+        idle = [u for u, node in live if node is not None and u not in self._will_fire and u.forward in forwards]
         self._in_turn = self._will_fire | set(_without_gradients(idle, expected)) if idle else self._will_fire
         self._waiting = deque([use for use, _ in reversed(live) if use in self._in_turn])
         # Frozen groups have no node; while one of their handles lives, their weights may be asked for.
-        upcoming = [use for use, node in live if node is None or use in self._in_turn]
+        upcoming = [u for u, node in live if u in self._in_turn or (node is None and u.forward in forwards)]
         self._upcoming = deque(reversed(upcoming))
         self._ready: dict[Use, Gradients] = {}
         counts = Counter(use.group for use in expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -97,7 +98,7 @@ def _check_ready(root: nn.Module, found: Sequence[tuple[list[str], ShardState]])
             f"modules of one list ({names}) cannot be the root; call fully_shard on the module that contains them too"
         )
     for listed, state in found:
-        if state is not own and state.asked != Asked():
+        if state is not own and replace(state.asked, ahead="") != Asked():
             raise ShardConfigStateError(
                 f"{', '.join(listed)}: a policy or a plan was set on it, and it runs inside of {type(root).__name__}; "
                 "set it on the outermost sharded module"
@@ -184,6 +185,10 @@ def build_engine(root: nn.Module, measure: bool = True) -> Engine:
             asked.small,
         )
     engine = Engine([(group, state.entries) for state, group in groups.items()], plan, runtime, among)
+    if own is not None:
+        engine.learning.given = own.asked.plan is not None
+        engine.order.told = weakref.WeakMethod(own.order_changed)
+        own.order_changed(engine.order)
     for _, state in found:
         state.traced.bind(groups.get(state), is_root=state in of_root)
         state.bind(Bound(engine, groups.get(state), state in of_root))

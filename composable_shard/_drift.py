@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+
 from ._plan import ShardPlan
 from ._record import Record
 from ._schedule import ROOT_NAME
 from ._simulation import Times
 
 TIME_TOLERANCE = 0.25  # of the planned seconds
+_LEAST_TIME = 0.01  # of the planned compute of a step: what is less makes no difference
+_TOLD = 32
+
+
+class DriftLog:
+    """What has left its plan so far.
+
+    Attributes:
+        counts: of forwards in another order, of iterations with more bytes, and of measurements with other times:
+            ``order``, ``bytes``, ``time``.
+        lines: the last statements, each with the forward of the root in which it was noticed.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter(order=0, bytes=0, time=0)
+        self.lines: deque[str] = deque(maxlen=_TOLD)
+
+    def add(self, kind: str, forward: int, statements: Sequence[str]) -> None:
+        """Something has drifted, for the reasons given."""
+        self.counts[kind] += 1
+        self.lines += [f"forward {forward}, {kind}: {each}" for each in statements]
 
 
 def drift(plan: ShardPlan, record: Record, tolerance: float = TIME_TOLERANCE) -> tuple[str, ...]:
@@ -20,20 +44,25 @@ def drift(plan: ShardPlan, record: Record, tolerance: float = TIME_TOLERANCE) ->
 
     Times are compared where both sides have them: a record that was measured, a plan with costs.
     """
-    return (*_order(plan, record), *_steps(plan, record), *_times(plan, record, tolerance))
+    return (
+        *order_drift(plan.order, record.order),
+        *_steps(plan, record),
+        *time_drift(plan, dict(record.times), tolerance),
+    )
 
 
-def _order(plan: ShardPlan, record: Record) -> list[str]:
-    missing = [fqn for fqn in dict.fromkeys(plan.order) if fqn not in record.order]
-    strange = [fqn for fqn in dict.fromkeys(record.order) if fqn not in plan.order]
+def order_drift(planned: Sequence[str], seen: Sequence[str]) -> list[str]:
+    """How an order of forwards differs from the planned one, by group."""
+    missing = [fqn for fqn in dict.fromkeys(planned) if fqn not in seen]
+    strange = [fqn for fqn in dict.fromkeys(seen) if fqn not in planned]
     found = [f"{_name(fqn)}: planned, and has not run" for fqn in missing]
     found += [f"{_name(fqn)}: has run, and is not in the planned order" for fqn in strange]
-    if found or plan.order == record.order:
+    if found or tuple(planned) == tuple(seen):
         return found
-    for place, (planned, seen) in enumerate(zip(plan.order, record.order, strict=False), 1):
-        if planned != seen:
-            return [f"{_name(seen)}: was forward {place}, where {_name(planned)} is planned"]
-    return [f"{_name(record.order[-1])}: ended the forwards at {len(record.order)}, and {len(plan.order)} are planned"]
+    for place, (expected, fqn) in enumerate(zip(planned, seen, strict=False), 1):
+        if expected != fqn:
+            return [f"{_name(fqn)}: was forward {place}, where {_name(expected)} is planned"]
+    return [f"{_name(seen[-1])}: ended the forwards at {len(seen)}, and {len(planned)} are planned"]
 
 
 def _steps(plan: ShardPlan, record: Record) -> list[str]:
@@ -56,15 +85,15 @@ def _steps(plan: ShardPlan, record: Record) -> list[str]:
     return []
 
 
-def _times(plan: ShardPlan, record: Record, tolerance: float) -> list[str]:
+def time_drift(plan: ShardPlan, times: Mapping[str, Times], tolerance: float = TIME_TOLERANCE) -> list[str]:
+    """Which groups took another time than planned, by more than `tolerance` of it, and enough to make a difference."""
     planned = plan.times() or {}
+    least = _LEAST_TIME * sum(each.forward + each.backward for each in planned.values())
     found = []
-    for fqn, seen in record.times:
-        if fqn not in planned:
-            continue
+    for fqn in [each for each in planned if each in times]:
         for name in Times.__dataclass_fields__:
-            expected, measured = getattr(planned[fqn], name), getattr(seen, name)
-            if abs(measured - expected) > tolerance * expected:
+            expected, measured = getattr(planned[fqn], name), getattr(times[fqn], name)
+            if abs(measured - expected) > max(tolerance * expected, least):
                 words = f"took {1e3 * measured:.3f} ms, and {1e3 * expected:.3f} ms are planned"
                 found.append(f"{_name(fqn)}: its {name.replace('_', ' ')} {words}")
     return found

@@ -31,6 +31,8 @@ from ._backward import BackwardPass, Token
 from ._bucket import Bucket
 from ._gradients import GradientFlow, watch_leaf
 from ._group import Gradients, ParamGroup, Runtime
+from ._iterations import Iterations
+from ._learning import Learning
 from ._node import Entries, Keeper, Outputs, Use, unshard
 from ._optimizers import watch_steps
 from ._order import Order
@@ -39,13 +41,7 @@ from ._plan import ShardPlan
 from ._record import Record
 from ._schedule import Kind
 from ._timing import Stopwatch
-from ._torch import (
-    Fate,
-    apart_from_checkpoints,
-    current_backward,
-    gradient_fates,
-    queue_backward_callback,
-)
+from ._torch import Fate, apart_from_checkpoints, current_backward, gradient_fates, queue_backward_callback
 from ._tuning import Tuning
 
 
@@ -59,7 +55,7 @@ class Engine:
         among: the process groups of the meshes, with their devices.
 
     Attributes:
-        order: what comes next, by the plan or by the user.
+        order, learning: what comes next, by the plan or by the user; what is learned for the next plan.
         has_run: whether a module has run forward.
         pool: the memory of all groups.
         is_last_backward: whether backward waits, at its end, for the reductions that it has issued.
@@ -76,15 +72,16 @@ class Engine:
         self._do = Actions(groups, runtime, partial(watch_leaf, this))
         self.order = Order(plan, self._do)
         self._gradients = GradientFlow(self._do)
-        self._tuning = Tuning(self.order, self._do, among)
+        self.learning = Learning(self.order, self._do, among)
+        self._tuning = Tuning(self.learning, self.order, self._do, among)
         self._uses: dict[int, Use] = {}  # those whose graph lives, in the order of creation
         self.has_run = False
         self.is_last_backward = True
         self.ends_by_hand = False
         self.changed_at: torch.Event | None = None
         self._count = 0
+        self._iterations = Iterations()
         self._depth = 0  # forwards of sharded modules that run inside one another
-        self._first_seen = 0  # where, in the record, this forward began
         self._pass: BackwardPass | None = None
         self._active: dict[ParamGroup, Use] = {}  # uses whose backward has begun and not ended
         self._open: dict[ParamGroup, Use] = {}  # uses whose forward runs now
@@ -94,9 +91,11 @@ class Engine:
     @property
     def last_record(self) -> Record | None:
         """What the last finished iteration did; None if there was none yet."""
-        if self._depth == 0 and self._pass is None and all(use.fired for use in self._uses.values()):
-            self._do.roll_record()
-        return self._do.last_record
+        over = (not self._iterations.waiting or self._no_graph_lives()) and self._depth == 0 and self._pass is None
+        return (self._do.record_so_far() if over else None) or self._do.last_record
+
+    def _no_graph_lives(self) -> bool:  # of this rank alone: no collective may depend on it
+        return all(use.fired for use in self._uses.values())
 
     # ---- forward
 
@@ -106,11 +105,16 @@ class Engine:
             self._begin_forward()
         self._depth += 1
 
+    def check_thread(self) -> None:
+        """The root is called: not while another thread is in its forward or in a backward through it."""
+        if self._depth or (self._pass is not None and self._pass.alive):
+            self._iterations.check_thread()
+
     @apart_from_checkpoints
     def _begin_forward(self) -> None:
         if self._pass is not None:
             self._recover()
-        waiting = {use.group for use in self._uses.values() if not use.fired}
+        waiting = self._iterations.begin()
         if not waiting:
             self._do.roll_record()
         self._do.parameters_changed(self.changed_at)
@@ -118,10 +122,11 @@ class Engine:
         if self._do.drop_outdated(waiting):
             self._do.rebuild(self.groups)
         elif not waiting:
-            self._do.plan_memory()
+            if self._no_graph_lives():
+                self._do.plan_memory()
+            self.learning.between_steps()
             self._tuning.between_steps()
-        self.order.begin()
-        self._first_seen = len(self._do.seen)
+        self.learning.begin(torch.is_grad_enabled(), waiting)
 
     @apart_from_checkpoints
     def leave(self, learn_order: bool) -> None:
@@ -137,8 +142,8 @@ class Engine:
             unused = group.phase is ParamPhase.GATHERING or not grad
             if unused and group.phase is not ParamPhase.SHARDED and not group.pinned:
                 self._do.drop(group)  # no prefetch, and no copy of a forward without gradients, outlives its forward
-        if learn_order and grad:
-            self.order.learn(self._do.seen[self._first_seen :])
+        if learn_order:
+            self.learning.end()
 
     def before_forward(self, group: ParamGroup, entries: Entries) -> tuple[Use, Outputs] | None:
         """Show the unsharded parameters to a module that is about to run.
@@ -161,13 +166,15 @@ class Engine:
         found: tuple[Use, Outputs] | None = None
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             self._count += 1
-            use = Use(group, self._count, made_in, entries)
+            forward = self._iterations.forward if made_in < 0 else 0
+            use = Use(group, self._count, made_in, entries, forward)
             group.buckets[0].saved = 0
             found = (use, ())
             self._open[group] = self._uses[use.number] = use
             if group.trains:
                 found = (use, unshard(self, use))
                 entries.show(found[1])
+                self._iterations.await_backward(forward)
             else:
                 self.keepers |= dict.fromkeys(group.buckets, Keeper(self, use))
         if found is None or not found[1]:
@@ -201,22 +208,22 @@ class Engine:
 
     # ---- backward
 
-    def _open_pass(self, number: int) -> BackwardPass:
+    def _open_pass(self, number: int, use: Use | None = None) -> BackwardPass:
         """The pass that runs now; its end is queued when it is first heard of."""
         if self._pass is not None and not self._pass.alive:
             self._recover()
         if self._pass is None:
             token = Token()
-            self._pass = BackwardPass(number, token, self._uses.values(), partial(_on_end, weakref.ref(self)))
+            self._pass = BackwardPass(number, token, self._uses.values(), weakref.WeakMethod(self.on_pass_gone), use)
+            self._iterations.reach(self._pass.newest)
             self._do.repeated = self._pass.repeated
             queue_backward_callback(partial(self._end_backward, token))
-        if number != self._pass.current:
-            self._pass.note(number)
+        self._pass.note(number)
         return self._pass
 
     def before_backward(self, use: Use, outputs: Outputs, gradients: object = None) -> None:
         """Backward has reached an output of a use, with these gradients."""
-        now = self._open_pass(current_backward())
+        now = self._open_pass(current_backward(), use)
         if use.entered == now.number:
             return
         use.entered = now.number
@@ -252,7 +259,7 @@ class Engine:
     def on_gradients(self, use: Use, leaf_nodes: Sequence[Any], gradients: Gradients) -> list[torch.Tensor | None]:
         """The node of a use runs."""
         number = current_backward()
-        now = self._open_pass(number)
+        now = self._open_pass(number, use)
         self._gradients.take_hooks(use.group)
         fates = gradient_fates(leaf_nodes)
         wanted = gradients
@@ -296,14 +303,13 @@ class Engine:
             self._do.catch_up()
             for use in list(self._active.values()):
                 self._complete(now, use, use.add([None] * len(use.group.params)))
-            self._gradients.finish(now, self.groups, wait=self.is_last_backward and not self.ends_by_hand)
-        self._do.drop_after_backward()
+        self.end_backward_by_hand(self.is_last_backward and not self.ends_by_hand, now)
         self._forget_pass()
 
-    def end_backward_by_hand(self, wait: bool = True) -> None:
+    def end_backward_by_hand(self, wait: bool = True, now: BackwardPass | None = None) -> None:
         """Reduce what is kept, wait (or leave that to `settle`), and reshard."""
         with torch.no_grad():
-            self._gradients.finish(None, self.groups, wait)
+            self._gradients.finish(now, self.groups, wait)
         self._do.drop_after_backward()
 
     def reset(self) -> None:
@@ -330,6 +336,7 @@ class Engine:
         """A backward has failed: give up what it left behind."""
         self._gradients.discard()
         self._forget_pass()
+        self._iterations.end()
         for use in self._uses.values():
             use.partial = None
         for group in self.groups:
@@ -376,22 +383,18 @@ class Engine:
 
     def converted(self, groups: Sequence[ParamGroup]) -> None:
         """Parameters were moved or converted: memory goes back, unless a graph still needs it for its backward."""
-        if self._depth or self._pass is not None or not all(use.fired for use in self._uses.values()):
+        if self._depth or self._pass is not None or not self._no_graph_lives():
             return
         self._gradients.settle()
         self._do.rebuild(groups)
+        self.learning.converted()
 
     def before_optimizer_step(self, theirs: set[int]) -> None:
         """No unsharded copy outlives the values that it was made of, and no graph may ask for them any more."""
         for group in self.groups:
             if not theirs.isdisjoint(map(id, group.shards)):
+                self._iterations.end()
                 if self._pass is None:
                     self._gradients.settle()  # of a backward that was not the last one
                 group.stepped()
                 self.reshard(group)
-
-
-def _on_end(engine: weakref.ref[Engine]) -> None:
-    there = engine()
-    if there is not None:
-        there.on_pass_gone()

@@ -120,7 +120,7 @@ def report_graph(graph: fx.Graph, outputs: int | None) -> GraphReport:
         outputs: how many outputs of a forward graph come before those that are saved for backward; None if there is no
             backward.
     """
-    backward = any(n.op == "placeholder" and "tangents" in n.name for n in graph.nodes)
+    backward = is_backward(graph)
     direction = "backward" if backward else "inference" if outputs is None else "forward"
     saved = _saved(graph, outputs) if outputs is not None and not backward else []
     gathers = [n for n in graph.nodes if letter_of(n) == "G" and _is_of_weights(n)]
@@ -146,12 +146,21 @@ def _nbytes(node: fx.Node) -> int:
     return math.prod(map(size_hint, value.shape)) * value.itemsize if isinstance(value, torch.Tensor) else 0
 
 
-def _gather(node: fx.Node, saved: list[fx.Node]) -> Gather:
+def is_backward(graph: fx.Graph) -> bool:
+    """Whether it is the graph of a backward."""
+    return any(node.op == "placeholder" and "tangents" in node.name for node in graph.nodes)
+
+
+def module_of(node: fx.Node) -> str:
+    """FQN of the module whose forward a node comes from."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path = next(reversed(list(stack.values())))[0] if stack else ""
+    return _fqn(next(reversed(list(stack.values())))[0] if stack else "")
+
+
+def _gather(node: fx.Node, saved: list[fx.Node]) -> Gather:
     policy = str(node.meta.get("recompute"))
     kept = set(_weights_of(node)) & set(saved)
-    return Gather(_fqn(path), "RECOMPUTE" in policy, sum(map(_nbytes, kept)))
+    return Gather(module_of(node), "RECOMPUTE" in policy, sum(map(_nbytes, kept)))
 
 
 def _is_of_weights(gather: fx.Node) -> bool:

@@ -163,6 +163,8 @@ def _run(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwa
     engine = bound.engine
     state: ShardState = module.__dict__[STATE]
     stays = state.declaration.settings.current.keep_storage
+    if bound.is_root:
+        engine.check_thread()
     engine.enter()
     root_succeeded = False
     try:
@@ -264,8 +266,8 @@ def _find_root(unknown: str) -> bool:
 def _trace(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One call of a sharded module while Dynamo traces."""
     state: ShardState = module.__dict__[STATE]
-    begin_trace(*state.asked.for_graphs())
     _find_root(state.traced.unknown)
+    begin_trace(*state.asked.for_graphs())
     with_side_effects(partial(setattr, state, "way", Way.TRACED))
     output = call(*args, **kwargs)
     with_side_effects(partial(setattr, state, "way", Way.EAGER))

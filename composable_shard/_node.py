@@ -44,6 +44,7 @@ class Use:
         number: place in the order of creation, over all groups of the engine.
         last: number of the last use that began before the forward of this one was over.
         made_in: number of the backward pass in which the forward ran (a recomputation), -1 outside of any.
+        forward: number of the root's forward that it was part of; 0 for a recomputation.
         node: the autograd node, weakly; None for a group without gradients.
         slots: where the weights were in forward.
         reads: how many weights autograd has saved, of the group's first bucket.
@@ -57,6 +58,7 @@ class Use:
         "entered",
         "entries",
         "fired",
+        "forward",
         "group",
         "last",
         "made_in",
@@ -67,10 +69,11 @@ class Use:
         "slots",
     )
 
-    def __init__(self, group: ParamGroup, number: int, made_in: int, entries: Entries) -> None:
+    def __init__(self, group: ParamGroup, number: int, made_in: int, entries: Entries, forward: int = 0) -> None:
         self.group = group
         self.number = self.last = number
         self.made_in = made_in
+        self.forward = forward
         self.entries = weakref.ref(entries)
         self.node: Callable[[], Any] = _no_node
         self.slots = group.slots

@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from ._actions import Actions
 from ._errors import ShardConfigValueError
 from ._group import ParamGroup
-from ._plan import ShardPlan, replan
-from ._record import Record
+from ._overlap import Ahead
+from ._plan import GroupPlan, ShardPlan
+from ._schedule import ROOT_NAME
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """What is gathered when, in one phase.
+
+    Attributes:
+        order: FQNs of the groups in the order in which their forwards begin.
+        expected: the same groups.
+        forward, backward: which groups to gather when one begins, if a schedule says so; those of backward in the order
+            in which they begin.
+    """
+
+    order: tuple[str, ...]
+    expected: list[ParamGroup]
+    forward: dict[ParamGroup, list[ParamGroup]] | None = None
+    backward: list[tuple[ParamGroup, list[ParamGroup]]] | None = None
 
 
 class Order:
     """The order in which the forwards of an engine's groups begin, and this forward's place in it.
 
     Attributes:
-        plan: the plan that it follows; re-made when a forward goes another way.
-        replans: how often it was re-made.
+        plan: the plan that it follows.
+        phases: those of which it knows the order.
+        replans: how often it was made anew.
+        told: gives whom to tell when the plan or a list has changed; None for nobody.
         explicit: by direction (backward or not) and group, which groups to gather ahead in the place of what the plan
             says.
     """
@@ -25,6 +45,7 @@ class Order:
     def __init__(self, plan: ShardPlan, actions: Actions) -> None:
         self.explicit: dict[tuple[bool, ParamGroup], list[ParamGroup]] = {}
         self.replans = 0
+        self.told: Callable[[], Callable[[Order], None] | None] = lambda: None
         self._do = actions
         self._by_fqn = {group.fqn: group for group in actions.groups}
         self._cursor = 0
@@ -36,19 +57,18 @@ class Order:
 
         Raises:
             ShardConfigValueError: it names a group that is not there; the plan before stays in force.
+            PoolBudgetError: in the order of some phase a group does not fit; likewise.
         """
         schedule, named, edges = plan.schedule, self._by_fqn, plan.edges()
         told = [*edges.forward, *edges.backward]
         names = [*plan.order, *edges.kept, *dict(edges.in_flight), *(fqn for at, ahead in told for fqn in (at, *ahead))]
+        names += [fqn for order in plan.own_orders.values() for fqn in order]
         if strange := [fqn for fqn in names if fqn not in named]:
             raise ShardConfigValueError(f"plan: names {strange[0]!r}, which is no group of this model")
-        backward, order = dict(edges.backward), [step.fqn for step in plan.backward_order()]
-        self._expected = [named[fqn] for fqn in plan.order]
-        self._forward: dict[ParamGroup, list[ParamGroup]] | None = None
-        self._backward: list[tuple[ParamGroup, list[ParamGroup]]] | None = None
-        if schedule is not None:
-            self._forward = {named[at]: [named[fqn] for fqn in ahead] for at, ahead in edges.forward}
-            self._backward = [(named[fqn], [named[each] for each in backward.get(fqn, ())]) for fqn in order]
+        self._do.pool.use_mem_pool(plan.pool.mem_pool)
+        self._usual = self._lists(plan)
+        self._of_phase = {phase: self._lists(plan.in_phase(phase)) for phase in plan.own_orders}
+        self._now = self._backward_of = self._usual
         for fqn, group in named.items():
             group.stays = None if schedule is None else fqn in schedule.kept
         self._do.max_reductions = None if schedule is None else edges.max_reductions
@@ -56,28 +76,70 @@ class Order:
         self._do.reduces_first = edges.reduces_first
         self._do.budget = plan.pool.budget
         self.plan = plan
+        self.phases = {phase for phase, _ in plan.orders}
+        if (listener := self.told()) is not None:
+            listener(self)
 
-    def settings_changed(self) -> None:
-        """Make the plan anew, with the options that groups have now."""
-        described = [(each, self._by_fqn[each.fqn]) for each in self.plan.groups]
-        groups = tuple(
-            replace(each, reshard_after_forward=group.resharding, reduces_first=group.reduces_first)
-            for each, group in described
+    def _lists(self, plan: ShardPlan) -> _Lists:
+        named = self._by_fqn
+        expected = [named[fqn] for fqn in plan.order]
+        if plan.schedule is None:
+            return _Lists(plan.order, expected)
+        backward, order = dict(plan.schedule.backward), [step.fqn for step in plan.backward_order()]
+        return _Lists(
+            plan.order,
+            expected,
+            {named[at]: [named[fqn] for fqn in ahead] for at, ahead in plan.schedule.forward},
+            [(named[fqn], [named[each] for each in backward.get(fqn, ())]) for fqn in order],
         )
-        if groups != self.plan.groups:
-            self.follow(replace(self.plan, groups=groups).with_policies())
 
-    def begin(self) -> None:
-        """A forward of the root begins."""
+    def described(self) -> ShardPlan:
+        """The plan with the options and the parameters that groups have now; the same object if they are those."""
+        groups = tuple(_described(each, self._by_fqn[each.fqn]) for each in self.plan.groups)
+        return self.plan if groups == self.plan.groups else replace(self.plan, groups=groups).with_policies()
+
+    def ahead(self, by_plan: bool) -> Ahead:
+        """What graphs gather ahead: the lists of users and, if wanted, what the plan's schedule says elsewhere."""
+        found: tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]] = ({}, {})
+        schedule = self.plan.schedule if by_plan else None
+        if schedule is not None:
+            for of, edges in zip(found, (schedule.forward, schedule.backward), strict=True):
+                of |= {_module_of(fqn): () for fqn in self._by_fqn}
+                of |= {_module_of(at): tuple(map(_module_of, those)) for at, those in edges}
+        for (backward, group), those in self.explicit.items():
+            found[backward][_module_of(group.fqn)] = tuple(_module_of(each.fqn) for each in those)
+        kept = () if schedule is None else tuple(map(_module_of, schedule.kept))
+        return Ahead(*found, kept)
+
+    def begin(self, phase: str, trains: bool) -> None:
+        """A forward of the root begins.
+
+        Args:
+            phase: which kind of forward it is.
+            trains: whether a backward can follow.
+        """
         self._cursor = 0
+        self._now = self._of_phase.get(phase, self._usual) if self._of_phase else self._usual
+        if trains:
+            self._backward_of = self._now
+
+    def expected(self, phase: str) -> tuple[str, ...]:
+        """FQNs of the groups in the order in which a forward of this phase should see them."""
+        return self._of_phase.get(phase, self._usual).order
+
+    def note(self, phase: str, order: tuple[str, ...]) -> None:
+        """A phase was seen in which the order is as expected."""
+        self.plan = self.plan.noting(phase, order)
+        self.phases.add(phase)
 
     def after(self, group: ParamGroup) -> Sequence[ParamGroup]:
         """What to gather ahead when the forward of `group` begins."""
-        following = self._follower(group) if self._forward is None else None
+        ahead = self._now.forward
+        following = self._follower(group) if ahead is None else None
         if self.explicit and (False, group) in self.explicit:
             return self.explicit[False, group]
-        if self._forward is not None:
-            return self._forward.get(group, ())
+        if ahead is not None:
+            return ahead.get(group, ())
         return () if following is None else (following,)
 
     def before(self, group: ParamGroup, expected: ParamGroup | None, number: int) -> Sequence[ParamGroup]:
@@ -89,33 +151,27 @@ class Order:
             number: of the backward pass.
         """
         listed: Sequence[ParamGroup] | None = self.explicit.get((True, group)) if self.explicit else None
-        if listed is None and self._backward is not None:
-            listed = self._due(group, number)
+        if listed is None and self._backward_of.backward is not None:
+            listed = self._due(group, number, self._backward_of.backward)
         if listed is None:
             listed = [] if expected is None else [expected]
         return [each for each in listed if each.options.unshard_in_backward]
 
-    def _due(self, group: ParamGroup, number: int) -> list[ParamGroup]:
+    def _due(
+        self, group: ParamGroup, number: int, edges: Sequence[tuple[ParamGroup, list[ParamGroup]]]
+    ) -> list[ParamGroup]:
         """What the schedule gathers up to the backward of `group`, and this pass has not been told yet.
 
         Where the root returns what its last module does, autograd reaches that module first.
         """
-        assert self._backward is not None
         begin = 0 if self._told[0] != number else self._told[1]
-        at = next((at for at, (each, _) in enumerate(self._backward) if each is group), -1)
+        at = next((at for at, (each, _) in enumerate(edges) if each is group), -1)
         self._told = number, max(begin, at + 1)
-        return [ahead for _, edges in self._backward[begin : at + 1] for ahead in edges]
-
-    def learn(self, seen: Sequence[ParamGroup]) -> None:
-        """A whole forward of the root has seen its groups in this order."""
-        order = tuple([group.fqn for group in seen])
-        if order != self.plan.order:
-            self.replans += 1
-            self.follow(replan(self.plan, Record((), (), order)))
+        return [each for _, ahead in edges[begin : at + 1] for each in ahead]
 
     def _follower(self, group: ParamGroup) -> ParamGroup | None:
         """The group that the plan expects after this one."""
-        order = self._expected
+        order = self._now.expected
         if self._cursor >= len(order) or order[self._cursor] is not group:
             if group not in order:
                 return None
@@ -123,3 +179,24 @@ class Order:
             self._cursor = later[0] if later else order.index(group)
         self._cursor += 1
         return order[self._cursor] if self._cursor < len(order) else None
+
+
+def _module_of(fqn: str) -> str:
+    """The module of a group, as a graph names it: the first of a list, on whatever mesh."""
+    return fqn.partition(" on ")[0].partition(", ")[0] or ROOT_NAME
+
+
+def _described(plan: GroupPlan, group: ParamGroup) -> GroupPlan:
+    """A group's part of a plan, with the dtypes and the options of now."""
+    options = group.options
+    params = tuple(
+        replace(
+            each,
+            stored=param.dtype,
+            gathered=param.compute_dtype(options),
+            reduced=options.reduce_dtype(param.dtype),
+            trains=param.sharded.requires_grad,
+        )
+        for each, param in zip(plan.params, group.params, strict=True)
+    )
+    return replace(plan, params=params, reshard_after_forward=group.resharding, reduces_first=group.reduces_first)

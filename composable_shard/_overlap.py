@@ -12,13 +12,16 @@ the same graph, so collectives keep one order.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
-from ._graphs import letter_of, name_of
+from ._graphs import is_backward, letter_of, module_of, name_of
 from ._policies import PrefetchPolicy
+from ._schedule import ROOT_NAME
 
 _PACK_SHARDS, _UNPACK = "composable_shard.pack", "composable_shard.unpack"
 _PACK_GRADIENTS = "composable_shard.pack_gradients"
@@ -26,20 +29,61 @@ _PACK_GRADIENTS = "composable_shard.pack_gradients"
 
 ONE_AHEAD = PrefetchPolicy.depth(1)
 
+Listed = Mapping[str, Sequence[str]]
 
-def place(graph: fx.Graph, policy: PrefetchPolicy = ONE_AHEAD, budget: int | None = None) -> None:
+
+@dataclass(frozen=True)
+class Ahead:
+    """What is to be gathered when a module begins, in the place of what a policy says of it.
+
+    Attributes:
+        forward, backward: by FQN of a module, those of the modules to gather when its forward, or backward, begins.
+        free: FQNs of modules that the policy gathers ahead nevertheless, for no list can name them.
+    """
+
+    forward: Listed = field(default_factory=dict)
+    backward: Listed = field(default_factory=dict)
+    free: Sequence[str] = ()
+
+    def to_text(self) -> str:
+        """As text, which compiled code can be guarded by; empty if nothing is listed."""
+        if not self.forward and not self.backward:
+            return ""
+        return json.dumps([dict(self.forward), dict(self.backward), list(self.free)], sort_keys=True)
+
+    @classmethod
+    def of_text(cls, text: str) -> Ahead:
+        """The inverse of `to_text`."""
+        return cls(*json.loads(text)) if text else cls()
+
+
+NOTHING_LISTED = Ahead()
+
+
+def place(
+    graph: fx.Graph,
+    policy: PrefetchPolicy = ONE_AHEAD,
+    budget: int | None = None,
+    ahead: Ahead = NOTHING_LISTED,
+) -> None:
     """Launch gathers ahead, and wait for reductions behind the launch of the next one.
 
     Args:
         graph: of forward or of backward.
         policy: how far ahead; `auto` is one ahead, for a graph knows no times.
-        budget: the most bytes that gathers in flight and the weights that have arrived last may take; None for no
-            limit.
+        budget: the most bytes that gathers in flight and the weights that have arrived last may take, and the most that
+            reductions in flight may; None for no limit.
+        ahead: what users have listed, or what follows from measured times; it goes before the policy.
     """
     gathers = [node for node in graph.nodes if letter_of(node) == "G" and _pack_of(node) is not None]
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     places = [inputs[-1] if inputs else None, *map(_arrival_of, gathers)]
-    leads = _leads([_bytes_of(gather) for gather in gathers], policy, budget)
+    nbytes = [_bytes_of(gather) for gather in gathers]
+    leads = _leads(nbytes, policy)
+    if ahead != NOTHING_LISTED:
+        listed = ahead.backward if is_backward(graph) else ahead.forward
+        leads = _listed_leads([module_of(gather) for gather in gathers], leads, listed, ahead.free)
+    leads = _within(budget, nbytes, leads)
     last: fx.Node | None = None
     for at, (gather, lead) in enumerate(zip(gathers, leads, strict=True)):
         behind = places[at + 1 - lead] if lead else None
@@ -48,11 +92,18 @@ def place(graph: fx.Graph, policy: PrefetchPolicy = ONE_AHEAD, budget: int | Non
         last = _launch_earlier(gather, behind) or last
     launches = [_launch_of(node) for node in graph.nodes if name_of(node) == _PACK_GRADIENTS]
     for reduction, following in itertools.pairwise(launches):
-        if reduction is not None and following is not None:
+        if reduction is None or following is None:
+            continue
+        if budget is None or _bytes_sent(reduction) + _bytes_sent(following) <= budget:
             _finish_later(_wait_of(reduction), following)
 
 
-def _leads(nbytes: Sequence[int], policy: PrefetchPolicy, budget: int | None) -> list[int]:
+def _bytes_sent(reduction: fx.Node) -> int:
+    sent = reduction.args[0]
+    return _bytes_of(sent) if isinstance(sent, fx.Node) else 0
+
+
+def _leads(nbytes: Sequence[int], policy: PrefetchPolicy) -> list[int]:
     """For each gather, how many arrivals before its own it is launched; 0 where it is needed.
 
     Launched behind the arrival of gather j - 1, gather k is in flight with all from j on.
@@ -63,9 +114,37 @@ def _leads(nbytes: Sequence[int], policy: PrefetchPolicy, budget: int | None) ->
             wanted = _most(lambda lead, k=k: sum(nbytes[k + 1 - lead : k + 1]) <= (policy.amount or 0), k + 1)  # type: ignore[misc]
         else:
             wanted = min(k + 1, 1 if policy.amount is None else policy.amount)
-        if budget is not None:
-            wanted = min(wanted, _most(lambda lead, k=k: sum(nbytes[max(0, k - lead) : k + 1]) <= budget, k + 1))  # type: ignore[misc]
         found.append(wanted)
+    return found
+
+
+def _within(budget: int | None, nbytes: Sequence[int], leads: Sequence[int]) -> list[int]:
+    """The same, as far as the budget allows."""
+    if budget is None:
+        return list(leads)
+    fits = [_most(lambda lead, k=k: sum(nbytes[max(0, k - lead) : k + 1]) <= budget, k + 1) for k in range(len(nbytes))]  # type: ignore[misc]
+    return [min(pair) for pair in zip(leads, fits, strict=True)]
+
+
+def _listed_leads(names: Sequence[str], leads: Sequence[int], listed: Listed, free: Sequence[str]) -> list[int]:
+    """The same, where modules have lists: what these name, and nothing else, is launched when such a module begins.
+
+    Args:
+        names: FQNs of the modules that gather, in order.
+        leads: by the policy.
+        listed: by FQN of a module, whom it gathers.
+        free: FQNs for which the policy holds always.
+    """
+    found = []
+    for k, name in enumerate(names):
+        begins = [i for i in range(k) if name in listed.get(names[i], ())]
+        if ROOT_NAME not in names and name in listed.get(ROOT_NAME, ()):
+            begins.append(-1)  # the root has its weights, so it begins with the graph
+        by_policy = k - leads[k]
+        of = names[by_policy] if by_policy >= 0 else ROOT_NAME
+        if name in free or of not in listed:
+            begins.append(by_policy)
+        found.append(k - min(begins, default=k))
     return found
 
 

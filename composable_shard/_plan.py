@@ -35,12 +35,14 @@ class ShardPlan:
         groups: all groups, in the order of their modules.
         order: FQNs of the groups in the order in which their forwards begin, one entry a use. Declared at first (the
             order of the modules), learned from the first step.
+        orders: the same for each phase that was seen ("train", "no_grad", "train, no sync", ...; see `phase_of`).
         prefetch, pool, costs: what the schedule was made from; see `with_policies`.
         schedule: what is gathered ahead, kept and waited for; None for one group ahead and what settings keep.
     """
 
     groups: tuple[GroupPlan, ...]
     order: tuple[str, ...]
+    orders: tuple[tuple[str, tuple[str, ...]], ...] = ()
     prefetch: PrefetchPolicy = ONE_AHEAD
     pool: PoolPolicy = UNBOUNDED
     costs: Costs | None = None
@@ -54,6 +56,37 @@ class ShardPlan:
     def is_default(self) -> bool:
         """Whether nothing but the settings of the groups makes the schedule."""
         return self.prefetch == ONE_AHEAD and self.pool == UNBOUNDED
+
+    # ---- phases
+
+    def order_in(self, phase: str) -> tuple[str, ...]:
+        """The order of forwards in a phase; that of the plan, if nothing else was seen."""
+        return dict(self.orders).get(phase, self.order)
+
+    def noting(self, phase: str, order: tuple[str, ...]) -> ShardPlan:
+        """The same plan, which knows the order of a phase."""
+        return replace(self, orders=tuple(sorted({**dict(self.orders), phase: order}.items())))
+
+    def in_phase(self, phase: str) -> ShardPlan:
+        """The plan of a phase: its order, under the same policies.
+
+        Raises:
+            PoolBudgetError: in this order a group does not fit into the budget.
+        """
+        order = self.order_in(phase)
+        if order == self.order:
+            return self
+        other = replace(self, order=order, schedule=None, costs=self._costs_of(order))
+        return other if self.is_default else other._scheduled()
+
+    def _costs_of(self, order: tuple[str, ...]) -> Costs | None:
+        """The costs, if they tell of all groups of an order: times of others are measured anew."""
+        return self.costs if self.costs and {fqn for fqn, _ in self.costs.forward}.issuperset(order) else None
+
+    @property
+    def own_orders(self) -> dict[str, tuple[str, ...]]:
+        """The orders of the phases that have another one than the plan."""
+        return {phase: order for phase, order in self.orders if order != self.order}
 
     # ---- the step
 
@@ -156,7 +189,9 @@ class ShardPlan:
             in_flight=tuple(each for each in edges.in_flight if each[0] in fqns),
         )
         groups = tuple(group for group in self.groups if group.fqn in fqns)
-        return replace(self, groups=groups, order=tuple(f for f in self.order if f in fqns), schedule=schedule)
+        orders = tuple((phase, tuple(f for f in order if f in fqns)) for phase, order in self.orders)
+        order = tuple(f for f in self.order if f in fqns)
+        return replace(self, groups=groups, order=order, orders=orders, schedule=schedule)
 
     # ---- as data
 
@@ -186,7 +221,7 @@ class ShardPlan:
         plan = decode(cls, data.get("plan"), "plan")
         known = [group.fqn for group in plan.groups]
         edges = plan.edges() if set(plan.order) <= set(known) else None
-        named = {"order": plan.order}
+        named = {"order": plan.order} | {f"orders[{phase!r}]": order for phase, order in plan.orders}
         if edges is not None:
             named["schedule.kept"] = edges.kept
             named["schedule.in_flight"] = tuple(fqn for fqn, _ in edges.in_flight)
@@ -199,7 +234,7 @@ class ShardPlan:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what all ranks must agree on: groups, order and schedule.
+        """SHA-256 of what all ranks must agree on: groups, orders and schedule.
 
         Two things are left out. The transport of a group may differ among replicas, which measure it on links of their
         own. And costs are a cause, not a part, of the schedule. Nothing else in a plan depends on the rank: sizes of
@@ -207,6 +242,7 @@ class ShardPlan:
         """
         groups = [{k: v for k, v in encode(group).items() if k != "route"} for group in self.groups]
         agreed = {"version": JSON_VERSION, "groups": groups, "order": self.order, "schedule": encode(self.edges())}
+        agreed["orders"] = self.own_orders
         return hashlib.sha256(json.dumps(agreed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     # ---- compared
@@ -226,6 +262,8 @@ class ShardPlan:
         """What is otherwise in `other`, a line each; empty if the plans are equal."""
         lines = group_changes(self.groups, other.groups)
         lines += order_changes(self.order, other.order)
+        for phase in dict.fromkeys([*self.own_orders, *other.own_orders]):
+            lines += [f"{phase}: {line}" for line in order_changes(self.order_in(phase), other.order_in(phase))]
         lines += schedule_changes(self.edges(), other.edges())
         for name, old, new in (("prefetch policy", self.prefetch, other.prefetch), ("pool", self.pool, other.pool)):
             lines += [f"{name}: {old} -> {new}"] if old != new else []
@@ -237,18 +275,22 @@ class ShardPlan:
     def __str__(self) -> str:
         shown = [self.group(fqn) for fqn in dict.fromkeys([*self.order, *(g.fqn for g in self.groups)])]
         budget = "" if self.pool.budget is None else f", budget {mib(self.pool.budget)}"
-        return plan_text(shown, self.schedule, f"prefetch: {self.prefetch}{budget}", self.predicted())
+        why = f"prefetch: {self.prefetch}{budget}"
+        phases = [(phase, order if order != self.order else ()) for phase, order in self.orders]
+        return plan_text(shown, self.schedule, why, self.predicted(), phases)
 
 
 def replan(plan: ShardPlan, record: Record) -> ShardPlan:
     """The plan for the next step: the order that was seen takes the place of the one that was expected.
+
+    Orders that only other phases have stay.
 
     Raises:
         PoolBudgetError: in this order a group does not fit into the budget.
     """
     if record.order == plan.order:
         return plan
-    known = {fqn for fqn, _ in plan.costs.forward} if plan.costs is not None else set()
-    costs = plan.costs if known.issuperset(record.order) else None  # times of others are measured anew
-    other = replace(plan, order=record.order, schedule=None, costs=costs)
+    orders = tuple((phase, order) for phase, order in plan.own_orders.items() if order != record.order)
+    costs = plan._costs_of(record.order)
+    other = replace(plan, order=record.order, orders=orders, schedule=None, costs=costs)
     return other if plan.is_default else other.with_policies()

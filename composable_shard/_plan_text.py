@@ -23,7 +23,13 @@ _MILLISECONDS = ("gather ms", "compute ms", "reduce ms", "exposed ms")
 _LEFT = (0, 4, 5, 6)
 
 
-def plan_text(groups: Sequence[GroupPlan], schedule: Schedule | None, why: str, predicted: Prediction) -> str:
+def plan_text(
+    groups: Sequence[GroupPlan],
+    schedule: Schedule | None,
+    why: str,
+    predicted: Prediction,
+    phases: Sequence[tuple[str, Sequence[str]]] = (),
+) -> str:
     """A plan as a table.
 
     Args:
@@ -31,6 +37,7 @@ def plan_text(groups: Sequence[GroupPlan], schedule: Schedule | None, why: str, 
         schedule: None for the default one, which goes without saying.
         why: what the schedule was made from.
         predicted: of one training step.
+        phases: those that were seen, each with its order if that is another one.
     """
     params = sum(p.numel for g in groups for p in g.params)
     title = f"plan: {len(groups)} groups, {params:,} parameters, {joined(g.mesh for g in groups)}"
@@ -59,6 +66,9 @@ def plan_text(groups: Sequence[GroupPlan], schedule: Schedule | None, why: str, 
         lines.append(f"between forward and backward: {mib(predicted.kept)}")
     if predicted.exposed is not None and predicted.seconds is not None:
         lines.append(f"exposed: {1e3 * predicted.exposed:.3f} of {1e3 * predicted.seconds:.3f} ms a step")
+    for phase, order in phases:
+        if order:
+            lines.append(f"order in {phase}: {', '.join(fqn or ROOT_NAME for fqn in order)}")
     return "\n".join(lines if schedule is None else [*lines, why, *_schedule_lines(schedule)])
 
 

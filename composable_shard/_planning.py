@@ -13,13 +13,19 @@ from ._state import STATE
 
 
 class Planning(TorchFSDPModule):
-    """Policies of the plan. They are the root's, the outermost sharded module's; set them on all ranks alike."""
+    """Policies of the plan. They are the root's, the outermost sharded module's; set them on all ranks alike.
+
+    Set between two forwards, they hold for the next one, at the end of which a rank that finds that others have set
+    something else raises `RankMismatchError`: all ranks do where all have set something; where only some have, these
+    do, and the others cannot go on without them.
+    """
 
     def set_prefetch_policy(self, policy: PrefetchPolicy) -> None:
         """How far ahead groups are gathered; lists of modules (`set_modules_to_forward_prefetch`) go before it.
 
         With `PrefetchPolicy.auto` the second and third training step are measured, every collective waited for where it
-        is issued; from then on what can be hidden is.
+        is issued; from then on what can be hidden is. Two steps are measured again when groups have joined, and more
+        and more rarely (after 64 steps, 128, 256...), to see whether times have changed; then the plan is made anew.
 
         Raises:
             ShardConfigTypeError: `policy` is no PrefetchPolicy.
@@ -39,6 +45,9 @@ class Planning(TorchFSDPModule):
 
     def set_plan(self, plan: ShardPlan) -> None:
         """Follow a plan that was made before, or elsewhere: its order, its schedule and its policies.
+
+        Where forwards then run in another order, or a setter changes what is resharded, the schedule is made anew by
+        the plan's policies; a warning says so, once.
 
         Raises:
             ShardConfigTypeError: `plan` is no ShardPlan.

@@ -182,16 +182,21 @@ class PoolPolicy:
             bound of a planned training step (in others what is on its way is given up first, but a gather that is
             needed at once may exceed it): gathers ahead yield to it first, then reductions in flight, then weights that
             are kept after forward; what cannot fit even so is a `PoolBudgetError`. None for no limit.
+        mem_pool: on CUDA, whether the memory comes from a `torch.cuda.MemPool` of the model's own, so that it shares no
+            segment with activations, and neither splits the other's. Elsewhere it is an error when the plan is made.
 
     Raises:
-        ShardConfigValueError: `budget` is not positive or no whole number.
+        ShardConfigValueError: `budget` is not positive or no whole number; `mem_pool` is no bool.
     """
 
     budget: int | None = None
+    mem_pool: bool = False
 
     def __post_init__(self) -> None:
         if self.budget is not None:
             require_count("PoolPolicy.budget", self.budget, 1)
+        if not isinstance(self.mem_pool, bool):
+            raise ShardConfigValueError(f"PoolPolicy.mem_pool={self.mem_pool!r}: expected True or False")
 
 
 def require_count(field: str, value: object, least: int) -> None:

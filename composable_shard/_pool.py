@@ -14,11 +14,13 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right, insort
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from ._debug import debugging, poison
+from ._errors import ShardConfigValueError
 from ._layout import slot_bytes
 from ._packing import pack
 from ._slots import Events, Outside, Places, Request, Slot
@@ -44,6 +46,7 @@ class BufferPool:
         self.live_bytes = self.peak_bytes = self.held_bytes = self.allocations = self.arena_bytes = 0
         self.fallbacks: dict[str, int] = {}
         self._lane = lane
+        self._mem_pool: torch.cuda.MemPool | None = None
         self._requests: weakref.WeakValueDictionary[tuple[str, int], Request] = weakref.WeakValueDictionary()
         self._known: dict[Request, None] = {}  # those that were leased, in that order
         self._live: set[Request] = set()
@@ -55,6 +58,21 @@ class BufferPool:
         self._outside: list[Outside] = []
         self.places = Places()
         self.addresses = range(0)
+
+    def use_mem_pool(self, wanted: bool) -> None:
+        """Whether what is allocated from now on comes from a `torch.cuda.MemPool`.
+
+        Raises:
+            ShardConfigValueError: the device has none.
+        """
+        if wanted and self.device.type != "cuda":
+            raise ShardConfigValueError(
+                f"PoolPolicy(mem_pool=True): there is a MemPool on CUDA only, and this model is on {self.device.type}; "
+                "leave it out"
+            )
+        if wanted != (self._mem_pool is not None):
+            self._mem_pool = torch.cuda.MemPool() if wanted else None
+            self._lacks = True
 
     def request(self, name: str, nbytes: int) -> Request:
         """What to ask for when `nbytes` bytes are needed: leases of one name and size have one place in the arena."""
@@ -234,7 +252,8 @@ class BufferPool:
         return slot
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        with nullcontext() if self._mem_pool is None else torch.cuda.use_mem_pool(self._mem_pool, self.device):
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self.held_bytes += nbytes
         self.allocations += 1
         return memory

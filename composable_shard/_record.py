@@ -11,7 +11,9 @@ from ._timing import Span
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One iteration: from a forward, while no graph of an earlier one lives, to the next such forward.
+    """One iteration: from a forward, while no earlier one waits for its backward, to the next such forward.
+
+    A backward ends the wait of its own forward and of all before it, as do a failed backward and an optimizer's step.
 
     Attributes:
         actions: what was done to the groups, in order of issue.

@@ -15,11 +15,12 @@ from torch import nn
 from ._collectives import Transports
 from ._engine import Engine
 from ._entries import ModuleEntries
-from ._errors import ShardConfigStateError
+from ._errors import ShardConfigStateError, ShardConfigValueError
 from ._group import ParamGroup
 from ._layout import bucket_layout
 from ._mesh import MeshInfo
 from ._node import Outputs, Use
+from ._order import Order
 from ._param import ShardedParam
 from ._plan import ShardPlan
 from ._policies import PoolPolicy, PrefetchPolicy, Settings
@@ -66,17 +67,22 @@ class Declaration:
 
 @dataclass(frozen=True)
 class Asked:
-    """What users have asked of the plan of a root: policies, or a plan to follow."""
+    """What users have asked of the plan of a root: policies, or a plan to follow.
+
+    Attributes:
+        ahead: text of what graphs gather ahead, in the place of what policies say (see `_overlap.Ahead`).
+    """
 
     prefetch: PrefetchPolicy | None = None
     pool: PoolPolicy | None = None
     plan: ShardPlan | None = None
+    ahead: str = ""
 
-    def for_graphs(self) -> tuple[str, int | None, int | None]:
-        """Kind and amount of the prefetch policy and the budget, as constants, for what Dynamo traces."""
+    def for_graphs(self) -> tuple[str, int | None, int | None, str]:
+        """Prefetch policy, budget, and what goes before them, as constants, for what Dynamo traces."""
         prefetch, pool = self.prefetch, self.pool
         kind, amount = ("depth", 1) if prefetch is None else (prefetch.kind, prefetch.amount)
-        return kind, amount, None if pool is None else pool.budget
+        return kind, amount, None if pool is None else pool.budget, self.ahead
 
     def applied(self, plan: ShardPlan) -> ShardPlan:
         """A plan of the same groups that does so.
@@ -190,23 +196,48 @@ class ShardState:
         if not self.bound.is_root:
             raise ShardConfigStateError("plans and policies are the root's; set them on the outermost sharded module")
         asked = replace(self.asked, **wanted)
-        order = self.bound.engine.order
-        order.follow(asked.applied(order.plan))
-        self.asked = asked
+        engine = self.bound.engine
+        plan, before, self.asked = asked.applied(engine.order.plan), self.asked, asked
+        try:
+            engine.learning.asked(plan, given=wanted.get("plan") is not None)
+        except ValueError:
+            self.asked = before
+            raise
 
     def set_prefetch(self, backward: bool, states: list[ShardState]) -> None:
         """What to gather when this module's forward, or backward, begins."""
-        self._prefetch[backward] = states
-        self.link_prefetch()
+        before, self._prefetch = self._prefetch, {**self._prefetch, backward: states}
+        try:
+            self.link_prefetch()
+        except ShardConfigValueError:
+            self._prefetch = before
+            raise
 
     def link_prefetch(self) -> None:
         """Tell the engine; all states must be bound, or else it is too early."""
         if self.bound is None:
             return
         for backward, states in self._prefetch.items():
+            for state in states:
+                if state.bound is None or state.bound.engine is not self.bound.engine:
+                    names = ", ".join(param.fqn for param in state.declaration.params)
+                    raise ShardConfigValueError(
+                        f"modules to prefetch: the one with {names or 'no parameters'} is not below the same root; "
+                        "list modules of one model"
+                    )
             groups = [group for state in states for group in state.groups]
             for place, own in enumerate(self.groups):
                 self.bound.engine.order.explicit[backward, own] = [] if place else groups
+        if (told := self.bound.engine.order.told()) is not None:
+            told(self.bound.engine.order)
+
+    def order_changed(self, order: Order) -> None:
+        """This is the root: let graphs know what the order of its engine says."""
+        asked = self.asked
+        follows_plan = order.plan.costs is not None or (asked.plan is not None and asked.prefetch is None)
+        text = order.ahead(follows_plan).to_text()
+        if text != asked.ahead:
+            self.asked = replace(asked, ahead=text)
 
     def comms_changed(self) -> None:
         """Users have put other communication in the place of ours."""

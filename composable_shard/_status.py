@@ -42,6 +42,15 @@ def drift(model: nn.Module) -> tuple[str, ...]:
     )
 
 
+def drift_log(model: nn.Module) -> tuple[str, ...]:
+    """What the engine has noticed to differ from the plan so far, a statement each, by group; the last of them.
+
+    Orders are compared at each forward, bytes when more are live than ever before, and times, under
+    `PrefetchPolicy.auto`, when steps are measured again. `stats` counts them.
+    """
+    return tuple(line for engine in _engines(model) for line in engine.learning.log.lines)
+
+
 def watch(model: nn.Module, on: bool = True) -> None:
     """Have a sharded model note when it does what (`Record.spans`), or no longer; costs some microseconds a module.
 
@@ -83,6 +92,8 @@ def stats(model: nn.Module) -> dict[str, float]:
         ``pool/arena_bytes``, ``pool/allocations``, ``pool/fallbacks``: of the arena; how often memory was asked for;
         leases for which the arena had no place.
         ``plan/peak_bytes``, ``plan/replans``: what the plan predicts; how often it was made anew.
+        ``plan/order_drifts``, ``plan/bytes_drifts``, ``plan/time_drifts``: how often what happened was seen to differ
+        from the plan; see `drift_log`.
         ``step/unshards``, ``step/reductions``: gathers and reductions of the last iteration.
         ``step/exposed_ms``, ``step/compute_ms``, ``step/communication_share``: of the last iteration, while `watch` is
         on: waiting for gathers and reductions; compute; waiting over both.
@@ -99,6 +110,8 @@ def stats(model: nn.Module) -> dict[str, float]:
         add("pool/fallbacks", sum(pool.fallbacks.values()))
         add("plan/peak_bytes", engine.order.plan.peak_bytes)
         add("plan/replans", engine.order.replans)
+        for kind, count in engine.learning.log.counts.items():
+            add(f"plan/{kind}_drifts", count)
         actions = () if record is None else record.actions
         add("step/unshards", sum(action.kind is Kind.UNSHARD for action in actions))
         add("step/reductions", sum(action.kind is Kind.REDUCE for action in actions))

@@ -92,9 +92,14 @@ class Stopwatch:
         self._begun += 1
         return self._begun
 
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The spans so far, in the order in which they began."""
+        return tuple(self._spans[at] for at in sorted(self._spans))
+
     def take(self) -> tuple[Span, ...]:
-        """The spans so far, in the order in which they began; the next iteration begins."""
-        spans = tuple(self._spans[at] for at in sorted(self._spans))
+        """The same; the next iteration begins."""
+        spans = self.spans
         self._spans, self._origin = {}, self._read()
         self._running.clear()
         return spans

@@ -82,6 +82,11 @@ def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(map(_local, tensors))
 
 
+def store_of(group: dist.ProcessGroup) -> c10d.Store:
+    """The store over which the ranks of a process group have met."""
+    return dist.distributed_c10d._get_process_group_store(group)
+
+
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Name of the backend (``gloo``, ``nccl``, ...) that serves `device` in a process group."""
     return group._get_backend(device).name().lower()

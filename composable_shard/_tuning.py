@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 from ._actions import Actions
 from ._agreement import Among, agree, slowest
+from ._drift import time_drift
+from ._learning import Learning
 from ._order import Order
 from ._plan import ShardPlan
 from ._record import Record
@@ -19,6 +21,7 @@ from ._simulation import Costs
 from ._timing import Stopwatch, own_seconds
 
 STEPS = 2  # that are measured
+CHECK_AFTER = 64  # iterations with costs until they are measured again; then twice as many, and so on
 _TRIES = 8  # steps after which it is given up: none of them was one that can be measured
 
 _PARTS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
@@ -30,39 +33,59 @@ _PARTS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
 
 
 class Tuning:
-    """Measures the steps of one engine, if its plan asks for it.
+    """Measures some steps of one engine, if its plan asks for it.
+
+    At first until there are costs; later again, more and more rarely, to see whether they still hold. What counts is
+    the number of iterations, which is the same on all ranks, and no clock.
 
     Args:
+        learning: what else holds the plan to what happens.
         order: whose plan is made anew.
         actions: what is measured.
         among: the process groups of the model; their ranks decide alike.
     """
 
-    def __init__(self, order: Order, actions: Actions, among: Among) -> None:
+    def __init__(self, learning: Learning, order: Order, actions: Actions, among: Among) -> None:
+        self._learning = learning
         self._order = order
         self._do = actions
         self._among = among
         self._found: list[dict[tuple[str, str], float]] = []
         self._tries = 0
+        self._for: tuple[str, ...] = ()  # the order that was last measured, or given up
+        self._iterations = 0  # since the last measurement
+        self._next = CHECK_AFTER
         self._before: Stopwatch | None = None  # what the user had watched with
 
-    @property
-    def wanted(self) -> bool:
-        """Whether the plan waits for costs."""
+    def _is_due(self) -> bool:
+        """Whether the plan waits for costs, or it is time to see whether they still hold. Asked once an iteration."""
         plan = self._order.plan
-        return plan.prefetch.kind == "auto" and plan.costs is None
+        if plan.prefetch.kind != "auto":
+            return False
+        if plan.costs is None:
+            return self._tries <= _TRIES or plan.order != self._for
+        self._iterations += not self.measures
+        return self._iterations >= self._next
 
     def between_steps(self) -> None:
-        """An iteration is over, and nothing of it lives."""
-        record = self._do.last_record if self.wanted else None
-        plan = self._order.plan
-        if record is None or self._tries > _TRIES:
+        """An iteration is over."""
+        if not self._is_due():
+            if self.measures:  # and the user has changed his mind
+                self._end()
             return
+        plan, record = self._order.plan, self._do.last_record
+        if record is None:
+            return
+        if plan.order != self._for:
+            self._for, self._tries, self._found = plan.order, 0, []
         self._tries += self.measures
         if not _is_whole(plan, record):
             if self._tries > _TRIES:
                 self._end()
-                warnings.warn(_given_up(plan), stacklevel=2)
+                if plan.costs is None:
+                    warnings.warn(_given_up(plan), stacklevel=2)
+                else:
+                    self._check_later()
             return
         if not self.measures:
             self._before, self._do.watch = self._do.watch, Stopwatch(self._do.pool.device, serial=True)
@@ -73,10 +96,23 @@ class Tuning:
             least = [min(each[part] for each in self._found) for part in seconds]
             agreed = slowest(least, [(group, device) for group, device, _ in self._among])
             self._end()
-            plan = plan.with_policies(costs=_costs(plan, dict(zip(seconds, agreed, strict=True))))
-            agree(plan, self._among)
-            self._order.follow(plan)
-            self._order.replans += 1
+            self._compare(plan, dict(zip(seconds, agreed, strict=True)))
+
+    def _compare(self, plan: ShardPlan, seconds: Mapping[tuple[str, str], float]) -> None:
+        """Make the plan anew, unless what was measured is as planned."""
+        measured = plan.with_policies(costs=_costs(plan, seconds))
+        if plan.costs is not None:
+            found = time_drift(plan, measured.times() or {})
+            self._check_later()
+            if not found:
+                return
+            self._learning.log.add("time", self._learning.forwards, found)
+        agree(measured, self._among)
+        self._order.follow(measured)
+        self._order.replans += 1
+
+    def _check_later(self) -> None:
+        self._iterations, self._next, self._tries = 0, 2 * self._next, 0
 
     @property
     def measures(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_auto_measures_again_when_a_block_joins(rank, world):
     model, plain = made(P.auto())
     train(model, plain, 5, taken=(0, 1))
     assert cs.current_plan(model).costs is not None
-    train(model, plain, 1)
+    train(model, plain, 2)  # it is seen in one, and at the end of the next one all ranks know that all have seen it
     assert cs.current_plan(model).costs is None
     train(model, plain, 5)
     assert {fqn for fqn, _ in cs.current_plan(model).costs.forward} == {"", *(f"blocks.{at}" for at in range(4))}
@@ -182,3 +183,63 @@ def test_a_collective_that_cannot_be_issued_leaves_no_memory_behind(rank, world,
     train(model, plain, 2)
     assert pool.live_bytes == 0
     assert (pool.held_bytes, pool.fallbacks) == (held, {})
+
+
+@distributed(world=1)
+def test_memory_from_a_mem_pool_is_an_error_where_there_is_none(rank, world):
+    model, plain = made(pool=cs.PoolPolicy(mem_pool=True))
+    with pytest.raises(cs.ShardConfigValueError, match=r"PoolPolicy\(mem_pool=True\): .* this model is on cpu"):
+        model(*vectors(0, 0))
+    model.set_pool_policy(cs.PoolPolicy())
+    train(model, plain, 1)
+
+
+@distributed(world=1)
+def test_modules_of_another_model_are_refused_in_lists_to_prefetch(rank, world):
+    model, plain = made()
+    other, _ = made()
+    model.blocks[0].set_modules_to_forward_prefetch([other.blocks[1]])
+    with pytest.raises(
+        cs.ShardConfigValueError, match=r"modules to prefetch: the one with .*weight, .* is not below the s"
+    ):
+        model(*vectors(0, 0))
+    model, plain = made()
+    train(model, plain, 1)
+    other(*vectors(0, 0))
+    for name in ("forward", "backward"):
+        with pytest.raises(cs.ShardConfigValueError, match=r"modules to prefetch"):
+            getattr(model.blocks[0], f"set_modules_to_{name}_prefetch")([model.blocks[1], other.blocks[1]])
+    train(model, plain, 1)
+
+
+class Meeting(nn.Module):
+    """Waits, in its forward, for whoever is to come in the meantime."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.begun.set()
+        assert self.goes_on.wait(30)
+        return self.lin(x)
+
+
+@distributed(world=1)
+def test_two_threads_in_one_model_are_an_error_in_the_second_one(rank, world):
+    model = Meeting()
+    fully_shard(model)
+    outputs = []
+    first = threading.Thread(target=lambda: outputs.append(model(torch.ones(2, 4))))
+    first.start()
+    assert model.begun.wait(30)
+    with pytest.raises(
+        cs.ShardConfigStateError, match="thread 'MainThread': calls a sharded model while another thread"
+    ):
+        model(torch.ones(2, 4))
+    model.goes_on.set()
+    first.join()
+    outputs[0].sum().backward()
+    assert all(param.grad is not None for param in model.parameters()), "the first one goes its way"
+    model(torch.ones(2, 4)).sum().backward()

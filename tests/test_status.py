@@ -53,6 +53,9 @@ pool/allocations 4
 pool/fallbacks 0
 plan/peak_bytes 2560
 plan/replans 0
+plan/order_drifts 0
+plan/bytes_drifts 0
+plan/time_drifts 0
 step/unshards 8
 step/reductions 4""",
     )

@@ -1,0 +1,251 @@
+"""What happens is compared with the plan; where it has drifted, that is counted, explained, and the plan made anew.
+
+order   at the end of each forward of the root: which groups began, one after the other
+bytes   between two iterations: only if more were live than ever before
+time    see `_tuning`
+
+All ranks follow one plan. The first forward decides by a collective, for it comes on all ranks; later, a rank that sees
+another order votes (`Ballot`), and until all ranks have voted alike it follows the plan that it has. So a rank that
+goes its own way once changes no plan, its own neither, and no rank waits for another.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ._actions import Actions
+from ._agreement import Among, Ballot, Outcome, agree, names_in
+from ._drift import DriftLog, drift, order_drift
+from ._errors import RankMismatchError
+from ._order import Order
+from ._plan import ShardPlan, replan
+from ._record import Record
+from ._schedule import Kind
+
+# Votes of one engine: each makes a schedule and looks at the store.
+_FREE_BALLOTS, _FORWARDS_A_BALLOT = 16, 64
+
+
+def phase_of(grad: bool, sync: bool, waiting: bool) -> str:
+    """What kind of forward it is, in words: what may give its groups another order.
+
+    Args:
+        grad: whether it records gradients.
+        sync: whether its gradients are to be reduced.
+        waiting: whether an earlier forward still waits for its backward.
+    """
+    kind = "no_grad" if not grad else "train" if sync else "train, no sync"
+    return f"{kind}, again" if waiting else kind
+
+
+class Learning:
+    """Holds the plan of one engine to what happens.
+
+    Args:
+        order: whose plan is made anew.
+        actions: what happens.
+        among: the process groups of the model; their ranks decide alike.
+
+    Attributes:
+        log: what has drifted.
+        forwards: of the root, so far.
+        given: whether the plan is one that a user gave.
+    """
+
+    def __init__(self, order: Order, actions: Actions, among: Among) -> None:
+        self.log = DriftLog()
+        self.forwards = 0
+        self._order = order
+        self._do = actions
+        self._among = among
+        self._engine = names_in(among)
+        self.given = False
+        self._has_learned = False
+        self._phase = ""
+        self._seen_from = self._done_from = 0
+        self._changed = False  # by a user, since the last forward
+        self._ballot: Ballot | None = None
+        self._base: str | None = None  # digest of the plan that a vote would replace; None if its plan is in force
+        self._ballots = 0
+        self._most_bytes = 0
+        self._has_warned = False
+
+    # ---- order
+
+    def begin(self, grad: bool, waiting: bool) -> None:
+        """A forward of the root begins; arguments as for `phase_of`."""
+        if self._changed:
+            self._take_changes()
+        groups = self._do.groups
+        sync = not groups or groups[0].options.requires_gradient_sync
+        self._phase = phase_of(grad, sync, waiting)
+        self._order.begin(self._phase, grad)
+        self._seen_from, self._done_from = len(self._do.seen), len(self._do.done)
+        if self._ballot is not None:
+            self._ballot.cast()
+
+    def end(self) -> None:
+        """It has ended well.
+
+        Raises:
+            RankMismatchError: ranks have run their first forward in different orders, or want different plans.
+            PoolBudgetError: in the order that was seen a group does not fit.
+        """
+        self.forwards += 1
+        seen = tuple([group.fqn for group in self._do.seen[self._seen_from :]])
+        if self._ballot is not None:
+            self._count(self._ballot)
+        if not self._has_learned and self._phase != "no_grad":
+            self._has_learned = True
+            if self._learn_first(seen):
+                return
+        expected = self._order.expected(self._phase)
+        if seen != expected:
+            self.log.add("order", self.forwards, order_drift(expected, seen))
+            self._want(self._with_order(seen))
+        elif self._phase not in self._order.phases:
+            self._order.note(self._phase, seen)
+
+    def _with_order(self, seen: tuple[str, ...]) -> ShardPlan:
+        plan = self._order.plan
+        return replan(plan, Record((), (), seen)) if self._phase == "train" else plan.noting(self._phase, seen)
+
+    def _learn_first(self, seen: tuple[str, ...]) -> bool:
+        """All ranks come here once, so they can agree at once; not where ranks may use different modules."""
+        if any(group.options.reduce_unused for group in self._do.groups):
+            return False
+        plan = replan(self._order.plan, Record((), (), seen))
+        agree(plan, self._among)
+        if plan is not self._order.plan:
+            self.log.add("order", self.forwards, order_drift(self._order.plan.order, seen))
+            self._follow(plan)
+        self._order.note(self._phase, seen)
+        return True
+
+    # ---- bytes
+
+    def between_steps(self) -> None:
+        """An iteration is over."""
+        if self._do.pool.peak_bytes > self._most_bytes:
+            self._compare_bytes()
+
+    def _compare_bytes(self) -> None:
+        """More was live than ever before: see whether it is more than was planned."""
+        peak, plan, record = self._do.pool.peak_bytes, self._order.plan, self._do.last_record
+        self._most_bytes = peak
+        if record is None or peak <= plan.peak_bytes:
+            return
+        found = drift(plan, record) if record.peak_bytes == peak and record.order == plan.order else ()
+        self.log.add(
+            "bytes", self.forwards, [*found, f"{peak} bytes were live, and at most {plan.peak_bytes} are planned"]
+        )
+        if (described := self._order.described()) is not plan:
+            self._want(described)
+
+    # ---- what users change
+
+    def asked(self, plan: ShardPlan, given: bool) -> None:
+        """A user wants this plan, on all ranks: it is followed at once, and the next forward looks at the others.
+
+        Raises:
+            ShardConfigValueError, PoolBudgetError: as `Order.follow`.
+        """
+        self._order.follow(plan)
+        self.given, self._ballot, self._changed = given, None, True
+
+    def settings_changed(self) -> None:
+        """Make the plan anew, with the options that groups have now; on all ranks, again."""
+        if (plan := self._order.described()) is not self._order.plan:
+            self._warn_of_loss(self._order.plan.diff(plan).partition("\n")[0])
+            self.asked(plan, given=False)
+
+    def converted(self) -> None:
+        """Parameters have another dtype, perhaps: the next forward looks."""
+        self._changed = True
+
+    def _take_changes(self) -> None:
+        self.settings_changed()
+        self._changed = False
+        if self._among and self._has_learned:
+            self._ballot = Ballot(self._order.plan, self._among, self._engine, self.forwards)
+            self._base = None
+
+    # ---- a new plan
+
+    def _want(self, plan: ShardPlan) -> None:
+        """Follow another plan as soon as all ranks want it."""
+        if plan == self._order.plan or self._ballot is not None:
+            return
+        if not self._among:
+            self._follow(plan)
+        elif self._ballots < _FREE_BALLOTS + self.forwards // _FORWARDS_A_BALLOT:
+            self._ballots += 1
+            self._ballot = Ballot(plan, self._among, self._engine, self.forwards)
+            self._base = self._order.plan.digest
+
+    def _count(self, ballot: Ballot) -> None:
+        outcome = ballot.count(_gathered(self._do.done[self._done_from :]))
+        if outcome is Outcome.OPEN:
+            return
+        self._ballot = None
+        free = any(group.options.reduce_unused for group in self._do.groups)
+        if outcome is Outcome.APART and not free:
+            ballot.explain()
+        if self._base is None:
+            if outcome is not Outcome.ALL:
+                raise RankMismatchError(_alone_with_change())
+        elif outcome is not Outcome.ALL:
+            self._warn_alone(ballot.plan, free)
+        elif self._order.plan.digest == self._base:
+            self._follow(ballot.plan)
+
+    def _follow(self, plan: ShardPlan) -> None:
+        if plan.order != self._order.plan.order:
+            self._warn_of_loss(order_drift(self._order.plan.order, plan.order)[0])
+        self._order.follow(plan)
+        self._order.replans += 1
+
+    def _warn_of_loss(self, why: str) -> None:
+        if self.given:
+            self.given = False
+            text = (
+                f"set_plan: the plan that was given is not followed any more ({why}); it was made anew by its policies"
+            )
+            warnings.warn(text, stacklevel=2)
+
+    def _warn_alone(self, plan: ShardPlan, free: bool) -> None:
+        """Only some ranks have left the plan: said once, unless they may."""
+        if free or self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"rank {dist.get_rank()}: a forward of the root left the plan, and not on all ranks alike "
+            f"({self._order.plan.diff(plan).partition(chr(10))[0]}). All keep the plan that they have. Where ranks run "
+            "different modules in one step, their collectives meet those of other modules: run the same on all, or "
+            "call set_reduce_scatter_unused_params(True)",
+            stacklevel=2,
+        )
+
+
+def _gathered(done: Sequence[Any]) -> frozenset[str]:
+    """Of what was done (kind, FQN and bytes, one after the other), which groups were gathered from begin to end."""
+    issued: set[str] = set()
+    arrived: set[str] = set()
+    for kind, fqn in zip(done[::3], done[1::3], strict=True):
+        if kind is Kind.UNSHARD:
+            issued.add(fqn)
+        elif kind is Kind.WAIT and fqn in issued:
+            arrived.add(fqn)
+    return frozenset(arrived)
+
+
+def _alone_with_change() -> str:
+    return (
+        f"rank {dist.get_rank()}: was given another plan, policy or reshard_after_forward than other ranks, or at "
+        "another time. Call set_plan, set_prefetch_policy, set_pool_policy and setters of modules on all ranks alike, "
+        "between the same forwards"
+    )

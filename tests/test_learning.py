@@ -1,0 +1,432 @@
+"""What leaves the plan is counted, explained and planned anew; ranks follow one plan, whichever of them has left it."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from expecttest import assert_expected_inline
+from torch.distributed.device_mesh import init_device_mesh
+
+import composable_shard as cs
+from _engines import fully_shard
+from _models import shard_blocks, vectors
+from _plans import block_plan
+from _pool import distributed, simulated
+from _stepping import engine_of
+from composable_shard import _agreement, _learning, _tuning
+from composable_shard._agreement import Ballot, Outcome
+from composable_shard._learning import phase_of
+from composable_shard._plan import replan
+from composable_shard.testing import Busy, fabric
+
+P = cs.PrefetchPolicy
+LIMIT_S = 60.0  # a hang, where ranks disagree
+
+
+class Chosen(nn.Module):
+    """Blocks of one size, which each forward takes in the order that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, taken: tuple[int, ...] = (0, 1, 2, 3)) -> torch.Tensor:
+        x = self.inp(x)
+        for at in taken:
+            x = torch.tanh(self.blocks[at](x))
+        return x
+
+
+def made(prefetch=None, **options):
+    torch.manual_seed(0)
+    model = Chosen()
+    shard_blocks(model, fully_shard, **{"reshard_after_forward": True} | options)
+    if prefetch is not None:
+        model.set_prefetch_policy(prefetch)
+    return model
+
+
+def step(model, rank, *taken, at=0):
+    model(*vectors(rank, at), *([taken] if taken else [])).square().mean().backward()
+    model.zero_grad()
+
+
+def order_of(*taken):
+    return ("", *(f"blocks.{at}" for at in taken))
+
+
+def everywhere(world, what):
+    found = [None] * world
+    dist.all_gather_object(found, what)
+    return found
+
+
+# ---- order
+
+
+@pytest.mark.parametrize("prefetch", [None, P.depth(2)])
+@distributed(world=2, limit_s=LIMIT_S)
+def test_an_order_that_all_ranks_have_seen_is_planned_when_all_know_of_it(rank, world, prefetch):
+    model = made(prefetch)
+    step(model, rank)
+    plans = []
+    for _ in range(3):
+        step(model, rank, 3, 1, 0, 2)
+        plans.append(cs.current_plan(model))
+    orders = [plan.order for plan in plans]
+    assert orders == [order_of(0, 1, 2, 3), order_of(3, 1, 0, 2), order_of(3, 1, 0, 2)]
+    assert cs.drift(model) == ()
+    digests = everywhere(world, [plan.digest for plan in plans])
+    assert digests[0] == digests[1]
+    stats = model.stats()
+    assert (stats["plan/replans"], stats["plan/order_drifts"]) == (1, 1)
+    assert cs.drift_log(model)[0] == "forward 2, order: blocks.3: was forward 2, where blocks.0 is planned"
+
+
+# Where weights stay after forward, a block more that runs again is another order, and no other collective.
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_a_rank_that_alone_goes_another_way_is_warned_and_changes_no_plan(rank, world):
+    model = made(P.depth(2), reshard_after_forward=False)
+    step(model, rank)
+    before = cs.current_plan(model).digest
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for more in ((0,), (), ()):
+            loss = model(*vectors(rank, 0), (0, 1, 2, 3, *more[:rank])).sum()
+            del loss
+            model.reshard()
+            for block in model.blocks:
+                block.reshard()
+        step(model, rank)
+    said = [str(each.message) for each in caught if "left the plan" in str(each.message)]
+    words = "rank 1: a forward of the root left the plan, and not on all ranks alike (order: forward 6 is nothing -> "
+    assert [text.startswith(words) for text in said] == [True] * rank
+    assert everywhere(world, cs.current_plan(model).digest) == [before] * world
+    assert model.stats()["plan/order_drifts"] == rank
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_ranks_whose_first_forwards_differ_are_told_so_before_there_are_gradients(rank, world):
+    model = made(reshard_after_forward=False)
+    with pytest.raises(cs.RankMismatchError) as caught:
+        step(model, rank, 0, 1, 2, 3, rank)
+    words = everywhere(world, str(caught.value))
+    assert words[0] == words[1]
+    assert "ranks 0 and 1 have different plans: order: forward 6 is blocks.0 -> blocks.1" in words[0]
+    assert all(param.grad is None for param in model.parameters())
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_ranks_that_all_leave_the_plan_for_different_orders_are_told_so(rank, world):
+    model = made(reshard_after_forward=False)
+    step(model, rank)
+    model(*vectors(rank, 0), (0, 1, 2, 3, rank))
+    engine_of(model).reset()  # so that the next forward gathers
+    with pytest.raises(cs.RankMismatchError) as caught:
+        model(*vectors(rank, 0), (0, 1, 2, 3, rank))
+    words = everywhere(world, str(caught.value))
+    assert words[0] == words[1]
+    assert "order: forward 6 is blocks.0 -> blocks.1" in words[0]
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_ranks_may_use_different_modules_where_all_gradients_are_reduced(rank, world):
+    model = made(reshard_after_forward=False)
+    model.set_reduce_scatter_unused_params(True)
+    for _ in range(3):
+        model(*vectors(rank, 0), (0, 1, 2, 3, rank))
+        engine_of(model).reset()
+    plans = everywhere(world, cs.current_plan(model).digest)
+    assert plans[0] == plans[1]
+    assert cs.current_plan(model).order == order_of(0, 1, 2, 3)
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_a_steady_step_asks_no_rank_and_no_store(rank, world):
+    model = made(P.depth(2))
+    for at in range(3):
+        step(model, rank, at=at)
+    with mock.patch.object(_agreement, "store_of") as store, mock.patch.object(_learning, "agree") as agree:
+        for at in range(3):
+            step(model, rank, at=at)
+    assert not store.called
+    assert not agree.called
+
+
+@simulated(world=2)
+def test_orders_that_change_all_the_time_are_counted(rank, world):
+    model = made()
+    for at in range(6):
+        step(model, rank, *((0, 1, 2, 3), (3, 2, 1, 0))[at % 2])
+    assert model.stats()["plan/order_drifts"] == 5
+
+
+# ---- what users change
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_a_policy_that_one_rank_alone_was_given_is_an_error_there_before_backward(rank, world):
+    model = made()
+    step(model, rank)
+    if rank:
+        model.set_prefetch_policy(P.depth(3))
+        with pytest.raises(cs.RankMismatchError, match="rank 1: was given another plan, policy or reshard_after_forw"):
+            model(*vectors(rank, 1))
+    else:
+        model(*vectors(rank, 1))
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_policies_that_differ_are_an_error_on_all_ranks_with_the_difference(rank, world):
+    model = made()
+    step(model, rank)
+    model.set_prefetch_policy(P.depth(2 + rank))
+    with pytest.raises(cs.RankMismatchError, match="ranks 0 and 1 have different plans: prefetch"):
+        model(*vectors(rank, 1))
+
+
+@pytest.mark.parametrize("how", ["order", "setting"])
+@distributed(world=1)
+def test_a_given_plan_that_is_lost_is_said_once_with_the_reason(rank, world, how):
+    model = made()
+    model.set_plan(cs.make_plan(model).with_policies(P.depth(3)))
+    step(model, rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            if how == "order":
+                step(model, rank, 3, 2, 1, 0)
+            else:
+                model.blocks[0].set_reshard_after_forward(False)
+                step(model, rank)
+    (said,) = [str(each.message) for each in caught if "set_plan" in str(each.message)]
+    why = {
+        "order": "blocks.3: was forward 2, where blocks.0 is planned",
+        "setting": "group blocks.0: reshard after forward -> after backward",
+    }
+    assert why[how] in said
+    assert cs.current_plan(model).prefetch == P.depth(3)
+
+
+# ---- bytes
+
+
+@simulated(world=2)
+def test_more_bytes_than_planned_are_counted_and_explained(rank, world):
+    model = made()
+    for _ in range(3):
+        step(model, rank)
+    assert model.stats()["plan/bytes_drifts"] == 0
+    for _ in range(3):
+        for block in model.blocks:
+            block.unshard()
+        step(model, rank)
+    step(model, rank)
+    noticed = cs.drift_log(model)
+    assert model.stats()["plan/bytes_drifts"] >= 1
+    assert noticed[0] == "forward 3, bytes: blocks.0: UNSHARD blocks.0 was done and not planned"
+    assert all("bytes were live, and at most " in line for line in noticed[1::2])
+    step(model, rank)
+    assert cs.drift_log(model) == noticed, "no more than before"
+
+
+@simulated(world=2)
+def test_a_model_that_was_converted_gets_a_plan_of_its_new_bytes(rank, world):
+    model = made()
+    step(model, rank)
+    model.to(torch.bfloat16)
+    for _ in range(2):
+        model(vectors(rank, 0)[0].to(torch.bfloat16)).sum().backward()
+        model.zero_grad()
+    plan = cs.current_plan(model)
+    assert {param.stored for group in plan.groups for param in group.params} == {torch.bfloat16}
+    assert cs.drift(model) == ()
+
+
+# ---- time
+
+
+def test_times_are_measured_again_and_what_has_drifted_is_planned_anew(monkeypatch):
+    monkeypatch.setattr(_tuning, "CHECK_AFTER", 3)
+    with fabric(4, latency_s=12e-6, bandwidth_Bps=64e6, clock="virtual"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), Busy(40e-6)) for _ in range(3)))
+        for each in (*model, model):
+            cs.fully_shard(each, mesh=init_device_mesh("cpu", (4,)))
+        model.set_prefetch_policy(P.auto())
+
+        def run(steps):
+            for _ in range(steps):
+                model(torch.ones(2, 16)).sum().backward()
+                model.zero_grad()
+            return cs.current_plan(model)
+
+        plan = run(4)
+        assert plan.costs is not None
+        assert run(6).costs is plan.costs, "measured again, and as before"
+        assert model.stats()["plan/time_drifts"] == 0
+        model[1][1] = Busy(400e-6)
+        other = run(14)
+        assert dict(other.costs.forward)["1"] > 5 * dict(plan.costs.forward)["1"]
+        assert model.stats()["plan/time_drifts"] == 1
+        words = "time: 1: its forward took 0.400 ms, and 0.040 ms are planned"
+        assert any(words in line for line in cs.drift_log(model))
+        seen = []
+        for _ in range(30):
+            run(1)
+            seen.append(engine_of(model)._do.watch is not None)
+        assert sum(seen) <= 4, "more and more rarely"
+
+
+# ---- phases
+
+
+@simulated(world=2)
+def test_each_phase_has_an_order_of_its_own(rank, world):
+    model = made(P.depth(1))
+    for _ in range(2):
+        step(model, rank)
+    for _ in range(2):
+        with torch.no_grad():
+            model(*vectors(rank, 0), (3, 2, 1, 0))
+    assert cs.last_record(model).actions == tuple(
+        cs.Action.parse(f"{kind} {fqn}")
+        for kind, fqn in [
+            ("UNSHARD", "(root)"),
+            ("WAIT", "(root)"),
+            ("UNSHARD", "blocks.3"),
+            ("WAIT", "blocks.3"),
+            ("UNSHARD", "blocks.2"),
+            ("RESHARD", "blocks.3"),
+            ("WAIT", "blocks.2"),
+            ("UNSHARD", "blocks.1"),
+            ("RESHARD", "blocks.2"),
+            ("WAIT", "blocks.1"),
+            ("UNSHARD", "blocks.0"),
+            ("RESHARD", "blocks.1"),
+            ("WAIT", "blocks.0"),
+            ("RESHARD", "blocks.0"),
+            ("RESHARD", "(root)"),
+        ]
+    ) or str(cs.last_record(model))
+    step(model, rank)
+    assert cs.drift(model) == ()
+    model.set_requires_gradient_sync(False)
+    step(model, rank)
+    model.set_requires_gradient_sync(True)
+    losses = [model(*vectors(rank, at)).sum() for at in range(2)]
+    sum(losses).backward()
+    plan = cs.current_plan(model)
+    assert [phase for phase, _ in plan.orders] == ["no_grad", "train", "train, again", "train, no sync"]
+    assert plan.order == dict(plan.orders)["train"] == order_of(0, 1, 2, 3)
+    assert plan.own_orders == {"no_grad": order_of(3, 2, 1, 0)}
+    assert "order in no_grad: (root), blocks.3, blocks.2, blocks.1, blocks.0" in str(plan)
+    assert cs.ShardPlan.from_json(plan.to_json()) == plan
+
+
+def test_a_phase_is_named_by_what_may_change_its_order():
+    assert_expected_inline(
+        "\n".join(phase_of(*each) for each in itertools.product((True, False), repeat=3)),
+        """\
+train, again
+train
+train, no sync, again
+train, no sync
+no_grad, again
+no_grad
+no_grad, again
+no_grad""",
+    )
+
+
+def test_orders_of_phases_are_part_of_what_ranks_agree_on_and_of_the_differences():
+    plan = block_plan()
+    same, other = plan.noting("no_grad", plan.order), plan.noting("no_grad", plan.order[::-1])
+    assert same.digest == plan.digest != other.digest
+    assert plan.diff(same) == ""
+    assert plan.diff(other) == "no_grad: order: forward 1 is (root) -> blocks.2"
+    assert other.in_phase("no_grad").order == plan.order[::-1]
+    assert other.in_phase("train") is other
+    learned = replan(other, cs.Record((), (), plan.order[::-1]))
+    assert learned.own_orders == {}, "it is the order of all phases now"
+
+
+# ---- votes
+
+
+class Store:
+    """What one process group has written down."""
+
+    def __init__(self, size: int) -> None:
+        self.counts: dict[str, int] = {}
+        self._size = size
+        self.group_name = "g"
+
+    def add(self, key: str, more: int) -> int:
+        self.counts[key] = self.counts.get(key, 0) + more
+        return self.counts[key]
+
+    def size(self) -> int:
+        return self._size
+
+
+CPU = torch.device("cpu")
+ALL_FQNS = frozenset(order_of(0, 1, 2))
+
+
+def ballot(plan, *groups, forward=1):
+    return Ballot(plan, [(group, CPU, ALL_FQNS) for group in groups], ["1"] * len(groups), forward)
+
+
+@pytest.fixture
+def stores(monkeypatch):
+    monkeypatch.setattr(_agreement, "store_of", lambda group: group)
+    return lambda size: Store(size)
+
+
+def test_a_vote_is_open_until_a_gather_has_arrived_and_decided_by_all(stores):
+    group, plan = stores(2), block_plan()
+    one, two = ballot(plan, group), ballot(plan, group)
+    assert one.count(ALL_FQNS) is Outcome.OPEN, "not cast"
+    one.cast()
+    one.cast()
+    assert one.count(frozenset()) is Outcome.OPEN, "nothing was gathered: others may not have voted yet"
+    two.cast()
+    assert [each.count(ALL_FQNS) for each in (one, two)] == [Outcome.ALL] * 2
+
+
+def test_a_vote_for_different_plans_and_a_vote_of_some_are_told_apart(stores):
+    plan, other = block_plan(), block_plan().with_policies(P.depth(2))
+    group = stores(2)
+    both = [ballot(plan, group), ballot(other, group)]
+    for each in both:
+        each.cast()
+    assert [each.count(ALL_FQNS) for each in both] == [Outcome.APART] * 2
+    group = stores(2)
+    alone = ballot(plan, group)
+    alone.cast()
+    assert alone.count(ALL_FQNS) is Outcome.SOME
+    late = ballot(plan, group, forward=2)
+    late.cast()
+    assert late.count(ALL_FQNS) is Outcome.SOME, "of another forward"
+
+
+def test_a_refusal_reaches_ranks_that_share_no_process_group_with_it(stores):
+    """Four ranks in rows and columns; the one at the far corner does not vote."""
+    rows, columns, plan = [stores(2), stores(2)], [stores(2), stores(2)], block_plan()
+    ranks = [ballot(plan, rows[row], columns[column]) for row, column in ((0, 0), (0, 1), (1, 0))]
+    outcomes = []
+    for _ in range(2):
+        for each in ranks:
+            each.cast()
+        outcomes.append([each.count(ALL_FQNS) for each in ranks])
+        ranks = [each for each, found in zip(ranks, outcomes[-1], strict=True) if found is Outcome.OPEN]
+    assert outcomes == [[Outcome.OPEN, Outcome.SOME, Outcome.SOME], [Outcome.SOME]]
