@@ -20,7 +20,6 @@ from _plans import block_plan
 from _pool import distributed, simulated
 from _stepping import engine_of
 from composable_shard import _agreement, _learning, _tuning
-from composable_shard._agreement import Ballot, Outcome
 from composable_shard._learning import phase_of
 from composable_shard._plan import replan
 from composable_shard.testing import Busy, fabric
@@ -357,76 +356,3 @@ def test_orders_of_phases_are_part_of_what_ranks_agree_on_and_of_the_differences
     assert other.in_phase("train") is other
     learned = replan(other, cs.Record((), (), plan.order[::-1]))
     assert learned.own_orders == {}, "it is the order of all phases now"
-
-
-# ---- votes
-
-
-class Store:
-    """What one process group has written down."""
-
-    def __init__(self, size: int) -> None:
-        self.counts: dict[str, int] = {}
-        self._size = size
-        self.group_name = "g"
-
-    def add(self, key: str, more: int) -> int:
-        self.counts[key] = self.counts.get(key, 0) + more
-        return self.counts[key]
-
-    def size(self) -> int:
-        return self._size
-
-
-CPU = torch.device("cpu")
-ALL_FQNS = frozenset(order_of(0, 1, 2))
-
-
-def ballot(plan, *groups, forward=1):
-    return Ballot(plan, [(group, CPU, ALL_FQNS) for group in groups], ["1"] * len(groups), forward)
-
-
-@pytest.fixture
-def stores(monkeypatch):
-    monkeypatch.setattr(_agreement, "store_of", lambda group: group)
-    return lambda size: Store(size)
-
-
-def test_a_vote_is_open_until_a_gather_has_arrived_and_decided_by_all(stores):
-    group, plan = stores(2), block_plan()
-    one, two = ballot(plan, group), ballot(plan, group)
-    assert one.count(ALL_FQNS) is Outcome.OPEN, "not cast"
-    one.cast()
-    one.cast()
-    assert one.count(frozenset()) is Outcome.OPEN, "nothing was gathered: others may not have voted yet"
-    two.cast()
-    assert [each.count(ALL_FQNS) for each in (one, two)] == [Outcome.ALL] * 2
-
-
-def test_a_vote_for_different_plans_and_a_vote_of_some_are_told_apart(stores):
-    plan, other = block_plan(), block_plan().with_policies(P.depth(2))
-    group = stores(2)
-    both = [ballot(plan, group), ballot(other, group)]
-    for each in both:
-        each.cast()
-    assert [each.count(ALL_FQNS) for each in both] == [Outcome.APART] * 2
-    group = stores(2)
-    alone = ballot(plan, group)
-    alone.cast()
-    assert alone.count(ALL_FQNS) is Outcome.SOME
-    late = ballot(plan, group, forward=2)
-    late.cast()
-    assert late.count(ALL_FQNS) is Outcome.SOME, "of another forward"
-
-
-def test_a_refusal_reaches_ranks_that_share_no_process_group_with_it(stores):
-    """Four ranks in rows and columns; the one at the far corner does not vote."""
-    rows, columns, plan = [stores(2), stores(2)], [stores(2), stores(2)], block_plan()
-    ranks = [ballot(plan, rows[row], columns[column]) for row, column in ((0, 0), (0, 1), (1, 0))]
-    outcomes = []
-    for _ in range(2):
-        for each in ranks:
-            each.cast()
-        outcomes.append([each.count(ALL_FQNS) for each in ranks])
-        ranks = [each for each, found in zip(ranks, outcomes[-1], strict=True) if found is Outcome.OPEN]
-    assert outcomes == [[Outcome.OPEN, Outcome.SOME, Outcome.SOME], [Outcome.SOME]]
