@@ -136,6 +136,12 @@ def _check_offloaded(found: Sequence[tuple[list[str], ShardState]]) -> None:
         )
 
 
+def _group(fqn: str, state: ShardState, is_root: bool, transports: TransportCache, runtime: Runtime) -> ParamGroup:
+    asked = state.declaration
+    how = asked.transports(transports), runtime, asked.small
+    return ParamGroup(fqn, asked.params, asked.info, asked.settings, is_root, *how)
+
+
 def build_engine(root: nn.Module, measure: bool = True) -> Engine:
     """Make the engine of a root out of the declarations at and below it.
 
@@ -171,19 +177,7 @@ def build_engine(root: nn.Module, measure: bool = True) -> Engine:
     gather_lane, reduce_lane = (own.lanes if own is not None else None) or (lane_for(device), lane_for(device))
     runtime = Runtime(BufferPool(device, gather_lane), gather_lane, reduce_lane)
     of_root = _of_root(root)
-    groups: dict[ShardState, ParamGroup] = {}
-    for fqn, state in _groups_of(root):
-        asked = state.declaration
-        groups[state] = ParamGroup(
-            fqn,
-            asked.params,
-            asked.info,
-            asked.settings,
-            state in of_root,
-            asked.transports(transports),
-            runtime,
-            asked.small,
-        )
+    groups = {state: _group(fqn, state, state in of_root, transports, runtime) for fqn, state in _groups_of(root)}
     engine = Engine([(group, state.entries) for state, group in groups.items()], plan, runtime, among)
     if own is not None:
         engine.learning.given = own.asked.plan is not None

@@ -106,8 +106,8 @@ class Engine:
         self._depth += 1
 
     def check_thread(self) -> None:
-        """The root is called: not while another thread is in its forward or in a backward through it."""
-        if self._depth or (self._pass is not None and self._pass.alive):
+        """The root is called: not while another thread is in it. (A checkpoint around it calls it within backward.)"""
+        if current_backward() < 0 and (self._depth or (self._pass is not None and self._pass.alive)):
             self._iterations.check_thread()
 
     @apart_from_checkpoints

@@ -12,7 +12,8 @@ goes its own way once changes no plan, its own neither, and no rank waits for an
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -67,7 +68,7 @@ class Learning:
         self._has_learned = False
         self._phase = ""
         self._seen_from = self._done_from = 0
-        self._changed = False  # by a user, since the last forward
+        self._changed = self._may_differ = False  # by a user, since the last forward
         self._ballot: Ballot | None = None
         self._base: str | None = None  # digest of the plan that a vote would replace; None if its plan is in force
         self._ballots = 0
@@ -78,7 +79,7 @@ class Learning:
 
     def begin(self, grad: bool, waiting: bool) -> None:
         """A forward of the root begins; arguments as for `phase_of`."""
-        if self._changed:
+        if self._changed or self._may_differ:
             self._take_changes()
         groups = self._do.groups
         sync = not groups or groups[0].options.requires_gradient_sync
@@ -99,14 +100,14 @@ class Learning:
         seen = tuple([group.fqn for group in self._do.seen[self._seen_from :]])
         if self._ballot is not None:
             self._count(self._ballot)
-        if not self._has_learned and self._phase != "no_grad":
+        if not self._has_learned and not self._phase.startswith("no_grad"):
             self._has_learned = True
             if self._learn_first(seen):
                 return
         expected = self._order.expected(self._phase)
         if seen != expected:
             self.log.add("order", self.forwards, order_drift(expected, seen))
-            self._want(self._with_order(seen))
+            self._want(partial(self._with_order, seen))
         elif self._phase not in self._order.phases:
             self._order.note(self._phase, seen)
 
@@ -144,7 +145,7 @@ class Learning:
             "bytes", self.forwards, [*found, f"{peak} bytes were live, and at most {plan.peak_bytes} are planned"]
         )
         if (described := self._order.described()) is not plan:
-            self._want(described)
+            self._want(lambda: described)
 
     # ---- what users change
 
@@ -164,26 +165,30 @@ class Learning:
             self.asked(plan, given=False)
 
     def converted(self) -> None:
-        """Parameters have another dtype, perhaps: the next forward looks."""
-        self._changed = True
+        """Parameters have another dtype, perhaps: the next forward looks, and other ranks matter only if they have."""
+        self._may_differ = True
 
     def _take_changes(self) -> None:
+        self._may_differ = False
         self.settings_changed()
-        self._changed = False
-        if self._among and self._has_learned:
+        if self._changed and self._among and self._has_learned:
             self._ballot = Ballot(self._order.plan, self._among, self._engine, self.forwards)
             self._base = None
+        self._changed = False
 
     # ---- a new plan
 
-    def _want(self, plan: ShardPlan) -> None:
-        """Follow another plan as soon as all ranks want it."""
-        if plan == self._order.plan or self._ballot is not None:
+    def _want(self, make: Callable[[], ShardPlan]) -> None:
+        """Follow another plan as soon as all ranks want it; it is not even made where there were many lately."""
+        if self._ballot is not None or self._ballots >= _FREE_BALLOTS + self.forwards // _FORWARDS_A_BALLOT:
             return
+        plan = make()
+        if plan == self._order.plan:
+            return
+        self._ballots += 1
         if not self._among:
             self._follow(plan)
-        elif self._ballots < _FREE_BALLOTS + self.forwards // _FORWARDS_A_BALLOT:
-            self._ballots += 1
+        else:
             self._ballot = Ballot(plan, self._among, self._engine, self.forwards)
             self._base = self._order.plan.digest
 

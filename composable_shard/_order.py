@@ -65,9 +65,10 @@ class Order:
         names += [fqn for order in plan.own_orders.values() for fqn in order]
         if strange := [fqn for fqn in names if fqn not in named]:
             raise ShardConfigValueError(f"plan: names {strange[0]!r}, which is no group of this model")
-        self._do.pool.use_mem_pool(plan.pool.mem_pool)
-        self._usual = self._lists(plan)
-        self._of_phase = {phase: self._lists(plan.in_phase(phase)) for phase in plan.own_orders}
+        usual = self._lists(plan)
+        of_phase = {phase: self._lists(plan.in_phase(phase)) for phase in plan.own_orders}
+        self._do.pool.use_mem_pool(plan.pool.mem_pool)  # the last that can fail
+        self._usual, self._of_phase = usual, of_phase
         self._now = self._backward_of = self._usual
         for fqn, group in named.items():
             group.stays = None if schedule is None else fqn in schedule.kept

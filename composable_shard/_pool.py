@@ -208,6 +208,8 @@ class BufferPool:
         """Forget them."""
         gone = {id(each) for each in outside}
         self._outside = [each for each in self._outside if id(each) not in gone]
+        for each in outside:
+            each.owner = None
         self._slots_changed()
         self.live_bytes -= sum(each.nbytes for each in outside)
 
@@ -231,9 +233,11 @@ class BufferPool:
     def forget(self) -> None:
         """Give all memory back that nobody uses, and forget which leases have met: sizes are about to change."""
         self.empty()
-        for request in self._known:
-            request.met = self._live - {request} if request in self._live else None
-        self._known = {request: None for request in self._known if request.met is not None}
+        for request in self._known.keys() - self._live:
+            request.met = request.slot = None
+        self._known = {request: None for request in self._known if request in self._live}
+        for request in self._live:
+            request.met = self._live - {request}
         self._lacks = True
 
     def _slots_changed(self) -> None:

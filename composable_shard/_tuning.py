@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ._actions import Actions
 from ._agreement import Among, agree, slowest
@@ -100,13 +101,14 @@ class Tuning:
 
     def _compare(self, plan: ShardPlan, seconds: Mapping[tuple[str, str], float]) -> None:
         """Make the plan anew, unless what was measured is as planned."""
-        measured = plan.with_policies(costs=_costs(plan, seconds))
+        costs = _costs(plan, seconds)
         if plan.costs is not None:
-            found = time_drift(plan, measured.times() or {})
+            found = time_drift(plan, replace(plan, costs=costs).times() or {})
             self._check_later()
             if not found:
                 return
             self._learning.log.add("time", self._learning.forwards, found)
+        measured = plan.with_policies(costs=costs)
         agree(measured, self._among)
         self._order.follow(measured)
         self._order.replans += 1

@@ -146,6 +146,34 @@ def test_memory_of_the_arena_goes_back_on_request_and_comes_again(rank, world):
     assert engine_of(model).pool.held_bytes == held
 
 
+@pytest.mark.parametrize("how", ["emptied", "converted"])
+@distributed(world=2)
+def test_training_goes_on_exactly_where_memory_went_back_while_a_group_was_unsharded(rank, world, how):
+    plain, model = (nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)]) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    for each in (plain, model):
+        each[1:5].requires_grad_(False)  # nothing but handles brings their weights back
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    model[5].set_reshard_after_backward(False)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(8):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+        for each in (plain, model):
+            each(x).square().sum().backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert q.grad is None or torch.equal(p.grad.full_tensor(), q.grad)
+        if step == 3:
+            cs.empty_pool(model) if how == "emptied" else model.to(torch.float32)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pool = engine_of(model).pool
+    assert pool.held_bytes == pool.arena_bytes
+
+
+@pytest.mark.matrix
 @distributed(world=2)
 def test_a_thousand_steps_do_not_grow(rank, world):
     torch.manual_seed(0)

@@ -101,6 +101,7 @@ def test_overhead_prints_its_table_and_writes_json(tmp_path: Path) -> None:
         assert (result["collectives"] > 0) == (result["engine"] != "plain")
 
 
+@pytest.mark.matrix
 def test_overhead_tells_the_time_for_a_parameter_and_how_it_grows_with_the_modules(tmp_path: Path) -> None:
     file = tmp_path / "overhead.json"
     shown = bench("overhead.py", "--blocks=2,4", "--per-group=1,3", "--rounds=2", "--world=4", f"--json={file}")

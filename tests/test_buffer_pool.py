@@ -268,6 +268,24 @@ def test_what_the_arena_has_no_free_place_for_is_counted_and_has_a_place_in_the_
     assert pool.fallbacks == {"b": 1, "new": 1}
 
 
+def test_what_was_forgotten_while_others_were_leased_has_no_place_in_the_old_arena():
+    pool = make_pool()
+    leased(pool, ("a", 1024), ("b", 2048))
+    pool.make_arena()
+    asked = pool.request("a", 1024)  # as a bucket that lives on
+    held = pool.lease(2048, "b")
+    pool.forget()
+    pool.release(held)
+    pool.forget()
+    assert pool.held_bytes == 0
+    owner = Owner()
+    slot = pool.lease_for(asked, owner)
+    assert pool.held_bytes == 1024
+    assert pool.find(slot.begin) is slot
+    pool.release(slot)
+    assert (pool.live_bytes, pool.lease(1024) is slot) == (0, True)
+
+
 def test_several_leases_of_one_name_have_places_of_their_own():
     pool = make_pool()
     leased(pool, ("a", 512), ("a", 512))

@@ -87,9 +87,7 @@ def shard(model, **options):
         fully_shard(model, **options)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("plain", "checkpoints inside") else pytest.mark.matrix) for n in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "plain" else pytest.mark.matrix) for n in CASES])
 @distributed(world=2, limit_s=2 * LIMIT_S)
 def test_gradients_are_those_of_the_unsharded_model_under_inductor(rank, world, name):
     case = CASES[name]

@@ -149,6 +149,17 @@ def test_ranks_may_use_different_modules_where_all_gradients_are_reduced(rank, w
     assert cs.current_plan(model).order == order_of(0, 1, 2, 3)
 
 
+@pytest.mark.parametrize("how", ["emptied", "converted"])
+@distributed(world=2, limit_s=LIMIT_S)
+def test_what_changes_no_plan_may_be_done_on_one_rank_alone(rank, world, how):
+    model = made(P.depth(2))
+    for at in range(5):
+        step(model, rank, at=at)
+        if at == 2 and rank == 0:
+            cs.empty_pool(model) if how == "emptied" else model.to(torch.float32)
+    assert cs.current_plan(model).order == order_of(0, 1, 2)
+
+
 @distributed(world=2, limit_s=LIMIT_S)
 def test_a_steady_step_asks_no_rank_and_no_store(rank, world):
     model = made(P.depth(2))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import composable_shard as cs
 from _engines import fully_shard
@@ -224,6 +225,29 @@ class Meeting(nn.Module):
         self.begun.set()
         assert self.goes_on.wait(30)
         return self.lin(x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@distributed(world=1)
+def test_a_checkpoint_around_the_root_runs_it_again_in_whichever_thread_backward_has(rank, world, reentrant):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    for _ in range(2):
+        loss = checkpoint(model, torch.ones(2, 4, requires_grad=True), use_reentrant=reentrant).sum()
+        failed = []
+
+        def backward(loss=loss, failed=failed):
+            try:
+                loss.backward()
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+        assert not failed
+    assert all(param.grad is not None for param in model.parameters())
 
 
 @distributed(world=1)
