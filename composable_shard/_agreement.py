@@ -6,7 +6,7 @@ in that: it must neither follow it nor wait for the others, and votes (`Ballot`)
 
 from __future__ import annotations
 
-from collections import Counter
+import weakref
 from collections.abc import Iterable, Sequence
 from enum import Enum
 
@@ -136,13 +136,14 @@ class Ballot:
         agree(self.plan, self._apart)
 
 
-_engines: Counter[str] = Counter()
+_engines: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def names_in(among: Among) -> list[str]:
     """Names for one more engine, one in each process group; all ranks make their engines in the same order."""
-    _engines.update(group.group_name for group, _, _ in among)
-    return [str(_engines[group.group_name]) for group, _, _ in among]
+    for group, _, _ in among:
+        _engines[group] = _engines.get(group, 0) + 1
+    return [str(_engines[group]) for group, _, _ in among]
 
 
 def slowest(seconds: Sequence[float], groups: Sequence[tuple[dist.ProcessGroup, torch.device]]) -> list[float]:
