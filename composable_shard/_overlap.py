@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from ._graphs import is_backward, letter_of, module_of, name_of
+from ._graphs import is_backward, letter_of, module_in_plan, name_of
 from ._policies import PrefetchPolicy
 from ._schedule import ROOT_NAME
 
@@ -82,7 +82,7 @@ def place(
     leads = _leads(nbytes, policy)
     if ahead != NOTHING_LISTED:
         listed = ahead.backward if is_backward(graph) else ahead.forward
-        leads = _listed_leads([module_of(gather) for gather in gathers], leads, listed, ahead.free)
+        leads = _listed_leads([module_in_plan(gather) for gather in gathers], leads, listed, ahead.free)
     leads = _within(budget, nbytes, leads)
     last: fx.Node | None = None
     for at, (gather, lead) in enumerate(zip(gathers, leads, strict=True)):
