@@ -161,8 +161,8 @@ a given plan
 forward GwGmwmmGwmmGwmmGwmm, saves 2880 bytes
 backward GmwmmmRwmGwmmmRwmGwmmmRwmGwmmmRmRww
 a measured plan
-forward GwGmwGmmwGmmwGmmwmm, saves 2880 bytes
-backward GmwGmmmRmwmmmRwmGwmmmRwmGwmmmRwmRww
+forward GwGGmwGmmwmmwGmmwmm, saves 2880 bytes
+backward GmwGmmmRmwGmmmRwmwGmmmRwmwmmmRwmRww
 one ahead within a budget
 forward GwGmwGmmwGmmwGmmwmm, saves 2880 bytes
 backward GmwGmmmRwmwGmmmRwmwGmmmRwmwmmmRmRww
