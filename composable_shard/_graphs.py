@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.fsdp import FSDPModule
 
 from ._schedule import ROOT_NAME
 from ._torch import size_hint
@@ -154,22 +153,8 @@ def is_backward(graph: fx.Graph) -> bool:
 
 def module_of(node: fx.Node) -> str:
     """FQN of the module whose forward a node comes from."""
-    stack = _modules_around(node)
-    return _fqn(stack[-1][0] if stack else "")
-
-
-def module_in_plan(node: fx.Node) -> str:
-    """The same as plans and lists name it: below the outermost sharded module, which may be within others."""
-    stack = _modules_around(node)
-    root = next((path for path, kind in stack if isinstance(kind, type) and issubclass(kind, FSDPModule)), "")
-    path = stack[-1][0] if stack else ""
-    return _fqn(f"root{path.removeprefix(root)}") if root else _fqn(path)
-
-
-def _modules_around(node: fx.Node) -> list[tuple[str, Any]]:
-    """Path and class of each module whose forward a node comes from, the outermost first."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return list(stack.values())
+    return _fqn(next(reversed(list(stack.values())))[0] if stack else "")
 
 
 def _gather(node: fx.Node, saved: list[fx.Node]) -> Gather:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from ._graphs import is_backward, letter_of, module_in_plan, name_of
+from ._graphs import is_backward, letter_of, module_of, name_of
 from ._policies import PrefetchPolicy
 from ._schedule import ROOT_NAME
 
@@ -82,7 +82,8 @@ def place(
     leads = _leads(nbytes, policy)
     if ahead != NOTHING_LISTED:
         listed = ahead.backward if is_backward(graph) else ahead.forward
-        leads = _listed_leads([module_in_plan(gather) for gather in gathers], leads, listed, ahead.free)
+        names = _below_root([module_of(gather) for gather in gathers], ahead)
+        leads = _listed_leads(names, leads, listed, ahead.free)
     leads = _within(budget, nbytes, leads)
     last: fx.Node | None = None
     for at, (gather, lead) in enumerate(zip(gathers, leads, strict=True)):
@@ -125,6 +126,22 @@ def _within(budget: int | None, nbytes: Sequence[int], leads: Sequence[int]) -> 
         return list(leads)
     fits = [_most(lambda lead, k=k: sum(nbytes[max(0, k - lead) : k + 1]) <= budget, k + 1) for k in range(len(nbytes))]  # type: ignore[misc]
     return [min(pair) for pair in zip(leads, fits, strict=True)]
+
+
+def _below_root(names: Sequence[str], ahead: Ahead) -> list[str]:
+    """FQNs of modules as lists have them: below the sharded root, which may be within other modules of the graph.
+
+    The graph does not say where the root is: it is where most of the names are known.
+    """
+    listed = [*ahead.forward.items(), *ahead.backward.items()]
+    known = {*ahead.free, *(name for at, those in listed for name in (at, *those))} - {ROOT_NAME}
+    parts = [name.split(".") for name in names]
+    roots = {"", *(".".join(path[:depth]) for path in parts for depth in range(len(path)))}
+
+    def below(root: str) -> list[str]:
+        return [ROOT_NAME if name == root else name.removeprefix(f"{root}.") for name in names]
+
+    return max(map(below, sorted(roots)), key=lambda found: sum(name in known for name in found))
 
 
 def _listed_leads(names: Sequence[str], leads: Sequence[int], listed: Listed, free: Sequence[str]) -> list[int]:
