@@ -72,7 +72,7 @@ def place(
         graph: of forward or of backward.
         policy: how far ahead; `auto` is one ahead, for a graph knows no times.
         budget: the most bytes that gathers in flight and the weights that have arrived last may take, and the most that
-            reductions in flight may; None for no limit.
+            reductions in flight may, with what they send and fill; None for no limit.
         ahead: what users have listed, or what follows from measured times; it goes before the policy.
     """
     gathers = [node for node in graph.nodes if letter_of(node) == "G" and _pack_of(node) is not None]
@@ -82,7 +82,8 @@ def place(
     leads = _leads(nbytes, policy)
     if ahead != NOTHING_LISTED:
         listed = ahead.backward if is_backward(graph) else ahead.forward
-        leads = _listed_leads([module_of(gather) for gather in gathers], leads, listed, ahead.free)
+        names = _below_root([module_of(gather) for gather in gathers], ahead)
+        leads = _listed_leads(names, leads, listed, ahead.free)
     leads = _within(budget, nbytes, leads)
     last: fx.Node | None = None
     for at, (gather, lead) in enumerate(zip(gathers, leads, strict=True)):
@@ -94,13 +95,14 @@ def place(
     for reduction, following in itertools.pairwise(launches):
         if reduction is None or following is None:
             continue
-        if budget is None or _bytes_sent(reduction) + _bytes_sent(following) <= budget:
+        if budget is None or _bytes_in_flight(reduction) + _bytes_in_flight(following) <= budget:
             _finish_later(_wait_of(reduction), following)
 
 
-def _bytes_sent(reduction: fx.Node) -> int:
+def _bytes_in_flight(reduction: fx.Node) -> int:
+    """Bytes of what a reduction sends and of what it fills."""
     sent = reduction.args[0]
-    return _bytes_of(sent) if isinstance(sent, fx.Node) else 0
+    return _bytes_of(reduction) + (_bytes_of(sent) if isinstance(sent, fx.Node) else 0)
 
 
 def _leads(nbytes: Sequence[int], policy: PrefetchPolicy) -> list[int]:
@@ -124,6 +126,22 @@ def _within(budget: int | None, nbytes: Sequence[int], leads: Sequence[int]) -> 
         return list(leads)
     fits = [_most(lambda lead, k=k: sum(nbytes[max(0, k - lead) : k + 1]) <= budget, k + 1) for k in range(len(nbytes))]  # type: ignore[misc]
     return [min(pair) for pair in zip(leads, fits, strict=True)]
+
+
+def _below_root(names: Sequence[str], ahead: Ahead) -> list[str]:
+    """FQNs of modules as lists have them: below the sharded root, which may be within other modules of the graph.
+
+    The graph does not say where the root is: it is where most of the names are known.
+    """
+    listed = [*ahead.forward.items(), *ahead.backward.items()]
+    known = {*ahead.free, *(name for at, those in listed for name in (at, *those))} - {ROOT_NAME}
+    parts = [name.split(".") for name in names]
+    roots = {"", *(".".join(path[:depth]) for path in parts for depth in range(len(path)))}
+
+    def below(root: str) -> list[str]:
+        return [ROOT_NAME if name == root else name.removeprefix(f"{root}.") for name in names]
+
+    return max(map(below, sorted(roots)), key=lambda found: sum(name in known for name in found))
 
 
 def _listed_leads(names: Sequence[str], leads: Sequence[int], listed: Listed, free: Sequence[str]) -> list[int]:
@@ -153,9 +171,9 @@ def _most(fits: Callable[[int], bool], limit: int) -> int:
     return next((number - 1 for number in range(1, limit + 1) if not fits(number)), limit)
 
 
-def _bytes_of(gather: fx.Node) -> int:
-    """Bytes of what a gather fills; 0 if the graph does not know."""
-    value = gather.meta.get("val")
+def _bytes_of(node: fx.Node) -> int:
+    """Bytes of what a node gives; 0 if the graph does not know."""
+    value = node.meta.get("val")
     try:
         return int(value.numel()) * value.element_size() if isinstance(value, torch.Tensor) else 0
     except (TypeError, RuntimeError, NotImplementedError):  # of a size that depends on data

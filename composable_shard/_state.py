@@ -81,6 +81,8 @@ class Asked:
     def for_graphs(self) -> tuple[str, int | None, int | None, str]:
         """Prefetch policy, budget, and what goes before them, as constants, for what Dynamo traces."""
         prefetch, pool = self.prefetch, self.pool
+        if pool is None and self.plan is not None:
+            pool = self.plan.pool
         kind, amount = ("depth", 1) if prefetch is None else (prefetch.kind, prefetch.amount)
         return kind, amount, None if pool is None else pool.budget, self.ahead
 

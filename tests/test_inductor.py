@@ -183,11 +183,13 @@ def by_name(model):
 
 
 @distributed(world=2)
-def test_the_backend_that_is_found_by_its_name_places_communication_too(rank, world):
+def test_the_backend_that_is_found_by_its_name_follows_lists_too(rank, world):
     models = [with_frozen_weights() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     for model in models:
         shard_blocks(model, fully_shard, reshard_after_forward=True)
+        model.set_modules_to_forward_prefetch([*model.blocks])
+        model.set_modules_to_backward_prefetch([*reversed(model.blocks)])
     texts = []
     for model, make in zip(models, (by_name, cs.compile), strict=True):
         torch._dynamo.reset()
@@ -195,7 +197,8 @@ def test_the_backend_that_is_found_by_its_name_places_communication_too(rank, wo
             make(model)(*vectors(rank, 0)).square().mean().backward()
         texts.append(text_of(found))
     assert texts[0] == texts[1]
-    assert texts[0].startswith("forward GwG"), texts
+    assert texts[0].startswith("forward GwGG"), texts
+    assert "\nbackward GwGG" in texts[0], texts
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         assert (a.grad is None) == (b.grad is None)
         assert a.grad is None or torch.equal(a.grad.to_local(), b.grad.to_local())

@@ -1,0 +1,188 @@
+"""Lists, plans and budgets place the communication of compiled graphs, and change no bit.
+
+The bits are those of the same model under plain `torch.compile`, which leaves communication where it is needed.
+``EXPECTTEST_ACCEPT=1`` rewrites the sequences.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+import torch.nn as nn
+from expecttest import assert_expected_inline
+from torch.utils.checkpoint import checkpoint
+
+import composable_shard as cs
+from _compiling import LIMIT_S, local, text_of
+from _engines import fully_shard
+from _models import shard_blocks, vectors
+from _pool import distributed
+from composable_shard import _tuning
+from composable_shard.report import watch_graphs
+
+P = cs.PrefetchPolicy
+TIGHT = 5888  # bytes: less than two reductions of blocks take, and enough for two gathers
+
+
+class Chain(nn.Module):
+    """An input layer, the root's own, and blocks of two products each, checkpointed or not."""
+
+    def __init__(self, checkpoints: bool) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 16)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 16, bias=False), nn.Tanh())
+            for _ in range(4)
+        )
+        self.checkpoints = checkpoints
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return x
+
+
+def made(checkpoints=False):
+    torch.manual_seed(3)
+    model = Chain(checkpoints)
+    shard_blocks(model, fully_shard)
+    torch._dynamo.reset()
+    return model
+
+
+def two_steps(run, model, rank):
+    """Losses, gradients and parameters, on this rank."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(2):
+        loss = run(*vectors(rank, step)).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(local(param.grad).clone() for param in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found + [local(param.detach()) for param in model.parameters()]
+
+
+def without_placement(rank, checkpoints=False):
+    model = made(checkpoints)
+    return two_steps(torch.compile(model, backend="aot_eager", fullgraph=True), model, rank)
+
+
+class Outer(nn.Module):
+    """A module that is not sharded, around one that is."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def placed(model, rank, expected):
+    """The graphs of `cs.compile` as text, of a module around the model; what they compute must be as expected."""
+    with watch_graphs() as graphs:
+        found = two_steps(cs.compile(Outer(model), backend="aot_eager"), model, rank)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+    return text_of(graphs)
+
+
+def with_lists(model, rank):
+    a, b, c, d = model.blocks
+    model.set_modules_to_forward_prefetch([a, b])
+    a.set_modules_to_forward_prefetch([c, d])
+    b.set_modules_to_forward_prefetch([])
+    c.set_modules_to_forward_prefetch([])
+    model.set_modules_to_backward_prefetch([d])
+    d.set_modules_to_backward_prefetch([c, b])
+    c.set_modules_to_backward_prefetch([])
+    b.set_modules_to_backward_prefetch([])
+
+
+def with_given_plan(model, rank):
+    model.set_plan(cs.make_plan(model).with_policies(P.depth(3), cs.PoolPolicy(budget=TIGHT)))
+
+
+def seconds(plan, record):
+    """Only behind the root's forward and backward there is time to gather in."""
+    found = {(part, fqn): 1e-3 for part in ("forward", "backward") for fqn in plan.order}
+    found |= {("forward", ""): 9e-3, ("backward", ""): 9e-3}
+    return found | {(part, fqn): 3e-3 for part in ("gather", "reduce") for fqn in plan.order}
+
+
+def with_measured_plan(model, rank):
+    model.set_prefetch_policy(P.auto())
+    model.set_pool_policy(cs.PoolPolicy(budget=13000))  # else all weights would stay for backward
+    with mock.patch.object(_tuning, "_seconds", seconds):
+        for step in range(5):
+            model(*vectors(rank, step)).sum().backward()
+            model.zero_grad()
+    assert cs.current_plan(model).costs is not None
+
+
+def within(budget, prefetch):
+    def ask(model, rank):
+        model.set_prefetch_policy(prefetch)
+        model.set_pool_policy(cs.PoolPolicy(budget=budget))
+
+    return ask
+
+
+def texts_of(asked, rank, checkpoints=False):
+    expected = without_placement(rank, checkpoints)
+    texts = []
+    for name, ask in asked.items():
+        model = made(checkpoints)
+        ask(model, rank)
+        texts.append(f"{name}\n{placed(model, rank, expected)}")
+    return "".join(texts)
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_lists_and_plans_place_the_gathers_of_graphs_and_a_budget_the_reductions(rank, world):
+    asked = {
+        "lists": with_lists,
+        "a given plan": with_given_plan,
+        "a measured plan": with_measured_plan,
+        "one ahead within a budget": within(TIGHT, P.depth(1)),
+    }
+    text = texts_of(asked, rank)
+    if rank == 0:
+        assert_expected_inline(
+            text,
+            """\
+lists
+forward GwGGmwGGmmwmmwmmwmm, saves 2880 bytes
+backward GmwGGmmmRmwmmmRwmwmmmRwmGwmmmRwmRww
+a given plan
+forward GwGmwmmGwmmGwmmGwmm, saves 2880 bytes
+backward GmwmmmRwmGwmmmRwmGwmmmRwmGwmmmRmRww
+a measured plan
+forward GwGGmwGmmwmmwGmmwmm, saves 2880 bytes
+backward GmwGmmmRmwGmmmRwmwGmmmRwmwmmmRwmRww
+one ahead within a budget
+forward GwGmwGmmwGmmwGmmwmm, saves 2880 bytes
+backward GmwGmmmRwmwGmmmRwmwGmmmRwmwmmmRmRww
+""",
+        )
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_policies_place_the_gathers_of_checkpointed_blocks(rank, world):
+    asked = {"two ahead": within(None, P.depth(2)), "two ahead within a budget": within(TIGHT, P.depth(2))}
+    text = texts_of(asked, rank, checkpoints=True)
+    if rank == 0:
+        assert_expected_inline(
+            text,
+            """\
+two ahead
+forward GGwGmwGmmwGmmwmmwmm, saves 1280 bytes
+backward GGwGmmmmmmRwGmmmmmRwwmmmmmRwwmmmmmRwmRww
+two ahead within a budget
+forward GGwGmwmmwGmmwGmmwmm, saves 1280 bytes
+backward GGwmmmmmmRwwGmmmmmRwwGmmmmmRwwmmmmmRmRww
+""",
+        )
