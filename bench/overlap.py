@@ -7,8 +7,8 @@ one process that completes collectives at modelled times. The link is so fast th
 0.3, 1 and 3 times the whole forward. Two clocks: `virtual`, where waiting holds the host up as on a CPU, and `streams`,
 where it holds a stream up as on an accelerator; both are exact, so figures have no spread. Beside the engines stands
 what a simulation of groups says of gathering one ahead and all ahead, what no order can fall below, and, for `auto`,
-the least that any schedule within its budget can reach. The exit status is 1 if eager `auto` exceeds that by more than a
-tenth and by more than 2 % of compute, or if it exceeds FSDP2 (streams clock); or if engines moved other bytes.
+the least that any schedule within its budget can reach. The exit status is 1 if eager `auto` exceeds that by more than
+a tenth and by more than 2 % of compute, or if it exceeds FSDP2 (streams clock); or if engines moved other bytes.
 
     python bench/overlap.py --clocks real --rounds 9     # sleeps, and computes by sleeping: with spread
     python bench/overlap.py --log ours --models uniform --ratios 1 --clocks streams
