@@ -75,6 +75,7 @@ def _ddp(model: nn.Module, _block: type[nn.Module], mesh: DeviceMesh) -> nn.Modu
     return DistributedDataParallel(model, process_group=mesh.get_group(), init_sync=False)
 
 
+COMPILED = "ours-compiled"  # beginning of those of `shard_units` that are compiled
 FSDP2_MEMORY = 1 / 0.754  # bytes of its runtime for each one of ours, one group ahead (memory.py, 150M)
 
 
@@ -86,6 +87,9 @@ def shard_units(name: str, model: nn.Module, units: Sequence[nn.Module], mesh: D
     second and third step and schedules by that, within the memory that one ahead takes; `ours-auto-fsdp2` within that
     of FSDP2 for one ahead, by the figures of memory.py; `ours-auto-whole` within that of the whole model, with the
     largest gather and reductions of all groups besides.
+
+    `ours-compiled...` is to be compiled after its first steps (`compiled_whole`), under a policy that graphs follow:
+    one group ahead, two (`-far`), two within the memory that one ahead takes (`-budget`), and `auto` as `ours-auto`.
     """
     import composable_shard
 
@@ -93,10 +97,15 @@ def shard_units(name: str, model: nn.Module, units: Sequence[nn.Module], mesh: D
     for unit in units:
         shard(unit, mesh=mesh)
     shard(model, mesh=mesh)
-    if name in ("ours-two", "ours-far") or name.startswith("ours-auto"):
+    measures = "-auto" in name
+    if name in ("ours-two", "ours-far") or name.startswith(COMPILED) or measures:
         model.set_reduce_scatter_max_input_buffers(2)  # type: ignore[operator]
-    if name.startswith("ours-auto"):
+    if name.startswith(COMPILED):
+        ahead = composable_shard.PrefetchPolicy.depth(1 if name == COMPILED else 2)
+        model.set_prefetch_policy(ahead)  # type: ignore[operator]
+    if measures:
         model.set_prefetch_policy(composable_shard.PrefetchPolicy.auto())  # type: ignore[operator]
+    if measures or name.endswith("-budget"):
         plan = composable_shard.make_plan(model).with_policies(composable_shard.PrefetchPolicy.depth(1))
         share = FSDP2_MEMORY if name == "ours-auto-fsdp2" else 1.0
         whole = 2 * sum(group.unsharded_bytes + group.landing_bytes for group in plan.groups)
@@ -106,6 +115,13 @@ def shard_units(name: str, model: nn.Module, units: Sequence[nn.Module], mesh: D
         unit.set_modules_to_forward_prefetch(units[at + 1 : at + 3])  # type: ignore[operator]
         unit.set_modules_to_backward_prefetch(units[max(0, at - 2) : at][::-1])  # type: ignore[operator]
     return model
+
+
+def compiled_whole(model: nn.Module) -> nn.Module:
+    """A model that has run, compiled as one graph each way, its operators executed one by one where they are placed."""
+    import composable_shard
+
+    return composable_shard.compile(model, backend="aot_eager")
 
 
 ENGINES: dict[str, Build] = {

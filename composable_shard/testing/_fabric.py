@@ -12,7 +12,7 @@ import torch.distributed as dist
 from .._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .._streams import Lane, cpu_lanes
 from .._timing import use_clock
-from .._torch import cpu_streams
+from .._torch import cpu_streams, has_side_effect
 from .._torch_distributed import forget_meshes, store_of_one_process
 from ._clocks import Clock, Collective, RealClock, StreamClock, VirtualClock
 from ._cuda import CudaLinks
@@ -246,7 +246,7 @@ def _create(options: Any, _backend_options: object) -> FabricGroup:
 
 
 class Busy(torch.nn.Module):
-    """The identity on a tensor that takes time in the fabric: a stand-in for compute that is not there.
+    """The identity on a tensor that takes time in the fabric, compiled too: a stand-in for compute that is not there.
 
     Put it behind the operations whose time it stands for, inside the module: its backward then comes before theirs, so
     that their gradients are there when it is over.
@@ -262,21 +262,33 @@ class Busy(torch.nn.Module):
         self.backward_s = 2 * forward_s if backward_s is None else backward_s
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        current_fabric().compute(self.forward_s)
-        found: torch.Tensor = _BusyBackward.apply(x, self.backward_s)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = torch.ops.composable_shard_testing.busy(x, self.forward_s, self.backward_s)
         return found
 
     def extra_repr(self) -> str:
         return f"forward_s={self.forward_s:g}, backward_s={self.backward_s:g}"
 
 
-class _BusyBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        return x.clone()  # torch warns of modules that return views
+# An operator, so that a compiled graph computes where it stands in it, and each time that the graph runs.
+_library = torch.library.Library("composable_shard_testing", "DEF")  # type: ignore[no-untyped-call]
+_library.define("busy(Tensor x, float forward_s, float backward_s) -> Tensor")  # type: ignore[no-untyped-call]
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        current_fabric().compute(ctx.seconds)
-        return grads[0], None
+
+def _forward(x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+    current_fabric().compute(forward_s)
+    return x.clone()  # torch warns of modules that return views
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.backward_s = inputs[2]
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return torch.ops.composable_shard_testing.busy(grad, ctx.backward_s, 0.0), None, None
+
+
+_library.impl("busy", _forward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_busy = torch.ops.composable_shard_testing.busy.default
+torch.library.register_fake(_busy, lambda x, *seconds: torch.empty_like(x), lib=_library)
+torch.library.register_autograd(_busy, _backward, setup_context=_remember, lib=_library)
+has_side_effect(_busy)
