@@ -51,7 +51,7 @@ RUNS = {
         "--world 8 --blocks 48,200,1000 --rounds 10",
         "--world 4 --blocks 2,3 --rounds 2",
     ),
-    "overlap": Run("overlap.py", "", None, "--models uniform --ratios 1 --rounds 1"),
+    "overlap": Run("overlap.py", "--rounds 1", None, "--models uniform --ratios 1 --rounds 1"),
     "step": Run(
         "step.py", "--sizes 10m,50m --rounds 6", f"--sizes 150m,1b --rounds 15 {HALF}", "--sizes tiny --rounds 2"
     ),
