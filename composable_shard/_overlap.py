@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -113,7 +113,7 @@ def _leads(nbytes: Sequence[int], policy: PrefetchPolicy) -> list[int]:
     found: list[int] = []
     for k in range(len(nbytes)):
         if policy.kind == "bytes":
-            wanted = _most(lambda lead, k=k: sum(nbytes[k + 1 - lead : k + 1]) <= (policy.amount or 0), k + 1)  # type: ignore[misc]
+            wanted = _last_within(policy.amount or 0, nbytes[: k + 1])
         else:
             wanted = min(k + 1, 1 if policy.amount is None else policy.amount)
         found.append(wanted)
@@ -124,8 +124,11 @@ def _within(budget: int | None, nbytes: Sequence[int], leads: Sequence[int]) -> 
     """The same, as far as the budget allows."""
     if budget is None:
         return list(leads)
-    fits = [_most(lambda lead, k=k: sum(nbytes[max(0, k - lead) : k + 1]) <= budget, k + 1) for k in range(len(nbytes))]  # type: ignore[misc]
-    return [min(pair) for pair in zip(leads, fits, strict=True)]
+    found: list[int] = []
+    for k, lead in enumerate(leads):
+        fitting = _last_within(budget, nbytes[: k + 1])  # the weights that have arrived last are one of them
+        found.append(lead if fitting == k + 1 else min(lead, max(0, fitting - 1)))
+    return found
 
 
 def _below_root(names: Sequence[str], ahead: Ahead) -> list[str]:
@@ -166,9 +169,10 @@ def _listed_leads(names: Sequence[str], leads: Sequence[int], listed: Listed, fr
     return found
 
 
-def _most(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to `limit` that fits, if all smaller ones do; 0 if none does."""
-    return next((number - 1 for number in range(1, limit + 1) if not fits(number)), limit)
+def _last_within(limit: int, nbytes: Sequence[int]) -> int:
+    """How many of these, counted from the last one, take no more than `limit` bytes together."""
+    taken = itertools.accumulate(reversed(nbytes))
+    return sum(1 for _ in itertools.takewhile(limit.__ge__, taken))
 
 
 def _bytes_of(node: fx.Node) -> int:

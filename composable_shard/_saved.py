@@ -208,7 +208,7 @@ def _weight(handle: Handle | Kept) -> torch.Tensor:
         bucket.reads_left -= 1
         if not bucket.reads_left and owner is not None:
             owner.halfway()
-    view: torch.Tensor = bucket.slot.views[place] if type(place) is Place else place  # type: ignore
+    view: torch.Tensor = bucket.slot.views[place] if type(place) is Place else place  # type: ignore[union-attr, assignment]
     # With grad mode on (create_graph) autograd saves what it gets here once more, and then past these hooks.
     return view.clone() if torch.is_grad_enabled() else view
 

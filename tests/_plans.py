@@ -72,3 +72,14 @@ def random_lives(rng, groups, depth, kept=0.0, uneven=8.0):
             lives.append(Lifetime(f"landing {i}", landing, opened, arrives))
         lives.append(Lifetime(f"reduction {i}", nbytes * rng.choice([1, 1, 2]), again + 3, again + 3 + 2 * ticks))
     return lives
+
+
+def all_issues(bare, place=0, least=0):
+    """Every choice of events for the gathers of a step, in order."""
+    if place == len(bare.gathers):
+        yield []
+        return
+    gather = bare.gathers[place]
+    for event in range(max(least, bare.first_event(gather)), gather.event + 1):
+        for rest in all_issues(bare, place + 1, event):
+            yield [event, *rest]

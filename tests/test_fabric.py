@@ -15,17 +15,12 @@ from torch import nn
 from torch.distributed.device_mesh import _mesh_resources, init_device_mesh
 
 import composable_shard as cs
+from _nets import BANDWIDTH, EXACT, LATENCY, net
 from composable_shard.testing import Busy, fabric
 from composable_shard.testing._links import Link, Timeline, network
 
 steadily = settings(deadline=None, derandomize=True)
-LATENCY, BANDWIDTH = 10e-6, 1e9
 seconds = st.floats(0, 1e3)
-EXACT = [{"clock": "virtual"}, {"clock": "streams"}]
-
-
-def net(world=4, **given):
-    return fabric(world, **{"latency_s": LATENCY, "bandwidth_Bps": BANDWIDTH} | given)
 
 
 # ---- the model of a link

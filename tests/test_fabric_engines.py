@@ -17,18 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import composable_shard as cs
+from _nets import net
 from _pool import distributed
-from composable_shard.testing import Busy, Fabric, fabric
+from composable_shard.testing import Busy, Fabric
 from composable_shard.testing._links import Link
 
 steadily = settings(deadline=None, derandomize=True)
-LATENCY, BANDWIDTH = 10e-6, 1e9
 seconds = st.floats(0, 1e3)
-EXACT = [{"clock": "virtual"}, {"clock": "streams"}]
-
-
-def net(world=4, **given):
-    return fabric(world, **{"latency_s": LATENCY, "bandwidth_Bps": BANDWIDTH} | given)
 
 
 # ---- engines

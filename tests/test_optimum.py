@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from _plans import random_model
+from _plans import all_issues, random_model
 from composable_shard import PrefetchPolicy
 from composable_shard._optimum import Optimum, least_exposed, sets_to_keep
 from composable_shard._prefetch import _Bare, scheduled
@@ -25,16 +25,6 @@ def model_of(seed, blocks=2):
     steps = [Step(s.fqn, s.is_root, s.reshard_after_forward, s.trains) for s in steps]
     peak = peak_bytes(lifetimes(timed_step(steps, one_ahead(steps)), sizes))
     return steps, sizes, times, int(rng.choice([1.0, 1.2, 1.5]) * peak)
-
-
-def all_issues(bare, place=0, least=0):
-    if place == len(bare.gathers):
-        yield []
-        return
-    gather = bare.gathers[place]
-    for event in range(max(least, bare.first_event(gather)), gather.event + 1):
-        for rest in all_issues(bare, place + 1, event):
-            yield [event, *rest]
 
 
 def all_schedules(steps, sizes, kept):

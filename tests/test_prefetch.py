@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from _plans import random_model
+from _plans import all_issues, random_model
 from composable_shard import PoolPolicy, PrefetchPolicy, ShardConfigValueError
 from composable_shard._errors import PoolBudgetError
 from composable_shard._prefetch import _LEVELS, _bare, _least, scheduled
@@ -178,17 +178,6 @@ def test_auto_waits_no_longer_than_one_ahead_with_as_many_bytes(model):
     schedule = scheduled(steps, sizes, AUTO, budget, times)
     assert peak(steps, sizes, schedule) <= budget
     assert exposed(steps, times, schedule) <= exposed(steps, times, one_ahead(steps)) + 1e-12
-
-
-def all_issues(bare, place=0, least=0):
-    """Every choice of events for the gathers of a step, in order."""
-    if place == len(bare.gathers):
-        yield []
-        return
-    gather = bare.gathers[place]
-    for event in range(max(least, bare.first_event(gather)), gather.event + 1):
-        for rest in all_issues(bare, place + 1, event):
-            yield [event, *rest]
 
 
 def least_exposed(steps, sizes, times, budget):

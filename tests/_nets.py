@@ -1,0 +1,12 @@
+"""The network that the tests of the fabric use."""
+
+from __future__ import annotations
+
+from composable_shard.testing import fabric
+
+LATENCY, BANDWIDTH = 10e-6, 1e9
+EXACT = [{"clock": "virtual"}, {"clock": "streams"}]
+
+
+def net(world=4, **given):
+    return fabric(world, **{"latency_s": LATENCY, "bandwidth_Bps": BANDWIDTH} | given)
