@@ -13,16 +13,18 @@ from torch.distributed.tensor import DTensor
 
 from ._bucket import Bucket
 from ._errors import ShardConfigStateError
-from ._group import Gradients, ParamGroup, Reduction, Runtime
+from ._group import Gradients, ParamGroup, Runtime
 from ._node import Entries, Outputs, Use
 from ._param import accumulate
-from ._phases import ParamPhase
+from ._phases import GATHERING, SHARDED, UNSHARDED
 from ._record import Record
+from ._reduction import Reduction
 from ._schedule import MAX_REDUCTIONS, Action, Kind
 from ._timing import Span, Stopwatch
 from ._torch_distributed import local_tensor
 
 T = TypeVar("T")
+UNSHARD, WAIT, RESHARD, REDUCE, REDUCED = Kind.UNSHARD, Kind.WAIT, Kind.RESHARD, Kind.REDUCE, Kind.REDUCED
 StrayHook = Callable[[torch.Tensor, ParamGroup, int], None]
 
 
@@ -115,7 +117,7 @@ class Actions:
     def ahead(self, group: ParamGroup | None) -> None:
         """Issue the gather of a group that will be needed soon."""
         if group is not None and group.away:
-            self._act(Kind.UNSHARD, group, group.start_gather, self.changed)
+            self._act(UNSHARD, group, group.start_gather, self.changed)
             if self.watch is not None and self.watch.serial:
                 self._arrive(group)
 
@@ -145,25 +147,25 @@ class Actions:
         while self._reductions and self.pool.live_bytes > most:
             self._settle_oldest()
         for group in self.groups:
-            if self.pool.live_bytes > most and group.phase is ParamPhase.GATHERING and not group.pinned:
+            if self.pool.live_bytes > most and group.phase is GATHERING and not group.pinned:
                 self.drop(group)
 
     def _arrive(self, group: ParamGroup) -> None:
-        if group.phase is ParamPhase.GATHERING:
-            self._act(Kind.WAIT, group, group.finish_gather)
+        if group.phase is GATHERING:
+            self._act(WAIT, group, group.finish_gather)
 
     def drop(self, group: ParamGroup) -> None:
         """Give the weights of a group up, wherever they are."""
         self.hide(group)
         self._arrive(group)
-        if group.phase is not ParamPhase.SHARDED:
-            self._act(Kind.RESHARD, group, group.reshard)
+        if group.phase is not SHARDED:
+            self._act(RESHARD, group, group.reshard)
 
     def give_up(self, group: ParamGroup) -> None:
         """Forward is over: give the weights of a group up, or keep them among a few ranks."""
         if not group.shrinks:
             self.drop(group)
-        elif group.phase is ParamPhase.UNSHARDED:
+        elif group.phase is UNSHARDED:
             self.hide(group)
             self._act(Kind.SHRINK, group, group.shrink)
             if (entries := self.entries(group)) is not None:
@@ -183,7 +185,7 @@ class Actions:
         for group in self.groups:
             entries = self.entries(group)
             adopted |= entries is not None and entries.adopt()
-            if group.phase is ParamPhase.SHARDED or group.running:
+            if group.phase is SHARDED or group.running:
                 continue
             kept = waiting or group.pinned or not group.options.reshard_after_backward
             if adopted or not kept or group.is_stale():
@@ -193,17 +195,18 @@ class Actions:
     def drop_after_backward(self) -> None:
         """A backward is over: drop all that no setting keeps, and hide the rest."""
         for group in self.groups:
-            if group.phase is ParamPhase.SHARDED or group.pinned or group.running:
+            if group.phase is SHARDED or group.pinned or group.running:
                 continue
-            if group.options.reshard_after_backward or group.phase is ParamPhase.GATHERING:
+            if group.options.reshard_after_backward or group.phase is GATHERING:
                 self.drop(group)
             else:
                 self.hide(group)
 
     def reduce(self, group: ParamGroup, gradients: Gradients) -> None:
         """Issue the reduction of a group's gradients; `.grad` is set when it is waited for."""
-        limits = group.options.max_reductions, self.in_flight.get(group, self.max_reductions)
-        while len(self._reductions) >= min([limit for limit in limits if limit], default=MAX_REDUCTIONS):
+        planned, allowed = self.in_flight.get(group, self.max_reductions), group.options.max_reductions
+        most = min(planned, allowed) if planned and allowed else planned or allowed or MAX_REDUCTIONS
+        while len(self._reductions) >= most:
             self._settle_oldest()
         if self.budget is not None:
             self._make_room(sum(bucket.nbytes for bucket in group.reduce_buckets()))
@@ -212,11 +215,11 @@ class Actions:
             self._settle_oldest()
 
     def _start_reduce(self, group: ParamGroup, gradients: Gradients) -> None:
-        self._reductions.append((group, self._act(Kind.REDUCE, group, group.start_reduce, gradients)))
+        self._reductions.append((group, self._act(REDUCE, group, group.start_reduce, gradients)))
 
     def _finish_oldest(self) -> tuple[ParamGroup, dict[int, torch.Tensor]]:
         group, reduction = self._reductions.popleft()
-        return group, self._act(Kind.REDUCED, group, group.finish_reduce, reduction)
+        return group, self._act(REDUCED, group, group.finish_reduce, reduction)
 
     def reduce_now(self, group: ParamGroup, gradients: Gradients) -> dict[int, torch.Tensor]:
         """Reduce and wait; returns this rank's piece of each gradient, by index, and sets no `.grad`."""
@@ -288,14 +291,14 @@ class Actions:
     def rebuild(self, groups: Sequence[ParamGroup]) -> None:
         """Make the buckets of these groups anew, and give back all memory that nobody uses."""
         for group in groups:
-            if group.phase is ParamPhase.SHARDED:
+            if group.phase is SHARDED:
                 group.rebuild()
         self._by_bucket.clear()  # it would keep the old ones
         self.pool.forget()
 
     def plan_memory(self) -> None:
         """Between two steps: make an arena of what the pool has learned, if there is anything new."""
-        if self.pool.wants_arena and all(group.phase is ParamPhase.SHARDED for group in self.groups):
+        if self.pool.wants_arena and all(group.phase is SHARDED for group in self.groups):
             for group in self.groups:
                 group.leave_slots()
             self._by_bucket.clear()

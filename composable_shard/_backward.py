@@ -98,6 +98,8 @@ class BackwardPass:
         They are in the pass right inside the one in which the forward ran (the outermost, if it ran in none). Deeper
         ones come from checkpoints inside of the module, and others may follow.
         """
+        if number == self.number == self.current and len(self._stack) == 1:
+            return True
         return self.note(number) <= self._depth(use.made_in) + 1
 
     def will_fire(self, use: Use) -> bool:

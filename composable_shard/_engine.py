@@ -36,7 +36,7 @@ from ._learning import Learning
 from ._node import Entries, Keeper, Outputs, Use, unshard
 from ._optimizers import watch_steps
 from ._order import Order
-from ._phases import ParamPhase
+from ._phases import GATHERING, SHARDED, UNSHARDED
 from ._plan import ShardPlan
 from ._record import Record
 from ._schedule import Kind
@@ -139,8 +139,8 @@ class Engine:
             if group.running:  # a group of several modules, not all of which have run
                 group.running = 1
                 self.after_forward(group)
-            unused = group.phase is ParamPhase.GATHERING or not grad
-            if unused and group.phase is not ParamPhase.SHARDED and not group.pinned:
+            unused = group.phase is GATHERING or not grad
+            if unused and group.phase is not SHARDED and not group.pinned:
                 self._do.drop(group)  # no prefetch, and no copy of a forward without gradients, outlives its forward
         if learn_order:
             self.learning.end()
@@ -248,7 +248,7 @@ class Engine:
     def fetch(self, bucket: Bucket) -> None:
         """Backward asks for a saved weight."""
         group = self._do.group_of(bucket)
-        if group.phase is ParamPhase.UNSHARDED:
+        if group.phase is UNSHARDED:
             return
         number = current_backward()
         if number >= 0:
@@ -372,7 +372,7 @@ class Engine:
 
     def reshard(self, group: ParamGroup) -> None:
         """Give the weights of a group up, unless a forward reads them now."""
-        if not group.running and group.phase is not ParamPhase.SHARDED:
+        if not group.running and group.phase is not SHARDED:
             self._do.drop(group)
 
     def watch(self, on: bool) -> None:

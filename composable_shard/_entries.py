@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from operator import is_, is_not
+from itertools import chain, repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -66,6 +67,10 @@ class ModuleEntries:
         self._names = [name for _, name, _ in places]
         self._indices = [index for _, _, index in places]
         self._untied = self._indices == list(range(len(params)))
+        self._columns: list[tuple[dict[str, Any], list[str], list[int]]] = [
+            (names, [name for its, name, _ in places if its is names], [at for its, _, at in places if its is names])
+            for names in {id(names): names for names in self._dicts}.values()
+        ]
         self._note_shards()
         self._watched = [(name, own, _filled(own), children, dict(children)) for name, own, children in watched]
         self._note_watched()
@@ -107,8 +112,8 @@ class ModuleEntries:
         """Put these tensors in the place of the sharded parameters."""
         self.shown = True
         self._there = tensors
-        for names, name, index in self.places:
-            names[name] = tensors[index]  # type: ignore[assignment]
+        for names, keys, indices in self._columns:
+            names.update(zip(keys, map(tensors.__getitem__, indices), strict=True))
         if self._lists:
             self._list_anew()
 
@@ -189,13 +194,17 @@ class ModuleEntries:
         """What `_check_added` looks at first, for it runs in every forward: sizes, and the children of each parent."""
         self._sized = [entries for _, own, _, children, _ in self._watched for entries in (own, children)]
         self._sizes = [len(entries) for entries in self._sized]
-        self._empty = [(own, name) for _, own, *_ in self._watched for name, value in own.items() if value is None]
-        self._parents = [(children, list(known.values())) for *_, children, known in self._watched if known]
+        empty = [(own, name) for _, own, *_ in self._watched for name, value in own.items() if value is None]
+        self._empty: tuple[list[Any], list[str]] = [own for own, _ in empty], [name for _, name in empty]
+        self._parents: list[Any] = [children for *_, children, _ in self._watched]
+        self._known = [child for *_, known in self._watched for child in known.values()]
 
     def _check_added(self) -> None:
-        same_sizes = list(map(len, self._sized)) == self._sizes
-        as_before = same_sizes and all([own.get(name) is None for own, name in self._empty])  # noqa: C419
-        if as_before and not any([any(map(is_not, now.values(), before)) for now, before in self._parents]):  # noqa: C419
+        if (
+            list(map(len, self._sized)) == self._sizes
+            and all(map(is_, chain.from_iterable(map(dict.values, self._parents)), self._known))
+            and all(map(is_, map(dict.get, *self._empty), repeat(None)))
+        ):
             return
         for at, (module, own, names, children, known) in enumerate(self._watched):
             new = [(n, p) for n, p in own.items() if n not in names and p is not None]

@@ -21,7 +21,7 @@ from ._backward import BackwardPass
 from ._errors import ShardConfigStateError
 from ._group import Gradients, ParamGroup
 from ._node import Use, added
-from ._phases import ParamPhase
+from ._phases import SHARDED
 from ._torch import Fate, any_gradient_hooks
 
 
@@ -112,7 +112,7 @@ class GradientFlow:
             self._reduce_or_keep(group, strays)
         for group in groups:
             options = group.options
-            gathered = group.was_gathered or group.phase is not ParamPhase.SHARDED
+            gathered = group.was_gathered or group.phase is not SHARDED
             unused = options.reduce_unused and gathered and options.requires_gradient_sync and group.trains
             # Kept in earlier micro-batches and not used in this one, or not used at all where zeros are wanted.
             if group.awaits_reduction or (unused and group not in self._reduced):

@@ -20,16 +20,16 @@ from ._extension import ExtensionBucket, is_extended
 from ._kept import KeptGradients
 from ._mesh import MeshInfo
 from ._param import ShardedParam
-from ._phases import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradPhase, ParamPhase, moved
+from ._phases import GATHERING, RESIDENT, SHARDED, TRANSITIONS, UNSHARDED, GradPhase, ParamPhase, illegal
 from ._policies import Options, Settings
 from ._pool import BufferPool
-from ._reduction import ReduceBucket, Reduced, reduce_buckets
+from ._reduction import ReduceBucket, Reduction, reduce_buckets
 from ._resident import Resident
 from ._schedule import ROOT_NAME
 from ._streams import Job, Lane
 
 Gradients = Sequence[torch.Tensor | None]
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _slot = attrgetter("requires_grad"), attrgetter("slot")
 
 
 @dataclass(frozen=True)
@@ -39,21 +39,6 @@ class Runtime:
     pool: BufferPool
     gather_lane: Lane
     reduce_lane: Lane
-
-
-@dataclass
-class Reduction:
-    """A reduction in flight.
-
-    Attributes:
-        jobs: one a bucket.
-        missing: which parameters had no gradient on this rank.
-        whole: whether it will be finished, so that its result can be added to `.grad`.
-    """
-
-    jobs: list[tuple[ReduceBucket, Job[Reduced]]]
-    missing: list[int]
-    whole: bool
 
 
 class ParamGroup:
@@ -101,7 +86,7 @@ class ParamGroup:
         self._settings = settings
         self._transports = transports
         self._runtime = runtime
-        self.phase = ParamPhase.SHARDED
+        self.phase = SHARDED
         self.away = True
         self.grad_phase = GradPhase.NONE
         self._gathers: list[Job[None]] = []
@@ -168,20 +153,25 @@ class ParamGroup:
     # ---- the phase tables
 
     def _set_params(self, new: ParamPhase) -> None:
-        self.phase = moved(PARAM_TRANSITIONS, self.phase, new, self)
-        self.away = new is ParamPhase.SHARDED or new is ParamPhase.RESIDENT
+        if new not in TRANSITIONS[self.phase]:
+            raise illegal(self.name, self.phase, new)
+        self.phase = new
+        self.away = new is SHARDED or new is RESIDENT
 
     def _set_grads(self, new: GradPhase) -> None:
-        self.grad_phase = moved(GRAD_TRANSITIONS, self.grad_phase, new, self)
+        if new not in TRANSITIONS[self.grad_phase]:
+            raise illegal(self.name, self.grad_phase, new)
+        self.grad_phase = new
 
     # ---- parameters
 
     def start_gather(self, after: torch.Event | None) -> None:
         """Issue the all-gather, behind the event `after` (the last change of the parameters)."""
-        gathering = moved(PARAM_TRANSITIONS, self.phase, ParamPhase.GATHERING, self)
-        if self.phase is ParamPhase.RESIDENT:
+        if GATHERING not in TRANSITIONS[self.phase]:
+            raise illegal(self.name, self.phase, GATHERING)
+        if self.phase is RESIDENT:
             self._gathers = [resident.start() for resident in self._residents]
-            self.phase, self.away = gathering, False
+            self.phase, self.away = GATHERING, False
             return
         if self.pinned or self.stays or self._settings.current.outlives_forward(self.is_root):
             self._stamp = self._stamp_now()
@@ -192,7 +182,7 @@ class ParamGroup:
         except BaseException:  # out of memory, say: the group is sharded as before
             self._give_up_gathers()
             raise
-        self.phase, self.away = gathering, False
+        self.phase, self.away = GATHERING, False
 
     def _give_up_gathers(self) -> None:
         """Something went wrong on the way to the weights: end what was begun, for it writes to what is freed here."""
@@ -206,14 +196,14 @@ class ParamGroup:
 
     def finish_gather(self) -> None:
         """Wait until the weights can be read."""
-        self._set_params(ParamPhase.UNSHARDED)
+        self._set_params(UNSHARDED)
         try:
             for bucket, job in zip(self.buckets, self._gathers, strict=True):
                 job.finish()
                 bucket.arrived()
         except BaseException:
             self._give_up_gathers()
-            self._set_params(ParamPhase.SHARDED)
+            self._set_params(SHARDED)
             raise
         self.was_gathered = True
         self._gathers = []
@@ -225,8 +215,8 @@ class ParamGroup:
 
     def reshard(self) -> None:
         """Give the unsharded parameters up."""
-        was_resident = self.phase is ParamPhase.RESIDENT
-        self._set_params(ParamPhase.SHARDED)
+        was_resident = self.phase is RESIDENT
+        self._set_params(SHARDED)
         self.pinned = False
         if was_resident:
             for resident in self._residents:
@@ -246,7 +236,7 @@ class ParamGroup:
         small, transport, run = self._small, self._transports.small, self._runtime
         assert small is not None
         assert transport is not None
-        self._set_params(ParamPhase.RESIDENT)
+        self._set_params(RESIDENT)
         if not self._residents:
             buckets = [bucket for bucket in self.buckets if isinstance(bucket, GatherBucket)]
             self._residents = [Resident(b, small, transport, run.pool, run.gather_lane) for b in buckets]
@@ -270,7 +260,7 @@ class ParamGroup:
     @property
     def slots(self) -> tuple[object, ...]:
         """What tells one place of the weights from another."""
-        return tuple([bucket.slot for bucket in self.buckets])
+        return tuple(map(_slot, self.buckets))
 
     def weights(self, for_use: bool = False) -> list[torch.Tensor]:
         """The unsharded parameters, in the order of `params`, without history; `begin_use` follows one for a use."""
@@ -303,7 +293,7 @@ class ParamGroup:
 
     def rebuild(self, transports: Transports | None = None) -> None:
         """Take notice of parameters whose dtype or device has changed, or of new transports; only while sharded."""
-        assert self.phase is ParamPhase.SHARDED
+        assert self.phase is SHARDED
         self._transports = transports or self._transports
         self._reduces.clear()
         for bucket in self.buckets:

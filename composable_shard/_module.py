@@ -27,9 +27,9 @@ from ._group import ParamGroup
 from ._guard import begin_trace, same_graph, say_broken
 from ._methods import Methods
 from ._node import Outputs, Use
-from ._phases import ParamPhase
+from ._phases import GATHERING
 from ._saved import PLAIN, saved_weights, weights_in_place
-from ._state import STATE, Bound, ShardState, Way, named_states
+from ._state import EAGER, STATE, TRACED, Bound, ShardState, Way, named_states
 from ._torch import (
     address_of,
     any_module_hooks,
@@ -52,7 +52,7 @@ class UnshardHandle(TorchUnshardHandle):
     def wait(self) -> None:
         """Make the unsharded parameters readable in the module; nothing, if they are or have been given up."""
         for group in self._groups:
-            if group.phase is ParamPhase.GATHERING:
+            if group.phase is GATHERING:
                 self._engine.unshard(group, wait=True)
 
 
@@ -303,11 +303,11 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Before forward, and before all other hooks: show the unsharded parameters, cast the inputs."""
     state: ShardState = module.__dict__[STATE]
     way = state.way
-    if way is Way.TRACED:
+    if way is TRACED:
         if not (torch.compiler.is_compiling() and same_graph()):
             say_broken(type(module).__name__)
         state.begin_traced(module)
-    elif way is Way.EAGER:
+    elif way is EAGER:
         state.begin(module)
     policy = state.declaration.settings.current.mp_policy
     if policy.param_dtype is None or not policy.cast_forward_inputs:
@@ -319,9 +319,9 @@ def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """After forward: hide the unsharded parameters, listen for backward, cast the outputs."""
     state: ShardState = module.__dict__[STATE]
     way = state.way
-    if way is Way.TRACED:
+    if way is TRACED:
         state.end_traced(module)
-    elif way is Way.EAGER and state.bound is not None:
+    elif way is EAGER and state.bound is not None:
         output = _ended(module, state, output)
     dtype = state.declaration.settings.current.mp_policy.output_dtype
     return output if dtype is None else _cast(output, dtype)

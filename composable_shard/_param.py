@@ -18,7 +18,7 @@ from ._layout import ParamLayout, bucket_layout
 from ._mesh import MeshInfo
 from ._parallel import Parallel
 from ._policies import Options
-from ._torch import Hook, return_gradient_hooks, take_gradient_hooks
+from ._torch import Hook, return_gradient_hooks, take_gradient_hooks, without_torch_function
 from ._torch_distributed import dtensor_like, dtensors_like, local_tensor
 
 SHARDED_IN = "_sharded_in"  # marks a parameter that was sharded, and the one that it became, with its name
@@ -88,8 +88,9 @@ def accumulate(params: Sequence[ShardedParam], pieces: Mapping[int, torch.Tensor
         for param, piece in zip(theirs, pieces.values(), strict=True):
             param.accumulate(piece)
         return
-    for shard, grad in zip(shards, dtensors_like(shards, pieces.values()), strict=True):
-        shard.grad = grad
+    with without_torch_function():
+        for shard, grad in zip(shards, dtensors_like(shards, pieces.values()), strict=True):
+            shard.grad = grad
 
 
 class ShardedParam:

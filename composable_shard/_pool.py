@@ -36,7 +36,7 @@ class BufferPool:
         held_bytes: bytes of the arena and of all other slots, leased or free.
         arena_bytes: bytes of the arena; 0 while there is none.
         allocations: how often memory was asked for; steady once the order of a step has settled.
-        addresses: from the first to the last that it knows of: no weights lie outside.
+        first, end: addresses of the first byte that it knows of and behind the last: no weights lie outside.
         places: within slots.
         fallbacks: by name, leases for which there was an arena but no free place in it.
     """
@@ -57,7 +57,7 @@ class BufferPool:
         self._begins: list[int] = []
         self._outside: list[Outside] = []
         self.places = Places()
-        self.addresses = range(0)
+        self.first = self.end = 0
 
     def use_mem_pool(self, wanted: bool) -> None:
         """Whether what is allocated from now on comes from a `torch.cuda.MemPool`.
@@ -244,8 +244,8 @@ class BufferPool:
         """Make anew what `find` looks at."""
         self._begins = [slot.begin for slot in self._slots]
         places: list[Slot | Outside] = [*self._slots, *self._outside]
-        first, end = min([it.begin for it in places], default=0), max([it.end for it in places], default=0)
-        self.addresses = range(first, end)
+        self.first = min([it.begin for it in places], default=0)
+        self.end = max([it.end for it in places], default=0)
 
     def _make(self, nbytes: int) -> Slot:
         # Made in inference mode, it could never be used for training.

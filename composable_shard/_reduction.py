@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
 
@@ -169,7 +170,7 @@ class ReduceBucket:
             bucket, chunks = self._views_of(slots[0])
         self._copy_in(gradients, chunks)
         if self._divide_before is not None:
-            bucket.div_(self._divide_before)
+            torch.div(bucket, self._divide_before, out=bucket)
 
     def _steps(
         self,
@@ -190,7 +191,7 @@ class ReduceBucket:
         if self._replicate is not None:
             yield self._replicate.all_reduce(out, self._mean and self._replicate.averages)
         if self._divide_after is not None:
-            out.div_(self._divide_after)
+            torch.div(out, self._divide_after, out=out)  # two thirds of the host's time of `div_`
         if self._hook is not None:
             self._hook(out[: self._layout.result.numel])
         for converted in others.values():
@@ -256,6 +257,21 @@ class ReduceBucket:
         if pairs:
             to, frm = zip(*pairs, strict=True)
             torch._foreach_copy_(to, frm)
+
+
+@dataclass
+class Reduction:
+    """A reduction in flight.
+
+    Attributes:
+        jobs: one a bucket.
+        missing: which parameters had no gradient on this rank.
+        whole: whether it will be finished, so that its result can be added to `.grad`.
+    """
+
+    jobs: list[tuple[ReduceBucket, Job[Reduced]]]
+    missing: list[int]
+    whole: bool
 
 
 def reduce_buckets(

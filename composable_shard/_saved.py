@@ -130,17 +130,17 @@ class _Hooks:
                 address = tensor.data_ptr()
             except (RuntimeError, NotImplementedError):
                 address = 0
-            found = self._handle(tensor, address) if address in self._pool.addresses else None
+            found = self._handle(tensor, address) if self._pool.first <= address < self._pool.end else None
         else:
             found = self._flattened(tensor)
         if found is not None:
             return found
         if self._outer is not None:
             return _Foreign(self._outer[0](tensor))
-        # Never a tensor with a history: a saved output would hold its own graph for good.
-        kept = tensor.detach() if tensor.requires_grad else tensor
-        version = kept._version
-        return (kept, version) if version else kept
+        if tensor.requires_grad:  # with a history: a saved output would hold its own graph for good
+            tensor = tensor.detach()
+        version = tensor._version
+        return (tensor, version) if version else tensor
 
     def unpack(self, packed: Any) -> torch.Tensor:
         kind = type(packed)
@@ -161,7 +161,7 @@ class _Hooks:
     def _handle(self, tensor: torch.Tensor, address: int) -> Any:
         """A handle for a view of weights that begins there; None if no weights lie there, or those are gone."""
         slot = self._last
-        if slot is None or slot.owner is None or address not in slot.addresses:
+        if slot is None or slot.owner is None or not slot.begin <= address < slot.end:
             slot = self._last = self._pool.find(address)
             if slot is None or slot.owner is None:
                 return None

@@ -90,7 +90,6 @@ class Slot:
         "__weakref__",
         "_bytes",
         "_typed",
-        "addresses",
         "begin",
         "end",
         "free_after",
@@ -109,7 +108,6 @@ class Slot:
         self.nbytes = memory.numel()
         self.begin = address_of(memory)
         self.end = self.reach = self.begin + self.nbytes
-        self.addresses = range(self.begin, self.end)
         self.request: Request | None = None
         self.owner: weakref.ref[Any] | None = None
         self.free_after = free_after
@@ -136,15 +134,14 @@ class Outside:
     """Memory of weights that belongs to a parameter and not to the pool; its address holds until it is emptied.
 
     Attributes:
-        begin, end, nbytes, addresses: where it lies.
+        begin, end, nbytes: where it lies.
         owner: who reads weights from it, weakly.
     """
 
-    __slots__ = ("addresses", "begin", "end", "nbytes", "owner")
+    __slots__ = ("begin", "end", "nbytes", "owner")
 
     def __init__(self, memory: torch.UntypedStorage, owner: Any) -> None:
         self.begin = memory.data_ptr()
         self.nbytes = memory.nbytes()
         self.end = self.begin + self.nbytes
-        self.addresses = range(self.begin, self.end)
         self.owner: weakref.ref[Any] | None = weakref.ref(owner)

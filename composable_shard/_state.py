@@ -117,6 +117,9 @@ class Way(Enum):
     AROUND = 2  # by the engine, around a module whose forward is compiled
 
 
+EAGER, TRACED, _ = Way  # asked for in every call: to look a member up in its enumeration takes long
+
+
 class ShardState:
     """The state of the modules of one call of `fully_shard`; a list shares one.
 

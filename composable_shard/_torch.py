@@ -117,9 +117,8 @@ def last_graph_break() -> str:
     return " ".join([*frames, reason.reason.strip().splitlines()[0]])
 
 
-def current_backward() -> int:
-    """Number of the backward pass that runs on this thread, -1 if none does. Nested passes have larger numbers."""
-    return torch._C._current_graph_task_id()
+# Number of the backward pass that runs on this thread, -1 if none does. Nested passes have larger numbers.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -127,9 +126,8 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def node_will_run(node: Any) -> bool:
-    """Whether the backward pass that runs now executes this autograd node."""
-    return torch._C._will_engine_execute_node(node)
+# Whether the backward pass that runs now executes an autograd node.
+node_will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 class Fate(Enum):
@@ -149,9 +147,8 @@ def gradient_fates(leaf_nodes: Sequence[Any]) -> list[Fate] | None:
     Returns:
         a fate for each, or None if all are added, as they are in an ordinary backward.
     """
-    will_run = torch._C._will_engine_execute_node
     try:
-        if all(map(will_run, filter(None, leaf_nodes))):
+        if all(map(node_will_run, filter(None, leaf_nodes))):
             return None
     except _LEAF_WAS_ASKED_FOR:
         pass
@@ -160,7 +157,7 @@ def gradient_fates(leaf_nodes: Sequence[Any]) -> list[Fate] | None:
 
 def _fate(leaf_node: Any) -> Fate:
     try:
-        runs = leaf_node is not None and torch._C._will_engine_execute_node(leaf_node)
+        runs = leaf_node is not None and node_will_run(leaf_node)
     except _LEAF_WAS_ASKED_FOR:
         return Fate.RETURNED
     return Fate.ADDED if runs else Fate.DROPPED
@@ -203,9 +200,12 @@ def address_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-def storage_uses(storage: int) -> int:
-    """How many tensors and other objects share a storage, by its id; some tensor must hold it."""
-    return torch._C._storage_Use_Count(storage)
+# How many tensors and other objects share a storage, by its id; some tensor must hold it.
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+# A context in which subclasses of tensors are not asked for a `__torch_function__`.
+without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
 
 def chunk_cat(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
