@@ -112,6 +112,17 @@ def test_overhead_tells_the_time_for_a_parameter_and_how_it_grows_with_the_modul
     assert [result["growth"]["median"] == 1 for result in results] == [True, False, True, False]
 
 
+def test_instructions_are_counted_in_the_sums_that_callgrind_writes_and_without_it_there_is_an_error() -> None:
+    text = "version: 1\nsummary: 0\n\nfn=(1)\n1 42\n\ntotals: 98000\n"
+    counts = '{"plain": 600.0, "ours": 900.0, "fsdp2": 1600.0}'
+    check = f"import instructions as i; print(i.total_of({text!r}), [r.ratio for r in i.results_of(8, {counts})])"
+    assert python("-c", check).stdout.split("\n")[0] == "98000 [None, 0.3, 1.0]"
+    without = "import os; os.environ['PATH'] = ''; import sys; sys.argv = ['i']; import instructions as i; i.main()"
+    failed = python("-c", without)
+    assert failed.returncode == 1
+    assert "needs valgrind" in failed.stderr
+
+
 def test_the_profile_shows_functions_of_the_package() -> None:
     shown = bench("overhead.py", "--blocks=2", "--world=8", "--profile=ours", "--lines=200")
     assert "composable_shard/_" in shown
