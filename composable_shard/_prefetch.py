@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -36,7 +36,8 @@ from ._simulation import Sizes, Timeline, Times, lifetimes, live_bytes, simulate
 _LEVELS = ((MAX_REDUCTIONS, False), (1, False), (1, True))  # reductions in flight; whether they come first
 _MOST_ACTIONS = 60_000  # to look at in a search for what to keep: about a second
 _SMALL = 160  # actions of a step up to which what costs more than it mostly gains is tried as well
-_MOST_STATES = 40_000  # to look at in a search for the optimum: about half a second
+_MOST_WORK = 600_000  # of a search for the optimum: about half a second
+_WIDTHS = (8, 64, 512)
 _MOST_GROUPS = 12  # that it may keep or not: more have too many sets
 
 
@@ -267,37 +268,65 @@ class _Auto:
         self.fixed = {step.fqn for step in steps if step.fqn in self.kept and (fits or step.is_root)}
         self.budget = budget
         self.reduces_first = any(step.reduces_first for step in steps)
-        self.looked_at = 0
+        self.work = 0
         self.slack = 0.002 * sum(times[step.fqn].forward + times[step.fqn].backward for step in steps)
+        self.gain = self.slack / max(1, len(steps))
+        roots = {step.fqn for step in steps if step.is_root}
+        self.searches = not self.reduces_first and not any(s.shrinks for s in steps) and roots <= set(self.kept)
+        self.least = Optimum(steps, sizes, times, budget, [step.fqn for step in steps]).least
 
     def best(self) -> _Try:
         """The best schedule that is found; without a budget, keeping weights must not take more memory."""
         best = self._tried(self.kept, self.budget)
         assert best is not None
         limit = best.peak if self.budget is None else self.budget
-        while self.looked_at < _MOST_ACTIONS and self._waits_for_gathers(best):
-            better = next((found for found in self._neighbours(best, limit) if found.exposed < best.exposed), None)
-            if better is None:
-                break
-            best = better
-        return self._optimum(best, limit)
+        best = self._climbed(best, limit)
+        if self.searches:
+            best = self._widened(best, limit)
+        return best
 
-    def _optimum(self, best: _Try, limit: int) -> _Try:
-        """What an exact search finds in time, if that is better."""
-        roots = {step.fqn for step in self.steps if step.is_root}
-        if self.reduces_first or any(step.shrinks for step in self.steps) or not roots <= set(self.kept):
-            return best
+    def _climbed(self, best: _Try, limit: int) -> _Try:
+        """What is better than all its neighbours, or the best one after so much work."""
+        seen = {frozenset(best.schedule.kept)}
+        while True:
+            for kept in self._neighbours(best):
+                if self.work > _MOST_WORK or best.exposed - self.gain <= self.least:
+                    return best
+                if kept in seen:
+                    continue
+                seen.add(kept)
+                found = self._better(kept, best, limit, _WIDTHS[0])
+                if found is not None:
+                    best = found
+                    break
+            else:
+                return best
+
+    def _better(self, kept: Collection[str], best: _Try, limit: int, width: int) -> _Try | None:
+        """The best schedule that keeps these groups, if it is better."""
+        listed = [step.fqn for step in forward_order(self.steps) if step.fqn in kept]
+        if not self.searches:
+            one = self._tried(listed, limit)
+            return one if one is not None and one.exposed < best.exposed - self.gain else None
+        search = Optimum(self.steps, self.sizes, self.times, limit, listed)
+        self.work += 20 * len(self.steps)
+        found = search.best(best.exposed - self.gain, _MOST_WORK - self.work, width)
+        self.work += search.work
+        self.is_exact = search.is_exact
+        if found is None:
+            return None
+        tries = [each for each in self._followed(listed, found, limit) if each.exposed < best.exposed]
+        return min(tries, key=lambda each: (each.exposed, each.held), default=None)
+
+    def _widened(self, best: _Try, limit: int) -> _Try:
+        """What more exact searches find in time, if that is better."""
         few = len(self.steps) - len(self.fixed) <= _MOST_GROUPS
-        sets = sets_to_keep(self.steps, self.sizes, self.times, limit, self.fixed) if few else [best.schedule.kept]
-        left = _MOST_STATES
-        for kept in sets:
-            search = Optimum(self.steps, self.sizes, self.times, limit, kept)
-            found = search.best(best.exposed - self.slack, left)
-            left -= search.looked_at
-            if found is not None:
-                best = min([best, *self._followed(kept, found, limit)], key=lambda each: (each.exposed, each.held))
-            if left < 0:
-                break
+        sets = sets_to_keep(self.steps, self.sizes, self.times, limit, self.fixed) if few else []
+        for width in _WIDTHS[1:]:
+            for kept in [best.schedule.kept, *sets]:
+                if self.work > 2 * _MOST_WORK or best.exposed - self.gain <= self.least:
+                    return best
+                best = self._better(kept, best, limit, width) or best
         return best
 
     def _followed(self, kept: Sequence[str], found: Found, limit: int) -> Iterator[_Try]:
@@ -308,15 +337,9 @@ class _Auto:
         late = self._judged(bare.scheduled(self._put_off(bare, early, found.gathers)))
         yield from (each for each in (early, late) if each.peak <= limit)
 
-    def _waits_for_gathers(self, best: _Try) -> bool:
-        """Whether keeping weights can help: something but the reductions at the end is waited for in backward."""
-        tail = {Action(Kind.REDUCED, step.fqn) for step in forward_order(self.steps)[: best.schedule.max_reductions]}
-        waits = [action for action in best.timeline.waits if action.kind is not Kind.FORWARD]
-        return any(action not in tail for action in waits)
-
-    def _neighbours(self, best: _Try, limit: int) -> Iterator[_Try]:
-        """Schedules that keep more groups, or others: those first that save most for the bytes that they hold."""
-        kept = set(best.schedule.kept)
+    def _neighbours(self, best: _Try) -> Iterator[frozenset[str]]:
+        """Other groups to keep: those first that save most for the bytes that they hold."""
+        kept = frozenset(best.schedule.kept)
         waits = best.timeline.waits
         order = [step.fqn for step in forward_order(self.steps)]
 
@@ -328,21 +351,11 @@ class _Auto:
         less = [fqn for fqn in order if fqn in kept and fqn not in self.fixed]
         batch = len(more)
         while batch > 1:  # many at once where there is much to keep
-            yield from self._trying(kept | set(more[:batch]), limit)
+            yield kept | set(more[:batch])
             batch //= 2
-        for fqn in more:
-            yield from self._trying(kept | {fqn}, limit)
-        for pair in itertools.combinations(more, 2):
-            yield from self._trying(kept | set(pair), limit)
-        for out in less:
-            for fqn in more:
-                yield from self._trying(kept - {out} | {fqn}, limit)
-
-    def _trying(self, kept: set[str], limit: int) -> Iterator[_Try]:
-        if self.looked_at < _MOST_ACTIONS:
-            found = self._tried([step.fqn for step in forward_order(self.steps) if step.fqn in kept], limit)
-            if found is not None:
-                yield found
+        yield from (kept | {fqn} for fqn in more)
+        yield from (kept | set(pair) for pair in itertools.combinations(more, 2))
+        yield from (kept - {out} | {fqn} for out in less for fqn in more)
 
     def _tried(self, kept: Sequence[str], limit: int | None) -> _Try | None:
         """The best schedule that keeps these groups; None if that takes more memory than the limit."""
@@ -350,7 +363,7 @@ class _Auto:
         most = float("inf")
         for level in range(len(_LEVELS)):
             bare = _bare(self.steps, self.sizes, kept, level)
-            self.looked_at += len(bare.actions)
+            self.work += 10 * len(bare.actions)
             if limit is not None and bare.peak > limit:
                 continue
             if tries and len(bare.actions) > _SMALL:
@@ -378,7 +391,7 @@ class _Auto:
 
     def _judged(self, schedule: Schedule) -> _Try:
         actions = timed_step(self.steps, schedule)
-        self.looked_at += len(actions)
+        self.work += 10 * len(actions)
         timeline = simulate(actions, self.times)
         live = live_bytes(lifetimes(actions, self.sizes), len(actions))
         return _Try(timeline.exposed, max(live), sum(live), schedule, timeline)
