@@ -34,10 +34,10 @@ from ._schedule import (
 from ._simulation import Sizes, Timeline, Times, lifetimes, live_bytes, simulate
 
 _LEVELS = ((MAX_REDUCTIONS, False), (1, False), (1, True))  # reductions in flight; whether they come first
-_MOST_ACTIONS = 60_000  # to look at in a search for what to keep: about a second
 _SMALL = 160  # actions of a step up to which what costs more than it mostly gains is tried as well
-_MOST_WORK = 600_000  # of a search for the optimum: about half a second
-_WIDTHS = (8, 64, 512)
+_MOST_WORK = 1_500_000  # of all searches for one schedule, in comparisons (see `Optimum.work`): less than a second
+_ACTION_WORK = 10  # what an action that is written down costs, in comparisons
+_WIDTHS = (16, 64, 512)  # states of a search: at first many sets of groups are tried, then some more closely
 _MOST_GROUPS = 12  # that it may keep or not: more have too many sets
 
 
@@ -83,6 +83,7 @@ class _Bare:
                 self.issues[-1] = place
         self.first_backward = len(self.events) // 2
         self.reduces_first = schedule.reduces_first or any(step.reduces_first for step in steps)
+        self.work = len(self.actions)  # actions that were written down
 
     def first_event(self, gather: _Gather) -> int:
         """The first event at which a gather can be issued: no forward gathers for backward."""
@@ -131,6 +132,7 @@ class _Bare:
     def peak_of(self, schedule: Schedule) -> int:
         """The most bytes that are live at once."""
         actions = timed_step(self.steps, schedule)
+        self.work += len(actions)
         return max(live_bytes(lifetimes(actions, self.sizes), len(actions)), default=0)
 
     def under(self, wanted: Sequence[int], budget: int | None) -> tuple[Schedule, list[int]]:
@@ -268,7 +270,7 @@ class _Auto:
         self.fixed = {step.fqn for step in steps if step.fqn in self.kept and (fits or step.is_root)}
         self.budget = budget
         self.reduces_first = any(step.reduces_first for step in steps)
-        self.work = 0
+        self.work, self.most_work = 0, 2 * _MOST_WORK // 3
         self.slack = 0.002 * sum(times[step.fqn].forward + times[step.fqn].backward for step in steps)
         self.gain = self.slack / max(1, len(steps))
         roots = {step.fqn for step in steps if step.is_root}
@@ -282,25 +284,29 @@ class _Auto:
         limit = best.peak if self.budget is None else self.budget
         best = self._climbed(best, limit)
         if self.searches:
+            self.most_work = _MOST_WORK
             best = self._widened(best, limit)
         return best
 
     def _climbed(self, best: _Try, limit: int) -> _Try:
         """What is better than all its neighbours, or the best one after so much work."""
         seen = {frozenset(best.schedule.kept)}
-        while True:
-            for kept in self._neighbours(best):
-                if self.work > _MOST_WORK or best.exposed - self.gain <= self.least:
-                    return best
-                if kept in seen:
-                    continue
-                seen.add(kept)
-                found = self._better(kept, best, limit, _WIDTHS[0])
-                if found is not None:
-                    best = found
+        improved = True
+        while improved:
+            improved = False
+            for alike in self._neighbours(best):
+                for kept in alike:
+                    if self.work > self.most_work or best.exposed - self.gain <= self.least:
+                        return best
+                    if kept in seen:
+                        continue
+                    seen.add(kept)
+                    found = self._better(kept, best, limit, _WIDTHS[0])
+                    if found is not None:
+                        best, improved = found, True
+                if improved:
                     break
-            else:
-                return best
+        return best
 
     def _better(self, kept: Collection[str], best: _Try, limit: int, width: int) -> _Try | None:
         """The best schedule that keeps these groups, if it is better."""
@@ -310,7 +316,7 @@ class _Auto:
             return one if one is not None and one.exposed < best.exposed - self.gain else None
         search = Optimum(self.steps, self.sizes, self.times, limit, listed)
         self.work += 20 * len(self.steps)
-        found = search.best(best.exposed - self.gain, _MOST_WORK - self.work, width)
+        found = search.best(best.exposed - self.gain, self.most_work - self.work, width)
         self.work += search.work
         self.is_exact = search.is_exact
         if found is None:
@@ -324,7 +330,7 @@ class _Auto:
         sets = sets_to_keep(self.steps, self.sizes, self.times, limit, self.fixed) if few else []
         for width in _WIDTHS[1:]:
             for kept in [best.schedule.kept, *sets]:
-                if self.work > 2 * _MOST_WORK or best.exposed - self.gain <= self.least:
+                if self.work > self.most_work or best.exposed - self.gain <= self.least:
                     return best
                 best = self._better(kept, best, limit, width) or best
         return best
@@ -337,7 +343,7 @@ class _Auto:
         late = self._judged(bare.scheduled(self._put_off(bare, early, found.gathers)))
         yield from (each for each in (early, late) if each.peak <= limit)
 
-    def _neighbours(self, best: _Try) -> Iterator[frozenset[str]]:
+    def _neighbours(self, best: _Try) -> Iterator[Sequence[frozenset[str]]]:
         """Other groups to keep: those first that save most for the bytes that they hold."""
         kept = frozenset(best.schedule.kept)
         waits = best.timeline.waits
@@ -349,13 +355,15 @@ class _Auto:
 
         more = sorted((fqn for fqn in order if fqn not in kept), key=lambda fqn: (-saved(fqn), -order.index(fqn)))
         less = [fqn for fqn in order if fqn in kept and fqn not in self.fixed]
+        batches = []
         batch = len(more)
         while batch > 1:  # many at once where there is much to keep
-            yield kept | set(more[:batch])
+            batches.append(kept | set(more[:batch]))
             batch //= 2
-        yield from (kept | {fqn} for fqn in more)
-        yield from (kept | set(pair) for pair in itertools.combinations(more, 2))
-        yield from (kept - {out} | {fqn} for out in less for fqn in more)
+        yield batches
+        yield from ([kept | {fqn}] for fqn in more)
+        yield from ([kept | set(pair)] for pair in itertools.combinations(more, 2))
+        yield from ([kept - {out} | {fqn}] for out in less for fqn in more)
 
     def _tried(self, kept: Sequence[str], limit: int | None) -> _Try | None:
         """The best schedule that keeps these groups; None if that takes more memory than the limit."""
@@ -363,8 +371,8 @@ class _Auto:
         most = float("inf")
         for level in range(len(_LEVELS)):
             bare = _bare(self.steps, self.sizes, kept, level)
-            self.work += 10 * len(bare.actions)
             if limit is not None and bare.peak > limit:
+                self.work += _ACTION_WORK * bare.work
                 continue
             if tries and len(bare.actions) > _SMALL:
                 break
@@ -375,6 +383,7 @@ class _Auto:
             late = self._put_off(bare, early, issued)
             sooner = [max(event - 1, least) for event, least in zip(late, issued, strict=True)]
             tries += [one, early, *(self._judged(bare.under(each, limit)[0]) for each in (late, sooner))]
+            self.work += _ACTION_WORK * bare.work
         if not tries:
             return None
         most = min(most, min(each.exposed for each in tries) + self.slack)
@@ -391,7 +400,7 @@ class _Auto:
 
     def _judged(self, schedule: Schedule) -> _Try:
         actions = timed_step(self.steps, schedule)
-        self.work += 10 * len(actions)
+        self.work += _ACTION_WORK * len(actions)
         timeline = simulate(actions, self.times)
         live = live_bytes(lifetimes(actions, self.sizes), len(actions))
         return _Try(timeline.exposed, max(live), sum(live), schedule, timeline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import os
@@ -18,17 +19,23 @@ LIMIT_S = 1500.0
 
 
 def resident_mib() -> float:
-    with open("/proc/self/statm") as found:
-        return int(found.read().split()[1]) * 4096 / 2**20
+    """Of this process, less what is free in glibc's heap.
+
+    Where validation's large activations lie in it is chance: without this, ranks grow by 1 to 12 MiB in a thousand
+    steps, ours as those of torch's FSDP2, in jumps at validations.
+    """
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(LIMIT_S + 60)
 @distributed(world=2, limit_s=LIMIT_S)
 def test_a_thousand_steps_of_the_demo_grow_resident_memory_by_less_than_five_mib(rank, world):
-    """As `make demo` trains: its model, its options, its loop, which validates four times on the way; warm-up does once."""
+    """As `make demo` trains: its model, options and loop, which validates four times; warm-up does so once besides."""
     tutorial = importlib.import_module("01_train_gpt")
-    device, options = torch.device("cpu"), tutorial.Options(steps=WARM_UP + STEPS, strategy=os.environ.get("STRATEGY", "zero3"))
+    device, options = torch.device("cpu"), tutorial.Options(steps=WARM_UP + STEPS)
     options = tutorial.choose_precision(options, device)
     model, corpus = build_gpt(options.size, options.seed), load_corpus()
     tutorial.shard(model, options, device)
@@ -38,10 +45,11 @@ def test_a_thousand_steps_of_the_demo_grow_resident_memory_by_less_than_five_mib
     def report(moment):
         if moment.step == WARM_UP // 2:
             tutorial.evaluate(model, corpus, options, device, options.evaluation // 4)
-        if moment.step % 10 == 0:
+        if moment.step in (WARM_UP, WARM_UP + STEPS):
             resident.append(resident_mib())
 
     tutorial.train(model, optimizer, corpus, options, device, report=report)
+    before, after = resident
     if "GROWTH" in os.environ:
-        Path(os.environ["GROWTH"] + str(rank)).write_text(f"{resident}\n")
-    assert resident[-1] - resident[WARM_UP // 10 - 1] < 5
+        Path(f"{os.environ['GROWTH']}-{rank}").write_text(f"{after - before:.2f} MiB in {STEPS} steps")
+    assert after - before < 5
