@@ -10,8 +10,9 @@ import pytest
 
 from _plans import all_issues, random_model
 from composable_shard import PrefetchPolicy
+from composable_shard._fitting import Bare
 from composable_shard._optimum import Optimum, least_exposed, sets_to_keep
-from composable_shard._prefetch import _Bare, scheduled
+from composable_shard._prefetch import scheduled
 from composable_shard._schedule import MAX_REDUCTIONS, Schedule, Step, kept_by_setting, one_ahead, timed_step
 from composable_shard._simulation import Times, lifetimes, live_bytes, peak_bytes, simulate
 
@@ -32,7 +33,7 @@ def all_schedules(steps, sizes, kept):
     trains = [step.fqn for step in steps if step.trains and not step.is_root]
     for counts in itertools.product(range(1, MAX_REDUCTIONS + 1), repeat=len(trains)):
         in_flight = tuple(zip(trains, counts, strict=True))
-        bare = _Bare(steps, sizes, Schedule((), (), kept, in_flight=in_flight))
+        bare = Bare(steps, sizes, Schedule((), (), kept, in_flight=in_flight))
         for issued in all_issues(bare):
             yield bare.scheduled(issued)
 
@@ -57,7 +58,7 @@ def test_the_search_finds_the_best_of_all_schedules_and_tells_how(seed):
             assert best == math.inf
             continue
         assert found.exposed == pytest.approx(best, abs=1e-12)
-        bare = _Bare(steps, sizes, Schedule((), (), kept, in_flight=found.in_flight))
+        bare = Bare(steps, sizes, Schedule((), (), kept, in_flight=found.in_flight))
         exposed, peak = judged(steps, sizes, times, bare.scheduled(found.gathers))
         assert exposed == pytest.approx(best, abs=1e-12)
         assert peak <= budget

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from _plans import all_issues, random_model
 from composable_shard import PoolPolicy, PrefetchPolicy, ShardConfigValueError
 from composable_shard._errors import PoolBudgetError
-from composable_shard._prefetch import _LEVELS, _bare, _least, scheduled
+from composable_shard._fitting import LEVELS, bare_step, least_step
+from composable_shard._prefetch import scheduled
 from composable_shard._schedule import Action, Kind, Schedule, Step, one_ahead, timed_step, training_step
 from composable_shard._simulation import Costs, Sizes, Times, lifetimes, live_bytes, peak_bytes, simulate
 
@@ -112,7 +113,7 @@ def test_bytes_for_two_groups_gather_two_ahead():
 def test_a_budget_is_never_exceeded_and_the_least_one_works(model, policy, share):
     steps, sizes, times = model
     budget = max(1, int(share * peak(steps, sizes, one_ahead(steps))))
-    least = _least(steps, sizes).peak
+    least = least_step(steps, sizes).peak
     if budget < least:
         with pytest.raises(PoolBudgetError, match=f"budget={budget}.*{least} bytes") as caught:
             scheduled(steps, sizes, policy, budget, times)
@@ -184,8 +185,8 @@ def least_exposed(steps, sizes, times, budget):
     """The best of all schedules that fit."""
     blocks, best = [step.fqn for step in steps if not step.is_root], math.inf
     for kept in itertools.chain.from_iterable(itertools.combinations(blocks, n) for n in range(len(blocks) + 1)):
-        for level in range(len(_LEVELS)):
-            bare = _bare(steps, sizes, ("", *kept), level)
+        for level in range(len(LEVELS)):
+            bare = bare_step(steps, sizes, ("", *kept), level)
             for issued in all_issues(bare) if bare.peak <= budget else ():
                 actions = timed_step(steps, bare.scheduled(issued))
                 if max(live_bytes(lifetimes(actions, sizes), len(actions))) <= budget:
