@@ -89,6 +89,30 @@ def test_auto_reaches_the_optimum_of_what_the_engine_can_do(seed):
     assert exposed <= max(1.10 * optimum, optimum + 0.02 * compute)
 
 
+@SEEDS
+def test_a_narrow_search_is_never_better_than_a_wide_one_and_says_whether_it_left_something_out(seed):
+    steps, sizes, times, budget = model_of(seed, 6)
+    for kept in sets_to_keep(steps, sizes, times, budget)[:8]:
+        wide, narrow = (Optimum(steps, sizes, times, budget, kept) for _ in range(2))
+        best, found = wide.best(math.inf), narrow.best(math.inf, width=2)
+        assert wide.is_exact
+        if found is not None:
+            assert found.exposed >= best.exposed - 1e-12
+        if narrow.is_exact:
+            assert found == best
+
+
+def test_a_search_that_takes_too_much_work_ends_without_a_result():
+    steps, sizes, times, budget = model_of(3, 6)
+    search = Optimum(steps, sizes, times, budget, ("",))
+    assert search.best(math.inf) is not None
+    enough = search.work
+    assert search.best(math.inf, enough) is not None
+    assert search.best(math.inf, enough // 2) is None
+    assert search.work < enough
+    assert not search.is_exact
+
+
 def test_sets_to_keep_fit_and_those_that_save_most_come_first():
     steps, sizes, times, _ = model_of(1, 3)
     budget = sum(size.weights for size in sizes.values()) - 1

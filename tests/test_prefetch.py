@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from _plans import all_issues, random_model
 from composable_shard import PoolPolicy, PrefetchPolicy, ShardConfigValueError
+from composable_shard._auto import _MOST_WORK, Auto
 from composable_shard._errors import PoolBudgetError
 from composable_shard._fitting import LEVELS, bare_step, least_step
 from composable_shard._prefetch import scheduled
@@ -205,10 +206,48 @@ def test_auto_comes_near_the_best_of_all_schedules(seed):
     assert exposed(steps, times, schedule) <= max(1.10 * bound, bound + 0.02 * compute) + 1e-12
 
 
-def test_the_same_schedule_comes_out_each_time():
-    model = random_model(random.Random(3), 6)
+@settings(steadily, max_examples=8)
+@given(MODELS)
+def test_auto_without_a_budget_takes_no_more_memory_than_one_ahead(model):
     steps, sizes, times = model
-    assert scheduled(steps, sizes, AUTO, None, times) == scheduled(steps, sizes, AUTO, None, times)
+    schedule = scheduled(steps, sizes, AUTO, None, times)
+    assert peak(steps, sizes, schedule) <= peak(steps, sizes, one_ahead(steps))
+    assert exposed(steps, times, schedule) <= exposed(steps, times, one_ahead(steps)) + 1e-12
+
+
+def test_the_same_schedule_comes_out_each_time():
+    steps, sizes, times = random_model(random.Random(3), 6)
+    assert Auto(steps, sizes, times, None).best().schedule == Auto(steps, sizes, times, None).best().schedule
+
+
+@pytest.mark.parametrize(("seed", "blocks"), [(0, 12), (1, 49), (3, 120)])
+def test_the_search_of_auto_is_bounded_by_work_for_any_number_of_groups(seed, blocks):
+    """Groups that reduce first (seed 1) and others; an evaluation that has begun is finished."""
+    steps, sizes, times = random_model(random.Random(seed), blocks)
+    search = Auto(steps, sizes, times, int(1.5 * peak(steps, sizes, one_ahead(steps))))
+    found = search.best()
+    assert search.work < 1.3 * _MOST_WORK
+    assert found.exposed <= exposed(steps, times, one_ahead(steps))
+
+
+def test_a_schedule_is_searched_for_once_for_the_same_groups_times_and_budget(monkeypatch):
+    asked = []
+
+    def counted(*args):
+        asked.append(args)
+        return Auto(*args)
+
+    monkeypatch.setattr("composable_shard._prefetch.Auto", counted)
+    steps, sizes, times = random_model(random.Random(77), 4)
+    budget = peak(steps, sizes, one_ahead(steps))
+    first = scheduled(steps, sizes, AUTO, budget, times)
+    assert scheduled(list(steps), dict(sizes), AUTO, budget, dict(times)) == first
+    assert len(asked) == 1
+    slower = {fqn: Times(2 * t.forward, t.backward, t.gather, t.reduce) for fqn, t in times.items()}
+    scheduled(steps, sizes, AUTO, budget, slower)
+    scheduled(steps, sizes, AUTO, budget + 1, times)
+    scheduled(steps[:1] + steps[:0:-1], sizes, AUTO, budget, times)
+    assert len(asked) == 4
 
 
 def test_no_groups_have_an_empty_schedule():
