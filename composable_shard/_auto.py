@@ -147,7 +147,8 @@ class Auto:
         """The best schedule that keeps these groups, by few rules; None if that takes more than the budget."""
         tries: list[_Try] = []
         most = float("inf")
-        for level in range(len(LEVELS)):
+        same = all(step.reduces_first for step in self.steps)  # at the last level as at the one before
+        for level in range(len(LEVELS) - same):
             bare = bare_step(self.steps, self.sizes, kept, level)
             if bare.peak > self.budget:
                 self.work += _ACTION_WORK * bare.work

@@ -1,10 +1,11 @@
-"""The schedule that leaves least exposed, for given kept groups and a budget: an exact search, for small models.
+"""The schedule that leaves least exposed, for given kept groups and a budget.
 
 It plays the step of `_simulation` from event to event; an event is the forward or the backward of a group. Open is how
 many gathers are issued at each, in the order in which they are needed, and how many reductions are waited for before
 the next one is issued. Choices that have issued and waited for as much have the same bytes live; those that are nowhere
-earlier than another one are dropped, for whatever follows is no earlier either. Nothing else is left out, so what it
-finds is the optimum, as long as it is given the effort.
+earlier than another one are dropped, for whatever follows is no earlier either; so are those that cannot end in time,
+by the compute and the transfers that are still to come. Nothing else is left out, so what is found is the optimum, as long
+as no width bounds how many choices are followed at once (a beam search).
 """
 
 from __future__ import annotations
