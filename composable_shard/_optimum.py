@@ -4,8 +4,8 @@ It plays the step of `_simulation` from event to event; an event is the forward 
 many gathers are issued at each, in the order in which they are needed, and how many reductions are waited for before
 the next one is issued. Choices that have issued and waited for as much have the same bytes live; those that are nowhere
 earlier than another one are dropped, for whatever follows is no earlier either; so are those that cannot end in time,
-by the compute and the transfers that are still to come. Nothing else is left out, so what is found is the optimum, as long
-as no width bounds how many choices are followed at once (a beam search).
+by the compute and the transfers that are still to come. Nothing else is left out, so what is found is the optimum, as
+long as no width bounds how many choices are followed at once (a beam search).
 """
 
 from __future__ import annotations
