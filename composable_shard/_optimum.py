@@ -1,20 +1,24 @@
-"""The schedule that leaves least exposed, for given kept groups and a budget: an exact search, for small models.
+"""The schedule that leaves least exposed, for given kept groups and a budget.
 
 It plays the step of `_simulation` from event to event; an event is the forward or the backward of a group. Open is how
 many gathers are issued at each, in the order in which they are needed, and how many reductions are waited for before
 the next one is issued. Choices that have issued and waited for as much have the same bytes live; those that are nowhere
-earlier than another one are dropped, for whatever follows is no earlier either. Nothing else is left out, so what it
-finds is the optimum, as long as it is given the effort.
+earlier than another one are dropped, for whatever follows is no earlier either; so are those that cannot end in time,
+by the compute and the transfers that are still to come. Nothing else is left out, so what is found is the optimum, as
+long as no width bounds how many choices are followed at once (a beam search).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from operator import le
 from typing import NamedTuple
 
 from ._schedule import MAX_REDUCTIONS, Step, backward_order, forward_order
 from ._simulation import Sizes, Times
+
+_STATE_WORK = 16  # what a state costs, in comparisons
 
 Path = tuple["Path | None", tuple[str, int]]  # what was chosen, last one first
 
@@ -60,6 +64,18 @@ def _sums(numbers: Iterable[int]) -> list[int]:
     return list(itertools.accumulate(numbers, initial=0))
 
 
+def _sums_from(numbers: Sequence[float]) -> list[float]:
+    """Of all, of all but the first, ..., of none."""
+    return list(itertools.accumulate(reversed(numbers), initial=0.0))[::-1]
+
+
+class _Ahead(NamedTuple):
+    """Seconds of what is still to come: of compute and of what follows all compute; of reductions on the link."""
+
+    compute: float
+    reductions: float
+
+
 _Place = tuple[int, int]  # gathers that were issued, reductions that were waited for
 _States = dict[_Place, list[_State]]
 
@@ -76,10 +92,12 @@ class Optimum:
             event begins, any number of them being in flight: more than the engine does, to tell what it could gain.
 
     Attributes:
-        looked_at: states so far.
         link_seconds: what all collectives take.
         compute: what all events take.
-        floor: what must come before all compute, and after it.
+        least: what no schedule falls below: what must come before all compute and after it, or what the link moves
+            beyond compute.
+        work: states so far, and comparisons of two of them, a state counted as so many comparisons as it costs.
+        is_exact: whether no state was left out that might have led to the best schedule.
     """
 
     def __init__(
@@ -119,39 +137,51 @@ class Optimum:
         ]
         self._tail = sum(times[step.fqn].reduce for step in steps if step.is_root and step.trains)
         self._budget = float("inf") if budget is None else budget
-        computing = [at for at, seconds in enumerate(self._seconds) if seconds]
-        first, last = (computing[0], computing[-1]) if computing else (0, len(self._events))
-        self.floor = sum(gather.seconds for gather in self._gathers if gather.event <= first) + self._tail
-        self.floor += sum(reduction.seconds for reduction in self._reductions if reduction.event >= last)
         self._anywhere = anywhere
-        self._most = len(self._events) if anywhere else MAX_REDUCTIONS
+        self._in_flight = len(self._events) if anywhere else MAX_REDUCTIONS
         self.compute = sum(self._seconds)
-        moved = sum(gather.seconds for gather in self._gathers) + self._tail
-        self.link_seconds = moved + sum(reduction.seconds for reduction in self._reductions)
-        self.looked_at = 0
+        self._gathers_left = _sums_from([gather.seconds for gather in self._gathers])
+        self._reductions_left = _sums_from([reduction.seconds for reduction in self._reductions])
+        self.link_seconds = self._gathers_left[0] + self._reductions_left[0] + self._tail
+        computing = [at for at, seconds in enumerate(self._seconds) if seconds]
+        first, self._last = (computing[0], computing[-1]) if computing else (0, len(self._events))
+        before = sum(gather.seconds for gather in self._gathers if gather.event <= first)
+        self.least = max(before + self._behind(0), self.link_seconds - self.compute)
+        self.work = 0
+        self.is_exact = True
+        self._most_work = self._width = float("inf")
 
-    def best(self, below: float, most_states: float = float("inf")) -> Found | None:
+    def _behind(self, at: int) -> float:
+        """Seconds of reductions that follow all compute, if the events from `at` on are still to end."""
+        late = max(at, self._last)
+        return self._tail + sum(reduction.seconds for reduction in self._reductions if reduction.event >= late)
+
+    def best(self, below: float, most_work: float = float("inf"), width: float = float("inf")) -> Found | None:
         """The best schedule if it leaves less than `below` seconds exposed, None else.
 
         Args:
             below: seconds of a schedule that is known.
-            most_states: states to look at; if there are more, None.
+            most_work: if it takes more (`work`), None.
+            width: how many states may follow an event; of more, those that can still end first.
         """
-        if max(self.floor, self.link_seconds - self.compute) >= below:
+        self.work, self.is_exact, self._most_work, self._width = 0, True, most_work, width
+        if self.least >= below:
             return None
+        latest = below + self.compute
         states: _States = {(0, 0): [_State(0.0, 0.0, (), (), None)]}
-        freed, over = 0, 0.0  # bytes of weights given up; seconds of compute that is over
+        freed, left, reduced = 0, self.compute, 0  # bytes of weights given up; seconds to compute; reductions issued
         for at, seconds in enumerate(self._seconds):
-            states = self._sifted(self._begun(states, at, freed), below + over)
-            over += seconds
+            ahead = _Ahead(left + self._behind(at), self._reductions_left[reduced] + self._tail)
+            states = self._sifted(self._begun(states, at, freed, reduced), ahead, latest)
+            left -= seconds
             freed += self._gives_up[at]
-            states = self._sifted(self._ended(states, at, freed), below + over)
-            if self.looked_at > most_states:
-                return None
+            reduced += at in self._reduces
+            ahead = _Ahead(left + self._behind(at + 1), self._reductions_left[reduced] + self._tail)
+            states = self._sifted(self._ended(states, at, freed), ahead, latest)
         ends = [(max(s.now, s.link, (max(s.link, s.now) + self._tail) * (self._tail > 0)), s.path)
                 for listed in states.values() for s in listed]  # fmt: skip
         end, path = min(ends, key=lambda each: each[0], default=(float("inf"), None))
-        return self._told(end - self.compute, path) if end - self.compute < below else None
+        return self._told(end - self.compute, path) if end < latest else None
 
     def _told(self, exposed: float, path: Path | None) -> Found:
         gathers: list[int] = []
@@ -173,9 +203,8 @@ class Optimum:
             + (self._reduced_up_to[reduced] - self._reduced_up_to[settled])
         )
 
-    def _begun(self, states: _States, at: int, freed: int) -> Iterator[tuple[_Place, _State]]:
+    def _begun(self, states: _States, at: int, freed: int, reduced: int) -> Iterator[tuple[_Place, _State]]:
         """Gather what is needed, wait for it, gather ahead."""
-        reduced = sum(reduction.event < at for reduction in self._reductions)
         due = self._due.get(at)
         for start, listed in states.items():
             for state in listed:
@@ -184,7 +213,7 @@ class Optimum:
                     if start[0] == due:
                         settled = self._settled(start, state, reduced) if self._anywhere else begun
                         begun = [each for s in settled for each in self._issued(*s, at, at - 1, freed, reduced)]
-                    begun = [(p, s._replace(now=max(s.now, s.gathers[0]), gathers=s.gathers[1:])) for p, s in begun]
+                    begun = [(p, _State(max(s.now, s.gathers[0]), s.link, s.gathers[1:], *s[3:])) for p, s in begun]
                 for place, its in begun:
                     yield from self._choices(place, its, at, freed, reduced, self._anywhere)
 
@@ -193,12 +222,12 @@ class Optimum:
         seconds, turn = self._seconds[at], self._reduces.get(at)
         for place, listed in states.items():
             for before in listed:
-                state = before._replace(now=before.now + seconds)
+                state = _State(before.now + seconds, *before[1:])
                 if turn is None:
                     yield place, state
                     continue
                 for p, s in self._settled(place, state, turn):
-                    if turn - p[1] >= self._most:
+                    if turn - p[1] >= self._in_flight:
                         continue
                     ready = self._choices(p, s, at, freed, turn, False) if self._anywhere else [(p, s)]
                     for each, its in ready:
@@ -206,7 +235,7 @@ class Optimum:
                             link = max(its.now, its.link) + self._reductions[turn].seconds
                             flying = (*its.reductions, link)
                             path = its.path, ("reduce", turn + 1 - each[1])
-                            yield each, its._replace(link=link, reductions=flying, path=path)
+                            yield each, _State(its.now, link, its.gathers, flying, path)
 
     def _choices(
         self, place: _Place, state: _State, at: int, freed: int, reduced: int, settles: bool
@@ -225,7 +254,7 @@ class Optimum:
         while place[1] < reduced:
             place = place[0], place[1] + 1
             flying = state.reductions
-            state = state._replace(now=max(state.now, flying[0]), reductions=flying[1:])
+            state = _State(max(state.now, flying[0]), state.link, state.gathers, flying[1:], state.path)
             yield place, state
 
     def _issued(
@@ -239,7 +268,6 @@ class Optimum:
             arrived: the last event whose gather was waited for.
             freed, reduced: bytes that were given up, reductions that were issued.
         """
-        self.looked_at += 1
         if place[0] == len(self._gathers):
             return
         gather = self._gathers[place[0]]
@@ -247,24 +275,48 @@ class Optimum:
         if gather.event >= self._turn > at or self._live(after, arrived, freed, reduced) > self._budget:
             return  # no forward gathers for backward
         link = max(state.now, state.link) + gather.seconds
-        yield after, state._replace(link=link, gathers=(*state.gathers, link), path=(state.path, ("gather", at)))
+        path = state.path, ("gather", at)
+        yield after, _State(state.now, link, (*state.gathers, link), state.reductions, path)
 
-    def _sifted(self, found: Iterable[tuple[_Place, _State]], latest: float) -> _States:
-        """Without what is too late, and without what is nowhere earlier than another."""
-        by_place: dict[_Place, dict[tuple[float, ...], _State]] = {}
+    def _sifted(self, found: Iterable[tuple[_Place, _State]], ahead: _Ahead, latest: float) -> _States:
+        """Without what must end too late, and without what is nowhere earlier than another; no more than the width."""
+        by_place: dict[_Place, dict[tuple[float, ...], tuple[float, _State]]] = {}
         for place, state in found:
-            self.looked_at += 1
-            if state.now < latest:
+            self.work += _STATE_WORK
+            if self.work > self._most_work:
+                self.is_exact = False
+                return {}
+            soonest = max(state.now + ahead.compute, state.link + ahead.reductions + self._gathers_left[place[0]])
+            if soonest < latest:
                 times = (state.now, state.link, *state.gathers, *state.reductions)
-                by_place.setdefault(place, {}).setdefault(times, state)
+                by_place.setdefault(place, {}).setdefault(times, (soonest, state))
+        left = [
+            (each[times][0], place, times, each[times][1])
+            for place, each in by_place.items()
+            for times in self._undominated(sorted(each))
+        ]
+        if len(left) > self._width:
+            self.is_exact = False
+            left = sorted(left, key=lambda one: one[:3])[: int(self._width)]
         states: _States = {}
-        for place, each in by_place.items():
-            kept: list[tuple[float, ...]] = []
-            for times in sorted(each):
-                if not any(all(a <= b for a, b in zip(other, times, strict=True)) for other in kept):
-                    kept.append(times)
-            states[place] = [each[times] for times in kept]
+        for _, place, _, state in left:
+            states.setdefault(place, []).append(state)
         return states
+
+    def _undominated(self, found: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
+        """Of times in order, those than which no others are nowhere later."""
+        kept: list[tuple[float, ...]] = []
+        for times in found:
+            for other in kept:
+                self.work += 1
+                if all(map(le, other, times)):
+                    break
+            else:
+                kept.append(times)
+            if self.work > self._most_work:
+                self.is_exact = False
+                break
+        return kept
 
 
 def sets_to_keep(

@@ -165,7 +165,8 @@ class PrefetchPolicy:
     def auto(cls) -> PrefetchPolicy:
         """The least look-ahead that hides each gather, by measured times; one ahead until there are any.
 
-        Where memory is free, or a `PoolPolicy` allows it, groups also stay unsharded between forward and backward.
+        Groups also stay unsharded between forward and backward where that saves waiting. All of it stays within the
+        memory that one ahead takes, or within the budget of the `PoolPolicy`, which may be more.
         """
         return cls("auto")
 

@@ -1,154 +1,21 @@
 """The scheduler: what each forward and backward gathers ahead, and which groups keep their weights, under a budget.
 
-Everything is decided when the plan is made, from sizes and, where known, from times; the engine only follows. In the
-order of precedence, what yields to a budget is: gathers ahead, then reductions in flight, then kept weights. What a
-step needs even so, each group alone with the root, is the least budget that works.
-
-A gather is at its best as early as memory allows: that frees no byte later and delays no other gather, for they keep
-their order. From there each is put off to the last event that still lets it arrive in time, which takes memory for as
-short as possible and the link from reductions as little as possible.
+Everything is decided when the plan is made, from sizes and, where known, from times; the engine only follows.
 """
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 
-from ._errors import PoolBudgetError
-from ._optimum import Found, Optimum, sets_to_keep
+from ._auto import Auto
+from ._fitting import by_bytes, by_depth, fitting
 from ._policies import PrefetchPolicy
-from ._schedule import (
-    MAX_REDUCTIONS,
-    ROOT_NAME,
-    Action,
-    Kind,
-    Schedule,
-    Step,
-    forward_order,
-    kept_by_setting,
-    timed_step,
-)
-from ._simulation import Sizes, Timeline, Times, lifetimes, live_bytes, simulate
+from ._schedule import Schedule, Step
+from ._simulation import Sizes, Times
 
-_LEVELS = ((MAX_REDUCTIONS, False), (1, False), (1, True))  # reductions in flight; whether they come first
-_MOST_ACTIONS = 60_000  # to look at in a search for what to keep: about a second
-_SMALL = 160  # actions of a step up to which what costs more than it mostly gains is tried as well
-_MOST_STATES = 40_000  # to look at in a search for the optimum: about half a second
-_MOST_GROUPS = 12  # that it may keep or not: more have too many sets
-
-
-class _Gather(NamedTuple):
-    """A gather of a step in which nothing is gathered ahead.
-
-    Attributes:
-        event: which forward or backward needs it, counted from 0.
-        fqn: of its group.
-        nbytes: it takes until it is waited for.
-        place: of its action.
-    """
-
-    event: int
-    fqn: str
-    nbytes: int
-    place: int
-
-
-class _Bare:
-    """A step in which nothing is gathered ahead: what is kept, how many reductions fly, and what memory that takes."""
-
-    def __init__(self, steps: Sequence[Step], sizes: Mapping[str, Sizes], schedule: Schedule) -> None:
-        self.steps, self.sizes, self.schedule = steps, sizes, schedule
-        self.actions = timed_step(steps, schedule)
-        self.live = live_bytes(lifetimes(self.actions, sizes), len(self.actions))
-        self.peak = max(self.live, default=0)
-        self.events: list[Action] = []
-        self.issues: list[int] = []  # behind which action each event gathers ahead
-        self.gathers: list[_Gather] = []
-        shrunk: set[str] = set()
-        for place, action in enumerate(self.actions):
-            if action.kind in (Kind.FORWARD, Kind.BACKWARD):
-                self.events.append(action)
-                self.issues.append(place)
-            elif action.kind is Kind.SHRINK:
-                shrunk.add(action.fqn)
-            elif action.kind is Kind.UNSHARD:
-                size = sizes[action.fqn]
-                landing = size.small_landing if action.fqn in shrunk else size.landing
-                self.gathers.append(_Gather(len(self.events) - 1, action.fqn, size.weights + landing, place))
-            elif action.kind is Kind.WAIT:
-                self.issues[-1] = place
-        self.first_backward = len(self.events) // 2
-        self.reduces_first = schedule.reduces_first or any(step.reduces_first for step in steps)
-
-    def first_event(self, gather: _Gather) -> int:
-        """The first event at which a gather can be issued: no forward gathers for backward."""
-        return self.first_backward if gather.event >= self.first_backward else 0
-
-    def limited(self, wanted: Sequence[int], budget: int | None) -> list[int]:
-        """The event at which each gather is issued: the one wanted, or the next one at which there is memory for it."""
-        live, issued, least = list(self.live), [], 0
-        for gather, want in zip(self.gathers, wanted, strict=True):
-            event, place = gather.event, gather.place
-            while event > max(want, least):
-                before = self.issues[event - 1]
-                if budget is not None and max(live[before:place]) + gather.nbytes > budget:
-                    break
-                if budget is not None:
-                    live[before:place] = [each + gather.nbytes for each in live[before:place]]
-                event, place = event - 1, before
-            issued.append(event)
-            least = event
-        return issued
-
-    def scheduled(self, issued: Sequence[int]) -> Schedule:
-        """The schedule with each gather at its event."""
-        edges: dict[int, list[str]] = {}
-        for gather, event in zip(self.gathers, issued, strict=True):
-            if event < gather.event:
-                edges.setdefault(event, []).append(gather.fqn)
-        forward: list[tuple[str, tuple[str, ...]]] = []
-        backward: list[tuple[str, tuple[str, ...]]] = []
-        for event, groups in sorted(edges.items()):
-            (forward if event < self.first_backward else backward).append((self.events[event].fqn, tuple(groups)))
-        return replace(self.schedule, forward=tuple(forward), backward=tuple(backward))
-
-    def _moved_one_by_one(self, wanted: Sequence[int], budget: int) -> list[int]:
-        """`limited`, with the whole step written anew for each change: gathers ahead move the waits for reductions."""
-        issued = [gather.event for gather in self.gathers]
-        for place, want in enumerate(wanted):
-            least = max(want, issued[place - 1] if place else 0)
-            for event in range(least, issued[place]):
-                tried = [*issued[:place], event, *issued[place + 1 :]]
-                if self.peak_of(self.scheduled(tried)) <= budget:
-                    issued = tried
-                    break
-        return issued
-
-    def peak_of(self, schedule: Schedule) -> int:
-        """The most bytes that are live at once."""
-        actions = timed_step(self.steps, schedule)
-        return max(live_bytes(lifetimes(actions, self.sizes), len(actions)), default=0)
-
-    def under(self, wanted: Sequence[int], budget: int | None) -> tuple[Schedule, list[int]]:
-        """The schedule that comes nearest to what is wanted, within the budget, and the event of each gather."""
-        allowed, cut = budget, 0
-        if budget is not None and len(self.actions) <= _SMALL and self.reduces_first:
-            issued = self._moved_one_by_one(wanted, budget)
-            return self.scheduled(issued), issued
-        while True:
-            issued = self.limited(wanted, allowed)
-            schedule = self.scheduled(issued)
-            if budget is None or allowed is None:
-                return schedule, issued
-            over = self.peak_of(schedule) - budget
-            if over <= 0:
-                return schedule, issued
-            # Where reductions come first, gathers ahead move their waits, which `limited` does not see.
-            cut = max(over, 2 * cut)
-            wanted, allowed = issued, allowed - cut
+_KEPT = 16  # schedules of `auto` that are remembered: phases of one order, and plans made anew from the same times
+_made: OrderedDict[object, Schedule] = OrderedDict()
 
 
 def scheduled(
@@ -164,235 +31,30 @@ def scheduled(
         steps: the groups in the order of their forwards, each once.
         sizes: bytes of each.
         policy: how far to gather ahead; `auto` is one ahead as long as there are no times.
-        budget: the most bytes that may be live at once: weights, landing buffers and reductions; None for no limit.
+        budget: the most bytes that may be live at once: weights, landing buffers and reductions; None for no limit,
+            but for `auto`: there it is what one ahead takes.
         times: seconds of each, where they are known.
 
     Raises:
         PoolBudgetError: a group does not fit; with the least budget that works.
     """
     if policy.kind == "auto" and times is not None and steps:
-        return _Auto(steps, sizes, times, budget).best().schedule
-    bare = _fitting(steps, sizes, budget)
+        return _searched(steps, sizes, times, budget)
+    bare = fitting(steps, sizes, budget)
     if policy.kind == "bytes":
-        wanted = _by_bytes(bare, policy.amount or 0)
+        wanted = by_bytes(bare, policy.amount or 0)
     else:
-        wanted = _by_depth(bare, 1 if policy.amount is None else policy.amount)
+        wanted = by_depth(bare, 1 if policy.amount is None else policy.amount)
     return bare.under(wanted, budget)[0]
 
 
-def _by_depth(bare: _Bare, depth: int) -> list[int]:
-    """So many groups ahead, those that are there already counted in."""
-    return [max(bare.first_event(gather), gather.event - depth) for gather in bare.gathers]
-
-
-def _by_bytes(bare: _Bare, nbytes: int) -> list[int]:
-    """As early as what is gathered ahead, and has not begun, takes no more than so many bytes."""
-    wanted, ahead, oldest = [], 0, 0
-    for place, gather in enumerate(bare.gathers):
-        ahead += gather.nbytes
-        while ahead > nbytes:
-            ahead -= bare.gathers[oldest].nbytes
-            oldest += 1
-        # those from `oldest` on may be ahead together: from the event on that needs the one before them
-        event = bare.gathers[oldest - 1].event if oldest else 0
-        wanted.append(gather.event if oldest > place else max(bare.first_event(gather), event))
-    return wanted
-
-
-def _fitting(steps: Sequence[Step], sizes: Mapping[str, Sizes], budget: int | None) -> _Bare:
-    """A bare step within the budget: with what settings keep, or as much of it as fits.
-
-    Raises:
-        PoolBudgetError: not even the least one fits.
-    """
-    kept = list(kept_by_setting(steps))
-    if budget is None:
-        return _bare(steps, sizes, kept, 0)
-    _check_budget(steps, sizes, budget)
-    droppable = [fqn for fqn in kept if fqn not in {step.fqn for step in steps if step.is_root}]
-    low, high = 0, len(droppable)  # how many to drop: those that would be held longest
-    while low < high:
-        middle = (low + high) // 2
-        less = [fqn for fqn in kept if fqn not in droppable[:middle]]
-        low, high = (low, middle) if _bare(steps, sizes, less, -1).peak <= budget else (middle + 1, high)
-    kept = [fqn for fqn in kept if fqn not in droppable[:low]]
-    tries = (_bare(steps, sizes, kept, level) for level in range(len(_LEVELS)))
-    return next(bare for bare in tries if bare.peak <= budget)
-
-
-def _bare(steps: Sequence[Step], sizes: Mapping[str, Sizes], kept: Sequence[str], level: int) -> _Bare:
-    return _Bare(steps, sizes, Schedule((), (), tuple(kept), *_LEVELS[level]))
-
-
-def _least(steps: Sequence[Step], sizes: Mapping[str, Sizes]) -> _Bare:
-    roots = [step.fqn for step in steps if step.is_root and not step.reshard_after_forward]
-    return _bare(steps, sizes, roots, -1)
-
-
-def _check_budget(steps: Sequence[Step], sizes: Mapping[str, Sizes], budget: int) -> None:
-    least = _least(steps, sizes)
-    if least.peak <= budget:
-        return
-    fqn = least.actions[least.live.index(least.peak)].fqn
-    size = sizes[fqn]
-    raise PoolBudgetError(
-        f"PoolPolicy(budget={budget}): {fqn or ROOT_NAME} cannot fit. The least budget that works is {least.peak} "
-        f"bytes: its weights take {size.weights}, a gather {size.landing} and a reduction {size.reduction} besides, "
-        "and the root's weights stay beside it. Raise the budget, or shard the group's modules one by one",
-        fqn,
-        least.peak,
-    )
-
-
-class _Try(NamedTuple):
-    """A schedule that fits, and what it gives."""
-
-    exposed: float
-    peak: int
-    held: int  # bytes, summed over the actions: what a look-ahead that is longer than needed takes
-    schedule: Schedule
-    timeline: Timeline
-
-
-class _Auto:
-    """The search for the schedule that waits least, and for the smallest of those that wait hardly longer."""
-
-    def __init__(
-        self, steps: Sequence[Step], sizes: Mapping[str, Sizes], times: Mapping[str, Times], budget: int | None
-    ) -> None:
-        self.steps, self.sizes, self.times = steps, sizes, times
-        self.kept = _fitting(steps, sizes, budget).schedule.kept
-        # What settings keep stays, unless the budget has taken some of it: then others may be the better choice.
-        fits = self.kept == kept_by_setting(steps)
-        self.fixed = {step.fqn for step in steps if step.fqn in self.kept and (fits or step.is_root)}
-        self.budget = budget
-        self.reduces_first = any(step.reduces_first for step in steps)
-        self.looked_at = 0
-        self.slack = 0.002 * sum(times[step.fqn].forward + times[step.fqn].backward for step in steps)
-
-    def best(self) -> _Try:
-        """The best schedule that is found; without a budget, keeping weights must not take more memory."""
-        best = self._tried(self.kept, self.budget)
-        assert best is not None
-        limit = best.peak if self.budget is None else self.budget
-        while self.looked_at < _MOST_ACTIONS and self._waits_for_gathers(best):
-            better = next((found for found in self._neighbours(best, limit) if found.exposed < best.exposed), None)
-            if better is None:
-                break
-            best = better
-        return self._optimum(best, limit)
-
-    def _optimum(self, best: _Try, limit: int) -> _Try:
-        """What an exact search finds in time, if that is better."""
-        roots = {step.fqn for step in self.steps if step.is_root}
-        if self.reduces_first or any(step.shrinks for step in self.steps) or not roots <= set(self.kept):
-            return best
-        few = len(self.steps) - len(self.fixed) <= _MOST_GROUPS
-        sets = sets_to_keep(self.steps, self.sizes, self.times, limit, self.fixed) if few else [best.schedule.kept]
-        left = _MOST_STATES
-        for kept in sets:
-            search = Optimum(self.steps, self.sizes, self.times, limit, kept)
-            found = search.best(best.exposed - self.slack, left)
-            left -= search.looked_at
-            if found is not None:
-                best = min([best, *self._followed(kept, found, limit)], key=lambda each: (each.exposed, each.held))
-            if left < 0:
-                break
-        return best
-
-    def _followed(self, kept: Sequence[str], found: Found, limit: int) -> Iterator[_Try]:
-        """A schedule that was found, with gathers as late as they may be."""
-        fewer = tuple((fqn, number) for fqn, number in found.in_flight if number != MAX_REDUCTIONS)
-        bare = _Bare(self.steps, self.sizes, Schedule((), (), tuple(kept), in_flight=fewer))
-        early = self._judged(bare.scheduled(found.gathers))
-        late = self._judged(bare.scheduled(self._put_off(bare, early, found.gathers)))
-        yield from (each for each in (early, late) if each.peak <= limit)
-
-    def _waits_for_gathers(self, best: _Try) -> bool:
-        """Whether keeping weights can help: something but the reductions at the end is waited for in backward."""
-        tail = {Action(Kind.REDUCED, step.fqn) for step in forward_order(self.steps)[: best.schedule.max_reductions]}
-        waits = [action for action in best.timeline.waits if action.kind is not Kind.FORWARD]
-        return any(action not in tail for action in waits)
-
-    def _neighbours(self, best: _Try, limit: int) -> Iterator[_Try]:
-        """Schedules that keep more groups, or others: those first that save most for the bytes that they hold."""
-        kept = set(best.schedule.kept)
-        waits = best.timeline.waits
-        order = [step.fqn for step in forward_order(self.steps)]
-
-        def saved(fqn: str) -> float:
-            waited = waits.get(Action(Kind.BACKWARD, fqn), 0.0) or 1e-3 * self.times[fqn].gather
-            return waited / max(1, self.sizes[fqn].weights)
-
-        more = sorted((fqn for fqn in order if fqn not in kept), key=lambda fqn: (-saved(fqn), -order.index(fqn)))
-        less = [fqn for fqn in order if fqn in kept and fqn not in self.fixed]
-        batch = len(more)
-        while batch > 1:  # many at once where there is much to keep
-            yield from self._trying(kept | set(more[:batch]), limit)
-            batch //= 2
-        for fqn in more:
-            yield from self._trying(kept | {fqn}, limit)
-        for pair in itertools.combinations(more, 2):
-            yield from self._trying(kept | set(pair), limit)
-        for out in less:
-            for fqn in more:
-                yield from self._trying(kept - {out} | {fqn}, limit)
-
-    def _trying(self, kept: set[str], limit: int) -> Iterator[_Try]:
-        if self.looked_at < _MOST_ACTIONS:
-            found = self._tried([step.fqn for step in forward_order(self.steps) if step.fqn in kept], limit)
-            if found is not None:
-                yield found
-
-    def _tried(self, kept: Sequence[str], limit: int | None) -> _Try | None:
-        """The best schedule that keeps these groups; None if that takes more memory than the limit."""
-        tries: list[_Try] = []
-        most = float("inf")
-        for level in range(len(_LEVELS)):
-            bare = _bare(self.steps, self.sizes, kept, level)
-            self.looked_at += len(bare.actions)
-            if limit is not None and bare.peak > limit:
-                continue
-            if tries and len(bare.actions) > _SMALL:
-                break
-            one = self._judged(bare.under(_by_depth(bare, 1), limit)[0])
-            most = min(most, one.exposed)  # never worse than one ahead
-            schedule, issued = bare.under([bare.first_event(gather) for gather in bare.gathers], limit)
-            early = self._judged(schedule)
-            late = self._put_off(bare, early, issued)
-            sooner = [max(event - 1, least) for event, least in zip(late, issued, strict=True)]
-            tries += [one, early, *(self._judged(bare.under(each, limit)[0]) for each in (late, sooner))]
-        if not tries:
-            return None
-        most = min(most, min(each.exposed for each in tries) + self.slack)
-        return min((each for each in tries if each.exposed <= most), key=self._price)
-
-    def _price(self, found: _Try) -> tuple[bool, int, int]:
-        """What a schedule costs beside time.
-
-        Where there is a budget to use, reductions come first last of all: when half of a backward is over, which is
-        when they are waited for, is known least.
-        """
-        unsure = self.budget is not None and found.schedule.reduces_first and not self.reduces_first
-        return unsure, found.peak, found.held
-
-    def _judged(self, schedule: Schedule) -> _Try:
-        actions = timed_step(self.steps, schedule)
-        self.looked_at += len(actions)
-        timeline = simulate(actions, self.times)
-        live = live_bytes(lifetimes(actions, self.sizes), len(actions))
-        return _Try(timeline.exposed, max(live), sum(live), schedule, timeline)
-
-    def _put_off(self, bare: _Bare, early: _Try, issued: Sequence[int]) -> list[int]:
-        """The last event at which each gather can be issued without being later than it is."""
-        begins = early.timeline.begins
-        found, latest = list(issued), float("inf")
-        shrunk = {action.fqn for action in bare.actions if action.kind is Kind.SHRINK}
-        for place in reversed(range(len(found))):
-            gather = bare.gathers[place]
-            times = self.times[gather.fqn]
-            small = gather.fqn in shrunk and gather.event >= bare.first_backward
-            latest = min(latest, begins[gather.event]) - (times.small_gather if small else times.gather)
-            last = bisect_right(begins, latest + 1e-12) - 1
-            found[place] = max(issued[place], min(last, gather.event))
-        return found
+def _searched(
+    steps: Sequence[Step], sizes: Mapping[str, Sizes], times: Mapping[str, Times], budget: int | None
+) -> Schedule:
+    """The schedule of `auto`, searched for once."""
+    asked = tuple((step, sizes[step.fqn], times[step.fqn]) for step in steps), budget
+    found = _made.pop(asked, None)
+    _made[asked] = Auto(steps, sizes, times, budget).best().schedule if found is None else found
+    while len(_made) > _KEPT:
+        _made.popitem(last=False)
+    return _made[asked]

@@ -10,8 +10,9 @@ import pytest
 
 from _plans import all_issues, random_model
 from composable_shard import PrefetchPolicy
+from composable_shard._fitting import Bare
 from composable_shard._optimum import Optimum, least_exposed, sets_to_keep
-from composable_shard._prefetch import _Bare, scheduled
+from composable_shard._prefetch import scheduled
 from composable_shard._schedule import MAX_REDUCTIONS, Schedule, Step, kept_by_setting, one_ahead, timed_step
 from composable_shard._simulation import Times, lifetimes, live_bytes, peak_bytes, simulate
 
@@ -32,7 +33,7 @@ def all_schedules(steps, sizes, kept):
     trains = [step.fqn for step in steps if step.trains and not step.is_root]
     for counts in itertools.product(range(1, MAX_REDUCTIONS + 1), repeat=len(trains)):
         in_flight = tuple(zip(trains, counts, strict=True))
-        bare = _Bare(steps, sizes, Schedule((), (), kept, in_flight=in_flight))
+        bare = Bare(steps, sizes, Schedule((), (), kept, in_flight=in_flight))
         for issued in all_issues(bare):
             yield bare.scheduled(issued)
 
@@ -57,7 +58,7 @@ def test_the_search_finds_the_best_of_all_schedules_and_tells_how(seed):
             assert best == math.inf
             continue
         assert found.exposed == pytest.approx(best, abs=1e-12)
-        bare = _Bare(steps, sizes, Schedule((), (), kept, in_flight=found.in_flight))
+        bare = Bare(steps, sizes, Schedule((), (), kept, in_flight=found.in_flight))
         exposed, peak = judged(steps, sizes, times, bare.scheduled(found.gathers))
         assert exposed == pytest.approx(best, abs=1e-12)
         assert peak <= budget
@@ -86,6 +87,30 @@ def test_auto_reaches_the_optimum_of_what_the_engine_can_do(seed):
     compute = sum(time.forward + time.backward for time in times.values())
     assert bound <= optimum + 1e-12
     assert exposed <= max(1.10 * optimum, optimum + 0.02 * compute)
+
+
+@SEEDS
+def test_a_narrow_search_is_never_better_than_a_wide_one_and_says_whether_it_left_something_out(seed):
+    steps, sizes, times, budget = model_of(seed, 6)
+    for kept in sets_to_keep(steps, sizes, times, budget)[:8]:
+        wide, narrow = (Optimum(steps, sizes, times, budget, kept) for _ in range(2))
+        best, found = wide.best(math.inf), narrow.best(math.inf, width=2)
+        assert wide.is_exact
+        if found is not None:
+            assert found.exposed >= best.exposed - 1e-12
+        if narrow.is_exact:
+            assert found == best
+
+
+def test_a_search_that_takes_too_much_work_ends_without_a_result():
+    steps, sizes, times, budget = model_of(3, 6)
+    search = Optimum(steps, sizes, times, budget, ("",))
+    assert search.best(math.inf) is not None
+    enough = search.work
+    assert search.best(math.inf, enough) is not None
+    assert search.best(math.inf, enough // 2) is None
+    assert search.work < enough
+    assert not search.is_exact
 
 
 def test_sets_to_keep_fit_and_those_that_save_most_come_first():

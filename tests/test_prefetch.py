@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from _plans import all_issues, random_model
 from composable_shard import PoolPolicy, PrefetchPolicy, ShardConfigValueError
+from composable_shard._auto import _MOST_WORK, Auto
 from composable_shard._errors import PoolBudgetError
-from composable_shard._prefetch import _LEVELS, _bare, _least, scheduled
+from composable_shard._fitting import LEVELS, bare_step, least_step
+from composable_shard._prefetch import scheduled
 from composable_shard._schedule import Action, Kind, Schedule, Step, one_ahead, timed_step, training_step
 from composable_shard._simulation import Costs, Sizes, Times, lifetimes, live_bytes, peak_bytes, simulate
 
@@ -112,7 +114,7 @@ def test_bytes_for_two_groups_gather_two_ahead():
 def test_a_budget_is_never_exceeded_and_the_least_one_works(model, policy, share):
     steps, sizes, times = model
     budget = max(1, int(share * peak(steps, sizes, one_ahead(steps))))
-    least = _least(steps, sizes).peak
+    least = least_step(steps, sizes).peak
     if budget < least:
         with pytest.raises(PoolBudgetError, match=f"budget={budget}.*{least} bytes") as caught:
             scheduled(steps, sizes, policy, budget, times)
@@ -184,8 +186,8 @@ def least_exposed(steps, sizes, times, budget):
     """The best of all schedules that fit."""
     blocks, best = [step.fqn for step in steps if not step.is_root], math.inf
     for kept in itertools.chain.from_iterable(itertools.combinations(blocks, n) for n in range(len(blocks) + 1)):
-        for level in range(len(_LEVELS)):
-            bare = _bare(steps, sizes, ("", *kept), level)
+        for level in range(len(LEVELS)):
+            bare = bare_step(steps, sizes, ("", *kept), level)
             for issued in all_issues(bare) if bare.peak <= budget else ():
                 actions = timed_step(steps, bare.scheduled(issued))
                 if max(live_bytes(lifetimes(actions, sizes), len(actions))) <= budget:
@@ -204,10 +206,48 @@ def test_auto_comes_near_the_best_of_all_schedules(seed):
     assert exposed(steps, times, schedule) <= max(1.10 * bound, bound + 0.02 * compute) + 1e-12
 
 
-def test_the_same_schedule_comes_out_each_time():
-    model = random_model(random.Random(3), 6)
+@settings(steadily, max_examples=8)
+@given(MODELS)
+def test_auto_without_a_budget_takes_no_more_memory_than_one_ahead(model):
     steps, sizes, times = model
-    assert scheduled(steps, sizes, AUTO, None, times) == scheduled(steps, sizes, AUTO, None, times)
+    schedule = scheduled(steps, sizes, AUTO, None, times)
+    assert peak(steps, sizes, schedule) <= peak(steps, sizes, one_ahead(steps))
+    assert exposed(steps, times, schedule) <= exposed(steps, times, one_ahead(steps)) + 1e-12
+
+
+def test_the_same_schedule_comes_out_each_time():
+    steps, sizes, times = random_model(random.Random(3), 6)
+    assert Auto(steps, sizes, times, None).best().schedule == Auto(steps, sizes, times, None).best().schedule
+
+
+@pytest.mark.parametrize(("seed", "blocks"), [(0, 12), (1, 49), (3, 120)])
+def test_the_search_of_auto_is_bounded_by_work_for_any_number_of_groups(seed, blocks):
+    """Groups that reduce first (seed 1) and others; an evaluation that has begun is finished."""
+    steps, sizes, times = random_model(random.Random(seed), blocks)
+    search = Auto(steps, sizes, times, int(1.5 * peak(steps, sizes, one_ahead(steps))))
+    found = search.best()
+    assert search.work < 1.3 * _MOST_WORK
+    assert found.exposed <= exposed(steps, times, one_ahead(steps))
+
+
+def test_a_schedule_is_searched_for_once_for_the_same_groups_times_and_budget(monkeypatch):
+    asked = []
+
+    def counted(*args):
+        asked.append(args)
+        return Auto(*args)
+
+    monkeypatch.setattr("composable_shard._prefetch.Auto", counted)
+    steps, sizes, times = random_model(random.Random(77), 4)
+    budget = peak(steps, sizes, one_ahead(steps))
+    first = scheduled(steps, sizes, AUTO, budget, times)
+    assert scheduled(list(steps), dict(sizes), AUTO, budget, dict(times)) == first
+    assert len(asked) == 1
+    slower = {fqn: Times(2 * t.forward, t.backward, t.gather, t.reduce) for fqn, t in times.items()}
+    scheduled(steps, sizes, AUTO, budget, slower)
+    scheduled(steps, sizes, AUTO, budget + 1, times)
+    scheduled(steps[:1] + steps[:0:-1], sizes, AUTO, budget, times)
+    assert len(asked) == 4
 
 
 def test_no_groups_have_an_empty_schedule():

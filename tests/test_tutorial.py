@@ -193,11 +193,12 @@ def test_the_tutorial_on_plans_goes_from_a_slow_schedule_to_a_hidden_one_as_pred
     exposed = {name: float(row[0]) for name, row in rows.items()}
     assert all(row[0] == row[1] for row in rows.values()), "what is predicted comes true"
     assert all(row[3] == "-" or float(row[2]) <= float(row[3]) for row in rows.values()), "within the budget"
-    order = ["depth(0)", "auto, the least budget", "depth(1)", "auto, budget as depth(1)", "depth(2)"]
-    order += ["auto, half as much again", "auto"]
+    order = ["depth(0)", "auto, the least budget", "depth(1)", "auto", "depth(2)"]
+    order += ["auto, half as much again", "auto, 2.5 times as much"]
     assert [exposed[name] for name in order] == sorted(exposed.values(), reverse=True)[: len(order)]
-    assert exposed["auto"] < 0.1 * exposed["depth(0)"]
-    assert exposed["the plan of auto, as JSON"] == exposed["auto"]
+    assert float(rows["auto"][2]) <= float(rows["depth(1)"][2]), "no more memory than is asked for"
+    assert exposed["auto, 2.5 times as much"] < 0.1 * exposed["depth(0)"]
+    assert exposed["the same plan, as JSON"] == exposed["auto, 2.5 times as much"]
     assert "left the plan: nowhere" in output
     written = {
         f"{run}_{what}" for run in ("slow", "hidden", "budget") for what in ("memory.png", "plan.json", "timeline.json")

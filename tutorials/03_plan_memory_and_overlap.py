@@ -108,8 +108,8 @@ def under_policies(network: testing.Fabric) -> list[Run]:
         ("depth(1)", PrefetchPolicy.depth(1), None),
         ("depth(2)", PrefetchPolicy.depth(2), None),
         ("auto", PrefetchPolicy.auto(), None),
-        ("auto, budget as depth(1)", PrefetchPolicy.auto(), default),
         ("auto, half as much again", PrefetchPolicy.auto(), 3 * default // 2),
+        ("auto, 2.5 times as much", PrefetchPolicy.auto(), 5 * default // 2),
         ("auto, the least budget", PrefetchPolicy.auto(), least),
     ]
     runs = []
@@ -196,21 +196,21 @@ def main(arguments: list[str] | None = None) -> int:
     with testing.fabric(RANKS, latency_s=LATENCY_S, bandwidth_Bps=BANDWIDTH_BPS, clock="virtual") as network:
         print(cs.make_plan(build()), end="\n\n")
         runs = under_policies(network)
-        slow, hidden = runs[0], runs[3]
+        slow, hidden = runs[0], runs[5]
         costs = hidden.plan.costs
         assert costs is not None, "`auto` has measured"
 
         # A plan is data: made once, it is followed from the first step by whoever builds the same model.
         model = build()
         model.set_plan(cs.ShardPlan.from_json(hidden.plan.to_json()))
-        runs.append(train("the plan of auto, as JSON", model, network))
+        runs.append(train("the same plan, as JSON", model, network))
 
         show(runs, costs)
-        print(f"\nThe plan that `auto` has made:\n\n{hidden.plan}\n")
+        print(f"\nThe plan that `auto` has made of 2.5 times the memory of depth(1):\n\n{hidden.plan}\n")
         print(f"Where its last step left the plan: {', '.join(cs.drift(hidden.model)) or 'nowhere'}")
         write(slow, costs, "slow", out)
         write(hidden, costs, "hidden", out)
-        write(runs[5], costs, "budget", out)
+        write(runs[4], costs, "budget", out)
         draw_overlap([slow, runs[1], hidden], out / "overlap.png")
         print(f"Timelines (for https://ui.perfetto.dev), pictures and plans are in {out}/:")
         print("  " + ", ".join(sorted(path.name for path in out.iterdir())))
