@@ -41,6 +41,7 @@ class Actions:
         in_flight: groups whose reduction a schedule issues with another number of them in flight.
         reduces_first: whether reductions are waited for before backward gathers, whatever the groups say.
         budget: bytes that may be leased at once; what would exceed them is not gathered ahead.
+        streams: whether it is streams that wait for communication, and never the host.
         watch: times what is done, if anybody wants to know.
         seen: groups in the order in which their forwards began in this iteration.
     """
@@ -55,6 +56,7 @@ class Actions:
         self.reduces_first = False
         self.budget: int | None = None
         self.watch: Stopwatch | None = None
+        self.streams = runtime.gather_lane.streams
         self._runtime = runtime
         self._entries = {group: weakref.ref(entries) for group, entries in groups}
         self._watch_leaf = watch_leaf

@@ -16,7 +16,7 @@ random (the highest one always to the front) and placing anew only what is near 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import NamedTuple
 
@@ -49,15 +49,35 @@ class ArenaSlot:
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a pool has what lifetimes call `name`; in several slots, if it is leased in parts.
+
+    Attributes:
+        backward: whether these are the slots of what is gathered in backward.
+    """
+
+    name: str
+    backward: bool
+    slots: tuple[ArenaSlot, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all parts."""
+        return sum(slot.nbytes for slot in self.slots)
+
+
+@dataclass(frozen=True, slots=True)
 class Arena:
     """Lifetimes with their places.
 
     Attributes:
-        slots: one for each lifetime, in the order in which these were given.
+        lifetimes: what lies in it.
+        slots: one for each of them.
         lanes: each lane and its bytes.
         bound: the lower bound of any arrangement: the sum over the lanes of each one's most live bytes.
     """
 
+    lifetimes: tuple[Lifetime, ...]
     slots: tuple[ArenaSlot, ...]
     lanes: tuple[tuple[str, int], ...]
     bound: int
@@ -105,7 +125,51 @@ def solve(lifetimes: Sequence[Lifetime], period: int | None = None) -> Arena:
             slots[i] = ArenaSlot(lane, offset, nbytes)
         lanes.append((lane, max(map(sum, zip(offsets, sizes, strict=True)), default=0)))
         bound += _peak((begin, end, sizes[place]) for place, begin, end in arcs)
-    return Arena(tuple(slots), tuple(lanes), bound)
+    return Arena(tuple(lifetimes), tuple(slots), tuple(lanes), bound)
+
+
+def as_placed(lifetimes: Sequence[Lifetime], turn: int, places: Iterable[Placed]) -> Arena | None:
+    """The arena in which a pool has these lifetimes, one for each part of them.
+
+    Args:
+        lifetimes: in any order.
+        turn: the step at which backward begins.
+        places: of the pool.
+
+    Returns:
+        None if the pool has not all of them, or not for these steps: some that are live at once share memory.
+    """
+    known = {(each.name, each.backward, each.nbytes): each.slots for each in places}
+    parts: list[tuple[Lifetime, ArenaSlot]] = []
+    for life in lifetimes:
+        key = life.name, life.opened >= turn, aligned(life.nbytes)
+        slots = known.get(key) or known.get((life.name, False, key[2]), ())
+        if not slots and life.nbytes:
+            return None
+        parts += [(replace(life, nbytes=slot.nbytes), slot) for slot in slots]
+    lives, placed = [life for life, _ in parts], [slot for _, slot in parts]
+    meets = _meetings(len(parts), [(at, life.opened, life.closed) for at, life in enumerate(lives)])
+    if any(_overlap(placed[at], placed[other]) for at, met in enumerate(meets) for other in met):
+        return None
+    end = max((slot.offset + slot.nbytes for slot in placed), default=0)
+    return Arena(tuple(lives), tuple(placed), (("", end),), peak_bytes(lives))
+
+
+def _overlap(one: ArenaSlot, other: ArenaSlot) -> bool:
+    return one.offset < other.offset + other.nbytes and other.offset < one.offset + one.nbytes
+
+
+def followers(arena: Arena) -> list[list[int]]:
+    """For each lifetime of an arena, those before it that had some of its memory."""
+    lives, slots = arena.lifetimes, arena.slots
+    return [
+        [
+            other
+            for other, before in enumerate(lives)
+            if before.closed <= life.opened and before.lane == life.lane and _overlap(slots[at], slots[other])
+        ]
+        for at, life in enumerate(lives)
+    ]
 
 
 def _peak(lives: Iterable[tuple[int, int, int]]) -> int:
@@ -199,7 +263,8 @@ class _Packing:
         self.ways = (True, False) if len(set(names)) < len(names) else (True,)
         self.visits = 0
         self.pressure = self._pressures()
-        self.bound = self.enough = max(self.pressure, default=0)
+        self.bound = max(self.pressure, default=0)
+        self.enough: float = self.bound
 
     def _pressures(self) -> list[int]:
         """For each buffer, the most bytes found of it and what it meets that meets each other too; at least its own.

@@ -69,7 +69,7 @@ class ParamGroup:
         running: forwards of its modules that have begun and not ended.
         shards: the sharded parameters themselves.
         wraps: whether any of them was a DTensor before it was sharded.
-        buckets: what is gathered, one bucket per dtype; `gather_bytes` is what that leases.
+        buckets: what is gathered, one bucket per dtype; `gather_bytes` is what that leases; `residents` keep some.
         extended: whether any of them says itself what is gathered (see `_extension`).
         was_gathered: whether a gather was finished since the last backward ended; on all ranks alike.
         stays: whether a schedule keeps the unsharded parameters between forward and backward; None if there is none.
@@ -96,7 +96,6 @@ class ParamGroup:
         self.was_gathered = False
         self._info = info
         self._offloads = info.offloads
-        self._on_cpu = info.device.type == "cpu"
         self._small = small
         self._settings = settings
         self._transports = transports
@@ -130,7 +129,7 @@ class ParamGroup:
                 else GatherBucket(params, dtype, *how)
             )
         self.extended = any(extended for extended, _ in by_kind)
-        self._residents: list[Resident] = []
+        self.residents: list[Resident] = []
         self.gather_bytes = sum(bucket.gather_bytes for bucket in self.buckets)
 
     # ---- facts
@@ -158,7 +157,9 @@ class ParamGroup:
     @property
     def reduces_first(self) -> bool:
         """Whether reductions are waited for before backward gathers for it; not if their waits issue collectives."""
-        return self._transports.replicate is None and self._settings.current.reduces_first(self._on_cpu)
+        return self._transports.replicate is None and self._settings.current.reduces_first(
+            self._runtime.gather_lane.streams
+        )
 
     @property
     def trains(self) -> bool:
@@ -180,7 +181,7 @@ class ParamGroup:
         """Issue the all-gather, behind the event `after` (the last change of the parameters)."""
         gathering = moved(PARAM_TRANSITIONS, self.phase, ParamPhase.GATHERING, self)
         if self.phase is ParamPhase.RESIDENT:
-            self._gathers = [resident.start() for resident in self._residents]
+            self._gathers = [resident.start() for resident in self.residents]
             self.phase, self.away = gathering, False
             return
         if self.pinned or self.stays or self._settings.current.outlives_forward(self.is_root):
@@ -229,7 +230,7 @@ class ParamGroup:
         self._set_params(ParamPhase.SHARDED)
         self.pinned = False
         if was_resident:
-            for resident in self._residents:
+            for resident in self.residents:
                 resident.release()
             return
         after = self._runtime.gather_lane.mark()
@@ -247,10 +248,10 @@ class ParamGroup:
         assert small is not None
         assert transport is not None
         self._set_params(ParamPhase.RESIDENT)
-        if not self._residents:
-            buckets = [bucket for bucket in self.buckets if isinstance(bucket, GatherBucket)]
-            self._residents = [Resident(b, small, transport, run.pool, run.gather_lane) for b in buckets]
-        for resident in self._residents:
+        if not self.residents:
+            how = small, transport, run.pool, run.gather_lane
+            self.residents = [Resident(b, *how) for b in self.buckets if isinstance(b, GatherBucket)]
+        for resident in self.residents:
             resident.keep()
         after = run.gather_lane.mark()
         for bucket in self.buckets:
@@ -258,7 +259,7 @@ class ParamGroup:
 
     def pieces(self) -> list[torch.Tensor]:
         """What this rank keeps of them, as DTensor parameters on the mesh of the few ranks."""
-        return self._in_order([resident.shown() for resident in self._residents])
+        return self._in_order([resident.shown() for resident in self.residents])
 
     def is_stale(self) -> bool:
         """Whether a parameter has visibly changed since the gather."""
@@ -313,7 +314,7 @@ class ParamGroup:
     def leave_slots(self) -> None:
         """Hold no view of any slot, for others will take their place; only while sharded."""
         self._reduces.clear()
-        self._residents = []
+        self.residents = []
         for bucket in self.buckets:
             bucket.leave_slots()
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ._actions import Actions
+from ._arena import ArenaSlot, Placed
+from ._bucket import GatherBucket
 from ._errors import ShardConfigValueError
 from ._group import ParamGroup
 from ._overlap import Ahead
 from ._plan import GroupPlan, ShardPlan
+from ._pool import BufferPool
 from ._schedule import ROOT_NAME
+from ._slots import Request
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,12 @@ class Order:
         groups = tuple(_described(each, self._by_fqn[each.fqn]) for each in self.plan.groups)
         return self.plan if groups == self.plan.groups else replace(self.plan, groups=groups).with_policies()
 
+    def placed(self) -> ShardPlan:
+        """The plan, and where the pool has what it leases for it."""
+        return replace(
+            self.plan, places=tuple(each for group in self._do.groups for each in _placed(group, self._do.pool))
+        )
+
     def ahead(self, by_plan: bool) -> Ahead:
         """What graphs gather ahead: the lists of users and, if wanted, what the plan's schedule says elsewhere."""
         found: tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]] = ({}, {})
@@ -185,6 +195,25 @@ class Order:
 def _module_of(fqn: str) -> str:
     """The module of a group, as a graph names it: the first of a list, on whatever mesh."""
     return fqn.partition(" on ")[0].partition(", ")[0] or ROOT_NAME
+
+
+def _placed(group: ParamGroup, pool: BufferPool) -> Iterator[Placed]:
+    """Where the pool has what it leases for a group, by the names that plans give it."""
+    gathers = [bucket for bucket in group.buckets if isinstance(bucket, GatherBucket)]
+    wanted: list[tuple[str, bool, list[Request]]] = [
+        ("reduction", False, [request for bucket in group.reduce_buckets() for request in bucket.requests]),
+        ("small", False, [resident.for_pieces for resident in group.residents]),
+        ("landing", False, [resident.for_landing for resident in group.residents]),
+    ]
+    for backward in (False, True):
+        wanted.append(("weights", backward, [bucket.for_weights[backward] for bucket in gathers]))
+        landings = [bucket.for_landing[backward] for bucket in gathers if bucket.for_landing is not None]
+        wanted.append(("landing", backward, landings))
+    for what, backward, requests in wanted:
+        found = [pool.place_of(request) for request in requests]
+        slots = tuple(ArenaSlot("", *place) for place in found if place is not None)
+        if len(slots) == len(found):
+            yield Placed(f"{what} {group.fqn}", backward, slots)
 
 
 def _described(plan: GroupPlan, group: ParamGroup) -> GroupPlan:

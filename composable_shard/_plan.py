@@ -6,11 +6,12 @@ Bytes, places in an arena and predicted times are functions of the plan, not par
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Container
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from ._arena import Arena, Lifetime, peak_bytes, solve
+from ._arena import Arena, Lifetime, Placed, as_placed, peak_bytes, solve
 from ._codec import decode, encode
 from ._errors import ShardConfigValueError
 from ._group_plan import GroupPlan as GroupPlan
@@ -19,10 +20,10 @@ from ._plan_text import group_changes, mib, order_changes, other_model, plan_tex
 from ._policies import PoolPolicy, PrefetchPolicy
 from ._prefetch import scheduled
 from ._record import Record
-from ._schedule import Action, Edges, Schedule, Step, backward_order, one_ahead, timed_step, training_step
+from ._schedule import Action, Edges, Kind, Schedule, Step, backward_order, one_ahead, timed_step, training_step
 from ._simulation import Costs, Prediction, Sizes, Times, Trace, lifetimes, live_bytes, predict, trace
 
-JSON_VERSION = 2
+JSON_VERSION = 3
 ONE_AHEAD = PrefetchPolicy.depth(1)
 UNBOUNDED = PoolPolicy()
 
@@ -38,6 +39,8 @@ class ShardPlan:
         orders: the same for each phase that was seen ("train", "no_grad", "train, no sync", ...; see `phase_of`).
         prefetch, pool, costs: what the schedule was made from; see `with_policies`.
         schedule: what is gathered ahead, kept and waited for; None for one group ahead and what settings keep.
+        places: where the pool of the engine that follows it has what it leases, once that is known. They are what
+            happened, no part of what was planned: plans that differ in them alone are equal.
     """
 
     groups: tuple[GroupPlan, ...]
@@ -47,6 +50,7 @@ class ShardPlan:
     pool: PoolPolicy = UNBOUNDED
     costs: Costs | None = None
     schedule: Schedule | None = None
+    places: tuple[Placed, ...] = field(default=(), compare=False)
 
     def group(self, fqn: str) -> GroupPlan:
         """The group of the module `fqn`."""
@@ -115,18 +119,28 @@ class ShardPlan:
         return peak_bytes(self.lifetimes())
 
     def arena(self) -> Arena:
-        """Places for all that `actions` lease: one lane, for the events of the pool order what shares memory."""
-        return solve(self.lifetimes())
+        """Places for all that `actions` lease: those of the pool if they are known and good for them, else solved.
+
+        It has one lane, for the events of the pool order what shares memory.
+        """
+        lives, timed = self.lifetimes(), timed_step(self._steps(), self.edges())
+        forward = itertools.takewhile(lambda action: action.kind is not Kind.BACKWARD, timed)
+        turn = sum(action.kind is not Kind.FORWARD for action in forward)
+        return (as_placed(lives, turn, self.places) if self.places else None) or solve(lives)
+
+    def _streamed(self) -> Arena | None:
+        """The arena, if its places matter for time: if it is streams that wait."""
+        return self.arena() if self.costs is not None and self.costs.streams else None
 
     def trace(self) -> Trace | None:
         """When what happens in a step; None without costs."""
         times = self.times()
-        return None if times is None else trace(timed_step(self._steps(), self.edges()), times)
+        return None if times is None else trace(timed_step(self._steps(), self.edges()), times, self._streamed())
 
     def predicted(self) -> Prediction:
         """The peak by kind of memory and, where costs are known, the time of each group and what of it is exposed."""
         actions = timed_step(self._steps(), self.edges())
-        return predict(actions, self._sizes(), self.times())
+        return predict(actions, self._sizes(), self.times(), self._streamed())
 
     def with_policies(
         self,
@@ -236,9 +250,9 @@ class ShardPlan:
     def digest(self) -> str:
         """SHA-256 of what all ranks must agree on: groups, orders and schedule.
 
-        Two things are left out. The transport of a group may differ among replicas, which measure it on links of their
-        own. And costs are a cause, not a part, of the schedule. Nothing else in a plan depends on the rank: sizes of
-        shards are those of a full rank.
+        Some things are left out. The transport of a group may differ among replicas, which measure it on links of their
+        own. Costs are a cause, not a part, of the schedule, and places what came of it. Nothing else in a plan depends
+        on the rank: sizes of shards are those of a full rank.
         """
         groups = [{k: v for k, v in encode(group).items() if k != "route"} for group in self.groups]
         agreed = {"version": JSON_VERSION, "groups": groups, "order": self.order, "schedule": encode(self.edges())}

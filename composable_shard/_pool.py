@@ -3,10 +3,10 @@
 At first a slot that is released goes to a free list of its size, and the next lease of that size takes it, whatever
 the dtype or the purpose. Meanwhile the pool learns which leases are live together, by their names. From that an *arena*
 is made between two steps: one piece of memory in which each name has its place, so that weights of one layer, the
-gather of the next and the gradients of a third share memory in turn, also where their sizes differ, and a name is at
-one address in forward and backward where that costs nothing. What was learned holds for all kinds of steps at once (with and without gradients,
-recomputed, accumulated): names share memory if none of them had both live. A lease for which the arena has no free
-place falls back to the free lists; it is counted, and the next arena knows of it.
+gather of the next and the gradients of a third share memory in turn, also where their sizes differ; a name is at one
+address in forward and backward where that costs nothing (`pack`). What was learned holds for all kinds of steps at once
+(with and without gradients, recomputed, accumulated): names share memory if none of them had both live. A lease for
+which the arena has no free place falls back to the free lists; it is counted, and the next arena knows of it.
 """
 
 from __future__ import annotations
@@ -186,6 +186,11 @@ class BufferPool:
         self._slots_changed()
         self.arena_bytes = nbytes
         self._lacks = False
+
+    def place_of(self, request: Request) -> tuple[int, int] | None:
+        """Offset and bytes of its place in the arena; None if that has none for it."""
+        slot = request.slot
+        return None if slot is None else (slot.begin - self._arena[0].begin, slot.nbytes)
 
     def find(self, address: int) -> Slot | Outside | None:
         """What holds the weights that lie at `address`, or None if no weights lie there."""
