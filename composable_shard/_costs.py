@@ -41,6 +41,7 @@ class Times:
 
 
 Seconds = tuple[tuple[str, float], ...]
+Moved = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # bytes of each collective: a dtype has its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +98,12 @@ class Costs:
         parts = by_fqn(forward), by_fqn(backward), by_fqn(gather), by_fqn(reduce)
         return cls(latency, bandwidth, *parts, streams)
 
-    def times(self, ranks: Mapping[str, int], moved: Mapping[str, tuple[int, int, int]]) -> dict[str, Times]:
+    def times(self, ranks: Mapping[str, int], moved: Mapping[str, Moved]) -> dict[str, Times]:
         """Seconds of each group.
 
         Args:
             ranks: among how many ranks each group is sharded.
-            moved: bytes of each one's gather, reduction, and gather among a few ranks.
+            moved: what each one's gather, reduction, and gather among a few ranks move.
 
         Raises:
             ShardConfigValueError: no compute is known of a group.
@@ -122,8 +123,9 @@ class Costs:
             )
         return found
 
-    def _sent(self, nbytes: int, ranks: int) -> float:
-        return 0.0 if ranks == 1 or not nbytes else self.latency + (ranks - 1) / ranks * nbytes / self.bandwidth
+    def _sent(self, collectives: tuple[int, ...], ranks: int) -> float:
+        sent = [nbytes for nbytes in collectives if nbytes] if ranks > 1 else []
+        return len(sent) * self.latency + (ranks - 1) / ranks * sum(sent) / self.bandwidth
 
 
 def _require_seconds(field: str, value: float) -> None:

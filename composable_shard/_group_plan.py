@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ._costs import Moved, Sizes
 from ._layout import GatherLayout, ReduceLayout, Route, bucket_layout, gather_layout, reduce_layout, slot_bytes
 from ._schedule import ROOT_NAME, Step
-from ._simulation import Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +121,13 @@ class GroupPlan:
         return Sizes(self.unsharded_bytes, self.landing_bytes, self.reduce_bytes, small, small_landing)
 
     @property
-    def moved_bytes(self) -> tuple[int, int, int]:
-        """Bytes of its gather, of its reduction, and of its gather among a few ranks, all ranks' parts together."""
-        reduced = sum(layout.nbytes for _, layout in self.reduce_layouts())
-        return self.unsharded_bytes if self.route else 0, reduced, self.sizes.small_landing
+    def moved(self) -> Moved:
+        """Bytes of each collective of its gather, of its reduction, and of its gather among a few ranks."""
+        dtypes = dict.fromkeys(p.gathered for p in self.params)
+        layouts = zip(self.gather_layouts(), dtypes, strict=True)
+        gathered = tuple(layout.moved(dtype.itemsize) for layout, dtype in layouts)
+        reduced = tuple(self.shard_size * layout.numel * dtype.itemsize for dtype, layout in self.reduce_layouts())
+        return gathered if self.route else (), reduced, (self.sizes.small_landing,)
 
     @property
     def step(self) -> Step:

@@ -104,10 +104,11 @@ class Order:
         return self.plan if groups == self.plan.groups else replace(self.plan, groups=groups).with_policies()
 
     def placed(self) -> ShardPlan:
-        """The plan, and where the pool has what it leases for it."""
-        return replace(
-            self.plan, places=tuple(each for group in self._do.groups for each in _placed(group, self._do.pool))
-        )
+        """The plan, which knows now where the pool has what it leases."""
+        places = tuple(each for group in self._do.groups for each in _placed(group, self._do.pool))
+        if places != self.plan.places:
+            self.plan = replace(self.plan, places=places)
+        return self.plan
 
     def ahead(self, by_plan: bool) -> Ahead:
         """What graphs gather ahead: the lists of users and, if wanted, what the plan's schedule says elsewhere."""

@@ -41,13 +41,17 @@ def one_thread():
 class Block(nn.Module):
     """Uneven in bytes, even in time."""
 
+    dtypes = torch.float32, torch.float32
+
     def __init__(self, hidden):
         super().__init__()
-        self.up, self.down = nn.Linear(32, hidden, bias=False), nn.Linear(hidden, 32, bias=False)
+        one, two = self.dtypes
+        self.up, self.down = nn.Linear(32, hidden, False, dtype=one), nn.Linear(hidden, 32, False, dtype=two)
         self.busy = Busy(BUSY_S / 2), Busy(BUSY_S / 2)
 
     def forward(self, x):
-        return x + self.busy[1](self.down(self.busy[0](self.up(x)).relu()))
+        inner = self.busy[0](self.up(x)).relu().to(self.down.weight.dtype)
+        return x + self.busy[1](self.down(inner)).to(x.dtype)
 
 
 class Model(nn.Module):
@@ -87,16 +91,17 @@ def train(model, sim, steps=6):
     return sim.exposed_s
 
 
-def foreseen(plan):
+def foreseen(plan, clock):
     """Exposed seconds of its schedule, from what the fabric was told."""
     forward = {group.fqn: BUSY_S if group.fqn else 0.0 for group in plan.groups}
-    costs = cs.Costs.of(**LINK, forward=forward, backward={fqn: 2 * busy_s for fqn, busy_s in forward.items()})
+    backward = {fqn: 2 * busy_s for fqn, busy_s in forward.items()}
+    costs = cs.Costs.of(**LINK, forward=forward, backward=backward, streams=clock == "streams")
     return replace(plan, costs=costs).predicted().exposed
 
 
 @pytest.mark.parametrize("name", POLICIES)
 @CLOCKS
-def test_a_plan_foretells_bytes_exactly_and_exposed_time_within_a_seventh(clock, name):
+def test_a_plan_foretells_bytes_and_where_streams_wait_time_exactly(clock, name):
     prefetch, budget = POLICIES[name]
     with net(clock=clock) as sim:
         model = built(prefetch, budget)
@@ -106,9 +111,25 @@ def test_a_plan_foretells_bytes_exactly_and_exposed_time_within_a_seventh(clock,
         assert record.live_bytes == plan.live_bytes()
         assert record.peak_bytes == plan.peak_bytes
         assert budget is None or pool.peak_bytes <= plan.pool.budget
-        assert exposed <= 1.15 * foreseen(plan)
-        # A stream gathers into memory that is free already: it may be earlier than the host that stands by.
-        assert clock == "streams" or foreseen(plan) <= 1.15 * exposed
+        # A host waits for reductions when half of the weights were read, which is not quite half of the backward.
+        assert foreseen(plan, clock) == pytest.approx(exposed, rel=0.15 if clock == "virtual" else 1e-9)
+
+
+@pytest.mark.parametrize("name", ["one ahead", "auto, the least budget"])
+def test_a_plan_of_two_dtypes_knows_the_places_of_both_and_foretells_time_within_a_thirtieth(name, monkeypatch):
+    """The slots of a group are two then, of which a plan thinks as of one that is free when both are."""
+    monkeypatch.setattr(Block, "dtypes", (torch.float32, torch.float64))
+    with net(clock="streams") as sim:
+        model = built(*POLICIES[name])
+        exposed = train(model, sim)
+        plan, pool = cs.current_plan(model), engine_of(model).pool
+        assert plan is cs.make_plan(model)
+        assert plan.arena().nbytes == pool.arena_bytes
+        assert len(plan.arena().lifetimes) > len(plan.lifetimes()), "a slot for each dtype"
+        assert foreseen(plan, "streams") == pytest.approx(exposed, rel=1 / 30)
+        again = cs.ShardPlan.from_json(plan.to_json())
+        assert (again.places, again.digest) == (plan.places, plan.digest)
+        assert again == replace(plan, places=()), "what came of a plan is no part of it"
 
 
 @CLOCKS
