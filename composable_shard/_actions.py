@@ -140,15 +140,17 @@ class Actions:
     def _make_room(self, nbytes: int) -> None:
         """In a step that is not the planned one: keep to the budget by ending what is only on its way.
 
-        Reductions in flight are waited for, then weights are given up that were gathered ahead.
+        Reductions in flight are waited for, then weights are given up that were gathered ahead, and in a forward those
+        that an earlier one has kept for its backward.
         """
         assert self.budget is not None
         most = self.budget - nbytes
         while self._reductions and self.pool.live_bytes > most:
             self._settle_oldest()
-        for group in self.groups:
-            if self.pool.live_bytes > most and group.phase is ParamPhase.GATHERING and not group.pinned:
-                self.drop(group)
+        for phase in (ParamPhase.GATHERING,) if self.pool.backward else (ParamPhase.GATHERING, ParamPhase.UNSHARDED):
+            for group in self.groups:
+                if self.pool.live_bytes > most and group.phase is phase and not (group.pinned or group.running):
+                    self.drop(group)
 
     def _arrive(self, group: ParamGroup) -> None:
         if group.phase is ParamPhase.GATHERING:

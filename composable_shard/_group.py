@@ -96,6 +96,7 @@ class ParamGroup:
         self.was_gathered = False
         self._info = info
         self._offloads = info.offloads
+        self._streams = runtime.gather_lane.streams
         self._small = small
         self._settings = settings
         self._transports = transports
@@ -157,9 +158,7 @@ class ParamGroup:
     @property
     def reduces_first(self) -> bool:
         """Whether reductions are waited for before backward gathers for it; not if their waits issue collectives."""
-        return self._transports.replicate is None and self._settings.current.reduces_first(
-            self._runtime.gather_lane.streams
-        )
+        return self._transports.replicate is None and self._settings.current.reduces_first(self._streams)
 
     @property
     def trains(self) -> bool:

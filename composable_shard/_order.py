@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ._actions import Actions
 from ._arena import ArenaSlot, Placed
@@ -13,25 +13,29 @@ from ._group import ParamGroup
 from ._overlap import Ahead
 from ._plan import GroupPlan, ShardPlan
 from ._pool import BufferPool
-from ._schedule import ROOT_NAME
+from ._schedule import ROOT_NAME, Schedule
 from ._slots import Request
 
 
 @dataclass(frozen=True)
 class _Lists:
-    """What is gathered when, in one phase.
+    """What is gathered when, in one phase, what stays, and how far reductions lag behind.
 
     Attributes:
+        schedule: by which that is; None for the settings of the groups.
         order: FQNs of the groups in the order in which their forwards begin.
         expected: the same groups.
         forward, backward: which groups to gather when one begins, if a schedule says so; those of backward in the order
             in which they begin.
+        in_flight: of the schedule, by group.
     """
 
+    schedule: Schedule | None
     order: tuple[str, ...]
     expected: list[ParamGroup]
     forward: dict[ParamGroup, list[ParamGroup]] | None = None
     backward: list[tuple[ParamGroup, list[ParamGroup]]] | None = None
+    in_flight: dict[ParamGroup, int] = field(default_factory=dict)
 
 
 class Order:
@@ -63,7 +67,7 @@ class Order:
             ShardConfigValueError: it names a group that is not there; the plan before stays in force.
             PoolBudgetError: in the order of some phase a group does not fit; likewise.
         """
-        schedule, named, edges = plan.schedule, self._by_fqn, plan.edges()
+        named, edges = self._by_fqn, plan.edges()
         told = [*edges.forward, *edges.backward]
         names = [*plan.order, *edges.kept, *dict(edges.in_flight), *(fqn for at, ahead in told for fqn in (at, *ahead))]
         names += [fqn for order in plan.own_orders.values() for fqn in order]
@@ -73,29 +77,37 @@ class Order:
         of_phase = {phase: self._lists(plan.in_phase(phase)) for phase in plan.own_orders}
         self._do.pool.use_mem_pool(plan.pool.mem_pool)  # the last that can fail
         self._usual, self._of_phase = usual, of_phase
-        self._now = self._backward_of = self._usual
-        for fqn, group in named.items():
-            group.stays = None if schedule is None else fqn in schedule.kept
-        self._do.max_reductions = None if schedule is None else edges.max_reductions
-        self._do.in_flight = {named[fqn]: number for fqn, number in edges.in_flight}
-        self._do.reduces_first = edges.reduces_first
+        self._take_up(usual, trains=True)
         self._do.budget = plan.pool.budget
         self.plan = plan
         self.phases = {phase for phase, _ in plan.orders}
         if (listener := self.told()) is not None:
             listener(self)
 
+    def _take_up(self, lists: _Lists, trains: bool) -> None:
+        """Go by these from now on, forward and, if one can follow, backward."""
+        self._now, schedule = lists, lists.schedule
+        for group in self._do.groups:
+            group.stays = None if schedule is None else group.fqn in schedule.kept
+        if trains:
+            self._backward_of = lists
+            self._do.max_reductions = None if schedule is None else schedule.max_reductions
+            self._do.reduces_first = schedule is not None and schedule.reduces_first
+            self._do.in_flight = lists.in_flight
+
     def _lists(self, plan: ShardPlan) -> _Lists:
         named = self._by_fqn
         expected = [named[fqn] for fqn in plan.order]
         if plan.schedule is None:
-            return _Lists(plan.order, expected)
+            return _Lists(None, plan.order, expected)
         backward, order = dict(plan.schedule.backward), [step.fqn for step in plan.backward_order()]
         return _Lists(
+            plan.schedule,
             plan.order,
             expected,
             {named[at]: [named[fqn] for fqn in ahead] for at, ahead in plan.schedule.forward},
             [(named[fqn], [named[each] for each in backward.get(fqn, ())]) for fqn in order],
+            {named[fqn]: number for fqn, number in plan.schedule.in_flight},
         )
 
     def described(self) -> ShardPlan:
@@ -131,9 +143,9 @@ class Order:
             trains: whether a backward can follow.
         """
         self._cursor = 0
-        self._now = self._of_phase.get(phase, self._usual) if self._of_phase else self._usual
-        if trains:
-            self._backward_of = self._now
+        lists = self._of_phase.get(phase, self._usual) if self._of_phase else self._usual
+        if lists is not self._now or (trains and lists is not self._backward_of):
+            self._take_up(lists, trains)
 
     def expected(self, phase: str) -> tuple[str, ...]:
         """FQNs of the groups in the order in which a forward of this phase should see them."""

@@ -20,7 +20,7 @@ from ._plan_text import group_changes, mib, order_changes, other_model, plan_tex
 from ._policies import PoolPolicy, PrefetchPolicy
 from ._prefetch import scheduled
 from ._record import Record
-from ._schedule import Action, Edges, Kind, Schedule, Step, backward_order, one_ahead, timed_step, training_step
+from ._schedule import TRAIN, Action, Edges, Kind, Schedule, Step, backward_order, one_ahead, timed_step, training_step
 from ._simulation import Costs, Prediction, Sizes, Times, Trace, lifetimes, live_bytes, predict, trace
 
 JSON_VERSION = 3
@@ -41,6 +41,7 @@ class ShardPlan:
         schedule: what is gathered ahead, kept and waited for; None for one group ahead and what settings keep.
         places: where the pool of the engine that follows it has what it leases, once that is known. They are what
             happened, no part of what was planned: plans that differ in them alone are equal.
+        phase: of which kind of forward, and what follows it, it is the plan; see `in_phase`.
     """
 
     groups: tuple[GroupPlan, ...]
@@ -51,6 +52,7 @@ class ShardPlan:
     costs: Costs | None = None
     schedule: Schedule | None = None
     places: tuple[Placed, ...] = field(default=(), compare=False)
+    phase: str = TRAIN
 
     def group(self, fqn: str) -> GroupPlan:
         """The group of the module `fqn`."""
@@ -72,15 +74,19 @@ class ShardPlan:
         return replace(self, orders=tuple(sorted({**dict(self.orders), phase: order}.items())))
 
     def in_phase(self, phase: str) -> ShardPlan:
-        """The plan of a phase: its order, under the same policies.
+        """The plan of a phase: actions, bytes and times are those of such a forward and what follows it.
+
+        Its schedule is this one, if the order is, and else one that is made for its order under the same policies.
+        What is gathered, kept and reduced in that phase is by this schedule. What an earlier forward has left, where
+        the phase says "again", is not thought of.
 
         Raises:
             PoolBudgetError: in this order a group does not fit into the budget.
         """
         order = self.order_in(phase)
         if order == self.order:
-            return self
-        other = replace(self, order=order, schedule=None, costs=self._costs_of(order))
+            return self if phase == self.phase else replace(self, phase=phase)
+        other = replace(self, order=order, schedule=None, costs=self._costs_of(order), phase=phase)
         return other if self.is_default else other._scheduled()
 
     def _costs_of(self, order: tuple[str, ...]) -> Costs | None:
@@ -95,8 +101,12 @@ class ShardPlan:
     # ---- the step
 
     def actions(self) -> tuple[Action, ...]:
-        """A training step as this plan expects it, every group used once."""
-        return training_step(self._steps(), self.schedule)
+        """A step as this plan expects it, every group used once."""
+        return training_step(self._steps(), self.schedule, self.phase)
+
+    def _timed(self) -> tuple[Action, ...]:
+        """The same, with forwards and backwards where they begin."""
+        return timed_step(self._steps(), self.edges(), self.phase)
 
     def edges(self) -> Schedule:
         """The schedule, also where it is the default one."""
@@ -123,7 +133,7 @@ class ShardPlan:
 
         It has one lane, for the events of the pool order what shares memory.
         """
-        lives, timed = self.lifetimes(), timed_step(self._steps(), self.edges())
+        lives, timed = self.lifetimes(), self._timed()
         forward = itertools.takewhile(lambda action: action.kind is not Kind.BACKWARD, timed)
         turn = sum(action.kind is not Kind.FORWARD for action in forward)
         return (as_placed(lives, turn, self.places) if self.places else None) or solve(lives)
@@ -135,12 +145,11 @@ class ShardPlan:
     def trace(self) -> Trace | None:
         """When what happens in a step; None without costs."""
         times = self.times()
-        return None if times is None else trace(timed_step(self._steps(), self.edges()), times, self._streamed())
+        return None if times is None else trace(self._timed(), times, self._streamed())
 
     def predicted(self) -> Prediction:
         """The peak by kind of memory and, where costs are known, the time of each group and what of it is exposed."""
-        actions = timed_step(self._steps(), self.edges())
-        return predict(actions, self._sizes(), self.times(), self._streamed())
+        return predict(self._timed(), self._sizes(), self.times(), self._streamed())
 
     def with_policies(
         self,

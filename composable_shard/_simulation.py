@@ -49,6 +49,8 @@ def lifetimes(actions: Sequence[Action], sizes: Mapping[str, Sizes]) -> list[Lif
             case Kind.SHRINK:
                 close("weights", fqn, size.weights, step)
                 opened.setdefault(("small", fqn), []).append(step)
+            case Kind.RESHARD if opened.get(("small", fqn)):
+                close("small", fqn, size.small, step)
             case Kind.RESHARD:
                 close("weights", fqn, size.weights, step)
             case Kind.REDUCE:

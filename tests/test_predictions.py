@@ -59,9 +59,10 @@ class Model(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(map(Block, WIDTHS))
         self.head = nn.Linear(32, 8, bias=False)
+        self.turned = False
 
     def forward(self, x):
-        for block in self.blocks:
+        for block in reversed(self.blocks) if self.turned else self.blocks:
             x = block(x)
         return self.head(x)
 
@@ -130,6 +131,53 @@ def test_a_plan_of_two_dtypes_knows_the_places_of_both_and_foretells_time_within
         again = cs.ShardPlan.from_json(plan.to_json())
         assert (again.places, again.digest) == (plan.places, plan.digest)
         assert again == replace(plan, places=()), "what came of a plan is no part of it"
+
+
+def evaluated(model, x):
+    with torch.no_grad():
+        model(x)
+
+
+def accumulated(model, x):
+    model.set_requires_gradient_sync(False)
+    model(x).square().mean().backward()
+    model.set_requires_gradient_sync(True)
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["in the order of training", "in another order"])
+@pytest.mark.parametrize(("phase", "once"), [("no_grad", evaluated), ("train, no sync", accumulated)])
+@pytest.mark.parametrize("name", ["three ahead", "auto, the least budget"])
+def test_a_phase_leases_what_its_own_plan_says_within_the_budget(phase, once, turned, name):
+    with net(clock="virtual") as sim:
+        model = built(*POLICIES[name])
+        train(model, sim, 1)
+        pool = engine_of(model).pool
+        for step in range(4):
+            train(model, sim, 1)
+            sim.reset()
+            model.turned, pool.peak_bytes = turned, 0
+            once(model, torch.randn(4, 32, generator=torch.Generator().manual_seed(step)))
+            model.turned = False
+        plan = cs.current_plan(model)
+        own = plan.in_phase(phase)
+        assert (phase in plan.own_orders) == turned
+        assert plan.pool.budget is None or (set(own.edges().kept) != set(plan.edges().kept)) == turned
+        assert pool.peak_bytes == own.peak_bytes <= plan.peak_bytes <= (plan.pool.budget or plan.peak_bytes)
+
+
+def test_a_second_forward_before_the_backward_keeps_to_the_budget_and_computes_the_same():
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(7))
+    seen = []
+    for name in ("one ahead", "auto, the least budget"):
+        with net(clock="virtual") as sim:
+            model = built(*POLICIES[name])
+            train(model, sim)
+            (model(x) + model(2 * x)).square().mean().backward()
+            seen.append([param.grad.to_local() for param in model.parameters()])
+            plan, pool = cs.current_plan(model), engine_of(model).pool
+    assert len(plan.edges().kept) > 1, "weights stay, from the first forward on"
+    assert pool.peak_bytes <= plan.pool.budget
+    assert all(map(torch.equal, *seen))
 
 
 @CLOCKS
