@@ -162,6 +162,8 @@ def test_a_phase_leases_what_its_own_plan_says_within_the_budget(phase, once, tu
         own = plan.in_phase(phase)
         assert (phase in plan.own_orders) == turned
         assert plan.pool.budget is None or (set(own.edges().kept) != set(plan.edges().kept)) == turned
+        record = cs.last_record(model)
+        assert (record.actions, record.live_bytes) == (own.actions(), own.live_bytes())
         assert pool.peak_bytes == own.peak_bytes <= plan.peak_bytes <= (plan.pool.budget or plan.peak_bytes)
 
 
