@@ -69,7 +69,7 @@ class ParamGroup:
         running: forwards of its modules that have begun and not ended.
         shards: the sharded parameters themselves.
         wraps: whether any of them was a DTensor before it was sharded.
-        buckets: what is gathered, one bucket per dtype; `gather_bytes` is what that leases; `residents` keep some.
+        buckets: what is gathered, by dtype, of `gather_bytes`; `residents` keep some of it, `reduces` are the way back.
         extended: whether any of them says itself what is gathered (see `_extension`).
         was_gathered: whether a gather was finished since the last backward ended; on all ranks alike.
         stays: whether a schedule keeps the unsharded parameters between forward and backward; None if there is none.
@@ -108,7 +108,7 @@ class ParamGroup:
         self._in_flight = 0
         self._stamp: list[int] = []
         self._kept = KeptGradients(self.params)
-        self._reduces: dict[tuple[object, ...], list[ReduceBucket]] = {}
+        self.reduces: dict[tuple[object, ...], list[ReduceBucket]] = {}
         self._build_buckets()
 
     def _build_buckets(self) -> None:
@@ -305,14 +305,14 @@ class ParamGroup:
         """Take notice of parameters whose dtype or device has changed, or of new transports; only while sharded."""
         assert self.phase is ParamPhase.SHARDED
         self._transports = transports or self._transports
-        self._reduces.clear()
+        self.reduces.clear()
         for bucket in self.buckets:
             bucket.forget()
         self._build_buckets()
 
     def leave_slots(self) -> None:
         """Hold no view of any slot, for others will take their place; only while sharded."""
-        self._reduces.clear()
+        self.reduces.clear()
         self.residents = []
         for bucket in self.buckets:
             bucket.leave_slots()
@@ -362,12 +362,12 @@ class ParamGroup:
         trains = tuple(map(_requires_grad, self.shards))
         options = self._settings.current
         key = trains, options.mp_policy.reduce_dtype, options.divide_factor, options.only_sums
-        buckets = self._reduces.get(key)
+        buckets = self.reduces.get(key)
         if buckets is None:
             run = self._runtime
             slots = [bucket.nbytes for bucket in self.buckets if isinstance(bucket, GatherBucket)]
             how = self._info, self._transports, options, run.pool, run.reduce_lane, slots
-            buckets = self._reduces[key] = reduce_buckets(self.params, trains, *how)
+            buckets = self.reduces[key] = reduce_buckets(self.params, trains, *how)
         return buckets
 
     def finish_reduce(self, reduction: Reduction) -> dict[int, torch.Tensor]:

@@ -214,10 +214,11 @@ def _placed(group: ParamGroup, pool: BufferPool) -> Iterator[Placed]:
     """Where the pool has what it leases for a group, by the names that plans give it."""
     gathers = [bucket for bucket in group.buckets if isinstance(bucket, GatherBucket)]
     wanted: list[tuple[str, bool, list[Request]]] = [
-        ("reduction", False, [request for bucket in group.reduce_buckets() for request in bucket.requests]),
         ("small", False, [resident.for_pieces for resident in group.residents]),
         ("landing", False, [resident.for_landing for resident in group.residents]),
     ]
+    for buckets in group.reduces.values():
+        wanted.append(("reduction", False, [request for bucket in buckets for request in bucket.requests]))
     for backward in (False, True):
         wanted.append(("weights", backward, [bucket.for_weights[backward] for bucket in gathers]))
         landings = [bucket.for_landing[backward] for bucket in gathers if bucket.for_landing is not None]
@@ -225,7 +226,7 @@ def _placed(group: ParamGroup, pool: BufferPool) -> Iterator[Placed]:
     for what, backward, requests in wanted:
         found = [pool.place_of(request) for request in requests]
         slots = tuple(ArenaSlot("", *place) for place in found if place is not None)
-        if len(slots) == len(found):
+        if found and len(slots) == len(found):
             yield Placed(f"{what} {group.fqn}", backward, slots)
 
 
