@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ._errors import ShardConfigValueError
 from ._schedule import ROOT_NAME
@@ -29,6 +30,21 @@ class Sizes:
     small_landing: int = 0
 
 
+class Moved(NamedTuple):
+    """Bytes that the collectives of a group move, all ranks' parts together; each dtype has a collective of its own.
+
+    Attributes:
+        ranks, few: among how many ranks it is sharded, and kept between forward and backward (1 if it is not).
+        gather, reduce, small_gather: bytes of each collective.
+    """
+
+    ranks: int
+    gather: tuple[int, ...]
+    reduce: tuple[int, ...]
+    few: int = 1
+    small_gather: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Times:
     """Seconds that a group takes: compute, and each of its collectives alone on the link."""
@@ -41,7 +57,6 @@ class Times:
 
 
 Seconds = tuple[tuple[str, float], ...]
-Moved = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # bytes of each collective: a dtype has its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,28 +113,24 @@ class Costs:
         parts = by_fqn(forward), by_fqn(backward), by_fqn(gather), by_fqn(reduce)
         return cls(latency, bandwidth, *parts, streams)
 
-    def times(self, ranks: Mapping[str, int], moved: Mapping[str, Moved]) -> dict[str, Times]:
+    def times(self, moved: Mapping[str, Moved]) -> dict[str, Times]:
         """Seconds of each group.
-
-        Args:
-            ranks: among how many ranks each group is sharded.
-            moved: what each one's gather, reduction, and gather among a few ranks move.
 
         Raises:
             ShardConfigValueError: no compute is known of a group.
         """
         known = {name: dict(getattr(self, name)) for name in ("forward", "backward", "gather", "reduce")}
         found = {}
-        for fqn, (gathered, reduced, small) in moved.items():
+        for fqn, its in moved.items():
             for name in ("forward", "backward"):
                 if fqn not in known[name]:
                     raise ShardConfigValueError(f"Costs.{name}: has no seconds for group {fqn or ROOT_NAME}")
             found[fqn] = Times(
                 known["forward"][fqn],
                 known["backward"][fqn],
-                known["gather"].get(fqn, self._sent(gathered, ranks[fqn])),
-                known["reduce"].get(fqn, self._sent(reduced, ranks[fqn])),
-                self._sent(small, ranks[fqn]),
+                known["gather"].get(fqn, self._sent(its.gather, its.ranks)),
+                known["reduce"].get(fqn, self._sent(its.reduce, its.ranks)),
+                self._sent(its.small_gather, its.few),
             )
         return found
 

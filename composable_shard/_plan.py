@@ -191,7 +191,7 @@ class ShardPlan:
         if self.costs is None:
             return None
         used = [self.group(fqn) for fqn in dict.fromkeys(self.order)]
-        return self.costs.times({g.fqn: g.shard_size for g in used}, {g.fqn: g.moved for g in used})
+        return self.costs.times({group.fqn: group.moved for group in used})
 
     def backward_order(self) -> list[Step]:
         """The groups in the order in which their backwards are expected to begin."""

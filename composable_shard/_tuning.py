@@ -164,7 +164,7 @@ def _seconds(plan: ShardPlan, record: Record) -> dict[tuple[str, str], float]:
 def _costs(plan: ShardPlan, seconds: Mapping[tuple[str, str], float], streams: bool) -> Costs:
     parts = {name: {fqn: took for (of, fqn), took in seconds.items() if of == name} for name, _ in _PARTS}
     groups = [plan.group(fqn) for fqn in dict.fromkeys(plan.order)]
-    moved = sum(sum(g.moved[0]) * (g.shard_size - 1) / g.shard_size for g in groups)
+    moved = sum(sum(g.moved.gather) * (g.shard_size - 1) / g.shard_size for g in groups)
     taken = sum(parts["gather"].values())
     bandwidth = moved / taken if moved and taken else 1e9
     return Costs.of(latency=0.0, bandwidth=bandwidth, streams=streams, **parts)

@@ -67,11 +67,11 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def built(prefetch, budget=None, reductions=2):
+def built(prefetch, budget=None, reductions=2, reshard=True):
     torch.manual_seed(0)
     model, mesh = Model(), init_device_mesh("cpu", (8,))
     for block in model.blocks:
-        cs.fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        cs.fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     cs.fully_shard(model, mesh=mesh)
     model.set_reduce_scatter_max_input_buffers(reductions)
     model.set_prefetch_policy(prefetch)
@@ -131,6 +131,16 @@ def test_a_plan_of_two_dtypes_knows_the_places_of_both_and_foretells_time_within
         again = cs.ShardPlan.from_json(plan.to_json())
         assert (again.places, again.digest) == (plan.places, plan.digest)
         assert again == replace(plan, places=()), "what came of a plan is no part of it"
+
+
+@CLOCKS
+def test_a_plan_foretells_gathers_among_a_few_ranks(clock):
+    with net(clock=clock) as sim:
+        model = built(P.depth(2), reshard=4)
+        exposed = train(model, sim, 3)
+        plan, record = cs.current_plan(model), cs.last_record(model)
+        assert (record.actions, record.live_bytes) == (plan.actions(), plan.live_bytes())
+        assert foreseen(plan, clock) == pytest.approx(exposed, rel=1e-9)
 
 
 def evaluated(model, x):
