@@ -145,7 +145,7 @@ class Case:
         """The plan with the times of this case, and the schedule that it has."""
         forward = {fqn: unit.forward_s for fqn, unit in zip(plan.order, self.units, strict=True)}
         backward = {fqn: unit.backward_s for fqn, unit in zip(plan.order, self.units, strict=True)}
-        link = {"latency": self.latency_s, "bandwidth": self.bandwidth}
+        link = {"latency": self.latency_s, "bandwidth": self.bandwidth, "streams": self.clock == "streams"}
         return dataclasses.replace(plan, costs=Costs.of(**link, forward=forward, backward=backward))
 
     def __str__(self) -> str:

@@ -43,6 +43,7 @@ class Actions:
         in_flight: groups whose reduction a schedule issues with another number of them in flight.
         reduces_first: whether reductions are waited for before backward gathers, whatever the groups say.
         budget: bytes that may be leased at once; what would exceed them is not gathered ahead.
+        streams: whether it is streams that wait for communication, and never the host.
         watch: times what is done, if anybody wants to know.
         seen: groups in the order in which their forwards began in this iteration.
     """
@@ -57,6 +58,7 @@ class Actions:
         self.reduces_first = False
         self.budget: int | None = None
         self.watch: Stopwatch | None = None
+        self.streams = runtime.gather_lane.streams
         self._runtime = runtime
         self._entries = {group: weakref.ref(entries) for group, entries in groups}
         self._watch_leaf = watch_leaf
@@ -140,15 +142,17 @@ class Actions:
     def _make_room(self, nbytes: int) -> None:
         """In a step that is not the planned one: keep to the budget by ending what is only on its way.
 
-        Reductions in flight are waited for, then weights are given up that were gathered ahead.
+        Reductions in flight are waited for, then weights are given up that were gathered ahead, and in a forward those
+        that an earlier one has kept for its backward.
         """
         assert self.budget is not None
         most = self.budget - nbytes
         while self._reductions and self.pool.live_bytes > most:
             self._settle_oldest()
-        for group in self.groups:
-            if self.pool.live_bytes > most and group.phase is GATHERING and not group.pinned:
-                self.drop(group)
+        for phase in (GATHERING,) if self.pool.backward else (GATHERING, UNSHARDED):
+            for group in self.groups:
+                if self.pool.live_bytes > most and group.phase is phase and not (group.pinned or group.running):
+                    self.drop(group)
 
     def _arrive(self, group: ParamGroup) -> None:
         if group.phase is GATHERING:

@@ -332,7 +332,7 @@ def make_plan(model: nn.Module) -> ShardPlan:
     if not states:
         raise ShardConfigValueError(f"model: {type(model).__name__} holds no sharded module; call fully_shard first")
     bound = states[0].bound
-    return bound.engine.order.plan if bound is not None else declared_plan(model)
+    return bound.engine.order.placed() if bound is not None else declared_plan(model)
 
 
 def last_record(model: nn.Module) -> Record | None:

@@ -183,6 +183,7 @@ class GatherBucket(Bucket):
 
     Attributes:
         params: its members.
+        for_weights, for_landing: what it asks the pool for, in forward and in backward.
     """
 
     def __init__(
@@ -207,9 +208,10 @@ class GatherBucket(Bucket):
         self._lane = lane
         self._offloads = info.offloads
         self.nbytes = layout.nbytes
-        self._for_weights = pool.request(f"weights {self.fqns[0]}", layout.nbytes)
-        self._for_landing = pool.request(f"landing {self.fqns[0]}", layout.landing_bytes) if layout.landing else None
-        self.gather_bytes = self._for_weights.nbytes + (self._for_landing.nbytes if self._for_landing else 0)
+        self.for_weights = pool.requests(f"weights {self.fqns[0]}", layout.nbytes)
+        self.for_landing = pool.requests(f"landing {self.fqns[0]}", layout.landing_bytes) if layout.landing else None
+        self._self = weakref.ref(self)
+        self.gather_bytes = self.for_weights[0].nbytes + (self.for_landing[0].nbytes if self.for_landing else 0)
         self._copied = [i for i in (layout.alone if transport else range(len(params))) if self._must_copy(i)]
         self._straight = not self._copied and not layout.packed  # shards go into their places as they are
         self.slot: Slot | None = None
@@ -289,10 +291,10 @@ class GatherBucket(Bucket):
     def open(self) -> Slot:
         """Lease the slot into which weights will be gathered."""
         if self._reserved is None:
-            slot = self._pool.lease_for(self._for_weights, self)
+            slot = self._pool.lease_for(self.for_weights[self._pool.backward], self._self)
         else:
             slot, self._reserved = self._reserved, None
-            slot.owner = weakref.ref(self)
+            slot.owner = self._self
         self.slot = slot
         return slot
 
@@ -305,7 +307,8 @@ class GatherBucket(Bucket):
         if self._straight and self._transport is not None:
             regions, shards = self._views_of(slot).regions, local_tensors(self._sharded)
             return self._lane.launch(self._transport.all_gather, regions, shards, after=(after, *slot.free_after))
-        landing = None if self._for_landing is None else self._pool.lease_for(self._for_landing)
+        wanted = self.for_landing
+        landing = None if wanted is None else self._pool.lease_for(wanted[self._pool.backward])
         events = (after, *slot.free_after, *(() if landing is None else landing.free_after))
         shards = local_tensors(self._sharded)
         try:

@@ -21,7 +21,7 @@ from ._policies import Options
 from ._pool import BufferPool
 from ._schedule import ROOT_NAME
 from ._state import Asked, Bound, ShardState, named_states, state_of
-from ._streams import lane_for
+from ._streams import has_streams, lane_for
 from ._transports import TransportCache
 
 
@@ -48,7 +48,7 @@ def _describe(
         is_root=is_root,
         reshard_after_forward=options.reshards(is_root),
         route=None if transports.gather is None else transports.gather.route,
-        reduces_first=transports.replicate is None and options.reduces_first(info.device.type == "cpu"),
+        reduces_first=transports.replicate is None and options.reduces_first(has_streams(info.device)),
         small_size=0 if any(map(is_extended, params)) else options.few_ranks,
     )
 

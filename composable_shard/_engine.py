@@ -216,7 +216,7 @@ class Engine:
             token = Token()
             self._pass = BackwardPass(number, token, self._uses.values(), weakref.WeakMethod(self.on_pass_gone), use)
             self._iterations.reach(self._pass.newest)
-            self._do.repeated = self._pass.repeated
+            self._do.repeated, self.pool.backward = self._pass.repeated, True
             queue_backward_callback(partial(self._end_backward, token))
         self._pass.note(number)
         return self._pass
@@ -322,7 +322,7 @@ class Engine:
         self._recover()
 
     def _forget_pass(self) -> None:
-        self._pass = None
+        self._pass, self.pool.backward = None, False
         self._active.clear()
 
     def on_pass_gone(self) -> None:

@@ -27,7 +27,7 @@ from ._mesh import MeshInfo
 from ._param import ShardedParam
 from ._policies import MixedPrecisionPolicy
 from ._pool import BufferPool
-from ._slots import Outside, Slot
+from ._slots import Outside, Request, Slot
 from ._streams import Job, Lane, Steps
 from ._torch import plain_parts
 
@@ -197,6 +197,7 @@ class ExtensionBucket(Bucket):
         self._transport = transport
         self._pool = pool
         self._lane = lane
+        self._for_landing: tuple[int, Request] | None = None  # bytes, and what to ask the pool for
         self._claims: list[Outside] = []
         self._leaves: list[nn.Parameter] = []
 
@@ -242,10 +243,15 @@ class ExtensionBucket(Bucket):
         for each in inputs:
             starts.append(end)
             end += -(-each.numel() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        landing = self._pool.lease(end * self._info.shard_size, f"landing {self.fqns[0]}")
+        landing = self._pool.lease_for(self._landing_of(end * self._info.shard_size))
         steps = self._gathered(inputs, outputs, starts, end, landing)
         done = functools.partial(self._pool.release, landing)
         return self._lane.start(steps, (self._lane.mark(), *landing.free_after), inputs, done)
+
+    def _landing_of(self, nbytes: int) -> Request:
+        if self._for_landing is None or self._for_landing[0] != nbytes:
+            self._for_landing = nbytes, self._pool.request(f"landing {self.fqns[0]}", nbytes)
+        return self._for_landing[1]
 
     def _gathered(
         self,

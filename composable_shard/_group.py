@@ -54,7 +54,7 @@ class ParamGroup:
         running: forwards of its modules that have begun and not ended.
         shards: the sharded parameters themselves.
         wraps: whether any of them was a DTensor before it was sharded.
-        buckets: what is gathered, one bucket per dtype; `gather_bytes` is what that leases.
+        buckets: what is gathered, by dtype, of `gather_bytes`; `residents` keep some of it, `reduces` are the way back.
         extended: whether any of them says itself what is gathered (see `_extension`).
         was_gathered: whether a gather was finished since the last backward ended; on all ranks alike.
         stays: whether a schedule keeps the unsharded parameters between forward and backward; None if there is none.
@@ -81,7 +81,7 @@ class ParamGroup:
         self.was_gathered = False
         self._info = info
         self._offloads = info.offloads
-        self._on_cpu = info.device.type == "cpu"
+        self._streams = runtime.gather_lane.streams
         self._small = small
         self._settings = settings
         self._transports = transports
@@ -93,7 +93,7 @@ class ParamGroup:
         self._in_flight = 0
         self._stamp: list[int] = []
         self._kept = KeptGradients(self.params)
-        self._reduces: dict[tuple[object, ...], list[ReduceBucket]] = {}
+        self.reduces: dict[tuple[object, ...], list[ReduceBucket]] = {}
         self._build_buckets()
 
     def _build_buckets(self) -> None:
@@ -115,7 +115,7 @@ class ParamGroup:
                 else GatherBucket(params, dtype, *how)
             )
         self.extended = any(extended for extended, _ in by_kind)
-        self._residents: list[Resident] = []
+        self.residents: list[Resident] = []
         self.gather_bytes = sum(bucket.gather_bytes for bucket in self.buckets)
 
     # ---- facts
@@ -143,7 +143,7 @@ class ParamGroup:
     @property
     def reduces_first(self) -> bool:
         """Whether reductions are waited for before backward gathers for it; not if their waits issue collectives."""
-        return self._transports.replicate is None and self._settings.current.reduces_first(self._on_cpu)
+        return self._transports.replicate is None and self._settings.current.reduces_first(self._streams)
 
     @property
     def trains(self) -> bool:
@@ -170,7 +170,7 @@ class ParamGroup:
         if GATHERING not in TRANSITIONS[self.phase]:
             raise illegal(self.name, self.phase, GATHERING)
         if self.phase is RESIDENT:
-            self._gathers = [resident.start() for resident in self._residents]
+            self._gathers = [resident.start() for resident in self.residents]
             self.phase, self.away = GATHERING, False
             return
         if self.pinned or self.stays or self._settings.current.outlives_forward(self.is_root):
@@ -219,7 +219,7 @@ class ParamGroup:
         self._set_params(SHARDED)
         self.pinned = False
         if was_resident:
-            for resident in self._residents:
+            for resident in self.residents:
                 resident.release()
             return
         after = self._runtime.gather_lane.mark()
@@ -237,10 +237,10 @@ class ParamGroup:
         assert small is not None
         assert transport is not None
         self._set_params(RESIDENT)
-        if not self._residents:
-            buckets = [bucket for bucket in self.buckets if isinstance(bucket, GatherBucket)]
-            self._residents = [Resident(b, small, transport, run.pool, run.gather_lane) for b in buckets]
-        for resident in self._residents:
+        if not self.residents:
+            how = small, transport, run.pool, run.gather_lane
+            self.residents = [Resident(b, *how) for b in self.buckets if isinstance(b, GatherBucket)]
+        for resident in self.residents:
             resident.keep()
         after = run.gather_lane.mark()
         for bucket in self.buckets:
@@ -248,7 +248,7 @@ class ParamGroup:
 
     def pieces(self) -> list[torch.Tensor]:
         """What this rank keeps of them, as DTensor parameters on the mesh of the few ranks."""
-        return self._in_order([resident.shown() for resident in self._residents])
+        return self._in_order([resident.shown() for resident in self.residents])
 
     def is_stale(self) -> bool:
         """Whether a parameter has visibly changed since the gather."""
@@ -295,15 +295,15 @@ class ParamGroup:
         """Take notice of parameters whose dtype or device has changed, or of new transports; only while sharded."""
         assert self.phase is SHARDED
         self._transports = transports or self._transports
-        self._reduces.clear()
+        self.reduces.clear()
         for bucket in self.buckets:
             bucket.forget()
         self._build_buckets()
 
     def leave_slots(self) -> None:
         """Hold no view of any slot, for others will take their place; only while sharded."""
-        self._reduces.clear()
-        self._residents = []
+        self.reduces.clear()
+        self.residents = []
         for bucket in self.buckets:
             bucket.leave_slots()
 
@@ -352,12 +352,12 @@ class ParamGroup:
         trains = tuple(map(_requires_grad, self.shards))
         options = self._settings.current
         key = trains, options.mp_policy.reduce_dtype, options.divide_factor, options.only_sums
-        buckets = self._reduces.get(key)
+        buckets = self.reduces.get(key)
         if buckets is None:
             run = self._runtime
             slots = [bucket.nbytes for bucket in self.buckets if isinstance(bucket, GatherBucket)]
             how = self._info, self._transports, options, run.pool, run.reduce_lane, slots
-            buckets = self._reduces[key] = reduce_buckets(self.params, trains, *how)
+            buckets = self.reduces[key] = reduce_buckets(self.params, trains, *how)
         return buckets
 
     def finish_reduce(self, reduction: Reduction) -> dict[int, torch.Tensor]:

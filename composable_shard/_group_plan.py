@@ -8,9 +8,18 @@ from dataclasses import dataclass
 
 import torch
 
-from ._layout import GatherLayout, ReduceLayout, Route, bucket_layout, gather_layout, reduce_layout, slot_bytes
+from ._costs import Moved, Sizes
+from ._layout import (
+    BucketLayout,
+    GatherLayout,
+    ReduceLayout,
+    Route,
+    bucket_layout,
+    gather_layout,
+    reduce_layout,
+    slot_bytes,
+)
 from ._schedule import ROOT_NAME, Step
-from ._simulation import Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +90,14 @@ class GroupPlan:
         """Bytes of the buffers that a gather needs besides, until it is done."""
         return sum(slot_bytes(layout.landing_bytes) for layout in self.gather_layouts() if layout.landing)
 
-    def resident_bytes(self) -> tuple[int, int]:
-        """Bytes of what this rank keeps of weights that a few ranks share, and of buffers to gather them again."""
-        kept = landing = 0
-        for dtype in dict.fromkeys(p.gathered for p in self.params):
+    def resident_layouts(self) -> list[tuple[torch.dtype, BucketLayout]]:
+        """Where this rank keeps its part of weights that a few ranks share, and gathers them again, by dtype."""
+        found = []
+        for dtype in dict.fromkeys(p.gathered for p in self.params) if self.small_size else ():
             members = [p for p in self.params if p.gathered == dtype]
-            dims = [p.dim for p in members]
-            layout = bucket_layout([p.shape for p in members], self.small_size, dtype.itemsize, dims)
-            kept += slot_bytes(layout.numel * dtype.itemsize)
-            landing += slot_bytes(layout.total * dtype.itemsize)
-        return kept, landing
+            shapes, dims = [p.shape for p in members], [p.dim for p in members]
+            found.append((dtype, bucket_layout(shapes, self.small_size, dtype.itemsize, dims)))
+        return found
 
     def reduce_layouts(self) -> list[tuple[torch.dtype, ReduceLayout]]:
         """Where each dtype's gradients are reduced; none where there is nothing to reduce over the shard axis."""
@@ -117,14 +124,20 @@ class GroupPlan:
     @property
     def sizes(self) -> Sizes:
         """Bytes that it takes of the pool."""
-        small, small_landing = self.resident_bytes() if self.small_size else (0, 0)
+        few = self.resident_layouts()
+        small = sum(slot_bytes(layout.numel * dtype.itemsize) for dtype, layout in few)
+        small_landing = sum(slot_bytes(layout.total * dtype.itemsize) for dtype, layout in few)
         return Sizes(self.unsharded_bytes, self.landing_bytes, self.reduce_bytes, small, small_landing)
 
     @property
-    def moved_bytes(self) -> tuple[int, int, int]:
-        """Bytes of its gather, of its reduction, and of its gather among a few ranks, all ranks' parts together."""
-        reduced = sum(layout.nbytes for _, layout in self.reduce_layouts())
-        return self.unsharded_bytes if self.route else 0, reduced, self.sizes.small_landing
+    def moved(self) -> Moved:
+        """What its collectives move."""
+        dtypes = dict.fromkeys(p.gathered for p in self.params)
+        layouts = zip(self.gather_layouts(), dtypes, strict=True)
+        gather = tuple(layout.moved(dtype.itemsize) for layout, dtype in layouts) if self.route else ()
+        reduce = tuple(self.shard_size * layout.numel * dtype.itemsize for dtype, layout in self.reduce_layouts())
+        few = tuple(layout.total * dtype.itemsize for dtype, layout in self.resident_layouts())
+        return Moved(self.shard_size, gather, reduce, self.small_size or 1, few)
 
     @property
     def step(self) -> Step:

@@ -151,6 +151,11 @@ class GatherLayout:
     nbytes: int
     landing_bytes: int
 
+    def moved(self, itemsize: int) -> int:
+        """Bytes of what is gathered: all ranks' parts, with their padding."""
+        pieces = [self.places.params[i].piece for i in self.alone]
+        return self.places.world * sum(pieces) * itemsize + self.landing_bytes
+
 
 def gather_layout(
     shapes: Sequence[tuple[int, ...]], world: int, itemsize: int, dims: Sequence[int], route: Route | None

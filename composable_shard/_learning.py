@@ -25,7 +25,7 @@ from ._errors import RankMismatchError
 from ._order import Order
 from ._plan import ShardPlan, replan
 from ._record import Record
-from ._schedule import Kind
+from ._schedule import AGAIN, NO_GRAD, NO_SYNC, TRAIN, Kind
 
 # Votes of one engine: each makes a schedule and looks at the store.
 _FREE_BALLOTS, _FORWARDS_A_BALLOT = 16, 64
@@ -39,8 +39,8 @@ def phase_of(grad: bool, sync: bool, waiting: bool) -> str:
         sync: whether its gradients are to be reduced.
         waiting: whether an earlier forward still waits for its backward.
     """
-    kind = "no_grad" if not grad else "train" if sync else "train, no sync"
-    return f"{kind}, again" if waiting else kind
+    kind = NO_GRAD if not grad else TRAIN if sync else NO_SYNC
+    return kind + AGAIN if waiting else kind
 
 
 class Learning:
@@ -100,7 +100,7 @@ class Learning:
         seen = tuple([group.fqn for group in self._do.seen[self._seen_from :]])
         if self._ballot is not None:
             self._count(self._ballot)
-        if not self._has_learned and not self._phase.startswith("no_grad"):
+        if not self._has_learned and not self._phase.startswith(NO_GRAD):
             self._has_learned = True
             if self._learn_first(seen):
                 return
@@ -113,7 +113,7 @@ class Learning:
 
     def _with_order(self, seen: tuple[str, ...]) -> ShardPlan:
         plan = self._order.plan
-        return replan(plan, Record((), (), seen)) if self._phase == "train" else plan.noting(self._phase, seen)
+        return replan(plan, Record((), (), seen)) if self._phase == TRAIN else plan.noting(self._phase, seen)
 
     def _learn_first(self, seen: tuple[str, ...]) -> bool:
         """All ranks come here once, so they can agree at once; not where ranks may use different modules."""

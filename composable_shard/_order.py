@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from ._actions import Actions
+from ._arena import ArenaSlot, Placed
+from ._bucket import GatherBucket
 from ._errors import ShardConfigValueError
 from ._group import ParamGroup
 from ._overlap import Ahead
 from ._plan import GroupPlan, ShardPlan
-from ._schedule import ROOT_NAME
+from ._pool import BufferPool
+from ._schedule import ROOT_NAME, Schedule
+from ._slots import Request
 
 
 @dataclass(frozen=True)
 class _Lists:
-    """What is gathered when, in one phase.
+    """What is gathered when, in one phase, what stays, and how far reductions lag behind.
 
     Attributes:
+        schedule: by which that is; None for the settings of the groups.
         order: FQNs of the groups in the order in which their forwards begin.
         expected: the same groups.
         forward, backward: which groups to gather when one begins, if a schedule says so; those of backward in the order
             in which they begin.
+        in_flight: of the schedule, by group.
     """
 
+    schedule: Schedule | None
     order: tuple[str, ...]
     expected: list[ParamGroup]
     forward: dict[ParamGroup, list[ParamGroup]] | None = None
     backward: list[tuple[ParamGroup, list[ParamGroup]]] | None = None
+    in_flight: dict[ParamGroup, int] = field(default_factory=dict)
 
 
 class Order:
@@ -59,7 +67,7 @@ class Order:
             ShardConfigValueError: it names a group that is not there; the plan before stays in force.
             PoolBudgetError: in the order of some phase a group does not fit; likewise.
         """
-        schedule, named, edges = plan.schedule, self._by_fqn, plan.edges()
+        named, edges = self._by_fqn, plan.edges()
         told = [*edges.forward, *edges.backward]
         names = [*plan.order, *edges.kept, *dict(edges.in_flight), *(fqn for at, ahead in told for fqn in (at, *ahead))]
         names += [fqn for order in plan.own_orders.values() for fqn in order]
@@ -69,35 +77,50 @@ class Order:
         of_phase = {phase: self._lists(plan.in_phase(phase)) for phase in plan.own_orders}
         self._do.pool.use_mem_pool(plan.pool.mem_pool)  # the last that can fail
         self._usual, self._of_phase = usual, of_phase
-        self._now = self._backward_of = self._usual
-        for fqn, group in named.items():
-            group.stays = None if schedule is None else fqn in schedule.kept
-        self._do.max_reductions = None if schedule is None else edges.max_reductions
-        self._do.in_flight = {named[fqn]: number for fqn, number in edges.in_flight}
-        self._do.reduces_first = edges.reduces_first
+        self._take_up(usual, trains=True)
         self._do.budget = plan.pool.budget
         self.plan = plan
         self.phases = {phase for phase, _ in plan.orders}
         if (listener := self.told()) is not None:
             listener(self)
 
+    def _take_up(self, lists: _Lists, trains: bool) -> None:
+        """Go by these from now on, forward and, if one can follow, backward."""
+        self._now, schedule = lists, lists.schedule
+        for group in self._do.groups:
+            group.stays = None if schedule is None else group.fqn in schedule.kept
+        if trains:
+            self._backward_of = lists
+            self._do.max_reductions = None if schedule is None else schedule.max_reductions
+            self._do.reduces_first = schedule is not None and schedule.reduces_first
+            self._do.in_flight = lists.in_flight
+
     def _lists(self, plan: ShardPlan) -> _Lists:
         named = self._by_fqn
         expected = [named[fqn] for fqn in plan.order]
         if plan.schedule is None:
-            return _Lists(plan.order, expected)
+            return _Lists(None, plan.order, expected)
         backward, order = dict(plan.schedule.backward), [step.fqn for step in plan.backward_order()]
         return _Lists(
+            plan.schedule,
             plan.order,
             expected,
             {named[at]: [named[fqn] for fqn in ahead] for at, ahead in plan.schedule.forward},
             [(named[fqn], [named[each] for each in backward.get(fqn, ())]) for fqn in order],
+            {named[fqn]: number for fqn, number in plan.schedule.in_flight},
         )
 
     def described(self) -> ShardPlan:
         """The plan with the options and the parameters that groups have now; the same object if they are those."""
         groups = tuple(_described(each, self._by_fqn[each.fqn]) for each in self.plan.groups)
         return self.plan if groups == self.plan.groups else replace(self.plan, groups=groups).with_policies()
+
+    def placed(self) -> ShardPlan:
+        """The plan, which knows now where the pool has what it leases."""
+        places = tuple(each for group in self._do.groups for each in _placed(group, self._do.pool))
+        if places != self.plan.places:
+            self.plan = replace(self.plan, places=places)
+        return self.plan
 
     def ahead(self, by_plan: bool) -> Ahead:
         """What graphs gather ahead: the lists of users and, if wanted, what the plan's schedule says elsewhere."""
@@ -120,9 +143,9 @@ class Order:
             trains: whether a backward can follow.
         """
         self._cursor = 0
-        self._now = self._of_phase.get(phase, self._usual) if self._of_phase else self._usual
-        if trains:
-            self._backward_of = self._now
+        lists = self._of_phase.get(phase, self._usual) if self._of_phase else self._usual
+        if lists is not self._now or (trains and lists is not self._backward_of):
+            self._take_up(lists, trains)
 
     def expected(self, phase: str) -> tuple[str, ...]:
         """FQNs of the groups in the order in which a forward of this phase should see them."""
@@ -185,6 +208,26 @@ class Order:
 def _module_of(fqn: str) -> str:
     """The module of a group, as a graph names it: the first of a list, on whatever mesh."""
     return fqn.partition(" on ")[0].partition(", ")[0] or ROOT_NAME
+
+
+def _placed(group: ParamGroup, pool: BufferPool) -> Iterator[Placed]:
+    """Where the pool has what it leases for a group, by the names that plans give it."""
+    gathers = [bucket for bucket in group.buckets if isinstance(bucket, GatherBucket)]
+    wanted: list[tuple[str, bool, list[Request]]] = [
+        ("small", False, [resident.for_pieces for resident in group.residents]),
+        ("landing", False, [resident.for_landing for resident in group.residents]),
+    ]
+    for buckets in group.reduces.values():
+        wanted.append(("reduction", False, [request for bucket in buckets for request in bucket.requests]))
+    for backward in (False, True):
+        wanted.append(("weights", backward, [bucket.for_weights[backward] for bucket in gathers]))
+        landings = [bucket.for_landing[backward] for bucket in gathers if bucket.for_landing is not None]
+        wanted.append(("landing", backward, landings))
+    for what, backward, requests in wanted:
+        found = [pool.place_of(request) for request in requests]
+        slots = tuple(ArenaSlot("", *place) for place in found if place is not None)
+        if found and len(slots) == len(found):
+            yield Placed(f"{what} {group.fqn}", backward, slots)
 
 
 def _described(plan: GroupPlan, group: ParamGroup) -> GroupPlan:

@@ -6,11 +6,12 @@ Bytes, places in an arena and predicted times are functions of the plan, not par
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Container
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from ._arena import Arena, Lifetime, peak_bytes, solve
+from ._arena import Arena, Lifetime, Placed, as_placed, peak_bytes, solve
 from ._codec import decode, encode
 from ._errors import ShardConfigValueError
 from ._group_plan import GroupPlan as GroupPlan
@@ -19,10 +20,10 @@ from ._plan_text import group_changes, mib, order_changes, other_model, plan_tex
 from ._policies import PoolPolicy, PrefetchPolicy
 from ._prefetch import scheduled
 from ._record import Record
-from ._schedule import Action, Edges, Schedule, Step, backward_order, one_ahead, timed_step, training_step
+from ._schedule import TRAIN, Action, Edges, Kind, Schedule, Step, backward_order, one_ahead, timed_step, training_step
 from ._simulation import Costs, Prediction, Sizes, Times, Trace, lifetimes, live_bytes, predict, trace
 
-JSON_VERSION = 2
+JSON_VERSION = 3
 ONE_AHEAD = PrefetchPolicy.depth(1)
 UNBOUNDED = PoolPolicy()
 
@@ -38,6 +39,9 @@ class ShardPlan:
         orders: the same for each phase that was seen ("train", "no_grad", "train, no sync", ...; see `phase_of`).
         prefetch, pool, costs: what the schedule was made from; see `with_policies`.
         schedule: what is gathered ahead, kept and waited for; None for one group ahead and what settings keep.
+        places: where the pool of the engine that follows it has what it leases, once that is known. They are what
+            happened, no part of what was planned: plans that differ in them alone are equal.
+        phase: of which kind of forward, and what follows it, it is the plan; see `in_phase`.
     """
 
     groups: tuple[GroupPlan, ...]
@@ -47,6 +51,8 @@ class ShardPlan:
     pool: PoolPolicy = UNBOUNDED
     costs: Costs | None = None
     schedule: Schedule | None = None
+    places: tuple[Placed, ...] = field(default=(), compare=False)
+    phase: str = TRAIN
 
     def group(self, fqn: str) -> GroupPlan:
         """The group of the module `fqn`."""
@@ -68,15 +74,19 @@ class ShardPlan:
         return replace(self, orders=tuple(sorted({**dict(self.orders), phase: order}.items())))
 
     def in_phase(self, phase: str) -> ShardPlan:
-        """The plan of a phase: its order, under the same policies.
+        """The plan of a phase: actions, bytes and times are those of such a forward and what follows it.
+
+        Its schedule is this one, if the order is, and else one that is made for its order under the same policies.
+        What is gathered, kept and reduced in that phase is by this schedule. What an earlier forward has left, where
+        the phase says "again", is not thought of.
 
         Raises:
             PoolBudgetError: in this order a group does not fit into the budget.
         """
         order = self.order_in(phase)
         if order == self.order:
-            return self
-        other = replace(self, order=order, schedule=None, costs=self._costs_of(order))
+            return self if phase == self.phase else replace(self, phase=phase)
+        other = replace(self, order=order, schedule=None, costs=self._costs_of(order), phase=phase)
         return other if self.is_default else other._scheduled()
 
     def _costs_of(self, order: tuple[str, ...]) -> Costs | None:
@@ -91,8 +101,12 @@ class ShardPlan:
     # ---- the step
 
     def actions(self) -> tuple[Action, ...]:
-        """A training step as this plan expects it, every group used once."""
-        return training_step(self._steps(), self.schedule)
+        """A step as this plan expects it, every group used once."""
+        return training_step(self._steps(), self.schedule, self.phase)
+
+    def _timed(self) -> tuple[Action, ...]:
+        """The same, with forwards and backwards where they begin."""
+        return timed_step(self._steps(), self.edges(), self.phase)
 
     def edges(self) -> Schedule:
         """The schedule, also where it is the default one."""
@@ -115,18 +129,27 @@ class ShardPlan:
         return peak_bytes(self.lifetimes())
 
     def arena(self) -> Arena:
-        """Places for all that `actions` lease: one lane, for the events of the pool order what shares memory."""
-        return solve(self.lifetimes())
+        """Places for all that `actions` lease: those of the pool if they are known and good for them, else solved.
+
+        It has one lane, for the events of the pool order what shares memory.
+        """
+        lives, timed = self.lifetimes(), self._timed()
+        forward = itertools.takewhile(lambda action: action.kind is not Kind.BACKWARD, timed)
+        turn = sum(action.kind is not Kind.FORWARD for action in forward)
+        return (as_placed(lives, turn, self.places) if self.places else None) or solve(lives)
+
+    def _streamed(self) -> Arena | None:
+        """The arena, if its places matter for time: if it is streams that wait."""
+        return self.arena() if self.costs is not None and self.costs.streams else None
 
     def trace(self) -> Trace | None:
         """When what happens in a step; None without costs."""
         times = self.times()
-        return None if times is None else trace(timed_step(self._steps(), self.edges()), times)
+        return None if times is None else trace(self._timed(), times, self._streamed())
 
     def predicted(self) -> Prediction:
         """The peak by kind of memory and, where costs are known, the time of each group and what of it is exposed."""
-        actions = timed_step(self._steps(), self.edges())
-        return predict(actions, self._sizes(), self.times())
+        return predict(self._timed(), self._sizes(), self.times(), self._streamed())
 
     def with_policies(
         self,
@@ -168,7 +191,7 @@ class ShardPlan:
         if self.costs is None:
             return None
         used = [self.group(fqn) for fqn in dict.fromkeys(self.order)]
-        return self.costs.times({g.fqn: g.shard_size for g in used}, {g.fqn: g.moved_bytes for g in used})
+        return self.costs.times({group.fqn: group.moved for group in used})
 
     def backward_order(self) -> list[Step]:
         """The groups in the order in which their backwards are expected to begin."""
@@ -236,9 +259,9 @@ class ShardPlan:
     def digest(self) -> str:
         """SHA-256 of what all ranks must agree on: groups, orders and schedule.
 
-        Two things are left out. The transport of a group may differ among replicas, which measure it on links of their
-        own. And costs are a cause, not a part, of the schedule. Nothing else in a plan depends on the rank: sizes of
-        shards are those of a full rank.
+        Some things are left out. The transport of a group may differ among replicas, which measure it on links of their
+        own. Costs are a cause, not a part, of the schedule, and places what came of it. Nothing else in a plan depends
+        on the rank: sizes of shards are those of a full rank.
         """
         groups = [{k: v for k, v in encode(group).items() if k != "route"} for group in self.groups]
         agreed = {"version": JSON_VERSION, "groups": groups, "order": self.order, "schedule": encode(self.edges())}

@@ -83,13 +83,13 @@ class Options:
         wanted = self.reshard_after_forward
         return not is_root if wanted is None else bool(wanted)
 
-    def reduces_first(self, on_cpu: bool) -> bool:
+    def reduces_first(self, streams: bool) -> bool:
         """Whether reductions are waited for before backward gathers.
 
-        An accelerator orders both on its streams, so that one's buffers can follow the other's without a wait. On a CPU
-        only waiting frees memory; and what overlaps there takes the cores of what it overlaps with.
+        Streams order both, so that one's buffers can follow the other's without a wait. On a CPU only waiting frees
+        memory; and what overlaps there takes the cores of what it overlaps with.
         """
-        return self.max_reductions is None and on_cpu
+        return self.max_reductions is None and not streams
 
     def outlives_forward(self, is_root: bool) -> bool:
         """Whether gathered weights, or pieces of them, may be there after their forward."""

@@ -3,10 +3,10 @@
 At first a slot that is released goes to a free list of its size, and the next lease of that size takes it, whatever
 the dtype or the purpose. Meanwhile the pool learns which leases are live together, by their names. From that an *arena*
 is made between two steps: one piece of memory in which each name has its place, so that weights of one layer, the
-gather of the next and the gradients of a third share memory in turn, also where their sizes differ, and a name is at
-one address in forward and backward. What was learned holds for all kinds of steps at once (with and without gradients,
-recomputed, accumulated): names share memory if none of them had both live. A lease for which the arena has no free
-place falls back to the free lists; it is counted, and the next arena knows of it.
+gather of the next and the gradients of a third share memory in turn, also where their sizes differ; a name is at one
+address in forward and backward where that costs nothing (`pack`). What was learned holds for all kinds of steps at once
+(with and without gradients, recomputed, accumulated): names share memory if none of them had both live. A lease for
+which the arena has no free place falls back to the free lists; it is counted, and the next arena knows of it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from ._arena import pack
 from ._debug import debugging, poison
 from ._errors import ShardConfigValueError
 from ._layout import slot_bytes
-from ._packing import pack
 from ._slots import Events, Outside, Places, Request, Slot
 from ._streams import Lane
 
@@ -37,6 +37,7 @@ class BufferPool:
         arena_bytes: bytes of the arena; 0 while there is none.
         allocations: how often memory was asked for; steady once the order of a step has settled.
         first, end: addresses of the first byte that it knows of and behind the last: no weights lie outside.
+        backward: whether a backward runs: what it gathers may lie elsewhere than in forward.
         places: within slots.
         fallbacks: by name, leases for which there was an arena but no free place in it.
     """
@@ -45,9 +46,10 @@ class BufferPool:
         self.device = device
         self.live_bytes = self.peak_bytes = self.held_bytes = self.allocations = self.arena_bytes = 0
         self.fallbacks: dict[str, int] = {}
+        self.backward = False
         self._lane = lane
         self._mem_pool: torch.cuda.MemPool | None = None
-        self._requests: weakref.WeakValueDictionary[tuple[str, int], Request] = weakref.WeakValueDictionary()
+        self._requests: weakref.WeakValueDictionary[tuple[str, int, bool], Request] = weakref.WeakValueDictionary()
         self._known: dict[Request, None] = {}  # those that were leased, in that order
         self._live: set[Request] = set()
         self._arena: list[Slot] = []
@@ -74,28 +76,32 @@ class BufferPool:
             self._mem_pool = torch.cuda.MemPool() if wanted else None
             self._lacks = True
 
-    def request(self, name: str, nbytes: int) -> Request:
-        """What to ask for when `nbytes` bytes are needed: leases of one name and size have one place in the arena."""
-        key = name, slot_bytes(nbytes)
+    def request(self, name: str, nbytes: int, backward: bool = False) -> Request:
+        """What to ask for when `nbytes` bytes are needed: its leases have one place in the arena."""
+        key = name, slot_bytes(nbytes), backward
         found = self._requests.get(key)
         if found is None:
             found = self._requests[key] = Request(*key)
         return found
 
+    def requests(self, name: str, nbytes: int) -> tuple[Request, Request]:
+        """What to ask for in forward, and in backward: `self.backward` tells which."""
+        return self.request(name, nbytes), self.request(name, nbytes, backward=True)
+
     def lease(self, nbytes: int, name: str = "", owner: Any = None) -> Slot:
         """`lease_for` what was not asked for before."""
-        return self.lease_for(self.request(name, nbytes), owner)
+        return self.lease_for(self.request(name, nbytes), None if owner is None else weakref.ref(owner))
 
-    def lease_for(self, request: Request, owner: Any = None) -> Slot:
+    def lease_for(self, request: Request, owner: weakref.ref[Any] | None = None) -> Slot:
         """A slot of as many bytes as requested, with undefined content, until it is released.
 
         Args:
             request: what for; while it has a slot already, the same name with a stroke takes its place.
-            owner: who reads weights from it, if anybody does.
+            owner: who reads weights from it, weakly, if anybody does.
         """
         live = self._live
         while request in live:
-            request = self.request(request.name + "'", request.nbytes)
+            request = self.request(request.name + "'", request.nbytes, request.backward)
         slot = request.slot
         if slot is None or slot.request is not None or (slot.rivals and _is_taken(slot)):
             slot = self._unplanned(request)
@@ -103,7 +109,7 @@ class BufferPool:
             self._note_met(request)
         live.add(request)
         slot.request = request
-        slot.owner = None if owner is None else weakref.ref(owner)
+        slot.owner = owner
         self.live_bytes += request.nbytes
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
@@ -162,21 +168,29 @@ class BufferPool:
     def make_arena(self) -> None:
         """Put one arena in the place of all slots. Nobody may hold any of them."""
         self.empty()
-        sizes = {request: request.nbytes for request in self._known}
-        offsets, nbytes = pack(sizes, {request: request.met or set() for request in self._known})
+        known = list(self._known)
+        place = {request: at for at, request in enumerate(known)}
+        meets = [sorted([place[other] for other in request.met or () if other in place]) for request in known]
+        offsets = pack([request.nbytes for request in known], meets, [request.name for request in known])
+        nbytes = max(at + request.nbytes for at, request in zip(offsets, known, strict=True))
         fresh = self._fresh()
         with torch.inference_mode(False), torch.no_grad():
             memory = self._allocate(nbytes)
-            places = {(at, request.nbytes) for request, at in offsets.items()}
-            made = {(at, nbytes): Slot(memory[at : at + nbytes], fresh) for at, nbytes in places}
+            places = dict.fromkeys((at, request.nbytes) for at, request in zip(offsets, known, strict=True))
+            made = {(at, size): Slot(memory[at : at + size], fresh) for at, size in places}
         self._arena = sorted(made.values())
         _find_rivals(self._arena)
-        for request, at in offsets.items():
+        for request, at in zip(known, offsets, strict=True):
             request.slot = made[at, request.nbytes]
         self._slots = list(self._arena)
         self._slots_changed()
         self.arena_bytes = nbytes
         self._lacks = False
+
+    def place_of(self, request: Request) -> tuple[int, int] | None:
+        """Offset and bytes of its place in the arena; None if that has none for it."""
+        slot = request.slot
+        return None if slot is None else (slot.begin - self._arena[0].begin, slot.nbytes)
 
     def find(self, address: int) -> Slot | Outside | None:
         """What holds the weights that lie at `address`, or None if no weights lie there."""

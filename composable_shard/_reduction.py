@@ -63,7 +63,8 @@ class ReduceBucket:
 
     Attributes:
         indices: of its members, in the group.
-        nbytes: that a reduction leases from the pool.
+        requests: what a reduction asks the pool for.
+        nbytes: of all of that.
     """
 
     def __init__(
@@ -105,10 +106,10 @@ class ReduceBucket:
         self._world = info.shard_size
         self._hook = _on_stream(options.comms)
         name = members[0][1].fqn
-        self._leased = [pool.request(f"reduction {name}", layout.nbytes)] if self._shard is not None else []
+        self.requests = [pool.request(f"reduction {name}", layout.nbytes)] if self._shard is not None else []
         if layout.scratch:
-            self._leased.append(pool.request(f"scratch {name}", layout.scratch * dtype.itemsize))
-        self.nbytes = sum(request.nbytes for request in self._leased)
+            self.requests.append(pool.request(f"scratch {name}", layout.scratch * dtype.itemsize))
+        self.nbytes = sum(request.nbytes for request in self.requests)
         self._pool = pool
         self._lane = lane
         self._info = info
@@ -143,7 +144,7 @@ class ReduceBucket:
         numel = self._layout.numel
         out = self._ones.new_empty(numel)
         others = {d: self._ones.new_empty(numel, dtype=d) for d in self._others} if self._others else {}
-        slots = [self._pool.lease_for(request) for request in self._leased]
+        slots = [self._pool.lease_for(request) for request in self.requests]
         try:
             # Packed here, too: then nobody has to hold autograd's gradients until the collective is done.
             if torch.is_grad_enabled():

@@ -30,6 +30,9 @@ class Resident:
         info: the mesh of the few ranks.
         transport: that gathers within them.
         pool, lane: where memory comes from, and where gathers are queued.
+
+    Attributes:
+        for_pieces, for_landing: what it asks the pool for.
     """
 
     def __init__(
@@ -47,14 +50,16 @@ class Resident:
         self._lane = lane
         shapes, dims = [p.shape for p in bucket.params], [p.dim for p in bucket.params]
         self._layout = bucket_layout(shapes, info.shard_size, bucket.dtype.itemsize, dims)
+        itemsize, name = bucket.dtype.itemsize, bucket.fqns[0]
+        self.for_pieces = pool.request(f"pieces {name}", self._layout.numel * itemsize)
+        self.for_landing = pool.request(f"landing {name}", self._layout.total * itemsize)
         self._slot: Slot | None = None
         self._kept_at: torch.Event | None = None
         self._shown: dict[Slot, list[nn.Parameter]] = {}
 
     def keep(self) -> None:
         """Take this rank's pieces from the gathered weights."""
-        nbytes = self._layout.numel * self._bucket.dtype.itemsize
-        slot = self._slot = self._pool.lease(nbytes, f"pieces {self._bucket.fqns[0]}")
+        slot = self._slot = self._pool.lease_for(self.for_pieces)
         for event in slot.free_after:
             event.wait()
         with torch.no_grad():
@@ -98,8 +103,7 @@ class Resident:
         """Begin to gather the weights into a slot of the bucket."""
         assert self._slot is not None
         slot = self._bucket.open()
-        nbytes = self._layout.total * self._bucket.dtype.itemsize
-        landing = self._pool.lease(nbytes, f"landing {self._bucket.fqns[0]}")
+        landing = self._pool.lease_for(self.for_landing)
         after = (self._kept_at, *slot.free_after, *landing.free_after)
         return self._lane.start(self._steps(slot, landing), after, None, functools.partial(self._gathered, landing))
 

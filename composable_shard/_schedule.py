@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ._errors import ShardConfigValueError
@@ -72,6 +72,10 @@ class Step:
     shrinks: bool = False
     reduces_first: bool = False
 
+
+# Kinds of forwards, and what follows each: nothing, a backward, one whose gradients are reduced only later.
+NO_GRAD, TRAIN, NO_SYNC = "no_grad", "train", "train, no sync"
+AGAIN = ", again"  # behind them, where an earlier forward still waits for its backward
 
 MAX_REDUCTIONS = 2  # reductions in flight: issuing one more waits for the oldest
 
@@ -226,19 +230,34 @@ def with_reductions(actions: Sequence[Action], steps: Sequence[Step], schedule: 
     return found
 
 
-def timed_step(steps: Sequence[Step], schedule: Schedule) -> tuple[Action, ...]:
+def timed_step(steps: Sequence[Step], schedule: Schedule, phase: str = TRAIN) -> tuple[Action, ...]:
     """`training_step`, with the forwards and backwards where they begin: what can be simulated."""
+    if phase.startswith(NO_GRAD):
+        return _without_backward(steps, schedule)
+    if phase.startswith(NO_SYNC):
+        steps = [replace(step, trains=False) for step in steps]
     actions = with_reshards(computes(steps), steps, schedule.kept)
     actions = with_gathers(actions, schedule.ahead())
     return tuple(with_reductions(actions, steps, schedule))
 
 
-def training_step(steps: Sequence[Step], schedule: Schedule | None = None) -> tuple[Action, ...]:
+def _without_backward(steps: Sequence[Step], schedule: Schedule) -> tuple[Action, ...]:
+    """A forward at whose end all is given up that is still there."""
+    forwards = [Action(Kind.FORWARD, step.fqn) for step in forward_order(steps)]
+    roots = sum(step.is_root for step in steps)
+    actions = with_reshards(forwards, steps, schedule.kept)
+    actions = with_gathers(actions[: len(actions) - roots], schedule.ahead())
+    left = [step.fqn for step in steps if step.shrinks or step.fqn in schedule.kept]
+    return (*actions, *(Action(Kind.RESHARD, fqn) for fqn in left))
+
+
+def training_step(steps: Sequence[Step], schedule: Schedule | None = None, phase: str = TRAIN) -> tuple[Action, ...]:
     """Forward and backward of groups that run once each in the given order, the root (if any) around the others.
 
     Args:
         steps: the groups.
         schedule: what is gathered ahead, kept and waited for; None for `one_ahead`.
+        phase: another kind of forward, and what follows that.
     """
-    actions = timed_step(steps, schedule or one_ahead(steps))
+    actions = timed_step(steps, schedule or one_ahead(steps), phase)
     return tuple(action for action in actions if action.kind not in (Kind.FORWARD, Kind.BACKWARD))

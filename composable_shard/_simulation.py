@@ -6,134 +6,25 @@ takes ``F``,
 
     s_i = max(issue_i, f_{i-1})    f_i = s_i + t_i    c_i = max(c_{i-1} + F_{i-1}, f_i)
 
+That is a machine whose host stands by while compute waits. With streams the host issues all at once, in the same order,
+and a gather begins when what had its memory before is done, which may be earlier, or later: `issue_i` is the end of the
+last use of the memory. Gradients are packed by compute, which waits for that memory itself.
+
 What a step takes longer than its compute alone is *exposed*: the sum of ``c_i - c_{i-1} - F_{i-1}``, and what is waited
 for at the end. Issuing takes no time. The compute of the root counts where it begins, in forward and in backward.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ._arena import Lifetime, peak_bytes
-from ._errors import ShardConfigValueError
-from ._schedule import ROOT_NAME, Action, Kind
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Bytes that a group takes.
-
-    Attributes:
-        weights: its unsharded parameters.
-        landing: the buffers that a gather needs besides, until it is waited for.
-        reduction: the buffers of a reduction, until it is waited for.
-        small: what is kept of weights that a few ranks share between forward and backward.
-        small_landing: the buffers of a gather among these.
-    """
-
-    weights: int
-    landing: int = 0
-    reduction: int = 0
-    small: int = 0
-    small_landing: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Seconds that a group takes: compute, and each of its collectives alone on the link."""
-
-    forward: float
-    backward: float
-    gather: float
-    reduce: float
-    small_gather: float = 0.0
-
-
-Seconds = tuple[tuple[str, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What was measured, or is assumed, of a machine: ``seconds = latency + (ranks - 1) / ranks * bytes / bandwidth``.
-
-    All ranks must be given the same; ranks that measure take the slowest one's. Made by `of`.
-
-    Attributes:
-        latency: seconds of a collective of no bytes.
-        bandwidth: bytes per second of a rank's link.
-        forward, backward: seconds of compute of each group, by FQN, sorted.
-        gather, reduce: seconds of its collectives, for groups where the formula is not to be used.
-
-    Raises:
-        ShardConfigValueError: a number is negative or not finite, or the bandwidth is 0.
-    """
-
-    latency: float
-    bandwidth: float
-    forward: Seconds
-    backward: Seconds
-    gather: Seconds = ()
-    reduce: Seconds = ()
-
-    def __post_init__(self) -> None:
-        _require_seconds("latency", self.latency)
-        _require_seconds("bandwidth", self.bandwidth)
-        if self.bandwidth == 0:
-            raise ShardConfigValueError("Costs.bandwidth=0: expected bytes per second above 0")
-        for name in ("forward", "backward", "gather", "reduce"):
-            for fqn, seconds in getattr(self, name):
-                _require_seconds(f"{name}[{fqn!r}]", seconds)
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        latency: float,
-        bandwidth: float,
-        forward: Mapping[str, float],
-        backward: Mapping[str, float],
-        gather: Mapping[str, float] | None = None,
-        reduce: Mapping[str, float] | None = None,
-    ) -> Costs:
-        """The costs of groups by FQN; arguments and errors as above."""
-        by_fqn = (tuple(sorted((each or {}).items())) for each in (forward, backward, gather, reduce))
-        return cls(latency, bandwidth, *by_fqn)
-
-    def times(self, ranks: Mapping[str, int], moved: Mapping[str, tuple[int, int, int]]) -> dict[str, Times]:
-        """Seconds of each group.
-
-        Args:
-            ranks: among how many ranks each group is sharded.
-            moved: bytes of each one's gather, reduction, and gather among a few ranks.
-
-        Raises:
-            ShardConfigValueError: no compute is known of a group.
-        """
-        known = {name: dict(getattr(self, name)) for name in ("forward", "backward", "gather", "reduce")}
-        found = {}
-        for fqn, (gathered, reduced, small) in moved.items():
-            for name in ("forward", "backward"):
-                if fqn not in known[name]:
-                    raise ShardConfigValueError(f"Costs.{name}: has no seconds for group {fqn or ROOT_NAME}")
-            found[fqn] = Times(
-                known["forward"][fqn],
-                known["backward"][fqn],
-                known["gather"].get(fqn, self._sent(gathered, ranks[fqn])),
-                known["reduce"].get(fqn, self._sent(reduced, ranks[fqn])),
-                self._sent(small, ranks[fqn]),
-            )
-        return found
-
-    def _sent(self, nbytes: int, ranks: int) -> float:
-        return 0.0 if ranks == 1 or not nbytes else self.latency + (ranks - 1) / ranks * nbytes / self.bandwidth
-
-
-def _require_seconds(field: str, value: float) -> None:
-    if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ShardConfigValueError(f"Costs.{field}={value!r}: expected a finite number, 0 or more")
+from ._arena import Arena, Lifetime, followers, peak_bytes
+from ._costs import Costs as Costs
+from ._costs import Sizes as Sizes
+from ._costs import Times as Times
+from ._schedule import Action, Kind
 
 
 def lifetimes(actions: Sequence[Action], sizes: Mapping[str, Sizes]) -> list[Lifetime]:
@@ -158,6 +49,8 @@ def lifetimes(actions: Sequence[Action], sizes: Mapping[str, Sizes]) -> list[Lif
             case Kind.SHRINK:
                 close("weights", fqn, size.weights, step)
                 opened.setdefault(("small", fqn), []).append(step)
+            case Kind.RESHARD if opened.get(("small", fqn)):
+                close("small", fqn, size.small, step)
             case Kind.RESHARD:
                 close("weights", fqn, size.weights, step)
             case Kind.REDUCE:
@@ -187,8 +80,8 @@ class Timeline:
     Attributes:
         begins: when each forward and backward begins to compute, in order; seconds from the start.
         gathers: seconds of each gather on the link, in order of issue.
-        waits: seconds that compute waits before the forward (`FORWARD`) or the backward of a group, or for its
-            reduction (`REDUCED`); those of 0 seconds are left out.
+        waits: seconds that compute waits before the forward (`FORWARD`) or the backward of a group, for its reduction
+            (`REDUCED`), or for the memory of that (`REDUCE`); those of 0 seconds are left out.
         seconds: the whole step.
         compute: seconds of compute.
     """
@@ -206,10 +99,16 @@ class Timeline:
 
 
 class _Clock:
-    """Compute and the link, as the actions are read one by one."""
+    """Compute and the link, as the actions are read one by one.
 
-    def __init__(self, times: Mapping[str, Times]) -> None:
+    Args:
+        times: of the groups.
+        arena: where buffers lie, if it is streams that wait: gathers are issued when their memory is free.
+    """
+
+    def __init__(self, times: Mapping[str, Times], arena: Arena | None = None) -> None:
         self.times = times
+        self.memory = None if arena is None else _Memory(arena)
         self.now = self.link_free = self.compute = 0.0
         self.running: Action | None = None  # what has begun and did not compute yet
         self.left = 0.0  # seconds of its compute
@@ -220,14 +119,30 @@ class _Clock:
         self.waits: dict[Action, float] = {}
 
     def send(self, what: Kind, fqn: str, seconds: float) -> None:
-        self.link_free = max(self.now, self.link_free) + seconds
+        issued = self.now
+        if self.memory is not None:
+            issued = self.memory.taken()
+            if what is Kind.REDUCE:
+                self.wait_until(issued, Action(what, fqn))
+                issued = self.now
+        self.link_free = max(issued, self.link_free) + seconds
         self.arrives[what, fqn] = self.link_free
 
     def wait(self, what: Kind, fqn: str, on: Action) -> None:
-        late = self.arrives.pop((what, fqn)) - self.now
+        arrived = self.arrives.pop((what, fqn))
+        self.wait_until(arrived, on)
+        self.leave(arrived)
+
+    def wait_until(self, time: float, on: Action) -> None:
+        late = time - self.now
         if late > 0:
             self.now += late
             self.waits[on] = self.waits.get(on, 0.0) + late
+
+    def leave(self, time: float) -> None:
+        """What the action gives up was used until then."""
+        if self.memory is not None:
+            self.memory.left(time)
 
     def begin(self, action: Action) -> None:
         self.finish()
@@ -247,21 +162,45 @@ class _Clock:
         self.running = None
 
 
+class _Memory:
+    """When memory is free, as the actions are read one by one; forwards and backwards are not counted."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.place = -1  # of the action that is read now
+        self._free_at = [0.0] * len(arena.lifetimes)
+        self._before = followers(arena)
+        self._opened: dict[int, list[int]] = {}
+        self._closed: dict[int, list[int]] = {}
+        for at, life in enumerate(arena.lifetimes):
+            self._opened.setdefault(life.opened, []).append(at)
+            self._closed.setdefault(life.closed, []).append(at)
+
+    def taken(self) -> float:
+        """When all that this action takes is free."""
+        taken = self._opened.get(self.place, ())
+        return max((self._free_at[other] for at in taken for other in self._before[at]), default=0.0)
+
+    def left(self, time: float) -> None:
+        """What this action gives up is free from that time on."""
+        for at in self._closed.get(self.place, ()):
+            self._free_at[at] = time
+
+
 class _NotingClock(_Clock):
     """The same, and what took time: compute, the link, and waiting for it."""
 
-    def __init__(self, times: Mapping[str, Times]) -> None:
-        super().__init__(times)
+    def __init__(self, times: Mapping[str, Times], arena: Arena | None = None) -> None:
+        super().__init__(times, arena)
         self.spans: list[tuple[Kind, str, float, float]] = []
 
     def send(self, what: Kind, fqn: str, seconds: float) -> None:
         super().send(what, fqn, seconds)
         self.spans.append((what, fqn, self.link_free - seconds, self.link_free))
 
-    def wait(self, what: Kind, fqn: str, on: Action) -> None:
+    def wait_until(self, time: float, on: Action) -> None:
         begin = self.now
-        super().wait(what, fqn, on)
-        self._note(Kind.WAIT if what is Kind.UNSHARD else Kind.REDUCED, fqn, begin)
+        super().wait_until(time, on)
+        self._note(Kind.WAIT if on.kind in (Kind.FORWARD, Kind.BACKWARD) else Kind.REDUCED, on.fqn, begin)
 
     def run(self, share: float = 1.0) -> None:
         begin = self.now
@@ -281,6 +220,8 @@ def _played(actions: Sequence[Action], clock: _Clock) -> Iterator[Action]:
     shrunk: set[str] = set()
     for action in actions:
         fqn = action.fqn
+        if clock.memory is not None and action.kind not in (Kind.FORWARD, Kind.BACKWARD):
+            clock.memory.place += 1
         match action.kind:
             case Kind.FORWARD | Kind.BACKWARD:
                 clock.begin(action)
@@ -296,6 +237,7 @@ def _played(actions: Sequence[Action], clock: _Clock) -> Iterator[Action]:
                 clock.begins[-1] = clock.now
             case Kind.RESHARD | Kind.SHRINK:
                 clock.finish()
+                clock.leave(clock.now)
                 resident.discard(fqn)
                 if action.kind is Kind.SHRINK:
                     shrunk.add(fqn)
@@ -310,9 +252,15 @@ def _played(actions: Sequence[Action], clock: _Clock) -> Iterator[Action]:
     clock.finish()
 
 
-def simulate(actions: Sequence[Action], times: Mapping[str, Times]) -> Timeline:
-    """What becomes of `actions`, as `timed_step` writes them, where collectives and compute take so long."""
-    clock = _Clock(times)
+def simulate(actions: Sequence[Action], times: Mapping[str, Times], arena: Arena | None = None) -> Timeline:
+    """What becomes of `actions`, as `timed_step` writes them, where collectives and compute take so long.
+
+    Args:
+        actions: of a step.
+        times: of each group.
+        arena: where their buffers lie, if it is streams that wait; None if the host does.
+    """
+    clock = _Clock(times, arena)
     for _ in _played(actions, clock):
         pass
     return Timeline(tuple(clock.begins), tuple(clock.gathers), clock.waits, clock.now, clock.compute)
@@ -325,9 +273,9 @@ class Trace(NamedTuple):
     spans: tuple[tuple[Kind, str, float, float], ...]  # what took time, from when, until when
 
 
-def trace(actions: Sequence[Action], times: Mapping[str, Times]) -> Trace:
+def trace(actions: Sequence[Action], times: Mapping[str, Times], arena: Arena | None = None) -> Trace:
     """`simulate`, and all of it noted, which takes longer."""
-    clock, begins = _NotingClock(times), (Kind.FORWARD, Kind.BACKWARD)
+    clock, begins = _NotingClock(times, arena), (Kind.FORWARD, Kind.BACKWARD)
     done = [clock.now for action in _played(actions, clock) if action.kind not in begins]
     return Trace(tuple(done), tuple(clock.spans))
 
@@ -366,8 +314,13 @@ class Prediction:
     exposed: float | None = None
 
 
-def predict(actions: Sequence[Action], sizes: Mapping[str, Sizes], times: Mapping[str, Times] | None) -> Prediction:
-    """What becomes of `actions`, as `timed_step` writes them."""
+def predict(
+    actions: Sequence[Action],
+    sizes: Mapping[str, Sizes],
+    times: Mapping[str, Times] | None,
+    arena: Arena | None = None,
+) -> Prediction:
+    """What becomes of `actions`, as `timed_step` writes them; arguments as for `simulate`."""
     lives = lifetimes(actions, sizes)
     by_kind: dict[str, list[Lifetime]] = {"weights": [], "small": [], "landing": [], "reduction": []}
     for life in lives:
@@ -383,7 +336,7 @@ def predict(actions: Sequence[Action], sizes: Mapping[str, Sizes], times: Mappin
     )
     if times is None:
         return memory
-    timeline = simulate(actions, times)
+    timeline = simulate(actions, times, arena)
     exposed = dict.fromkeys(sizes, 0.0)
     for action, seconds in timeline.waits.items():
         exposed[action.fqn] += seconds

@@ -61,15 +61,17 @@ class Request:
     Attributes:
         name: what for.
         nbytes: of the slot, a multiple of 512.
+        backward: whether it is backward's request for what forward has one for as well.
         slot: its place in the arena, if that knows it.
         met: the others that were leased at the same time, ever; None before it was leased for the first time.
     """
 
-    __slots__ = ("__weakref__", "met", "name", "nbytes", "slot")
+    __slots__ = ("__weakref__", "backward", "met", "name", "nbytes", "slot")
 
-    def __init__(self, name: str, nbytes: int) -> None:
+    def __init__(self, name: str, nbytes: int, backward: bool = False) -> None:
         self.name = name
         self.nbytes = nbytes
+        self.backward = backward
         self.slot: Slot | None = None
         self.met: set[Request] | None = None
 

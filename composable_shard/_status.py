@@ -26,7 +26,7 @@ def _engines(model: nn.Module) -> list[Engine]:
 def current_plan(model: nn.Module) -> ShardPlan:
     """The plan that a sharded model follows now; before its first forward, the one that it will begin with."""
     engines = _engines(model)
-    return engines[0].order.plan if engines else declared_plan(model)
+    return engines[0].order.placed() if engines else declared_plan(model)
 
 
 def drift(model: nn.Module) -> tuple[str, ...]:

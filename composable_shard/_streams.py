@@ -122,7 +122,13 @@ class Launched(Job[None]):
 
 
 class Lane:
-    """The lane of a CPU: order of issue is order of execution, nothing has to be fenced."""
+    """The lane of a CPU: order of issue is order of execution, nothing has to be fenced.
+
+    Attributes:
+        streams: whether it is a stream that waits for what is queued, and never the host.
+    """
+
+    streams = False
 
     def start(
         self, steps: Steps[T], after: Events = (), held: object = None, when_done: WhenDone | None = None
@@ -141,6 +147,8 @@ class Lane:
 
 class StreamLane(Lane):
     """The lane of an accelerator: a stream of its own."""
+
+    streams = True
 
     def __init__(self, device: torch.device) -> None:
         # Copies and casts around a collective go ahead of compute, which waits for them.
@@ -189,8 +197,13 @@ def cpu_lanes(make: Callable[[], Lane]) -> Iterator[None]:
         _simulated.pop()
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether the lanes of a device are streams."""
+    return bool(_simulated) if device.type == "cpu" else device.type != "meta"
+
+
 def lane_for(device: torch.device) -> Lane:
     """A new lane of a device."""
-    if _simulated and device.type == "cpu":
-        return _simulated[-1]()
-    return Lane() if device.type in ("cpu", "meta") else StreamLane(device)
+    if not has_streams(device):
+        return Lane()
+    return _simulated[-1]() if device.type == "cpu" else StreamLane(device)

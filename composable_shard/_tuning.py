@@ -101,7 +101,7 @@ class Tuning:
 
     def _compare(self, plan: ShardPlan, seconds: Mapping[tuple[str, str], float]) -> None:
         """Make the plan anew, unless what was measured is as planned."""
-        costs = _costs(plan, seconds)
+        costs = _costs(plan, seconds, self._do.streams)
         if plan.costs is not None:
             found = time_drift(plan, replace(plan, costs=costs).times() or {})
             self._check_later()
@@ -161,10 +161,10 @@ def _seconds(plan: ShardPlan, record: Record) -> dict[tuple[str, str], float]:
     return found
 
 
-def _costs(plan: ShardPlan, seconds: Mapping[tuple[str, str], float]) -> Costs:
+def _costs(plan: ShardPlan, seconds: Mapping[tuple[str, str], float], streams: bool) -> Costs:
     parts = {name: {fqn: took for (of, fqn), took in seconds.items() if of == name} for name, _ in _PARTS}
     groups = [plan.group(fqn) for fqn in dict.fromkeys(plan.order)]
-    moved = sum(g.moved_bytes[0] * (g.shard_size - 1) / g.shard_size for g in groups)
+    moved = sum(sum(g.moved.gather) * (g.shard_size - 1) / g.shard_size for g in groups)
     taken = sum(parts["gather"].values())
     bandwidth = moved / taken if moved and taken else 1e9
-    return Costs.of(latency=0.0, bandwidth=bandwidth, **parts)
+    return Costs.of(latency=0.0, bandwidth=bandwidth, streams=streams, **parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from _engines import fully_shard
 from _models import shard_blocks
 from _pool import distributed
 from _stepping import engine_of
+from composable_shard._arena import pack
 
 
 class Mixed(nn.Module):
@@ -37,6 +39,12 @@ class Mixed(nn.Module):
             out = checkpoint(block, given, use_reentrant=False) if self.checkpointed else block(given)
             x = x + out.float()
         return x
+
+
+def scatter(sizes, meets, names):
+    """Places that care for no name: those of backward are not those of forward, in reverse."""
+    turned = [[len(sizes) - 1 - other for other in each] for each in meets[::-1]]
+    return pack(sizes[::-1], turned, list(range(len(sizes))))[::-1]
 
 
 def batch(step, rows=3):
@@ -129,6 +137,27 @@ def test_blocks_of_different_sizes_and_dtypes_share_memory_up_to_the_bound(rank,
             addresses.setdefault(group.fqn, set()).add(group.weights()[0].data_ptr())
             engine_of(model).reshard(group)
     assert all(len(found) == 1 for found in addresses.values()), "a name has one address"
+
+
+@distributed(world=2)
+def test_gradients_are_the_same_where_backward_gathers_elsewhere_than_forward(rank, world):
+    models = []
+    for scattered in (False, True):
+        torch.manual_seed(0)
+        models.append(Mixed())
+        shard_blocks(models[-1], fully_shard, reshard_after_forward=True)
+        with patch("composable_shard._pool.pack", scatter if scattered else pack):
+            for step in range(3):
+                train(models[-1], step)
+    groups = engine_of(models[1]).groups
+    weights = [bucket.for_weights for group in groups for bucket in group.buckets]
+    assert any(one.slot is not two.slot for one, two in weights if one.slot and two.slot)
+    for step in range(4):
+        for model in models:
+            model.checkpointed = step % 2 == 1
+            model(batch(step)).square().mean().backward()
+        for one, two in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(one.grad.to_local(), two.grad.to_local())
 
 
 @distributed(world=2)

@@ -41,13 +41,17 @@ def one_thread():
 class Block(nn.Module):
     """Uneven in bytes, even in time."""
 
+    dtypes = torch.float32, torch.float32
+
     def __init__(self, hidden):
         super().__init__()
-        self.up, self.down = nn.Linear(32, hidden, bias=False), nn.Linear(hidden, 32, bias=False)
+        one, two = self.dtypes
+        self.up, self.down = nn.Linear(32, hidden, False, dtype=one), nn.Linear(hidden, 32, False, dtype=two)
         self.busy = Busy(BUSY_S / 2), Busy(BUSY_S / 2)
 
     def forward(self, x):
-        return x + self.busy[1](self.down(self.busy[0](self.up(x)).relu()))
+        inner = self.busy[0](self.up(x)).relu().to(self.down.weight.dtype)
+        return x + self.busy[1](self.down(inner)).to(x.dtype)
 
 
 class Model(nn.Module):
@@ -55,18 +59,19 @@ class Model(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(map(Block, WIDTHS))
         self.head = nn.Linear(32, 8, bias=False)
+        self.turned = False
 
     def forward(self, x):
-        for block in self.blocks:
+        for block in reversed(self.blocks) if self.turned else self.blocks:
             x = block(x)
         return self.head(x)
 
 
-def built(prefetch, budget=None, reductions=2):
+def built(prefetch, budget=None, reductions=2, reshard=True):
     torch.manual_seed(0)
     model, mesh = Model(), init_device_mesh("cpu", (8,))
     for block in model.blocks:
-        cs.fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        cs.fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     cs.fully_shard(model, mesh=mesh)
     model.set_reduce_scatter_max_input_buffers(reductions)
     model.set_prefetch_policy(prefetch)
@@ -87,16 +92,17 @@ def train(model, sim, steps=6):
     return sim.exposed_s
 
 
-def foreseen(plan):
+def foreseen(plan, clock):
     """Exposed seconds of its schedule, from what the fabric was told."""
     forward = {group.fqn: BUSY_S if group.fqn else 0.0 for group in plan.groups}
-    costs = cs.Costs.of(**LINK, forward=forward, backward={fqn: 2 * busy_s for fqn, busy_s in forward.items()})
+    backward = {fqn: 2 * busy_s for fqn, busy_s in forward.items()}
+    costs = cs.Costs.of(**LINK, forward=forward, backward=backward, streams=clock == "streams")
     return replace(plan, costs=costs).predicted().exposed
 
 
 @pytest.mark.parametrize("name", POLICIES)
 @CLOCKS
-def test_a_plan_foretells_bytes_exactly_and_exposed_time_within_a_seventh(clock, name):
+def test_a_plan_foretells_bytes_and_where_streams_wait_time_exactly(clock, name):
     prefetch, budget = POLICIES[name]
     with net(clock=clock) as sim:
         model = built(prefetch, budget)
@@ -106,9 +112,84 @@ def test_a_plan_foretells_bytes_exactly_and_exposed_time_within_a_seventh(clock,
         assert record.live_bytes == plan.live_bytes()
         assert record.peak_bytes == plan.peak_bytes
         assert budget is None or pool.peak_bytes <= plan.pool.budget
-        assert exposed <= 1.15 * foreseen(plan)
-        # A stream gathers into memory that is free already: it may be earlier than the host that stands by.
-        assert clock == "streams" or foreseen(plan) <= 1.15 * exposed
+        # A host waits for reductions when half of the weights were read, which is not quite half of the backward.
+        assert foreseen(plan, clock) == pytest.approx(exposed, rel=0.15 if clock == "virtual" else 1e-9)
+
+
+@pytest.mark.parametrize("name", ["one ahead", "auto, the least budget"])
+def test_a_plan_of_two_dtypes_knows_the_places_of_both_and_foretells_time_within_a_thirtieth(name, monkeypatch):
+    """The slots of a group are two then, of which a plan thinks as of one that is free when both are."""
+    monkeypatch.setattr(Block, "dtypes", (torch.float32, torch.float64))
+    with net(clock="streams") as sim:
+        model = built(*POLICIES[name])
+        exposed = train(model, sim)
+        plan, pool = cs.current_plan(model), engine_of(model).pool
+        assert plan is cs.make_plan(model)
+        assert plan.arena().nbytes == pool.arena_bytes
+        assert len(plan.arena().lifetimes) > len(plan.lifetimes()), "a slot for each dtype"
+        assert foreseen(plan, "streams") == pytest.approx(exposed, rel=1 / 30)
+        again = cs.ShardPlan.from_json(plan.to_json())
+        assert (again.places, again.digest) == (plan.places, plan.digest)
+        assert again == replace(plan, places=()), "what came of a plan is no part of it"
+
+
+@CLOCKS
+def test_a_plan_foretells_gathers_among_a_few_ranks(clock):
+    with net(clock=clock) as sim:
+        model = built(P.depth(2), reshard=4)
+        exposed = train(model, sim, 3)
+        plan, record = cs.current_plan(model), cs.last_record(model)
+        assert (record.actions, record.live_bytes) == (plan.actions(), plan.live_bytes())
+        assert foreseen(plan, clock) == pytest.approx(exposed, rel=1e-9)
+
+
+def evaluated(model, x):
+    with torch.no_grad():
+        model(x)
+
+
+def accumulated(model, x):
+    model.set_requires_gradient_sync(False)
+    model(x).square().mean().backward()
+    model.set_requires_gradient_sync(True)
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["in the order of training", "in another order"])
+@pytest.mark.parametrize(("phase", "once"), [("no_grad", evaluated), ("train, no sync", accumulated)])
+@pytest.mark.parametrize("name", ["three ahead", "auto, the least budget"])
+def test_a_phase_leases_what_its_own_plan_says_within_the_budget(phase, once, turned, name):
+    with net(clock="virtual") as sim:
+        model = built(*POLICIES[name])
+        train(model, sim, 1)
+        pool = engine_of(model).pool
+        for step in range(4):
+            train(model, sim, 1)
+            sim.reset()
+            model.turned, pool.peak_bytes = turned, 0
+            once(model, torch.randn(4, 32, generator=torch.Generator().manual_seed(step)))
+            model.turned = False
+        plan = cs.current_plan(model)
+        own = plan.in_phase(phase)
+        assert (phase in plan.own_orders) == turned
+        assert plan.pool.budget is None or (set(own.edges().kept) != set(plan.edges().kept)) == turned
+        record = cs.last_record(model)
+        assert (record.actions, record.live_bytes) == (own.actions(), own.live_bytes())
+        assert pool.peak_bytes == own.peak_bytes <= plan.peak_bytes <= (plan.pool.budget or plan.peak_bytes)
+
+
+def test_a_second_forward_before_the_backward_keeps_to_the_budget_and_computes_the_same():
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(7))
+    seen = []
+    for name in ("one ahead", "auto, the least budget"):
+        with net(clock="virtual") as sim:
+            model = built(*POLICIES[name])
+            train(model, sim)
+            (model(x) + model(2 * x)).square().mean().backward()
+            seen.append([param.grad.to_local() for param in model.parameters()])
+            plan, pool = cs.current_plan(model), engine_of(model).pool
+    assert len(plan.edges().kept) > 1, "weights stay, from the first forward on"
+    assert pool.peak_bytes <= plan.pool.budget
+    assert all(map(torch.equal, *seen))
 
 
 @CLOCKS

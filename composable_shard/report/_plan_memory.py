@@ -91,7 +91,7 @@ def _draw_arena(
 ) -> None:
     lanes = dict(arena.lanes)
     starts = {lane: sum(list(lanes.values())[:place]) for place, lane in enumerate(lanes)}  # one above the other
-    for life, slot in zip(lives, arena.slots, strict=True):
+    for life, slot in zip(arena.lifetimes, arena.slots, strict=True):
         if not slot.nbytes:
             continue
         bottom, height, width = (starts[slot.lane] + slot.offset) / MIB, slot.nbytes / MIB, life.closed - life.opened

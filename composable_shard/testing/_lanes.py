@@ -16,6 +16,8 @@ T = TypeVar("T")
 class StreamedLane(Lane):
     """A lane with a stream of its own."""
 
+    streams = True
+
     def __init__(self, clock: StreamClock) -> None:
         self._clock = clock
         self._stream = clock.stream()
