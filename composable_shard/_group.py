@@ -72,7 +72,7 @@ class ParamGroup:
         buckets: what is gathered, one bucket per dtype; `gather_bytes` is what that leases.
         extended: whether any of them says itself what is gathered (see `_extension`).
         was_gathered: whether a gather was finished since the last backward ended; on all ranks alike.
-        stays: whether a schedule keeps the unsharded parameters between forward and backward; None if there is none.
+        settings: the options, and what a plan keeps.
         pinned: whether a user asked for the unsharded parameters (`unshard`), so that no forward gives them up.
     """
 
@@ -92,13 +92,12 @@ class ParamGroup:
         self.is_root = is_root
         self.running = 0
         self.pinned = False
-        self.stays: bool | None = None
         self.was_gathered = False
         self._info = info
         self._offloads = info.offloads
         self._on_cpu = info.device.type == "cpu"
         self._small = small
-        self._settings = settings
+        self.settings = settings
         self._transports = transports
         self._runtime = runtime
         self.phase = ParamPhase.SHARDED
@@ -143,22 +142,22 @@ class ParamGroup:
     @property
     def options(self) -> Options:
         """The settings as they are now."""
-        return self._settings.current
+        return self.settings.current
 
     @property
     def resharding(self) -> bool:
         """Whether forward gives up the unsharded parameters, by the settings."""
-        return self._settings.current.reshards(self.is_root)
+        return self.settings.current.reshards(self.is_root)
 
     @property
     def reshard_after_forward(self) -> bool:
-        """The same as a schedule says, if there is one."""
-        return self.resharding if self.stays is None else not self.stays
+        """The same as a plan says, if there is one."""
+        return self.settings.reshards(self.is_root)
 
     @property
     def reduces_first(self) -> bool:
         """Whether reductions are waited for before backward gathers for it; not if their waits issue collectives."""
-        return self._transports.replicate is None and self._settings.current.reduces_first(self._on_cpu)
+        return self._transports.replicate is None and self.settings.current.reduces_first(self._on_cpu)
 
     @property
     def trains(self) -> bool:
@@ -183,7 +182,7 @@ class ParamGroup:
             self._gathers = [resident.start() for resident in self._residents]
             self.phase, self.away = gathering, False
             return
-        if self.pinned or self.stays or self._settings.current.outlives_forward(self.is_root):
+        if self.pinned or self.settings.stays or self.settings.current.outlives_forward(self.is_root):
             self._stamp = self._stamp_now()
         self._gathers = []
         try:
@@ -234,12 +233,12 @@ class ParamGroup:
             return
         after = self._runtime.gather_lane.mark()
         for bucket in self.buckets:
-            bucket.release(after, reserve=self._settings.current.keep_storage)
+            bucket.release(after, reserve=self.settings.current.keep_storage)
 
     @property
     def shrinks(self) -> bool:
         """Whether forward leaves the weights cut among a few ranks."""
-        return self._small is not None and self._settings.current.few_ranks > 0 and not self.extended
+        return self._small is not None and self.settings.current.few_ranks > 0 and not self.extended
 
     def shrink(self) -> None:
         """Give the unsharded parameters up but for what a few ranks keep among them."""
@@ -349,7 +348,7 @@ class ParamGroup:
 
     def start_reduce(self, gradients: Gradients) -> Reduction:
         """Issue the reduction of unsharded gradients; None stands for zeros."""
-        whole = self._transports.replicate is None or self._settings.current.requires_all_reduce
+        whole = self._transports.replicate is None or self.settings.current.requires_all_reduce
         partial = self._kept.take_partial()
         jobs = [(bucket, bucket.start(bucket.chosen(gradients), partial, whole)) for bucket in self.reduce_buckets()]
         self._set_grads(GradPhase.REDUCING)
@@ -360,7 +359,7 @@ class ParamGroup:
     def reduce_buckets(self) -> list[ReduceBucket]:
         """What is reduced now, one bucket per dtype."""
         trains = tuple(map(_requires_grad, self.shards))
-        options = self._settings.current
+        options = self.settings.current
         key = trains, options.mp_policy.reduce_dtype, options.divide_factor, options.only_sums
         buckets = self._reduces.get(key)
         if buckets is None:
@@ -379,7 +378,7 @@ class ParamGroup:
         """
         pieces: dict[int, torch.Tensor] = {}
         # Other ranks are asked only where this one had none: on an accelerator that waits for the device.
-        asked = () if self._settings.current.reduce_unused else reduction.missing
+        asked = () if self.settings.current.reduce_unused else reduction.missing
         for bucket, job in reduction.jobs:
             done = job.finish(on_host=self._offloads and reduction.whole)
             if not reduction.whole:

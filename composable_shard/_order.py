@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ._actions import Actions
 from ._errors import ShardConfigValueError
 from ._group import ParamGroup
-from ._overlap import Ahead
+from ._overlap import GraphSchedule
 from ._plan import GroupPlan, ShardPlan
 from ._schedule import ROOT_NAME
 
@@ -71,7 +71,8 @@ class Order:
         self._usual, self._of_phase = usual, of_phase
         self._now = self._backward_of = self._usual
         for fqn, group in named.items():
-            group.stays = None if schedule is None else fqn in schedule.kept
+            stays = not group.resharding if schedule is None else fqn in schedule.kept
+            group.settings.stays = stays if stays == group.resharding else None  # a guard of what is compiled
         self._do.max_reductions = None if schedule is None else edges.max_reductions
         self._do.in_flight = {named[fqn]: number for fqn, number in edges.in_flight}
         self._do.reduces_first = edges.reduces_first
@@ -99,18 +100,25 @@ class Order:
         groups = tuple(_described(each, self._by_fqn[each.fqn]) for each in self.plan.groups)
         return self.plan if groups == self.plan.groups else replace(self.plan, groups=groups).with_policies()
 
-    def ahead(self, by_plan: bool) -> Ahead:
-        """What graphs gather ahead: the lists of users and, if wanted, what the plan's schedule says elsewhere."""
-        found: tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]] = ({}, {})
-        schedule = self.plan.schedule if by_plan else None
-        if schedule is not None:
-            for of, edges in zip(found, (schedule.forward, schedule.backward), strict=True):
+    def for_graphs(self, follows: bool) -> GraphSchedule:
+        """What graphs are told: the lists of users and, if they follow the plan, all that its schedule says."""
+        plan, edges = self.plan, self.plan.edges()
+        ahead: tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]] = ({}, {})
+        in_flight: dict[str, int] = {}
+        first: list[str] = []
+        if follows:
+            for of, pairs in zip(ahead, (edges.forward, edges.backward), strict=True):
                 of |= {_module_of(fqn): () for fqn in self._by_fqn}
-                of |= {_module_of(at): tuple(map(_module_of, those)) for at, those in edges}
+                of |= {_module_of(at): tuple(map(_module_of, those)) for at, those in pairs}
+            in_flight = {_module_of(fqn): edges.max_reductions for fqn in self._by_fqn}
+            in_flight |= {_module_of(fqn): number for fqn, number in edges.in_flight}
+            first = [_module_of(g.fqn) for g in plan.groups if edges.reduces_first or g.reduces_first]
         for (backward, group), those in self.explicit.items():
-            found[backward][_module_of(group.fqn)] = tuple(_module_of(each.fqn) for each in those)
-        kept = () if schedule is None else tuple(map(_module_of, schedule.kept))
-        return Ahead(*found, kept)
+            ahead[backward][_module_of(group.fqn)] = tuple(_module_of(each.fqn) for each in those)
+        kept: dict[str, int] = {}
+        for fqn in edges.kept if follows or plan.pool.budget is not None else ():
+            kept[_module_of(fqn)] = kept.get(_module_of(fqn), 0) + plan.group(fqn).unsharded_bytes
+        return GraphSchedule(*ahead, kept, in_flight, tuple(dict.fromkeys(first)))
 
     def begin(self, phase: str, trains: bool) -> None:
         """A forward of the root begins.

@@ -7,7 +7,7 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from composable_shard._graphs import sequence
-from composable_shard._overlap import Ahead, place
+from composable_shard._overlap import GraphSchedule, place
 from composable_shard._policies import PrefetchPolicy
 
 P = PrefetchPolicy
@@ -130,7 +130,7 @@ def test_a_graph_without_communication_is_left_alone():
     assert made.placed() == "m"
     made = Builder()
     made.multiply(made.x)
-    assert made.placed(P.depth(1), None, Ahead({"a": ("b",)})) == "m", "though there are lists"
+    assert made.placed(P.depth(1), None, GraphSchedule({"a": ("b",)})) == "m", "though there are lists"
 
 
 def chain(sizes, *policies):
