@@ -255,9 +255,10 @@ def _within(
     for reduction in order.reductions:
         hold(order.at[reduction.pack], order.at[reduction.wait], _bytes_of(reduction.pack), always=True)
     found_waits = []
-    for reduction, wanted in zip(order.reductions, waits, strict=True):
-        at = order.at[reduction.wait]
-        found_waits.append(max(at, wanted) if hold(at, wanted, _bytes_of(reduction.pack)) else at)
+    following = [*(order.at[reduction.pack] for reduction in order.reductions[1:]), order.last]
+    for reduction, wanted, sooner in zip(order.reductions, waits, following, strict=False):
+        at, nbytes = order.at[reduction.wait], _bytes_of(reduction.pack)
+        found_waits.append(next((each for each in (wanted, min(wanted, sooner)) if hold(at, each, nbytes)), at))
     places = sorted({*order.arrivals, *launches, *filter(None, map(order.begin, schedule.modules))})
     found: list[int] = []
     for gather, wanted in zip(order.gathers, launches, strict=True):
