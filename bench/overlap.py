@@ -316,7 +316,7 @@ def over_prediction(result: OverlapResult) -> tuple[str, str]:
 def differing(sides: list[Side]) -> bool:
     """Whether the engines moved other amounts of bytes, which would make the comparison void."""
     sizes = [side.nbytes for side in sides if "auto" not in side.name]  # which keep some groups instead
-    return max(sizes) > (1 + SAME_BYTES) * min(sizes)
+    return max(sizes, default=0) > (1 + SAME_BYTES) * min(sizes, default=0)
 
 
 def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:

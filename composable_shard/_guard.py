@@ -34,7 +34,7 @@ from ._torch import (
 )
 from ._torch_compile import graph_pass, last_pass, set_last_pass
 
-_VERSION = "composable_shard guard 3"
+_VERSION = "composable_shard guard 4"
 _listeners: list[list[GraphReport]] = []
 _forwards: weakref.WeakKeyDictionary[Any, GraphReport] = weakref.WeakKeyDictionary()
 

@@ -131,7 +131,7 @@ class _Order:
     """
 
     def __init__(self, graph: fx.Graph, schedule: GraphSchedule) -> None:
-        self.nodes = list(graph.nodes)
+        self.nodes: list[fx.Node] = list(graph.nodes)
         self.at = {node: number for number, node in enumerate(self.nodes)}
         self.first = next(number for number, node in enumerate(self.nodes) if node.op != "placeholder")
         self.last = len(self.nodes) - 1
