@@ -259,6 +259,7 @@ def _within(
     for reduction, wanted, sooner in zip(order.reductions, waits, following, strict=False):
         at, nbytes = order.at[reduction.wait], _bytes_of(reduction.pack)
         found_waits.append(next((each for each in (wanted, min(wanted, sooner)) if hold(at, each, nbytes)), at))
+    found_waits = list(itertools.accumulate(reversed(found_waits), min))[::-1]  # the oldest is waited for first
     places = sorted({*order.arrivals, *launches, *filter(None, map(order.begin, schedule.modules))})
     found: list[int] = []
     for gather, wanted in zip(order.gathers, launches, strict=True):
