@@ -162,8 +162,8 @@ class _Order:
         return next(node for node in self.nodes[place:] if node not in self._moving)
 
     def begin(self, module: str) -> int | None:
-        """Where a forward has its weights, or a backward begins to compute; None if it is not in this graph."""
-        if not self.backward and module in self.names:
+        """Where a forward, or the root, has its weights, or a backward begins to compute; None if it is not here."""
+        if module in self.names and (module == ROOT_NAME or not self.backward):
             return self.arrivals[self.names.index(module)]
         if module == ROOT_NAME:
             return self.first
