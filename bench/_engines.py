@@ -89,7 +89,8 @@ def shard_units(name: str, model: nn.Module, units: Sequence[nn.Module], mesh: D
     largest gather and reductions of all groups besides.
 
     `ours-compiled...` is to be compiled after its first steps (`compiled_whole`), under a policy that graphs follow:
-    one group ahead, two (`-far`), two within the memory that one ahead takes (`-budget`), and `auto` as `ours-auto`.
+    one group ahead, two (`-far`), two within the memory that one ahead takes (`-budget`), and `auto` as `ours-auto` and
+    `ours-auto-fsdp2`.
     """
     import composable_shard
 
@@ -107,7 +108,7 @@ def shard_units(name: str, model: nn.Module, units: Sequence[nn.Module], mesh: D
         model.set_prefetch_policy(composable_shard.PrefetchPolicy.auto())  # type: ignore[operator]
     if measures or name.endswith("-budget"):
         plan = composable_shard.make_plan(model).with_policies(composable_shard.PrefetchPolicy.depth(1))
-        share = FSDP2_MEMORY if name == "ours-auto-fsdp2" else 1.0
+        share = FSDP2_MEMORY if name.endswith("-auto-fsdp2") else 1.0
         whole = 2 * sum(group.unsharded_bytes + group.landing_bytes for group in plan.groups)
         budget = whole if name == "ours-auto-whole" else int(share * plan.peak_bytes)
         model.set_pool_policy(composable_shard.PoolPolicy(budget=budget))  # type: ignore[operator]

@@ -7,8 +7,9 @@ one process that completes collectives at modelled times. The link is so fast th
 0.3, 1 and 3 times the whole forward. Two clocks: `virtual`, where waiting holds the host up as on a CPU, and `streams`,
 where it holds a stream up as on an accelerator; both are exact, so figures have no spread. Beside the engines stands
 what a simulation of groups says of gathering one ahead and all ahead, what no order can fall below, and, for `auto`,
-the least that any schedule within its budget can reach. The exit status is 1 if eager `auto` exceeds that by more than
-a tenth and by more than 2 % of compute, or if it exceeds FSDP2 (streams clock); or if engines moved other bytes.
+the least that any schedule within its budget can reach. The exit status is 1 if `auto`, eager or compiled, exceeds that
+by more than a tenth and by more than 2 % of compute, or if it exceeds FSDP2 (streams clock); or if engines moved other
+bytes.
 
     python bench/overlap.py --clocks real --rounds 9     # sleeps, and computes by sleeping: with spread
     python bench/overlap.py --log ours --models uniform --ratios 1 --clocks streams
@@ -42,7 +43,7 @@ SAME_BYTES = 0.01  # by which engines' bytes may differ: flags and paddings of s
 EXACT = ("virtual", "streams")
 CLOCKS = (*EXACT, "real")
 EAGER = ("ours", "ours-two", "ours-far", "ours-auto", "ours-auto-fsdp2", "ours-auto-whole")
-GRAPHS = (COMPILED, f"{COMPILED}-far", f"{COMPILED}-budget", f"{COMPILED}-auto")
+GRAPHS = tuple(f"{COMPILED}{how}" for how in ("", "-far", "-budget", "-auto", "-auto-fsdp2"))
 ENGINES = (*EAGER, *GRAPHS, "fsdp2", "fsdp2-again")
 OVER_BOUND, OF_COMPUTE = 1.10, 0.02  # by which `auto` may exceed its bound: a factor, or a share of compute
 OVER_FSDP2 = 1.001  # flags of a few bytes travel with our reductions
@@ -179,28 +180,29 @@ def measure(case: Case, engines: list[str], rounds: int) -> list[Side]:
 
 
 def foreseen(case: Case, side: Side) -> dict[str, float | int | None]:
-    """What our plan says of a step, beside what it did; nothing where lists of modules or a graph go before the plan.
+    """What our plan says of a step, beside what it did; of a graph, which has no record, only where it is `auto`.
 
     On the real clock the host computes too: there a plan is taken at the times that it has measured, if it has.
     """
-    if side.name not in EAGER or side.name == "ours-far":
+    if (
+        not side.name.startswith("ours")
+        or side.name == "ours-far"
+        or (side.name in GRAPHS and "-auto" not in side.name)
+    ):
         return {}
     plan = current_plan(side.model)
     if case.clock in EXACT:
         plan = case.timed(plan)
     elif plan.costs is None:
         return {}
+    found: dict[str, float | int | None] = {"predicted_ms": 1e3 * (plan.predicted().exposed or 0.0)}
+    if plan.pool.budget is not None and side.name != "ours-auto-whole":
+        found["bound_ms"] = 1e3 * bound_of(plan)
+    if side.name in GRAPHS:
+        return found
     record = last_record(side.model)
     assert record is not None
-    predicted = plan.predicted()
-    found = {
-        "predicted_ms": 1e3 * (predicted.exposed or 0.0),
-        "peak_bytes": record.peak_bytes,
-        "planned_bytes": plan.peak_bytes,
-    }
-    if plan.pool.budget is not None and side.name in ("ours-auto", "ours-auto-fsdp2"):
-        found["bound_ms"] = 1e3 * bound_of(plan)
-    return found
+    return found | {"peak_bytes": record.peak_bytes, "planned_bytes": plan.peak_bytes}
 
 
 @functools.cache
@@ -278,7 +280,7 @@ def show(model: str, clock: str, results: list[OverlapResult], options: argparse
         ],
         caption,
     )
-    ours = [(name, row) for name, row in found if row[0].planned_bytes is not None]
+    ours = [(name, row) for name, row in found if row[0].predicted_ms is not None]
     _report.table(
         "measured / predicted: exposed time, and peak bytes of the pool",
         ("engine", *(word for ratio in options.ratios for word in (f"time at {ratio:g}", "bytes"))),
@@ -305,16 +307,16 @@ def over_bound(result: OverlapResult) -> str:
 
 def over_prediction(result: OverlapResult) -> tuple[str, str]:
     assert result.predicted_ms is not None
-    assert result.planned_bytes is not None
-    assert result.peak_bytes is not None
     time = result.exposed_ms.median / result.predicted_ms if result.predicted_ms else 1.0
+    if result.peak_bytes is None or result.planned_bytes is None:
+        return f"{time:.3f}", "-"
     return f"{time:.3f}", f"{result.peak_bytes / result.planned_bytes:.3f}"
 
 
 def differing(sides: list[Side]) -> bool:
     """Whether the engines moved other amounts of bytes, which would make the comparison void."""
     sizes = [side.nbytes for side in sides if "auto" not in side.name]  # which keep some groups instead
-    return max(sizes) > (1 + SAME_BYTES) * min(sizes)
+    return max(sizes, default=0) > (1 + SAME_BYTES) * min(sizes, default=0)
 
 
 def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:

@@ -98,7 +98,7 @@ def _check_ready(root: nn.Module, found: Sequence[tuple[list[str], ShardState]])
             f"modules of one list ({names}) cannot be the root; call fully_shard on the module that contains them too"
         )
     for listed, state in found:
-        if state is not own and replace(state.asked, ahead="") != Asked():
+        if state is not own and replace(state.asked, schedule="") != Asked():
             raise ShardConfigStateError(
                 f"{', '.join(listed)}: a policy or a plan was set on it, and it runs inside of {type(root).__name__}; "
                 "set it on the outermost sharded module"

@@ -29,7 +29,8 @@ def compile(  # noqa: A001 - the name of the function in torch that it stands fo
 
     - ``fullgraph=True`` is the default, so that a graph break is an error that shows the frame.
     - Communication overlaps with compute, under Inductor and ``aot_eager``: a gather is launched one group ahead, and a
-      reduction is waited for behind the launch of the next one. It costs the memory of these, and under Inductor
+      reduction is waited for behind the launch of the next one, or as the model's policies and its plan say. It costs
+      the memory of these, and under Inductor
       ``reorder_for_peak_memory``, which would undo it, is off unless ``options`` says otherwise.
     - The guard reads the graphs also under ``aot_eager``, and for a callable that `torch._dynamo` knows as a backend of
       AOTAutograd; with plain `torch.compile` it does so under Inductor only.

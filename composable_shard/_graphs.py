@@ -57,6 +57,7 @@ _MOVES = frozenset(
         "_to_copy",
     ]
 ) | {"_c10d_functional.wait_tensor", "composable_shard.unpack", "prims.convert_element_type", "prims.view_of"}
+_COMMUNICATES = ("_c10d_functional.", "composable_shard.")
 
 
 def letter_of(node: fx.Node) -> str:
@@ -70,6 +71,12 @@ def name_of(node: fx.Node) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target).rpartition(".")[0]
     return ""
+
+
+def computes(node: fx.Node) -> bool:
+    """Whether a node computes, and does not only move data or communicate."""
+    name = name_of(node)
+    return bool(name) and name not in _MOVES and not name.startswith(_COMMUNICATES)
 
 
 def sequence(graph: fx.Graph) -> str:
@@ -159,13 +166,13 @@ def module_of(node: fx.Node) -> str:
 
 def _gather(node: fx.Node, saved: list[fx.Node]) -> Gather:
     policy = str(node.meta.get("recompute"))
-    kept = set(_weights_of(node)) & set(saved)
+    kept = set(weights_of(node)) & set(saved)
     return Gather(module_of(node), "RECOMPUTE" in policy, sum(map(_nbytes, kept)))
 
 
 def _is_of_weights(gather: fx.Node) -> bool:
     """Whether it is ours, and not one of tensor parallelism, say."""
-    return any(name_of(node) == "composable_shard.unpack" for node in _weights_of(gather))
+    return any(name_of(node) == "composable_shard.unpack" for node in weights_of(gather))
 
 
 def _fqn(path: str) -> str:
@@ -173,7 +180,7 @@ def _fqn(path: str) -> str:
     return path.partition(".")[2].replace("_orig_mod.", "") or ROOT_NAME
 
 
-def _weights_of(gather: fx.Node) -> Iterator[fx.Node]:
+def weights_of(gather: fx.Node) -> Iterator[fx.Node]:
     """All nodes that hold what was gathered."""
     to_do, seen = [gather], {gather}
     while to_do:

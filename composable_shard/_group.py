@@ -57,7 +57,8 @@ class ParamGroup:
         buckets: what is gathered, by dtype, of `gather_bytes`; `residents` keep some of it, `reduces` are the way back.
         extended: whether any of them says itself what is gathered (see `_extension`).
         was_gathered: whether a gather was finished since the last backward ended; on all ranks alike.
-        stays: whether a schedule keeps the unsharded parameters between forward and backward; None if there is none.
+        settings: the options, and what a plan keeps in training, which graphs follow.
+        stays: whether the schedule of the phase that runs keeps the unsharded parameters behind forward; None if none.
         pinned: whether a user asked for the unsharded parameters (`unshard`), so that no forward gives them up.
     """
 
@@ -83,7 +84,7 @@ class ParamGroup:
         self._offloads = info.offloads
         self._streams = runtime.gather_lane.streams
         self._small = small
-        self._settings = settings
+        self.settings = settings
         self._transports = transports
         self._runtime = runtime
         self.phase = SHARDED
@@ -128,22 +129,22 @@ class ParamGroup:
     @property
     def options(self) -> Options:
         """The settings as they are now."""
-        return self._settings.current
+        return self.settings.current
 
     @property
     def resharding(self) -> bool:
         """Whether forward gives up the unsharded parameters, by the settings."""
-        return self._settings.current.reshards(self.is_root)
+        return self.settings.current.reshards(self.is_root)
 
     @property
     def reshard_after_forward(self) -> bool:
-        """The same as a schedule says, if there is one."""
+        """The same as the schedule of the phase that runs says, if there is one."""
         return self.resharding if self.stays is None else not self.stays
 
     @property
     def reduces_first(self) -> bool:
         """Whether reductions are waited for before backward gathers for it; not if their waits issue collectives."""
-        return self._transports.replicate is None and self._settings.current.reduces_first(self._streams)
+        return self._transports.replicate is None and self.settings.current.reduces_first(self._streams)
 
     @property
     def trains(self) -> bool:
@@ -173,7 +174,7 @@ class ParamGroup:
             self._gathers = [resident.start() for resident in self.residents]
             self.phase, self.away = GATHERING, False
             return
-        if self.pinned or self.stays or self._settings.current.outlives_forward(self.is_root):
+        if self.pinned or self.stays or self.settings.current.outlives_forward(self.is_root):
             self._stamp = self._stamp_now()
         self._gathers = []
         try:
@@ -224,12 +225,12 @@ class ParamGroup:
             return
         after = self._runtime.gather_lane.mark()
         for bucket in self.buckets:
-            bucket.release(after, reserve=self._settings.current.keep_storage)
+            bucket.release(after, reserve=self.settings.current.keep_storage)
 
     @property
     def shrinks(self) -> bool:
         """Whether forward leaves the weights cut among a few ranks."""
-        return self._small is not None and self._settings.current.few_ranks > 0 and not self.extended
+        return self._small is not None and self.settings.current.few_ranks > 0 and not self.extended
 
     def shrink(self) -> None:
         """Give the unsharded parameters up but for what a few ranks keep among them."""
@@ -339,7 +340,7 @@ class ParamGroup:
 
     def start_reduce(self, gradients: Gradients) -> Reduction:
         """Issue the reduction of unsharded gradients; None stands for zeros."""
-        whole = self._transports.replicate is None or self._settings.current.requires_all_reduce
+        whole = self._transports.replicate is None or self.settings.current.requires_all_reduce
         partial = self._kept.take_partial()
         jobs = [(bucket, bucket.start(bucket.chosen(gradients), partial, whole)) for bucket in self.reduce_buckets()]
         self._set_grads(GradPhase.REDUCING)
@@ -350,7 +351,7 @@ class ParamGroup:
     def reduce_buckets(self) -> list[ReduceBucket]:
         """What is reduced now, one bucket per dtype."""
         trains = tuple(map(_requires_grad, self.shards))
-        options = self._settings.current
+        options = self.settings.current
         key = trains, options.mp_policy.reduce_dtype, options.divide_factor, options.only_sums
         buckets = self.reduces.get(key)
         if buckets is None:
@@ -369,7 +370,7 @@ class ParamGroup:
         """
         pieces: dict[int, torch.Tensor] = {}
         # Other ranks are asked only where this one had none: on an accelerator that waits for the device.
-        asked = () if self._settings.current.reduce_unused else reduction.missing
+        asked = () if self.settings.current.reduce_unused else reduction.missing
         for bucket, job in reduction.jobs:
             done = job.finish(on_host=self._offloads and reduction.whole)
             if not reduction.whole:

@@ -21,7 +21,7 @@ from torch import fx
 
 from ._errors import CompiledGraphWarning
 from ._graphs import GraphReport, faults, outputs_of, repeated_gathers, report_graph
-from ._overlap import NOTHING_LISTED, ONE_AHEAD, Ahead, place
+from ._overlap import NOTHING_SAID, ONE_AHEAD, GraphSchedule, place
 from ._policies import PrefetchPolicy
 from ._torch import (
     compilation,
@@ -34,7 +34,7 @@ from ._torch import (
 )
 from ._torch_compile import graph_pass, last_pass, set_last_pass
 
-_VERSION = "composable_shard guard 3"
+_VERSION = "composable_shard guard 4"
 _listeners: list[list[GraphReport]] = []
 _forwards: weakref.WeakKeyDictionary[Any, GraphReport] = weakref.WeakKeyDictionary()
 
@@ -157,30 +157,30 @@ def guarded(compiler: Callable[..., Any]) -> Callable[..., Any]:
 _begun_in = ""
 
 
-_Policies = tuple[PrefetchPolicy, int | None, Ahead]
+_Policies = tuple[PrefetchPolicy, int | None, GraphSchedule]
 _policies: weakref.WeakKeyDictionary[object, _Policies] = weakref.WeakKeyDictionary()  # by compilation
 
 
 def _policies_now() -> _Policies:
     """The policies of the model that is compiled now."""
     now = compilation()
-    nothing = ONE_AHEAD, None, NOTHING_LISTED
+    nothing = ONE_AHEAD, None, NOTHING_SAID
     return nothing if now is None else _policies.get(now, nothing)
 
 
 @run_while_tracing
-def begin_trace(kind: str, amount: int | None, budget: int | None, ahead: str) -> bool:
+def begin_trace(kind: str, amount: int | None, budget: int | None, schedule: str) -> bool:
     """A sharded module is about to be traced; the policies of the outermost one place the communication of its graphs.
 
     Args:
         kind, amount: of the `PrefetchPolicy`.
         budget: of the `PoolPolicy`.
-        ahead: text of what users have listed, or measured times say.
+        schedule: text of what users have listed, or a plan says.
     """
     global _begun_in
     _begun_in = current_compilation()
     if (now := compilation()) is not None:
-        _policies.setdefault(now, (PrefetchPolicy(kind, amount), budget, Ahead.of_text(ahead)))
+        _policies.setdefault(now, (PrefetchPolicy(kind, amount), budget, GraphSchedule.of_text(schedule)))
     install()
     return True
 

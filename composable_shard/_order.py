@@ -10,7 +10,7 @@ from ._arena import ArenaSlot, Placed
 from ._bucket import GatherBucket
 from ._errors import ShardConfigValueError
 from ._group import ParamGroup
-from ._overlap import Ahead
+from ._overlap import GraphSchedule
 from ._plan import GroupPlan, ShardPlan
 from ._pool import BufferPool
 from ._schedule import ROOT_NAME, Schedule
@@ -78,6 +78,9 @@ class Order:
         self._do.pool.use_mem_pool(plan.pool.mem_pool)  # the last that can fail
         self._usual, self._of_phase = usual, of_phase
         self._take_up(usual, trains=True)
+        for fqn, group in named.items():
+            stays = not group.resharding if plan.schedule is None else fqn in edges.kept
+            group.settings.stays = stays if stays == group.resharding else None  # a guard of what is compiled
         self._do.budget = plan.pool.budget
         self.plan = plan
         self.phases = {phase for phase, _ in plan.orders}
@@ -122,18 +125,25 @@ class Order:
             self.plan = replace(self.plan, places=places)
         return self.plan
 
-    def ahead(self, by_plan: bool) -> Ahead:
-        """What graphs gather ahead: the lists of users and, if wanted, what the plan's schedule says elsewhere."""
-        found: tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]] = ({}, {})
-        schedule = self.plan.schedule if by_plan else None
-        if schedule is not None:
-            for of, edges in zip(found, (schedule.forward, schedule.backward), strict=True):
+    def for_graphs(self, follows: bool) -> GraphSchedule:
+        """What graphs are told: the lists of users and, if they follow the plan, all that its schedule says."""
+        plan, edges = self.plan, self.plan.edges()
+        ahead: tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]] = ({}, {})
+        in_flight: dict[str, int] = {}
+        first: list[str] = []
+        if follows:
+            for of, pairs in zip(ahead, (edges.forward, edges.backward), strict=True):
                 of |= {_module_of(fqn): () for fqn in self._by_fqn}
-                of |= {_module_of(at): tuple(map(_module_of, those)) for at, those in edges}
+                of |= {_module_of(at): tuple(map(_module_of, those)) for at, those in pairs}
+            in_flight = {_module_of(fqn): edges.max_reductions for fqn in self._by_fqn}
+            in_flight |= {_module_of(fqn): number for fqn, number in edges.in_flight}
+            first = [_module_of(g.fqn) for g in plan.groups if edges.reduces_first or g.reduces_first]
         for (backward, group), those in self.explicit.items():
-            found[backward][_module_of(group.fqn)] = tuple(_module_of(each.fqn) for each in those)
-        kept = () if schedule is None else tuple(map(_module_of, schedule.kept))
-        return Ahead(*found, kept)
+            ahead[backward][_module_of(group.fqn)] = tuple(_module_of(each.fqn) for each in those)
+        kept: dict[str, int] = {}
+        for fqn in edges.kept if follows or plan.pool.budget is not None else ():
+            kept[_module_of(fqn)] = kept.get(_module_of(fqn), 0) + plan.group(fqn).unsharded_bytes
+        return GraphSchedule(*ahead, kept, in_flight, tuple(dict.fromkeys(first)))
 
     def begin(self, phase: str, trains: bool) -> None:
         """A forward of the root begins.

@@ -250,13 +250,20 @@ class Settings:
     Attributes:
         current: the options.
         accumulates: whether gradient sync was ever off, so that unsharded gradients may wait to be reduced.
+        stays: whether a plan keeps the unsharded parameters between forward and backward; None where it says of that
+            what the options say.
     """
 
-    __slots__ = ("accumulates", "current")
+    __slots__ = ("accumulates", "current", "stays")
 
     def __init__(self, current: Options) -> None:
         self.current = current
         self.accumulates = not current.requires_gradient_sync
+        self.stays: bool | None = None
+
+    def reshards(self, is_root: bool) -> bool:
+        """Whether forward gives up the unsharded parameters: by the plan, or else by the options."""
+        return self.current.reshards(is_root) if self.stays is None else not self.stays
 
     def change(self, **values: Any) -> None:
         """Put options with these values in the place of the current ones."""

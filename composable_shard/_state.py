@@ -70,13 +70,13 @@ class Asked:
     """What users have asked of the plan of a root: policies, or a plan to follow.
 
     Attributes:
-        ahead: text of what graphs gather ahead, in the place of what policies say (see `_overlap.Ahead`).
+        schedule: text of what graphs follow before policies (see `_overlap.GraphSchedule`).
     """
 
     prefetch: PrefetchPolicy | None = None
     pool: PoolPolicy | None = None
     plan: ShardPlan | None = None
-    ahead: str = ""
+    schedule: str = ""
 
     def for_graphs(self) -> tuple[str, int | None, int | None, str]:
         """Prefetch policy, budget, and what goes before them, as constants, for what Dynamo traces."""
@@ -84,7 +84,7 @@ class Asked:
         if pool is None and self.plan is not None:
             pool = self.plan.pool
         kind, amount = ("depth", 1) if prefetch is None else (prefetch.kind, prefetch.amount)
-        return kind, amount, None if pool is None else pool.budget, self.ahead
+        return kind, amount, None if pool is None else pool.budget, self.schedule
 
     def applied(self, plan: ShardPlan) -> ShardPlan:
         """A plan of the same groups that does so.
@@ -240,9 +240,9 @@ class ShardState:
         """This is the root: let graphs know what the order of its engine says."""
         asked = self.asked
         follows_plan = order.plan.costs is not None or (asked.plan is not None and asked.prefetch is None)
-        text = order.ahead(follows_plan).to_text()
-        if text != asked.ahead:
-            self.asked = replace(asked, ahead=text)
+        text = order.for_graphs(follows_plan).to_text()
+        if text != asked.schedule:
+            self.asked = replace(asked, schedule=text)
 
     def comms_changed(self) -> None:
         """Users have put other communication in the place of ours."""

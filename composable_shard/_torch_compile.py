@@ -19,10 +19,13 @@ def mode_options(mode: str, dynamic: bool | None) -> dict[str, Any]:
 
 
 def as_it_is(module: fx.GraphModule, inputs: Any) -> Any:
-    """A compiler for `aot_backend` that runs the graph's operators one by one."""
-    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+    """A compiler for `aot_backend` that runs a graph's operators one by one and frees each tensor at its last use."""
 
-    return make_boxed_func(module.forward)
+    def run(arguments: list[Any]) -> Any:
+        return fx.Interpreter(module).boxed_run(arguments)
+
+    run._boxed_call = True  # type: ignore[attr-defined]  # it takes over what it is given
+    return run
 
 
 def aot_backend(compiler: Callable[..., Any]) -> Callable[..., Any]:

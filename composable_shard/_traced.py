@@ -105,7 +105,7 @@ class TracedGroup:
                 "modules that hold them one by one, by module.compile()"
             )
         shards = [param.sharded for param in self._params]
-        if self._settings.current.reshards(self.is_root):
+        if self._settings.reshards(self.is_root):
             full = checkpoint(self._again, *shards, use_reentrant=False)
         elif torch.compiler.is_compiling():  # not again, even if a user's checkpoint around the module recomputes it
             full = checkpoint(self._once, *shards, use_reentrant=False, context_fn=_save_gathered)

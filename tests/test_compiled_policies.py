@@ -51,7 +51,7 @@ forward GGwGmwGmmwmmwmmm, saves 3288 bytes
 backward GGmmwGmmmmRwmmmmRwwmmmmRwmRww
 all ahead, within a budget
 forward GGGGwmwmmwmmwmmm, saves 3288 bytes
-backward GGGmmwmmmmRwmmmmRwwmmmmRwmRww
+backward GGmmwmmmmRwmmmmRwGwmmmmRwmRww
 """,
         )
 

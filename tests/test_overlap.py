@@ -7,7 +7,7 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from composable_shard._graphs import sequence
-from composable_shard._overlap import Ahead, place
+from composable_shard._overlap import GraphSchedule, place
 from composable_shard._policies import PrefetchPolicy
 
 P = PrefetchPolicy
@@ -17,16 +17,20 @@ cs, c10d, aten = torch.ops.composable_shard, torch.ops._c10d_functional, torch.o
 class Builder:
     """A graph of groups in the order in which AOTAutograd has it."""
 
-    def __init__(self):
+    def __init__(self, backward=False):
         self.graph = fx.Graph()
-        self.x = self.graph.placeholder("x")
+        self.x = self.graph.placeholder("tangents" if backward else "x")
         self.ends = []
+        self.module = ""  # whose nodes are made
 
     def shard(self, name):
         return self.graph.placeholder(name)
 
     def call(self, op, *args):
-        return self.graph.call_function(op.default, args)
+        node = self.graph.call_function(op.default, args)
+        if self.module:
+            node.meta["nn_module_stack"] = {"": (f"L['self'].{self.module}", None)}
+        return node
 
     def gather(self, shard):
         flat = self.call(cs.pack, [shard], "key", [0], torch.float32)
@@ -130,7 +134,7 @@ def test_a_graph_without_communication_is_left_alone():
     assert made.placed() == "m"
     made = Builder()
     made.multiply(made.x)
-    assert made.placed(P.depth(1), None, Ahead({"a": ("b",)})) == "m", "though there are lists"
+    assert made.placed(P.depth(1), None, GraphSchedule({"a": ("b",)})) == "m", "though there are lists"
 
 
 def chain(sizes, *policies):
@@ -172,4 +176,73 @@ def test_a_budget_bounds_what_is_in_flight_beside_the_weights_that_arrived_last(
 256: GGGwmwmwmGwmGwm
 384: GGGwmwGmwGmwmwm
 10000: GGGGGwmwmwmwmwm""",
+    )
+
+
+def backward(schedule, budget=None):
+    """A backward of modules c, b and a, of four products each, whose weights and gradients have 64 bytes."""
+    made = Builder(backward=True)
+    shards = {module: made.shard(f"shard_{module}") for module in "cba"}
+    for made.module, shard in shards.items():
+        weight = shard if made.module in schedule.kept else made.gather(shard)
+        for _ in range(4):
+            made.multiply(weight)
+        made.reduce(made.x)
+    for node in made.graph.nodes:
+        if node.target in (c10d.all_gather_into_tensor.default, cs.pack_gradients.default):
+            node.meta["val"] = torch.empty(16, device="meta")
+    return made.placed(P.auto(), budget, schedule)
+
+
+AHEAD = {"(root)": (), "c": ("b",), "b": ("a",), "a": ()}
+
+
+def flying(number, **others):
+    return dict.fromkeys("cba", number) | others
+
+
+def test_a_plan_says_how_many_reductions_are_in_flight_and_whether_gathers_wait_for_them():
+    schedules = {
+        "three": GraphSchedule({}, AHEAD, {}, flying(3)),
+        "two": GraphSchedule({}, AHEAD, {}, flying(2)),
+        "one": GraphSchedule({}, AHEAD, {}, flying(1)),
+        "two, but for b": GraphSchedule({}, AHEAD, {}, flying(2, b=1)),
+        "before gathers": GraphSchedule({}, AHEAD, {}, flying(2), "cba"),
+        "before those of b": GraphSchedule({}, AHEAD, {}, flying(3), "b"),
+    }
+    assert_expected_inline(
+        "\n".join(f"{name}: {backward(each)}" for name, each in schedules.items()),
+        """\
+three: GwGmmmmRwGmmmmRwmmmmRwww
+two: GwGmmmmRwGmmmmRwmmmmwRww
+one: GwGmmmmRwGmmmmwRwmmmmwRw
+two, but for b: GwGmmmmRwGmmmmwRwmmmmRww
+before gathers: GwGmmmmRwmmwGmmRwmmmmRww
+before those of b: GwGmmmmRwmmwGmmRwmmmmRww""",
+    )
+
+
+def test_a_module_whose_weights_are_kept_begins_with_what_it_computes():
+    schedules = {
+        "c": GraphSchedule({}, {**AHEAD, "(root)": (), "c": ("b",)}, {"c": 64}, flying(2)),
+        "b": GraphSchedule({}, {**AHEAD, "c": (), "b": ("a",)}, {"b": 64}, flying(2)),
+        "b, and the root gathers all": GraphSchedule({}, {"(root)": ("c", "a")}, {"b": 64}, flying(2)),
+    }
+    assert_expected_inline(
+        "\n".join(f"{name}: {backward(each)}" for name, each in schedules.items()),
+        """\
+c: GmmmmRwGmmmmRwmmmmwRww
+b: GwmmmmRGmmmmRwmmmmwRww
+b, and the root gathers all: GGwmmmmRmmmmRwmmmmwRww""",
+    )
+
+
+def test_a_budget_takes_gathers_ahead_first_then_reductions_and_counts_what_is_kept():
+    schedule = GraphSchedule({}, AHEAD, {"a": 64}, flying(3))
+    budgets = [128, 192]
+    assert_expected_inline(
+        "\n".join(f"{budget}: {backward(schedule, budget)}" for budget in budgets),
+        """\
+128: GwmmmmRwGwmmmmRmmmmRww
+192: GwGmmmmRwmmmmRmmmmRwww""",
     )

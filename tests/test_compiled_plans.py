@@ -1,0 +1,257 @@
+"""A compiled graph follows the whole schedule of a plan: what it keeps, its reductions in flight, its budget.
+
+On the fabric, in one process. Numbers are those of the eager engine under the same plan, to the bit. Sequences:
+`EXPECTTEST_ACCEPT=1` rewrites them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn as nn
+from expecttest import assert_expected_inline
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import composable_shard as cs
+from _compiling import text_of
+from composable_shard import _copies, testing
+from composable_shard.report import watch_graphs
+
+with warnings.catch_warnings():  # imports of its own warn
+    warnings.simplefilter("ignore")
+    import torch._dynamo.testing
+
+P = cs.PrefetchPolicy
+WORLD, WIDTH, BLOCKS = 4, 32, 4
+WEIGHTS = 4 * 2 * WIDTH * WIDTH  # bytes of a block
+
+
+class Chain(nn.Module):
+    """A norm, which is the root's own, and blocks of two products each, checkpointed or not."""
+
+    def __init__(self, checkpoints: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False))
+            for _ in range(BLOCKS)
+        )
+        self.checkpoints = checkpoints
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return x
+
+
+@contextlib.contextmanager
+def network() -> Iterator[None]:
+    torch._dynamo.reset()
+    with testing.fabric(WORLD, latency_s=1e-5, bandwidth_Bps=1e9, clock="streams"):
+        yield
+    torch._dynamo.reset()
+
+
+def sharded(checkpoints=False):
+    torch.manual_seed(3)
+    model, mesh = Chain(checkpoints), init_device_mesh("cpu", (WORLD,))
+    for block in model.blocks:
+        cs.fully_shard(block, mesh=mesh)
+    cs.fully_shard(model, mesh=mesh)
+    model.set_reduce_scatter_max_input_buffers(2)  # else a CPU waits for reductions before it gathers
+    return model
+
+
+def steps(run, model, count=2):
+    """Losses, gradients and parameters."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(5)
+    found = []
+    for _ in range(count):
+        loss = run(torch.randn(3, WIDTH)).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(param.grad.to_local().clone() for param in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found + [param.detach().to_local().clone() for param in model.parameters()]
+
+
+def plan_of(model, **schedule):
+    """One group ahead, but for these parts of the schedule."""
+    plan = cs.make_plan(model)
+    edges = dataclasses.replace(plan.edges(), **schedule)
+    away = {fqn for fqn in plan.order if fqn not in edges.kept}
+    backward = tuple((at, tuple(fqn for fqn in those if fqn in away)) for at, those in edges.backward)
+    return dataclasses.replace(plan, schedule=dataclasses.replace(edges, backward=backward))
+
+
+KEPT = ("", "blocks.1", "blocks.3")
+SCHEDULES = {
+    "two blocks kept": {"kept": KEPT},
+    "all kept": {"kept": ("", *(f"blocks.{i}" for i in range(BLOCKS)))},
+    "three, but for one group's": {"max_reductions": 3, "in_flight": (("blocks.1", 1),)},
+    "both": {"kept": KEPT, "max_reductions": 1, "reduces_first": True},
+}
+
+
+def graphs_under(schedules, checkpoints):
+    """What is compiled under each schedule, as text; numbers must be those of eager under the same."""
+    found = []
+    for name, schedule in schedules.items():
+        with network(), watch_graphs() as graphs:
+            results = []
+            for compiles in (False, True):
+                model = sharded(checkpoints)
+                model.set_plan(plan_of(model, **schedule))
+                run = cs.compile(model, backend="aot_eager") if compiles else model
+                results.append(steps(run, model))
+        eager, compiled = results
+        assert len(eager) == len(compiled)
+        assert all(map(torch.equal, eager, compiled)), name
+        found.append(f"{name}\n{text_of(graphs)}")
+    return "".join(found)
+
+
+def test_graphs_keep_what_a_plan_keeps_and_have_its_reductions_in_flight():
+    assert_expected_inline(
+        graphs_under(SCHEDULES, checkpoints=False),
+        """\
+two blocks kept
+forward GwGwGmmwGmmwGmmwmm, saves 19736 bytes
+backward GmmmmRmwmmmRGmmmmwRmwmmmwRwRww
+all kept
+forward GwGwGmmwGmmwGmmwmm, saves 36120 bytes
+backward mmmmRmmmmRmmmmwRmmmmwRwRww
+three, but for one group's
+forward GwGwGmmwGmmwGmmwmm, saves 3352 bytes
+backward GGmwmmmRGmwmmmRGmwmmmwwRmwmmmRRwww
+both
+forward GwGwGmmwGmmwGmmwmm, saves 19736 bytes
+backward GmmmmRmwmmmwRmmwGmmRmwmmmwRwRw
+""",
+    )
+
+
+def test_checkpointed_blocks_too():
+    chosen = {name: SCHEDULES[name] for name in ("two blocks kept", "both")}
+    assert_expected_inline(
+        graphs_under(chosen, checkpoints=True),
+        """\
+two blocks kept
+forward GwGwGmmwGmmwGmmwmm, saves 18200 bytes
+backward GmmmmmRwmmmmmRGmmmmmwRwmmmmmwRwRww
+both
+forward GwGwGmmwGmmwGmmwmm, saves 18200 bytes
+backward GmmmmmRwmmmmmwRmmwGmmmRwmmmmmwRwRw
+""",
+    )
+
+
+class Live:
+    """Bytes of weights, of gathers on their way and of packed gradients, as memory is taken and given back."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.most = 0
+        self._flying: list[int] = []
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        pack, unpack, pack_gradients = _copies.pack, _copies.unpack, _copies.pack_gradients
+
+        def packing(*args):
+            chunk = pack(*args)
+            self._flying.append(WORLD * chunk.nbytes)
+            self._look()
+            return chunk
+
+        def unpacking(*args):
+            wholes = unpack(*args)
+            self._flying.pop(0)
+            self._hold(*wholes)
+            return wholes
+
+        def packing_gradients(*args):
+            bucket = pack_gradients(*args)
+            self._hold(bucket)
+            return bucket
+
+        patch.setattr(_copies, "pack", packing)
+        patch.setattr(_copies, "unpack", unpacking)
+        patch.setattr(_copies, "pack_gradients", packing_gradients)
+
+    def now(self) -> int:
+        alive = {key: each for key, each in self._storages.items() if not each[0].expired()}
+        self._storages = alive
+        return sum(self._flying) + sum(nbytes for _, nbytes in alive.values())
+
+    def _hold(self, *tensors):
+        for tensor in tensors:
+            self._storages[len(self._storages), id(tensor)] = StorageWeakRef(tensor.untyped_storage()), tensor.nbytes
+        self._look()
+
+    def _look(self):
+        self.most = max(self.most, self.now())
+
+
+COSTS = {
+    "fast compute": (1e-6, 2e-6),
+    "slow compute": (1e-4, 2e-4),
+}
+
+
+def timed(model, budget, seconds):
+    fqns = ["", *(f"blocks.{i}" for i in range(BLOCKS))]
+    forward, backward = (dict.fromkeys(fqns, each) for each in seconds)
+    costs = cs.Costs.of(latency=1e-5, bandwidth=1e9, forward=forward, backward=backward)
+    return cs.make_plan(model).with_policies(P.auto(), cs.PoolPolicy(budget=budget), costs)
+
+
+@pytest.mark.parametrize(("blocks", "stay"), [(2.25, 2), (4, 3)])
+def test_a_graph_holds_no_more_than_the_budget_with_what_it_keeps(blocks, stay, monkeypatch):
+    live, budget = Live(monkeypatch), int(blocks * WEIGHTS)
+    most, kept = [], []
+    for name, seconds in COSTS.items():
+        with network():
+            model = sharded()
+            plan = timed(model, budget, seconds)
+            model.set_plan(plan)
+            run = cs.compile(model, backend="aot_eager")
+            live.most = 0
+            steps(run, model, 1)
+            most.append(live.most)
+            loss = run(torch.randn(3, WIDTH)).sum()
+            kept.append(live.now() // WEIGHTS)
+            assert kept[-1] == len(plan.edges().kept) - 1, name
+            del loss
+    assert budget - 1.5 * WEIGHTS < max(most) <= budget, most
+    assert max(kept) == stay, "what there is memory for is kept"
+
+
+def test_a_plan_that_changes_is_traced_once_and_one_that_was_seen_not_again():
+    with network():
+        model = sharded()
+        run = cs.compile(model, backend="aot_eager")
+        counts = []
+        for schedule in ("two blocks kept", "three, but for one group's", "two blocks kept"):
+            model.set_plan(plan_of(model, **SCHEDULES[schedule]))
+            with watch_graphs() as graphs:
+                steps(run, model, 3)
+            counts.append(len(graphs))
+    assert counts == [2, 2, 0]
+
+
+def test_blocks_compiled_by_their_method_share_their_code_whatever_the_plan_keeps():
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    with network():
+        model = sharded()
+        model.set_plan(plan_of(model, kept=KEPT))
+        for block in model.blocks:
+            block.compile(backend=counter, fullgraph=True)
+        steps(model, model)
+    assert counter.frame_count == 1
