@@ -180,7 +180,11 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
     outputs = apply_function(_Unshard, _Lifeline(owner, use), group.weights(for_use=True), *group.shards)
     if group.wraps:
         outputs = tuple([p.parallel.wrap(o) if p.parallel else o for o, p in zip(outputs, group.params, strict=True)])
+    # `_is_param` is in the dictionaries of the shards: isinstance(out, nn.Parameter) holds.
     for out, shard in zip(outputs, group.shards, strict=True):
-        out.__dict__ = shard.__dict__  # `_is_param` is in it: isinstance(out, nn.Parameter) holds
+        if type(out) is torch.Tensor:
+            out.__dict__ = shard.__dict__
+        else:  # of a class with attributes of its own
+            out.__dict__.update(shard.__dict__)
     group.begin_use()
     return outputs
