@@ -129,7 +129,7 @@ class Actions:
         What is leased follows from what was issued, so all ranks decide alike.
         """
         for group in groups:
-            if self.budget is None or not group.away or self.pool.live_bytes + group.gather_bytes <= self.budget:
+            if self.budget is None or not group.away or self.pool.issued_bytes + group.gather_bytes <= self.budget:
                 self.ahead(group)
 
     def need(self, group: ParamGroup) -> None:
@@ -147,11 +147,11 @@ class Actions:
         """
         assert self.budget is not None
         most = self.budget - nbytes
-        while self._reductions and self.pool.live_bytes > most:
+        while self._reductions and self.pool.issued_bytes > most:
             self._settle_oldest()
         for phase in (GATHERING,) if self.pool.backward else (GATHERING, UNSHARDED):
             for group in self.groups:
-                if self.pool.live_bytes > most and group.phase is phase and not (group.pinned or group.running):
+                if self.pool.issued_bytes > most and group.phase is phase and not (group.pinned or group.running):
                     self.drop(group)
 
     def _arrive(self, group: ParamGroup) -> None:

@@ -219,6 +219,7 @@ class GatherBucket(Bucket):
         self.generation = 0
         self._sum: int | None = None  # of their bytes, when debugging
         self._reserved: Slot | None = None  # where they will be again
+        self._held_by_views = 0  # bytes of that, if it is reserved for those alone who keep views
         self._seen: dict[Slot, _Views] = {}
         self._landed: dict[Slot, _Landed] = {}
         self._faces: dict[Slot, list[_Face]] = {}
@@ -295,8 +296,13 @@ class GatherBucket(Bucket):
         else:
             slot, self._reserved = self._reserved, None
             slot.owner = self._self
+            self._taken_back()
         self.slot = slot
         return slot
+
+    def _taken_back(self) -> None:
+        self._pool.lent_bytes -= self._held_by_views
+        self._held_by_views = 0
 
     def wholes_in(self, slot: Slot) -> list[torch.Tensor]:
         """The unsharded parameters in a slot, to write to."""
@@ -358,6 +364,8 @@ class GatherBucket(Bucket):
             self._lent = [face for face in self._lent if face.users > face.alone]
         if reserve or self._lent:
             self._reserved, self.slot.owner = self.slot, None
+            self._held_by_views = 0 if reserve else self.slot.nbytes
+            self._pool.lent_bytes += self._held_by_views
             self.slot.free_after = () if after is None else (after,)
         else:
             self._pool.release(self.slot, after)
@@ -382,6 +390,7 @@ class GatherBucket(Bucket):
         if self._reserved is not None:
             self._pool.release(self._reserved, *self._reserved.free_after)
             self._reserved = None
+            self._taken_back()
 
     def leave_slots(self) -> None:
         for views in (self._seen, self._landed, self._faces, self._leaves):

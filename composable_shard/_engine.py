@@ -216,7 +216,7 @@ class Engine:
             token = Token()
             self._pass = BackwardPass(number, token, self._uses.values(), weakref.WeakMethod(self.on_pass_gone), use)
             self._iterations.reach(self._pass.newest)
-            self._do.repeated, self.pool.backward = self._pass.repeated, True
+            self.order.begin_backward(self._pass.repeated)
             queue_backward_callback(partial(self._end_backward, token))
         self._pass.note(number)
         return self._pass

@@ -173,18 +173,14 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
     """Create the node of `use` over the weights that its group has gathered.
 
     Returns:
-        the unsharded parameters: tensors of this graph that look like Parameters, and share the attributes that users
-        set on the sharded ones.
+        the unsharded parameters: tensors of this graph that look like Parameters, with the attributes that users set
+        on the sharded ones.
     """
     group = use.group
     outputs = apply_function(_Unshard, _Lifeline(owner, use), group.weights(for_use=True), *group.shards)
     if group.wraps:
         outputs = tuple([p.parallel.wrap(o) if p.parallel else o for o, p in zip(outputs, group.params, strict=True)])
-    # `_is_param` is in the dictionaries of the shards: isinstance(out, nn.Parameter) holds.
     for out, shard in zip(outputs, group.shards, strict=True):
-        if type(out) is torch.Tensor:
-            out.__dict__ = shard.__dict__
-        else:  # of a class with attributes of its own
-            out.__dict__.update(shard.__dict__)
+        out.__dict__.update(shard.__dict__)  # `_is_param` among them: isinstance(out, nn.Parameter) holds
     group.begin_use()
     return outputs

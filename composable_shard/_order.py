@@ -134,9 +134,13 @@ class Order:
         if follows:
             for of, pairs in zip(ahead, (edges.forward, edges.backward), strict=True):
                 of |= {_module_of(fqn): () for fqn in self._by_fqn}
-                of |= {_module_of(at): tuple(map(_module_of, those)) for at, those in pairs}
-            in_flight = {_module_of(fqn): edges.max_reductions for fqn in self._by_fqn}
-            in_flight |= {_module_of(fqn): number for fqn, number in edges.in_flight}
+                for at, group_names in pairs:  # groups on several meshes are one module of a graph
+                    its = map(_module_of, group_names)
+                    of[_module_of(at)] += tuple(each for each in its if each != _module_of(at))
+            numbers = dict(edges.in_flight)
+            for fqn in self._by_fqn:
+                most = numbers.get(fqn, edges.max_reductions)
+                in_flight[_module_of(fqn)] = min(most, in_flight.get(_module_of(fqn), most))
             first = [_module_of(g.fqn) for g in plan.groups if edges.reduces_first or g.reduces_first]
         for (backward, group), those in self.explicit.items():
             ahead[backward][_module_of(group.fqn)] = tuple(_module_of(each.fqn) for each in those)
@@ -156,6 +160,12 @@ class Order:
         lists = self._of_phase.get(phase, self._usual) if self._of_phase else self._usual
         if lists is not self._now or (trains and lists is not self._backward_of):
             self._take_up(lists, trains)
+
+    def begin_backward(self, repeated: frozenset[ParamGroup]) -> None:
+        """A backward begins: what it recomputes follows the phase that it belongs to, whatever has run since."""
+        self._do.repeated, self._do.pool.backward = repeated, True
+        if self._now is not self._backward_of:
+            self._take_up(self._backward_of, trains=True)
 
     def expected(self, phase: str) -> tuple[str, ...]:
         """FQNs of the groups in the order in which a forward of this phase should see them."""

@@ -250,8 +250,7 @@ def _within(
         users = [order.at[user] for node in weights_of(gather) for user in node.users]
         hold(order.at[gather], max(users) + 1, _bytes_of(gather), always=True)
     for module, nbytes in schedule.kept.items() if order.backward else ():
-        if module not in order.names:
-            hold(0, order.end(module), nbytes, always=True)
+        hold(0, order.end(module), nbytes, always=True)
     for reduction in order.reductions:
         hold(order.at[reduction.pack], order.at[reduction.wait], _bytes_of(reduction.pack), always=True)
     found_waits = []

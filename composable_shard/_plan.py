@@ -20,7 +20,21 @@ from ._plan_text import group_changes, mib, order_changes, other_model, plan_tex
 from ._policies import PoolPolicy, PrefetchPolicy
 from ._prefetch import scheduled
 from ._record import Record
-from ._schedule import TRAIN, Action, Edges, Kind, Schedule, Step, backward_order, one_ahead, timed_step, training_step
+from ._schedule import (
+    NO_GRAD,
+    NO_SYNC,
+    TRAIN,
+    Action,
+    Edges,
+    Kind,
+    Schedule,
+    Step,
+    backward_order,
+    kept_by_setting,
+    one_ahead,
+    timed_step,
+    training_step,
+)
 from ._simulation import Costs, Prediction, Sizes, Times, Trace, lifetimes, live_bytes, predict, trace
 
 JSON_VERSION = 3
@@ -173,7 +187,12 @@ class ShardPlan:
 
     def _scheduled(self) -> ShardPlan:
         steps, budget = self._steps(), self.pool.budget
+        if self.phase.startswith((NO_GRAD, NO_SYNC)):
+            steps = [replace(step, trains=False) for step in steps]  # nothing is reduced
         made = scheduled(steps, self._sizes(), self.prefetch, budget, self.times())
+        if self.phase.startswith(NO_GRAD):
+            stays = kept_by_setting(steps)
+            made = replace(made, backward=(), kept=tuple(fqn for fqn in made.kept if fqn in stays))
         return replace(self, schedule=None if made == one_ahead(steps) else made)
 
     def _steps(self) -> list[Step]:

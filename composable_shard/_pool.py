@@ -37,6 +37,7 @@ class BufferPool:
         arena_bytes: bytes of the arena; 0 while there is none.
         allocations: how often memory was asked for; steady once the order of a step has settled.
         first, end: addresses of the first byte that it knows of and behind the last: no weights lie outside.
+        lent_bytes: of `live_bytes`, what stays leased only because users of this rank keep views of it.
         backward: whether a backward runs: what it gathers may lie elsewhere than in forward.
         places: within slots.
         fallbacks: by name, leases for which there was an arena but no free place in it.
@@ -47,6 +48,7 @@ class BufferPool:
         self.live_bytes = self.peak_bytes = self.held_bytes = self.allocations = self.arena_bytes = 0
         self.fallbacks: dict[str, int] = {}
         self.backward = False
+        self.lent_bytes = 0
         self._lane = lane
         self._mem_pool: torch.cuda.MemPool | None = None
         self._requests: weakref.WeakValueDictionary[tuple[str, int, bool], Request] = weakref.WeakValueDictionary()
@@ -60,6 +62,11 @@ class BufferPool:
         self._outside: list[Outside] = []
         self.places = Places()
         self.first = self.end = 0
+
+    @property
+    def issued_bytes(self) -> int:
+        """Live bytes that follow from what was issued, alike on all ranks."""
+        return self.live_bytes - self.lent_bytes
 
     def use_mem_pool(self, wanted: bool) -> None:
         """Whether what is allocated from now on comes from a `torch.cuda.MemPool`.

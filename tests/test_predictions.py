@@ -156,7 +156,7 @@ def accumulated(model, x):
 
 @pytest.mark.parametrize("turned", [False, True], ids=["in the order of training", "in another order"])
 @pytest.mark.parametrize(("phase", "once"), [("no_grad", evaluated), ("train, no sync", accumulated)])
-@pytest.mark.parametrize("name", ["three ahead", "auto, the least budget"])
+@pytest.mark.parametrize("name", ["three ahead", "auto, the memory of one ahead"])
 def test_a_phase_leases_what_its_own_plan_says_within_the_budget(phase, once, turned, name):
     with net(clock="virtual") as sim:
         model = built(*POLICIES[name])
@@ -180,7 +180,7 @@ def test_a_phase_leases_what_its_own_plan_says_within_the_budget(phase, once, tu
 def test_a_second_forward_before_the_backward_keeps_to_the_budget_and_computes_the_same():
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(7))
     seen = []
-    for name in ("one ahead", "auto, the least budget"):
+    for name in ("one ahead", "auto, the memory of one ahead"):
         with net(clock="virtual") as sim:
             model = built(*POLICIES[name])
             train(model, sim)
