@@ -160,7 +160,7 @@ class ShardState:
             copy.deepcopy(self.entries, memo),
         )
         made.others = copy.deepcopy(self.others, memo)
-        made.asked = self.asked
+        made.asked = replace(self.asked, schedule="")  # which its own engine will tell
         made._prefetch = copy.deepcopy(self._prefetch, memo)
         return made
 

@@ -5,6 +5,7 @@ Each is loaded when it is called: they load the compiler, which takes seconds.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,10 @@ def mode_options(mode: str, dynamic: bool | None) -> dict[str, Any]:
 def as_it_is(module: fx.GraphModule, inputs: Any) -> Any:
     """A compiler for `aot_backend` that runs a graph's operators one by one and frees each tensor at its last use."""
 
+    interpreter = fx.Interpreter(module)  # which looks for last uses
+
     def run(arguments: list[Any]) -> Any:
-        return fx.Interpreter(module).boxed_run(arguments)
+        return copy.copy(interpreter).boxed_run(arguments)  # with an environment of its own
 
     run._boxed_call = True  # type: ignore[attr-defined]  # it takes over what it is given
     return run
