@@ -212,7 +212,7 @@ def timed(model, budget, seconds):
     return cs.make_plan(model).with_policies(P.auto(), cs.PoolPolicy(budget=budget), costs)
 
 
-@pytest.mark.parametrize(("blocks", "stay"), [(2.25, 2), (4, 3)])
+@pytest.mark.parametrize(("blocks", "stay"), [(2.25, 2), pytest.param(4, 3, marks=pytest.mark.matrix)])
 def test_a_graph_holds_no_more_than_the_budget_with_what_it_keeps(blocks, stay, monkeypatch):
     live, budget = Live(monkeypatch), int(blocks * WEIGHTS)
     most, kept = [], []
