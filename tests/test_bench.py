@@ -278,6 +278,7 @@ def test_fresh_runs_of_a_step_are_summed_up_by_the_median_of_their_medians_and_i
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.matrix
 def test_memory_accounts_for_every_byte_and_prints_both_parts(tmp_path: Path) -> None:
     file = tmp_path / "memory.json"
     few = ["--sizes=3m", "--resident-sizes=tiny", "--world=4", "--context=16", "--repeats=1", "--steps=1"]

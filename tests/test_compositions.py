@@ -42,7 +42,6 @@ def same_bits(model, other):
 
 
 FIRST = (
-    "tensor parallel, uneven, computed again",
     "replicas",
     "replicas of tensor parallel",
     "a mesh of all kinds",

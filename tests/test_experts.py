@@ -150,6 +150,7 @@ def compiled(rank, world):
     return three_steps(rank, make(moe=SlottedMoE, blocks=1), shard_experts, inputs)
 
 
+@pytest.mark.matrix
 def test_experts_with_a_number_of_slots_are_in_one_graph():
     assert_expected_inline(
         graphs_of(compiled, world=4),

@@ -182,6 +182,7 @@ def by_name(model):
     return torch.compile(model, backend="composable_shard", fullgraph=True)
 
 
+@pytest.mark.matrix  # the placement itself is tested without Inductor, in test_compiled_placement
 @distributed(world=2)
 def test_the_backend_that_is_found_by_its_name_follows_lists_too(rank, world):
     models = [with_frozen_weights() for _ in range(2)]

@@ -144,7 +144,7 @@ def footprint():
     return len(gc.get_objects()), sys.getallocatedblocks()
 
 
-@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("grad", [True, pytest.param(False, marks=pytest.mark.matrix)])
 @distributed(world=(1, 2))
 def test_a_thousand_forwards_without_backward_grow_nothing(rank, world, grad):
     model = Stack(blocks=2)
