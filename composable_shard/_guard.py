@@ -21,8 +21,8 @@ from torch import fx
 
 from ._errors import CompiledGraphWarning
 from ._graphs import GraphReport, faults, outputs_of, repeated_gathers, report_graph
-from ._overlap import NOTHING_SAID, ONE_AHEAD, GraphSchedule, place
-from ._policies import PrefetchPolicy
+from ._overlap import NOTHING_SAID, GraphSchedule, place
+from ._policies import ONE_AHEAD, PrefetchPolicy
 from ._torch import (
     compilation,
     current_compilation,

@@ -22,14 +22,11 @@ import torch
 from torch import fx
 
 from ._graphs import computes, is_backward, letter_of, module_of, name_of, weights_of
-from ._policies import PrefetchPolicy
+from ._policies import ONE_AHEAD, PrefetchPolicy
 from ._schedule import ROOT_NAME
 
 _PACK_SHARDS, _UNPACK = "composable_shard.pack", "composable_shard.unpack"
 _PACK_GRADIENTS = "composable_shard.pack_gradients"
-
-
-ONE_AHEAD = PrefetchPolicy.depth(1)
 
 Listed = Mapping[str, Sequence[str]]
 

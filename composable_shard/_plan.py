@@ -17,7 +17,7 @@ from ._errors import ShardConfigValueError
 from ._group_plan import GroupPlan as GroupPlan
 from ._group_plan import ParamPlan as ParamPlan
 from ._plan_text import group_changes, mib, order_changes, other_model, plan_text, schedule_changes
-from ._policies import PoolPolicy, PrefetchPolicy
+from ._policies import ONE_AHEAD, PoolPolicy, PrefetchPolicy
 from ._prefetch import scheduled
 from ._record import Record
 from ._schedule import (
@@ -38,7 +38,6 @@ from ._schedule import (
 from ._simulation import Costs, Prediction, Sizes, Times, Trace, lifetimes, live_bytes, predict, trace
 
 JSON_VERSION = 3
-ONE_AHEAD = PrefetchPolicy.depth(1)
 UNBOUNDED = PoolPolicy()
 
 

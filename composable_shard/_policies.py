@@ -269,3 +269,6 @@ class Settings:
         """Put options with these values in the place of the current ones."""
         self.current = replace(self.current, **values)
         self.accumulates |= not self.current.requires_gradient_sync
+
+
+ONE_AHEAD = PrefetchPolicy.depth(1)  # what is done if nothing is asked for

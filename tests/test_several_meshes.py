@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import composable_shard as cs
 from _engines import ENGINES, fully_shard, named_mesh
 from _pool import distributed
-from _stepping import assert_at_rest
-from composable_shard import ShardPlacementResult, last_record, make_plan
+from _stepping import assert_at_rest, engine_of
+from composable_shard import ShardPlacementResult, last_record, make_plan, testing
 from composable_shard._schedule import Kind
 
 TORCH_HAS_RESULTS = ShardPlacementResult.__module__.startswith("torch.distributed")
@@ -255,3 +256,22 @@ def test_mistakes_are_named(rank, world):
     with pytest.raises(ValueError, match="4 ranks do not divide the 2"):
         fully_shard(model, mesh=dense, shard_placement_fn=experts_on(model, info), reshard_after_forward=4)
     assert not any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def test_groups_of_one_module_are_one_module_of_a_graph_with_the_edges_of_both_and_the_stricter_limit():
+    def body(here):
+        mesh, experts = meshes()
+        model = shard(make(), cs.fully_shard, mesh, pair_info(experts))
+        model(torch.randn(3, 8)).sum().backward()
+        plan = make_plan(model)
+        own, on_experts = sorted(fqn for fqn in plan.order if fqn.partition(" on ")[0] == "0")
+        edges = replace(
+            plan.edges(),
+            forward=((own, ("1", on_experts)), (on_experts, ("2",))),
+            in_flight=((own, 1), (on_experts, 3)),
+        )
+        model.set_plan(replace(plan, schedule=edges))
+        told = engine_of(model).order.for_graphs(follows=True)
+        return told.forward["0"], told.in_flight["0"]
+
+    assert testing.spmd(4)(body) == [(("1", "2"), 1)] * 4
