@@ -117,14 +117,28 @@ class _Wrap(torch.autograd.Function):
         return ctx.parallel.local_gradient(gradient), None
 
 
+@dataclass(frozen=True, eq=False)
+class _Itself:
+    """A mesh as a key: this object alone, for a mesh of an earlier world is equal to it and has groups that are gone."""
+
+    mesh: DeviceMesh
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.mesh is other.mesh
+
+    def __hash__(self) -> int:
+        return id(self.mesh)
+
+
 @functools.lru_cache(maxsize=256)  # one for all that are placed alike, so that equal layers share compiled code
 def _wrapper(
-    mesh: DeviceMesh,
+    itself: _Itself,
     placements: tuple[Placement, ...],
     shape: torch.Size,
     stride: tuple[int, ...],
     ours: tuple[tuple[int, ...], ...],
 ) -> Callable[[torch.Tensor], DTensor]:
+    mesh = itself.mesh
     parallel = Parallel(mesh, placements, shape, stride, FullMesh(mesh, *ours))
 
     def wrap(local: torch.Tensor) -> DTensor:
@@ -152,8 +166,9 @@ def _in_full(name: str, param: torch.Tensor, full: FullMesh) -> Parallel:
                 f"parameter {name}: is placed as {param.placements[axis]} on axis {names[axis] if names else axis}, "
                 "which dp_mesh_dims names; it must be Replicate() there, for that axis is the one to shard over"
             )
-    placed = param.device_mesh, tuple(param.placements), param.shape, param.stride()
-    return Parallel(*placed, full, _wrapper(*placed, (full.shard, full.replicate)))
+    mesh, placed = param.device_mesh, (tuple(param.placements), param.shape, param.stride())
+    wrapper = _wrapper(_Itself(mesh), *placed, (full.shard, full.replicate))
+    return Parallel(mesh, *placed, full, wrapper)
 
 
 def parallel_of(name: str, param: torch.Tensor, info: MeshInfo) -> Parallel | None:

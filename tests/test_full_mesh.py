@@ -211,3 +211,16 @@ def test_full_tensors_load_into_their_pieces(rank, world, case):
     model.load_state_dict(state)
     for name, value in state.items():
         assert torch.equal(full(model.get_parameter(name).detach()), value), name
+
+
+def test_a_later_world_has_groups_of_its_own():
+    """A mesh of a world that has ended is equal to the one of the next world, but its process groups are gone."""
+    for _ in range(2):
+        with cs.testing.fake(4, mesh={"dp": 2, "tp": 2}) as world:
+            mesh = world.mesh
+            model = distribute(make(), mesh)
+            shard_mlps(model, fully_shard, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+            found = []
+            model[0].up.register_forward_pre_hook(lambda m, _, found=found: found.append(m.weight.device_mesh))
+            model(batch(mesh, 0)[1]).square().mean().backward()
+            assert [one is mesh for one in found] == [True]
