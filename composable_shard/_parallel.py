@@ -119,7 +119,7 @@ class _Wrap(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class _Itself:
-    """A mesh as a key: this object alone, for a mesh of an earlier world is equal to it and has groups that are gone."""
+    """A mesh as a key: this object alone; a mesh of an earlier world equals it, and its groups are gone."""
 
     mesh: DeviceMesh
 
