@@ -18,7 +18,7 @@ from ._mesh import MeshInfo
 from ._plan import ShardPlan
 from ._torch import without_dispatch_modes
 from ._torch_distributed import all_gather_options, all_reduce_options, backend_name, store_of
-from ._transports import SIMULATED
+from ._transports import ALONE, SIMULATED
 
 Among = Sequence[
     tuple[dist.ProcessGroup, torch.device, frozenset[str]]
@@ -28,15 +28,20 @@ Among = Sequence[
 def groups_of(meshes: Iterable[tuple[str, MeshInfo]]) -> Among:
     """The process groups over which groups of parameters, by FQN, are sharded, each once; not those of one rank.
 
-    Replicas are not among them: each may run a forward, or have transports, of its own. Nor are simulated worlds, which
-    notice by themselves when ranks differ.
+    Replicas are not among them: each may run a forward, or have transports, of its own. Nor are groups of which this
+    process has one rank, and there are no others.
     """
     found: dict[int, tuple[dist.ProcessGroup, torch.device, set[str]]] = {}
     for fqn, info in meshes:
         there = info.shard_group
-        if there is not None and there.size() > 1 and backend_name(there, info.device) not in SIMULATED:
+        if there is not None and there.size() > 1 and backend_name(there, info.device) not in ALONE:
             found.setdefault(id(there), (there, info.device, set()))[2].add(fqn)
     return [(group, device, frozenset(fqns)) for group, device, fqns in found.values()]
+
+
+def real(among: Among) -> Among:
+    """Those without simulated worlds, which notice by themselves when ranks differ."""
+    return [each for each in among if backend_name(each[0], each[1]) not in SIMULATED]
 
 
 def agree(plan: ShardPlan, among: Among) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from ._agreement import agree, groups_of
+from ._agreement import agree, groups_of, real
 from ._collectives import Transports
 from ._engine import Engine
 from ._errors import ShardConfigStateError
@@ -167,7 +167,7 @@ def build_engine(root: nn.Module, measure: bool = True) -> Engine:
     transports = TransportCache()
     among = groups_of((fqn, state.declaration.info) for fqn, state in _groups_of(root))
     if measure:
-        agree(declared_plan(root), among)
+        agree(declared_plan(root), real(among))
         for _, state in found:
             transports.measure(state.declaration.info, state.declaration.piece_bytes())
     plan = declared_plan(root)

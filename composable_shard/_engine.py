@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from ._actions import Actions
-from ._agreement import Among
+from ._agreement import Among, real
 from ._backward import BackwardPass, Token
 from ._bucket import Bucket
 from ._gradients import GradientFlow, watch_leaf
@@ -72,7 +72,7 @@ class Engine:
         self._do = Actions(groups, runtime, partial(watch_leaf, this))
         self.order = Order(plan, self._do)
         self._gradients = GradientFlow(self._do)
-        self.learning = Learning(self.order, self._do, among)
+        self.learning = Learning(self.order, self._do, real(among))
         self._tuning = Tuning(self.learning, self.order, self._do, among)
         self._uses: dict[int, Use] = {}  # those whose graph lives, in the order of creation
         self.has_run = False

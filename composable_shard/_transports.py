@@ -31,7 +31,8 @@ _SAMPLE_BYTES = (1 << 19, 4 << 20, 16 << 20)
 _SHARES = (1, 768, 256, 1, 1024, 1024)  # of a sample among its parameters: a block of a transformer
 _ROUNDS = 4  # of which the first is not counted
 _WORTH = 0.9  # of the time of the first transport: what another one must not exceed to be taken
-SIMULATED = ("fake", "fabric", "simulated")  # backends whose time says nothing
+ALONE = ("fake", "fabric")  # backends that play the other ranks
+SIMULATED = (*ALONE, "simulated")  # backends whose time says nothing
 
 _measured: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]] = weakref.WeakKeyDictionary()
 

@@ -49,8 +49,11 @@ class Pool:
 POOL = Pool()
 
 
-def distributed(world: int | tuple[int, ...] = 2, *, limit_s: float = JOB_LIMIT_S) -> Callable[..., Any]:
-    """Make a test of `body(rank, world, ...)` that runs on every rank of each world; other arguments are parameters."""
+def distributed(world: int | tuple[Any, ...] = 2, *, limit_s: float = JOB_LIMIT_S) -> Callable[..., Any]:
+    """Make a test of `body(rank, world, ...)` that runs on every rank of each world; other arguments are parameters.
+
+    Of several worlds one may be a `pytest.param` with marks.
+    """
 
     def run(body: Callable[..., Any], world: int, kwargs: dict[str, Any]) -> None:
         POOL.run(f"{body.__module__}:{body.__qualname__}", world, kwargs, limit_s)
@@ -58,7 +61,7 @@ def distributed(world: int | tuple[int, ...] = 2, *, limit_s: float = JOB_LIMIT_
     return _decorator(run, world)
 
 
-def simulated(world: int | tuple[int, ...] = 2, *, limit_s: float = JOB_LIMIT_S) -> Callable[..., Any]:
+def simulated(world: int | tuple[Any, ...] = 2, *, limit_s: float = JOB_LIMIT_S) -> Callable[..., Any]:
     """The same in a simulated world."""
 
     def run(body: Callable[..., Any], world: int, kwargs: dict[str, Any]) -> None:
@@ -69,7 +72,7 @@ def simulated(world: int | tuple[int, ...] = 2, *, limit_s: float = JOB_LIMIT_S)
 
 
 def _decorator(
-    run: Callable[[Callable[..., Any], int, dict[str, Any]], None], world: int | tuple[int, ...]
+    run: Callable[[Callable[..., Any], int, dict[str, Any]], None], world: int | tuple[Any, ...]
 ) -> Callable[..., Any]:
     worlds = (world,) if isinstance(world, int) else world
 
@@ -83,7 +86,7 @@ def _decorator(
         kept = [p for name, p in signature.parameters.items() if name not in dropped]
         test.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
         if len(worlds) > 1:
-            return pytest.mark.parametrize("world", worlds, ids=[f"world{w}" for w in worlds])(test)
+            return pytest.mark.parametrize("world", worlds, ids=lambda size: f"world{size}")(test)
         return test
 
     return decorate

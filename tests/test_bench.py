@@ -1,9 +1,12 @@
 """The benchmarks run with tiny settings, print their table and write valid JSON."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +58,7 @@ assert full.shape == (8,)
 _noop.shutdown()
 _noop.init(512)
 assert init_device_mesh("cpu", (512,)).size() == 512
+_noop.shutdown()
 """
 
 
@@ -83,19 +87,34 @@ def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(), parse_constant=refuse)
 
 
-def test_the_noop_backend_answers_every_collective_and_touches_no_data() -> None:
-    done = python("-c", NOOP)
-    assert done.returncode == 0, done.stderr
+BESIDE = f"""
+import os, sys
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+sys.path[:0] = [{str(BENCH)!r}, {str(ROOT)!r}]
+"""
 
 
-def test_overhead_prints_its_table_and_writes_json(tmp_path: Path) -> None:
-    file = tmp_path / "overhead.json"
-    shown = bench("overhead.py", "--blocks=2", "--rounds=2", "--world=4,8", f"--json={file}")
+@pytest.fixture(scope="module")
+def beside() -> Iterator[Callable[[str], None]]:
+    """Runs code in one process beside this one, where modules of bench/ are imported by their names."""
+    fresh = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, fresh, initializer=exec, initargs=(BESIDE,)) as process:
+        yield lambda code: process.submit(exec, code, {}).result(timeout=60)
+
+
+def test_the_noop_backend_answers_every_collective_and_touches_no_data(beside: Callable[[str], None]) -> None:
+    beside(NOOP)
+
+
+def test_a_run_of_all_leaves_figures_of_the_overhead_and_a_chart(tmp_path: Path) -> None:
+    shown = bench("run_all.py", "--smoke", "--only=overhead", f"--results={tmp_path}")
     assert "added / FSDP2's" in shown
+    (file,) = tmp_path.glob("overhead-cpu-torch*.json")
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     found = read(file)
-    assert found["settings"]["world"] == [4, 8]
-    engines = [(result["world"], result["engine"]) for result in found["results"]]
-    assert engines == [(w, e) for w in (4, 8) for e in ("plain", "ours", "fsdp2")]
+    assert found["about"]["device"] == "cpu"
+    assert found["settings"]["world"] == [4]
+    assert [result["engine"] for result in found["results"]] == ["plain", "ours", "fsdp2"]
     for result in found["results"]:
         assert result["step"]["low"] <= result["step"]["median"] <= result["step"]["high"]
         assert (result["collectives"] > 0) == (result["engine"] != "plain")
@@ -112,15 +131,30 @@ def test_overhead_tells_the_time_for_a_parameter_and_how_it_grows_with_the_modul
     assert [result["growth"]["median"] == 1 for result in results] == [True, False, True, False]
 
 
-def test_instructions_are_counted_in_the_sums_that_callgrind_writes_and_without_it_there_is_an_error() -> None:
-    text = "version: 1\nsummary: 0\n\nfn=(1)\n1 42\n\ntotals: 98000\n"
-    counts = '{"plain": 600.0, "ours": 900.0, "fsdp2": 1600.0}'
-    check = f"import instructions as i; print(i.total_of({text!r}), [r.ratio for r in i.results_of(8, {counts})])"
-    without = "import os, sys; os.environ['PATH'] = ''; sys.argv = ['i']; i.main()"
-    failed = python("-c", f"{check}; {without}")
-    assert failed.stdout.split("\n")[0] == "98000 [None, 0.3, 1.0]"
-    assert failed.returncode == 1
-    assert "needs valgrind" in failed.stderr
+INSTRUCTIONS = r"""
+import shutil
+import sys
+from unittest import mock
+
+import instructions
+
+assert instructions.total_of("version: 1\nsummary: 0\n\nfn=(1)\n1 42\n\ntotals: 98000\n") == 98000
+counts = {"plain": 600.0, "ours": 900.0, "fsdp2": 1600.0}
+assert [result.ratio for result in instructions.results_of(8, counts)] == [None, 0.3, 1.0]
+with mock.patch.object(sys, "argv", ["instructions.py"]), mock.patch.object(shutil, "which", lambda name: None):
+    try:
+        instructions.main()
+    except SystemExit as stop:
+        assert "needs valgrind" in str(stop.code), stop.code
+    else:
+        raise AssertionError("no error")
+"""
+
+
+def test_instructions_are_the_sums_that_callgrind_writes_and_without_it_there_is_an_error(
+    beside: Callable[[str], None],
+) -> None:
+    beside(INSTRUCTIONS)
 
 
 def test_the_profile_shows_functions_of_the_package() -> None:
@@ -162,9 +196,10 @@ for _ in range(300):
 """
 
 
-def test_the_simulation_of_a_schedule_agrees_with_sums_by_hand_and_never_beats_the_bound() -> None:
-    done = python("-c", SIMULATE)
-    assert done.returncode == 0, done.stderr
+def test_the_simulation_of_a_schedule_agrees_with_sums_by_hand_and_never_beats_the_bound(
+    beside: Callable[[str], None],
+) -> None:
+    beside(SIMULATE)
 
 
 def test_step_prints_its_table_and_the_losses_of_all_engines_agree(tmp_path: Path) -> None:
@@ -180,9 +215,19 @@ def test_step_prints_its_table_and_the_losses_of_all_engines_agree(tmp_path: Pat
 
 
 DEVICE = """
-import argparse, sys
+import argparse
+import contextlib
+import importlib
+import io
+import sys
+from unittest import mock
+
 import torch
 import _device
+
+def cards(count):
+    known = {"is_available": lambda: count > 0, "device_count": lambda: count}
+    return mock.patch.multiple(torch.cuda, **known)
 
 def refused(text):
     try:
@@ -192,31 +237,30 @@ def refused(text):
 
 assert _device.chosen("cpu") == "cpu"
 assert "must be auto, cpu or cuda" in refused("gpu")
-torch.cuda.is_available = lambda: False
-assert _device.chosen("auto") == "cpu"
-assert "finds no CUDA device" in refused("cuda")
 assert not _device.too_few("cpu", 512)
-torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
-assert _device.chosen("auto") == _device.chosen("cuda") == "cuda"
-assert _device.too_few("cuda", 2) and not _device.too_few("cuda", 1)
-torch.cuda.is_available = lambda: False
-sys.path.insert(0, sys.argv[1])
-for name in ("overhead", "memory", "step", "compile", "figures", "run_all"):
-    module = __import__(name)
-    sys.argv = [name + ".py", "--device=cuda"]
-    try:
-        module.main()
-    except SystemExit as stop:
-        assert stop.code == 2, name
-    else:
-        raise AssertionError(name)
+with cards(1):
+    assert _device.chosen("auto") == _device.chosen("cuda") == "cuda"
+    assert _device.too_few("cuda", 2) and not _device.too_few("cuda", 1)
+with cards(0):
+    assert _device.chosen("auto") == "cpu"
+    assert "finds no CUDA device" in refused("cuda")
+    for name in ("overhead", "memory", "step", "compile", "figures", "run_all"):
+        module, errors = importlib.import_module(name), io.StringIO()
+        with mock.patch.object(sys, "argv", [name, "--device=cuda"]), contextlib.redirect_stderr(errors):
+            try:
+                module.main()
+            except SystemExit as stop:
+                assert stop.code == 2, name
+            else:
+                raise AssertionError(name)
+        assert "finds no CUDA device on this machine" in errors.getvalue(), name
 """
 
 
-def test_the_device_is_a_card_where_there_is_one_and_without_one_asking_for_it_is_an_error() -> None:
-    done = python("-c", DEVICE, str(BENCH))
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("finds no CUDA device on this machine") == 6
+def test_the_device_is_a_card_where_there_is_one_and_without_one_asking_for_it_is_an_error(
+    beside: Callable[[str], None],
+) -> None:
+    beside(DEVICE)
 
 
 ECHO = """
@@ -243,9 +287,8 @@ dist.destroy_process_group()
 """
 
 
-def test_an_echo_gives_every_rank_the_piece_of_this_one() -> None:
-    done = python("-c", ECHO)
-    assert done.returncode == 0, done.stderr
+def test_an_echo_gives_every_rank_the_piece_of_this_one(beside: Callable[[str], None]) -> None:
+    beside(ECHO)
 
 
 def test_step_plays_all_ranks_in_one_process_where_cards_are_too_few(tmp_path: Path) -> None:
@@ -273,9 +316,10 @@ assert fsdp2.wall_ms == _report.Spread(2000, 2000, 2000)
 """
 
 
-def test_fresh_runs_of_a_step_are_summed_up_by_the_median_of_their_medians_and_its_range() -> None:
-    done = python("-c", RUNS)
-    assert done.returncode == 0, done.stderr
+def test_fresh_runs_of_a_step_are_summed_up_by_the_median_of_their_medians_and_its_range(
+    beside: Callable[[str], None],
+) -> None:
+    beside(RUNS)
 
 
 @pytest.mark.matrix
@@ -306,14 +350,6 @@ def test_figures_stand_beside_those_of_fsdp2(tmp_path: Path) -> None:
     assert all([*result["figures"]] == figures for result in results.values())
     assert "communication" not in results["ours"]["ratios"]
     assert all(ratio["median"] == 1 for ratio in results["fsdp2"]["ratios"].values())
-
-
-def test_a_run_of_all_leaves_figures_and_a_chart(tmp_path: Path) -> None:
-    shown = bench("run_all.py", "--smoke", "--only=overhead-growth", f"--results={tmp_path}")
-    assert "added / with 2 blocks" in shown
-    (figures,) = tmp_path.glob("overhead-growth-cpu-torch*.json")
-    assert read(figures)["about"]["device"] == "cpu"
-    assert figures.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_step_ends_ranks_that_take_too_long_and_says_so() -> None:

@@ -265,6 +265,27 @@ def test_a_model_that_was_converted_gets_a_plan_of_its_new_bytes(rank, world):
 # ---- time
 
 
+def test_ranks_of_a_simulated_world_take_the_slowest_ones_times(monkeypatch):
+    seconds = _tuning._seconds
+
+    def of_this_rank(plan, record):
+        return {part: (dist.get_rank() + 1) * 1e-3 for part in seconds(plan, record)}
+
+    monkeypatch.setattr(_tuning, "_seconds", of_this_rank)
+
+    @cs.testing.spmd(2)
+    def costs(world):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(3)))
+        for each in (*model, model):
+            cs.fully_shard(each, mesh=world.mesh)
+        model.set_prefetch_policy(P.auto())
+        for _ in range(5):
+            model(torch.ones(2, 4)).sum().backward()
+        return dict(cs.current_plan(model).costs.forward)
+
+    assert costs == [{"0": 2e-3, "1": 2e-3, "2": 2e-3}] * 2
+
+
 def test_times_are_measured_again_and_what_has_drifted_is_planned_anew(monkeypatch):
     monkeypatch.setattr(_tuning, "CHECK_AFTER", 3)
     with fabric(4, latency_s=12e-6, bandwidth_Bps=64e6, clock="virtual"):

@@ -145,7 +145,7 @@ def footprint():
 
 
 @pytest.mark.parametrize("grad", [True, pytest.param(False, marks=pytest.mark.matrix)])
-@distributed(world=(1, 2))
+@distributed(world=(1, pytest.param(2, marks=pytest.mark.matrix)))
 def test_a_thousand_forwards_without_backward_grow_nothing(rank, world, grad):
     model = Stack(blocks=2)
     shard_blocks(model, fully_shard)
