@@ -45,6 +45,7 @@ def launch(
         env = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",  # a rank that crashes says where it was
             "GLOO_SOCKET_IFNAME": "lo",
             "WORLD_SIZE": str(world),
             "BENCH_DEVICE": device,
