@@ -154,6 +154,14 @@ class Actions:
                 if self.pool.issued_bytes > most and group.phase is phase and not (group.pinned or group.running):
                     self.drop(group)
 
+    def may_stay(self, group: ParamGroup) -> bool:
+        """Whether weights that backward needs again next fit beside the reduction of their gradients."""
+        if self.budget is None or not (group.trains and group.options.requires_gradient_sync):
+            return True
+        nbytes = _reduced_bytes(group)
+        self._make_room(nbytes)
+        return self.pool.issued_bytes + nbytes <= self.budget
+
     def _arrive(self, group: ParamGroup) -> None:
         if group.phase is GATHERING:
             self._act(WAIT, group, group.finish_gather)
@@ -213,7 +221,7 @@ class Actions:
         while len(self._reductions) >= most:
             self._settle_oldest()
         if self.budget is not None:
-            self._make_room(sum(bucket.nbytes for bucket in group.reduce_buckets()))
+            self._make_room(_reduced_bytes(group))
         self._start_reduce(group, gradients)
         if self.watch is not None and self.watch.serial:
             self._settle_oldest()
@@ -369,3 +377,8 @@ def _record(done: Sequence[Any], seen: Sequence[ParamGroup], spans: tuple[Span, 
         order=tuple(group.fqn for group in seen),
         spans=spans,
     )
+
+
+def _reduced_bytes(group: ParamGroup) -> int:
+    """What the reduction of its gradients leases."""
+    return sum(bucket.nbytes for bucket in group.reduce_buckets())

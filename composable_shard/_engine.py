@@ -286,7 +286,7 @@ class Engine:
         group = use.group
         if self._active.get(group) is use:
             del self._active[group]
-        if group.running or now.next_group() is group:
+        if group.running or (now.next_group() is group and self._do.may_stay(group)):
             return
         if group.options.reshard_after_backward:
             self._do.drop(group)

@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.nn as nn
 
+import composable_shard as cs
 from _engines import fully_shard
 from _models import Block, Stack, shard_blocks, shard_nested, vectors
 from _parity import Case, check_parity, plain_step
-from _pool import distributed
+from _pool import distributed, simulated
+from _stepping import loss_of, twins
 
 ADDS_UNREDUCED = "FSDP2 adds the uses of a group before it reduces them"
 
@@ -137,6 +139,39 @@ def test_a_submodule_may_run_alone_between_steps(rank, world):
         return plain_step(run) if run.step == 0 else train(run)
 
     check_parity(Case(model=Stack, train=warmed), rank, world)
+
+
+class InOrder(Stack):
+    """Blocks in a given order; one that runs twice in a row needs the same weights next, in backward too."""
+
+    def __init__(self, order):
+        super().__init__(blocks=2)
+        self.order = order
+
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.order:
+            x = self.blocks[block](x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("order", [(0, 0, 1, 1), (0, 1, 1, 0), (0, 1, 0, 1)])
+@simulated(world=2)
+def test_the_least_budget_bounds_modules_that_run_twice(rank, world, order):
+    model, plain = twins(functools.partial(InOrder, order))
+    for each in (model, plain):
+        loss_of(each).backward()
+    with pytest.raises(cs.PoolBudgetError) as caught:
+        model.set_pool_policy(cs.PoolPolicy(budget=1))
+    policy = cs.PoolPolicy(budget=caught.value.least)
+    model.set_pool_policy(policy)
+    for _ in range(2):
+        for each in (model, plain):
+            loss_of(each).backward()
+        assert cs.last_record(model).peak_bytes <= policy.budget
+        assert [str(action) for action in cs.last_record(model).actions].count("REDUCE blocks.0") == 2
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
 
 
 def footprint():
