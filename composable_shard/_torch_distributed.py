@@ -25,7 +25,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as FSD
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo as HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
@@ -174,6 +173,8 @@ def flattened_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 def forget_meshes() -> None:
     """Drop what torch keeps of meshes for later: a mesh of another world would look equal to one of these."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # which loads Dynamo
+
     _mesh_resources.mesh_stack.clear()
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 

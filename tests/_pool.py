@@ -49,10 +49,15 @@ class Pool:
 POOL = Pool()
 
 
-def distributed(world: int | tuple[Any, ...] = 2, *, limit_s: float = JOB_LIMIT_S) -> Callable[..., Any]:
+def more(*values: Any, **options: Any) -> Any:
+    """Parameters of a case that `make matrix` runs, and `make test` does not."""
+    return pytest.param(*values, marks=pytest.mark.matrix, **options)
+
+
+def distributed(world: int | tuple[Any, ...] | None = 2, *, limit_s: float = JOB_LIMIT_S) -> Callable[..., Any]:
     """Make a test of `body(rank, world, ...)` that runs on every rank of each world; other arguments are parameters.
 
-    Of several worlds one may be a `pytest.param` with marks.
+    Of several worlds some may be `more`; None if `world` is a parameter of the test's own.
     """
 
     def run(body: Callable[..., Any], world: int, kwargs: dict[str, Any]) -> None:
@@ -61,7 +66,7 @@ def distributed(world: int | tuple[Any, ...] = 2, *, limit_s: float = JOB_LIMIT_
     return _decorator(run, world)
 
 
-def simulated(world: int | tuple[Any, ...] = 2, *, limit_s: float = JOB_LIMIT_S) -> Callable[..., Any]:
+def simulated(world: int | tuple[Any, ...] | None = 2, *, limit_s: float = JOB_LIMIT_S) -> Callable[..., Any]:
     """The same in a simulated world."""
 
     def run(body: Callable[..., Any], world: int, kwargs: dict[str, Any]) -> None:
@@ -72,16 +77,16 @@ def simulated(world: int | tuple[Any, ...] = 2, *, limit_s: float = JOB_LIMIT_S)
 
 
 def _decorator(
-    run: Callable[[Callable[..., Any], int, dict[str, Any]], None], world: int | tuple[Any, ...]
+    run: Callable[[Callable[..., Any], int, dict[str, Any]], None], world: int | tuple[Any, ...] | None
 ) -> Callable[..., Any]:
-    worlds = (world,) if isinstance(world, int) else world
+    worlds = (world,) if isinstance(world, int) else world or ()
 
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(body)
         def test(**kwargs: Any) -> None:
-            run(body, kwargs.pop("world", worlds[0]), kwargs)
+            run(body, worlds[0] if len(worlds) == 1 else kwargs.pop("world"), kwargs)
 
-        dropped = {"rank"} if len(worlds) > 1 else {"rank", "world"}
+        dropped = {"rank", "world"} if len(worlds) == 1 else {"rank"}
         signature = inspect.signature(body)
         kept = [p for name, p in signature.parameters.items() if name not in dropped]
         test.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]

@@ -157,6 +157,7 @@ def test_instructions_are_the_sums_that_callgrind_writes_and_without_it_there_is
     beside(INSTRUCTIONS)
 
 
+@pytest.mark.matrix
 def test_the_profile_shows_functions_of_the_package() -> None:
     shown = bench("overhead.py", "--blocks=2", "--world=8", "--profile=ours", "--lines=200")
     assert "composable_shard/_" in shown

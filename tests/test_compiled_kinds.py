@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import composable_shard as cs
 from _compiling import graphs_of, three_steps
 from _engines import fully_shard
-from _pool import distributed
+from _pool import distributed, more
 from composable_shard.report import watch_graphs
 
 # ---- recurrent modules
@@ -38,7 +38,7 @@ def sequences(rank, step):
     return torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("kind", [nn.LSTM, more(nn.GRU), more(nn.RNN)])
 @distributed(world=2)
 def test_recurrent_modules_are_part_of_the_graph_if_dynamo_may_see_them(rank, world, kind):
     """A graph computes them otherwise than eager does, step by step: so the unsharded model is compiled, too."""

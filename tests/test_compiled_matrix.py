@@ -110,7 +110,7 @@ def uneven(rank, world):
     return three_steps(rank, Stack(1), shard_blocks, vectors)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.matrix)])
 def test_uneven_shards_are_padded(world):
     text = graphs_of(uneven, world=world)
     if world == 2:
@@ -256,6 +256,7 @@ backward GmmwGmmmmRwmmmmRwmRww
     )
 
 
+@pytest.mark.matrix
 def test_a_checkpoint_inside_of_a_block_that_stays_unsharded():
     assert_expected_inline(
         graphs_of(checkpointed, where="inside", kind="plain", reshard_after_forward=False),

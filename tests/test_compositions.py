@@ -43,7 +43,6 @@ def same_bits(model, other):
 
 FIRST = (
     "replicas",
-    "replicas of tensor parallel",
     "a mesh of all kinds",
     "experts",
 )

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from _engines import ENGINES, fully_shard, mesh_of
 from _models import Stack, shard_blocks, shard_lists, vectors
 from _parity import Case, check_parity
-from _pool import distributed
+from _pool import distributed, more
 from _stepping import assert_at_rest, assert_same_gradients, engine_of, kinds, loss_of, train_step, twins
 from composable_shard import MixedPrecisionPolicy, last_record, make_plan
 from composable_shard._phases import ParamPhase
@@ -22,12 +22,23 @@ few = functools.partial(shard_blocks, reshard_after_forward=2)
 EVEN = functools.partial(Stack, dim=8, hidden=16)
 
 
+MODELS = {"even": EVEN, "uneven": Stack, "odd": functools.partial(Stack, dim=5, hidden=3)}
+
+
 @pytest.mark.parametrize(
-    "model", [EVEN, Stack, functools.partial(Stack, dim=5, hidden=3)], ids=["even", "uneven", "odd"]
+    ("name", "optimizer"),
+    [
+        ("even", "sgd"),
+        ("uneven", "adamw"),
+        ("odd", "sgd"),
+        more("even", "adamw"),
+        more("uneven", "sgd"),
+        more("odd", "adamw"),
+    ],
 )
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @distributed(world=4)
-def test_training_is_exact(rank, world, model, optimizer):
+def test_training_is_exact(rank, world, name, optimizer):
+    model = MODELS[name]
     check_parity(Case(model=model, shard=few, optimizer=optimizer), rank, world)
 
 

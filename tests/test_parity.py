@@ -8,7 +8,7 @@ import pytest
 
 from _models import Stack, TiedText, shard_blocks, shard_lists, shard_nested, shard_root, tokens
 from _parity import Case, check_parity
-from _pool import distributed
+from _pool import distributed, more
 
 SHARDINGS = {
     "blocks": shard_blocks,
@@ -25,7 +25,7 @@ def test_training_equals_the_unsharded_model_bit_for_bit(rank, world, optimizer)
 
 
 @pytest.mark.parametrize("grouping", ["root", "nested", "lists"])
-@distributed(world=(1, 2, 4))
+@distributed(world=(1, 2, more(4)))
 def test_any_grouping_gives_the_same_bits(rank, world, grouping):
     check_parity(Case(model=Stack, shard=SHARDINGS[grouping], optimizer="adamw"), rank, world)
 
@@ -38,7 +38,7 @@ def test_resharding_after_forward_or_not_gives_the_same_bits(rank, world, groupi
     check_parity(Case(model=Stack, shard=shard), rank, world)
 
 
-@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("reshard", [more(None), True, more(False)])
 @distributed(world=(1, 4))
 def test_resharding_gives_the_same_bits_at_other_world_sizes(rank, world, reshard):
     shard = functools.partial(shard_blocks, reshard_after_forward=reshard)
@@ -46,6 +46,6 @@ def test_resharding_gives_the_same_bits_at_other_world_sizes(rank, world, reshar
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@distributed(world=(1, 2, 4))
+@distributed(world=(1, 2, more(4)))
 def test_weights_tied_within_a_group_share_one_shard(rank, world, optimizer):
     check_parity(Case(model=TiedText, batch=tokens, optimizer=optimizer), rank, world)

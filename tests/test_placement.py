@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from _engines import fully_shard, mesh_of
 from _models import Stack, shard_blocks
 from _parity import Case, check_parity
-from _pool import distributed
+from _pool import distributed, more
 
 
 def widest(param):
@@ -33,7 +33,7 @@ EVEN = functools.partial(Stack, dim=8, hidden=16, out=4)
 
 
 @pytest.mark.parametrize("fn", [widest, second, last_of_many])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", more("adamw")])
 @distributed(world=(1, 2, 4))
 def test_other_dims_train_exactly(rank, world, fn, optimizer):
     shard = functools.partial(shard_blocks, shard_placement_fn=fn)

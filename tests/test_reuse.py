@@ -14,7 +14,7 @@ import composable_shard as cs
 from _engines import fully_shard
 from _models import Block, Stack, shard_blocks, shard_nested, vectors
 from _parity import Case, check_parity, plain_step
-from _pool import distributed, simulated
+from _pool import distributed, more, simulated
 from _stepping import loss_of, twins
 
 ADDS_UNREDUCED = "FSDP2 adds the uses of a group before it reduces them"
@@ -179,8 +179,8 @@ def footprint():
     return len(gc.get_objects()), sys.getallocatedblocks()
 
 
-@pytest.mark.parametrize("grad", [True, pytest.param(False, marks=pytest.mark.matrix)])
-@distributed(world=(1, pytest.param(2, marks=pytest.mark.matrix)))
+@pytest.mark.parametrize("grad", [True, more(False)])
+@distributed(world=(1, more(2)))
 def test_a_thousand_forwards_without_backward_grow_nothing(rank, world, grad):
     model = Stack(blocks=2)
     shard_blocks(model, fully_shard)

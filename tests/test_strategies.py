@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import composable_shard
 from _models import Block, Stack, vectors
 from _parity import Case, check_parity, plain_step
-from _pool import distributed
+from _pool import distributed, more
 
 SHARDED = ["ddp", "zero1", "zero2", "zero3", "hsdp"]
 KEEP = ("ddp", "zero1")  # parameters stay unsharded after backward, until the optimizer steps
@@ -35,8 +35,11 @@ def accumulate(run):
     return loss
 
 
-@pytest.mark.parametrize("train", [plain_step, accumulate], ids=["plain", "accumulated"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("train", "optimizer"),
+    [(plain_step, "adamw"), (accumulate, "sgd"), more(plain_step, "sgd"), more(accumulate, "adamw")],
+    ids=["plain-adamw", "accumulated-sgd", "plain-sgd", "accumulated-adamw"],
+)
 @pytest.mark.parametrize("strategy", SHARDED)
 @distributed(world=2)
 def test_every_strategy_trains_like_the_unsharded_model(rank, world, strategy, optimizer, train):

@@ -111,7 +111,7 @@ def train_and_compare(models, plain, dp_rank, dp_size, make=torch.optim.SGD, ste
 @pytest.mark.parametrize(
     ("make", "reshard"),
     [
-        (torch.optim.SGD, False),
+        pytest.param(torch.optim.SGD, False, marks=pytest.mark.matrix),
         (torch.optim.AdamW, True),
         pytest.param(torch.optim.SGD, True, marks=pytest.mark.matrix),
         pytest.param(torch.optim.AdamW, False, marks=pytest.mark.matrix),

@@ -11,12 +11,21 @@ import torch.nn as nn
 from _engines import fully_shard
 from _models import Stack, shard_blocks, shard_root
 from _parity import Case, check_parity
-from _pool import distributed
+from _pool import distributed, more
+
+SIZES = [(5, 7, 3), (3, 1, 1), (1, 9, 2)]
 
 
-@pytest.mark.parametrize(("dim", "hidden", "out"), [(5, 7, 3), (3, 1, 1), (1, 9, 2)], ids=str)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw-foreach"])
-@distributed(world=(2, 4))
+@pytest.mark.parametrize(
+    ("world", "optimizer", "dim", "hidden", "out"),
+    [
+        *((2, "adamw-foreach", *sizes) for sizes in SIZES),
+        *((4, "sgd", *sizes) for sizes in SIZES),
+        *(more(2, "sgd", *sizes) for sizes in SIZES),
+        *(more(4, "adamw-foreach", *sizes) for sizes in SIZES),
+    ],
+)
+@distributed(world=None)
 def test_uneven_and_empty_shards_train_exactly(rank, world, dim, hidden, out, optimizer):
     model = functools.partial(Stack, dim=dim, hidden=hidden, out=out, blocks=2)
     check_parity(Case(model=model, optimizer=optimizer), rank, world)
