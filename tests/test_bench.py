@@ -165,7 +165,7 @@ def test_the_profile_shows_functions_of_the_package() -> None:
 
 def test_overlap_shows_what_engines_leave_exposed_beside_what_a_simulation_says(tmp_path: Path) -> None:
     file = tmp_path / "overlap.json"
-    engines = "--engines=ours,ours-far,ours-auto,ours-compiled,fsdp2,fsdp2-again"
+    engines = "--engines=ours,ours-auto,ours-compiled,fsdp2,fsdp2-again"
     shown = bench("overlap.py", "--models=uniform", "--ratios=1", "--rounds=1", "--log=ours", engines, f"--json={file}")
     assert "Exposed communication, ms: uniform, streams clock" in " ".join(shown.split())
     assert "reduce_scatter" in shown

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from _models import shard_blocks, shard_lists, shard_nested
 from _parity import Case, check_parity
-from _pool import distributed
+from _pool import distributed, more
 
 
 def save_matmuls(ctx, op, *args, **kwargs):
@@ -82,7 +82,7 @@ def test_checkpoints_inside_sharded_blocks_are_exact(rank, world, kind, reshard)
     check_parity(Case(model=functools.partial(Checkpointed, inside=kind), shard=shard), rank, world)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, more(False)])
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(world=(1, 2))
 def test_checkpoints_around_sharded_blocks_are_exact(rank, world, kind, reshard):
@@ -100,22 +100,37 @@ def test_checkpoints_around_checkpoints_are_exact(rank, world, inside, outside):
     check_parity(Case(model=model), rank, world)
 
 
-@pytest.mark.parametrize("kind", ["plain", "reentrant"])
-@pytest.mark.parametrize("place", ["inside", "outside"])
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [("plain", "inside"), ("reentrant", "outside"), more("plain", "outside"), more("reentrant", "inside")],
+)
 @distributed(world=2)
 def test_dropout_is_replayed_alike_in_recomputation(rank, world, place, kind):
     model = functools.partial(Checkpointed, dropout=0.4, **{place: kind})
     check_parity(Case(model=model, optimizer="adamw"), rank, world)
 
 
-@pytest.mark.parametrize("shard", [shard_nested, shard_lists], ids=["nested", "lists"])
-@pytest.mark.parametrize("kind", ["plain", "reentrant"])
-@pytest.mark.parametrize("place", ["inside", "outside"])
+GROUPS = {"nested": shard_nested, "lists": shard_lists}
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "groups"),
+    [
+        ("inside", "plain", "nested"),
+        ("inside", "reentrant", "lists"),
+        ("outside", "plain", "lists"),
+        ("outside", "reentrant", "nested"),
+        more("inside", "plain", "lists"),
+        more("inside", "reentrant", "nested"),
+        more("outside", "plain", "nested"),
+        more("outside", "reentrant", "lists"),
+    ],
+)
 @distributed(world=2)
-def test_checkpoints_work_in_nested_and_list_groups(rank, world, place, kind, shard):
+def test_checkpoints_work_in_nested_and_list_groups(rank, world, place, kind, groups):
     why = "before torch 2.13 FSDP2 raises: of a list it gathers for the first module alone, then recomputes with shards"
-    fsdp2 = torch.__version__ >= "2.13" or (kind, shard) != ("reentrant", shard_lists)
-    case = Case(model=functools.partial(Checkpointed, **{place: kind}), shard=shard, fsdp2=fsdp2, why=why)
+    fsdp2 = torch.__version__ >= "2.13" or (kind, groups) != ("reentrant", "lists")
+    case = Case(model=functools.partial(Checkpointed, **{place: kind}), shard=GROUPS[groups], fsdp2=fsdp2, why=why)
     check_parity(case, rank, world)
 
 

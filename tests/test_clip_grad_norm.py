@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 from _engines import fully_shard, mesh_of
 from _models import Stack, shard_blocks, vectors
 from _parity import Case, check_parity
-from _pool import distributed
+from _pool import distributed, more
 
 WHY = "the norm is summed by shards"
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", more("adamw")])
 @pytest.mark.parametrize("clip", [0.05, 100.0])
 @distributed(world=(1, 2, 4))
 def test_clipped_training_equals_the_reference(rank, world, optimizer, clip):

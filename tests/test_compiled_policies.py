@@ -15,7 +15,6 @@ P = cs.PrefetchPolicy
 POLICIES = {
     "nothing asked": (None, None),
     "none ahead": (P.depth(0), None),
-    "two ahead": (P.depth(2), None),
     "all ahead, within a budget": (P.depth(9), cs.PoolPolicy(budget=4096)),
 }
 
@@ -46,9 +45,6 @@ backward GmmwGmmmmRwGmmmmRwwmmmmRwmRww
 none ahead
 forward GwmGwmmGwmmGwmmm, saves 3288 bytes
 backward mmGwmmmmRGwmmmmRwGwmmmmRwmRww
-two ahead
-forward GGwGmwGmmwmmwmmm, saves 3288 bytes
-backward GGmmwGmmmmRwmmmmRwwmmmmRwmRww
 all ahead, within a budget
 forward GGGGwmwmmwmmwmmm, saves 3288 bytes
 backward GGmmwmmmmRwmmmmRwGwmmmmRwmRww

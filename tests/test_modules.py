@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from _alike import models_of, noise, optimizers_of, shard_children, train_alike
 from _engines import fully_shard
-from _pool import distributed
+from _pool import distributed, more
 from _stepping import shard_whole
 
 # ---- recurrent modules
@@ -124,8 +124,17 @@ def test_attention_trains_and_evaluates(rank, world, shard):
     train_and_evaluate(models_of(Attention, shard), noise(2, 5, 4))
 
 
-@pytest.mark.parametrize("shard", [shard_layers, shard_whole, shard_attention_apart])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("shard", "masked"),
+    [
+        (shard_layers, False),
+        (shard_whole, True),
+        (shard_attention_apart, False),
+        more(shard_layers, True),
+        more(shard_whole, False),
+        more(shard_attention_apart, True),
+    ],
+)
 @distributed(world=2)
 def test_an_encoder_trains_and_evaluates(rank, world, shard, masked):
     mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2]) if masked else None

@@ -40,7 +40,7 @@ def backwards_in_reverse(run):
     return first + second
 
 
-@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("reshard", [more(None), True, False])
 @pytest.mark.parametrize("train", [one_backward_of_two_forwards, backwards_in_order, backwards_in_reverse])
 @distributed(world=2)
 def test_two_forwards_before_backward_are_exact(rank, world, train, reshard):
