@@ -46,6 +46,7 @@ class Actions:
         streams: whether it is streams that wait for communication, and never the host.
         watch: times what is done, if anybody wants to know.
         seen: groups in the order in which their forwards began in this iteration.
+        staying: groups whose weights stay, a backward of theirs being over, for the next one.
     """
 
     def __init__(self, groups: Sequence[tuple[ParamGroup, Entries]], runtime: Runtime, watch_leaf: StrayHook) -> None:
@@ -67,6 +68,7 @@ class Actions:
         self._put_off: Sequence[ParamGroup] | None = None  # groups to gather behind the reductions
         self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}  # for hooks, which see all uses at once
         self.seen: list[ParamGroup] = []
+        self.staying: set[ParamGroup] = set()
         self._done: list[Any] = []
         self._last: tuple[list[Any], list[ParamGroup], tuple[Span, ...]] | None = None
         self._last_record: Record | None = None
@@ -142,8 +144,8 @@ class Actions:
     def _make_room(self, nbytes: int) -> None:
         """In a step that is not the planned one: keep to the budget by ending what is only on its way.
 
-        Reductions in flight are waited for, then weights are given up that were gathered ahead, and in a forward those
-        that an earlier one has kept for its backward.
+        Reductions in flight are waited for, then weights are given up that were gathered ahead, and last those that
+        stay for another use: in a forward what an earlier one has kept for its backward.
         """
         assert self.budget is not None
         most = self.budget - nbytes
@@ -153,14 +155,10 @@ class Actions:
             for group in self.groups:
                 if self.pool.issued_bytes > most and group.phase is phase and not (group.pinned or group.running):
                     self.drop(group)
-
-    def may_stay(self, group: ParamGroup) -> bool:
-        """Whether weights that backward needs again next fit beside the reduction of their gradients."""
-        if self.budget is None or not (group.trains and group.options.requires_gradient_sync):
-            return True
-        nbytes = _reduced_bytes(group)
-        self._make_room(nbytes)
-        return self.pool.issued_bytes + nbytes <= self.budget
+        for group in self.groups if self.staying else ():
+            stays = group in self.staying and group.options.reshard_after_backward
+            if self.pool.issued_bytes > most and stays and not (group.pinned or group.running):
+                self.drop(group)
 
     def _arrive(self, group: ParamGroup) -> None:
         if group.phase is GATHERING:
@@ -168,6 +166,7 @@ class Actions:
 
     def drop(self, group: ParamGroup) -> None:
         """Give the weights of a group up, wherever they are."""
+        self.staying.discard(group)
         self.hide(group)
         self._arrive(group)
         if group.phase is not SHARDED:
@@ -206,6 +205,7 @@ class Actions:
 
     def drop_after_backward(self) -> None:
         """A backward is over: drop all that no setting keeps, and hide the rest."""
+        self.staying.clear()
         for group in self.groups:
             if group.phase is SHARDED or group.pinned or group.running:
                 continue
@@ -236,6 +236,8 @@ class Actions:
     def reduce_now(self, group: ParamGroup, gradients: Gradients) -> dict[int, torch.Tensor]:
         """Reduce and wait; returns this rank's piece of each gradient, by index, and sets no `.grad`."""
         self.settle()
+        if self.budget is not None:
+            self._make_room(_reduced_bytes(group))
         self._start_reduce(group, gradients)
         return self._finish_oldest()[1]
 
@@ -247,6 +249,7 @@ class Actions:
         """
         self.catch_up()
         group = use.group
+        self.staying.discard(group)
         waits = bool(self._reductions) and (self.reduces_first or group.reduces_first)
         waits = waits and (group.away or any(each.away for each in following))
         if waits and group.away:

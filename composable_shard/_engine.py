@@ -286,9 +286,9 @@ class Engine:
         group = use.group
         if self._active.get(group) is use:
             del self._active[group]
-        if group.running or (now.next_group() is group and self._do.may_stay(group)):
-            return
-        if group.options.reshard_after_backward:
+        if group.running or now.next_group() is group:
+            self._do.staying.add(group)
+        elif group.options.reshard_after_backward:
             self._do.drop(group)
         else:
             self._do.hide(group)  # the weights stay, but what clips or steps must find the sharded parameters

@@ -8,11 +8,13 @@ both meshes, or on the full one; in forward they find the DTensor that they had.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
@@ -117,28 +119,15 @@ class _Wrap(torch.autograd.Function):
         return ctx.parallel.local_gradient(gradient), None
 
 
-@dataclass(frozen=True, eq=False)
-class _Itself:
-    """A mesh as a key: this object alone; a mesh of an earlier world equals it, and its groups are gone."""
-
-    mesh: DeviceMesh
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and self.mesh is other.mesh
-
-    def __hash__(self) -> int:
-        return id(self.mesh)
-
-
 @functools.lru_cache(maxsize=256)  # one for all that are placed alike, so that equal layers share compiled code
 def _wrapper(
-    itself: _Itself,
+    mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     shape: torch.Size,
     stride: tuple[int, ...],
     ours: tuple[tuple[int, ...], ...],
+    groups: tuple[weakref.ref[dist.ProcessGroup], ...],  # a mesh of an earlier world is equal, and its groups are gone
 ) -> Callable[[torch.Tensor], DTensor]:
-    mesh = itself.mesh
     parallel = Parallel(mesh, placements, shape, stride, FullMesh(mesh, *ours))
 
     def wrap(local: torch.Tensor) -> DTensor:
@@ -166,9 +155,9 @@ def _in_full(name: str, param: torch.Tensor, full: FullMesh) -> Parallel:
                 f"parameter {name}: is placed as {param.placements[axis]} on axis {names[axis] if names else axis}, "
                 "which dp_mesh_dims names; it must be Replicate() there, for that axis is the one to shard over"
             )
-    mesh, placed = param.device_mesh, (tuple(param.placements), param.shape, param.stride())
-    wrapper = _wrapper(_Itself(mesh), *placed, (full.shard, full.replicate))
-    return Parallel(mesh, *placed, full, wrapper)
+    placed = param.device_mesh, tuple(param.placements), param.shape, param.stride()
+    groups = tuple(map(weakref.ref, param.device_mesh.get_all_groups()))
+    return Parallel(*placed, full, _wrapper(*placed, (full.shard, full.replicate), groups))
 
 
 def parallel_of(name: str, param: torch.Tensor, info: MeshInfo) -> Parallel | None:

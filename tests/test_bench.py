@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -94,15 +94,38 @@ sys.path[:0] = [{str(BENCH)!r}, {str(ROOT)!r}]
 """
 
 
-@pytest.fixture(scope="module")
-def beside() -> Iterator[Callable[[str], None]]:
+class Beside:
     """Runs code in one process beside this one, where modules of bench/ are imported by their names."""
-    fresh = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, fresh, initializer=exec, initargs=(BESIDE,)) as process:
-        yield lambda code: process.submit(exec, code, {}).result(timeout=60)
+
+    def __init__(self) -> None:
+        self._process: ProcessPoolExecutor | None = None
+
+    def __call__(self, code: str) -> None:
+        if self._process is None:
+            fresh = multiprocessing.get_context("spawn")
+            self._process = ProcessPoolExecutor(1, fresh, initializer=exec, initargs=(BESIDE,))
+        try:
+            self._process.submit(exec, code, {}).result(timeout=60)
+        except BaseException:
+            self.close()  # the next one finds nothing that this one has left
+            raise
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            for child in multiprocessing.active_children():
+                child.kill()
+            process.shutdown()
 
 
-def test_the_noop_backend_answers_every_collective_and_touches_no_data(beside: Callable[[str], None]) -> None:
+@pytest.fixture(scope="module")
+def beside() -> Iterator[Beside]:
+    runs = Beside()
+    yield runs
+    runs.close()
+
+
+def test_the_noop_backend_answers_every_collective_and_touches_no_data(beside: Beside) -> None:
     beside(NOOP)
 
 
@@ -152,7 +175,7 @@ with mock.patch.object(sys, "argv", ["instructions.py"]), mock.patch.object(shut
 
 
 def test_instructions_are_the_sums_that_callgrind_writes_and_without_it_there_is_an_error(
-    beside: Callable[[str], None],
+    beside: Beside,
 ) -> None:
     beside(INSTRUCTIONS)
 
@@ -198,7 +221,7 @@ for _ in range(300):
 
 
 def test_the_simulation_of_a_schedule_agrees_with_sums_by_hand_and_never_beats_the_bound(
-    beside: Callable[[str], None],
+    beside: Beside,
 ) -> None:
     beside(SIMULATE)
 
@@ -259,7 +282,7 @@ with cards(0):
 
 
 def test_the_device_is_a_card_where_there_is_one_and_without_one_asking_for_it_is_an_error(
-    beside: Callable[[str], None],
+    beside: Beside,
 ) -> None:
     beside(DEVICE)
 
@@ -288,7 +311,7 @@ dist.destroy_process_group()
 """
 
 
-def test_an_echo_gives_every_rank_the_piece_of_this_one(beside: Callable[[str], None]) -> None:
+def test_an_echo_gives_every_rank_the_piece_of_this_one(beside: Beside) -> None:
     beside(ECHO)
 
 
@@ -318,7 +341,7 @@ assert fsdp2.wall_ms == _report.Spread(2000, 2000, 2000)
 
 
 def test_fresh_runs_of_a_step_are_summed_up_by_the_median_of_their_medians_and_its_range(
-    beside: Callable[[str], None],
+    beside: Beside,
 ) -> None:
     beside(RUNS)
 

@@ -155,23 +155,53 @@ class InOrder(Stack):
         return self.head(x)
 
 
-@pytest.mark.parametrize("order", [(0, 0, 1, 1), (0, 1, 1, 0), (0, 1, 0, 1)])
+RUNS_TWICE = {
+    "in a row": (0, 0, 1, 1),
+    "one of two in a row": (0, 1, 1, 0),
+    "in turns": (0, 1, 0, 1),
+}
+
+
+@pytest.mark.parametrize("case", RUNS_TWICE)
+@pytest.mark.parametrize("tight", [True, False])
 @simulated(world=2)
-def test_the_least_budget_bounds_modules_that_run_twice(rank, world, order):
-    model, plain = twins(functools.partial(InOrder, order))
+def test_a_budget_bounds_modules_that_run_twice(rank, world, case, tight):
+    model, plain = twins(functools.partial(InOrder, RUNS_TWICE[case]))
     for each in (model, plain):
         loss_of(each).backward()
     with pytest.raises(cs.PoolBudgetError) as caught:
         model.set_pool_policy(cs.PoolPolicy(budget=1))
-    policy = cs.PoolPolicy(budget=caught.value.least)
+    policy = cs.PoolPolicy(budget=caught.value.least if tight else 1 << 20)
     model.set_pool_policy(policy)
     for _ in range(2):
         for each in (model, plain):
             loss_of(each).backward()
-        assert cs.last_record(model).peak_bytes <= policy.budget
-        assert [str(action) for action in cs.last_record(model).actions].count("REDUCE blocks.0") == 2
+        record = cs.last_record(model)
+        assert record.peak_bytes <= policy.budget
+        done = [str(action) for action in record.actions]
+        assert done.count("REDUCE blocks.0") == 2
+        if case == "in a row":
+            assert done.count("UNSHARD blocks.0") == (4 if tight else 3), "weights stay where there is room"
     for name, param in plain.named_parameters():
         torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@simulated(world=2)
+def test_gradients_that_are_asked_for_keep_to_a_budget_too(rank, world, sync):
+    model, plain = twins(functools.partial(InOrder, (0, 0, 1, 1)))
+    loss_of(model).backward()
+    with pytest.raises(cs.PoolBudgetError) as caught:
+        model.set_pool_policy(cs.PoolPolicy(budget=1))
+    policy = cs.PoolPolicy(budget=caught.value.least)
+    model.set_pool_policy(policy)
+    model.set_requires_gradient_sync(sync)
+    params = list(model.parameters())
+    for _ in range(2):
+        found = torch.autograd.grad(loss_of(model), params)
+        for mine, want in zip(found, torch.autograd.grad(loss_of(plain), list(plain.parameters())), strict=True):
+            torch.testing.assert_close(mine.full_tensor(), want)
+        assert cs.last_record(model).peak_bytes <= policy.budget
 
 
 def footprint():

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import composable_shard as cs
 from _engines import ENGINES, fully_shard, named_mesh
-from _pool import distributed, more
+from _pool import distributed
 from _stepping import assert_at_rest, engine_of
 from composable_shard import ShardPlacementResult, last_record, make_plan, testing
 from composable_shard._schedule import Kind
@@ -94,7 +94,7 @@ def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-@pytest.mark.parametrize(("pairs", "reshard"), [(True, True), more(True, False), (False, True)])
+@pytest.mark.parametrize(("pairs", "reshard"), [(True, True), (True, False), (False, True)])
 @distributed(world=4)
 def test_training_is_exact(rank, world, pairs, reshard):
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
