@@ -58,10 +58,10 @@ class BackwardPass:
         forwards = {use.forward for use in (expected if opened_by is None else [*expected, opened_by])}
         self.newest = max(forwards, default=0)
         idle = [u for u, node in live if node is not None and u not in self._will_fire and u.forward in forwards]
-        self._in_turn = self._will_fire | set(_without_gradients(idle, expected)) if idle else self._will_fire
-        self._waiting = deque([use for use, _ in reversed(live) if use in self._in_turn])
+        self._waiting = deque([use for use, _ in reversed(live) if use in self._will_fire])
+        gathered = self._will_fire | set(_without_gradients(idle, expected)) if idle else self._will_fire
         # Frozen groups have no node; while one of their handles lives, their weights may be asked for.
-        upcoming = [u for u, node in live if u in self._in_turn or (node is None and u.forward in forwards)]
+        upcoming = [u for u, node in live if u in gathered or (node is None and u.forward in forwards)]
         self._upcoming = deque(reversed(upcoming))
         self._ready: dict[Use, Gradients] = {}
         counts = Counter(use.group for use in expected)
@@ -117,7 +117,7 @@ class BackwardPass:
 
     def in_turn(self, use: Use, gradients: Gradients) -> list[tuple[Use, Gradients]]:
         """Take the complete gradients of a use; returns those whose turn has come, in order."""
-        if use not in self._in_turn:
+        if use not in self._will_fire:
             return [(use, gradients)]
         self._ready[use] = gradients
         out = []
@@ -136,7 +136,7 @@ class BackwardPass:
 def _without_gradients(idle: Iterable[Use], expected: Iterable[Use]) -> list[Use]:
     """Uses whose node a pass does not run, but whose group it reduces nevertheless (`reduce_unused`), one for a group.
 
-    On other ranks their node may run. So they have a turn here too: gathers and reductions go in one order everywhere.
+    On other ranks their node may run, for which their weights are gathered; so they are expected here too.
     """
     newest = max((use.last for use in expected), default=0)  # what follows belongs to a later forward
     taken = {use.group for use in expected}

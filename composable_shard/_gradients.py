@@ -66,9 +66,11 @@ class GradientFlow:
         options = group.options
         if any(map(getattr, gradients, repeat("is_sparse"), repeat(False))):
             raise _sparse(group, gradients)
-        if not options.reduce_unused and all(map(is_, gradients, repeat(None))):
+        if options.reduce_unused:
+            group.keep(gradients)  # other ranks may get those of other groups, or none: `finish` has one order for all
+        elif all(map(is_, gradients, repeat(None))):
             return
-        if options.requires_gradient_sync:
+        elif options.requires_gradient_sync:
             if group not in self._looked:  # its node did not run
                 self.take_hooks(group)
             self._reduced.add(group)

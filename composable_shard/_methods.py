@@ -131,7 +131,9 @@ class Methods(Planning):
         Then every backward reduces every group, so that ranks may use different modules in a step. (Ranks that use
         different parameters of a module need no setting.) Without it, as in FSDP2, a group of which a rank got no
         gradient at all is not reduced there: ranks that got one wait for it, for ever. So set it where a rank may use
-        none of a group's experts.
+        none of a group's experts, and on the module of the experts alone: its groups are reduced when backward is over,
+        in one order on all ranks, and until then their unsharded gradients are kept. Gathers remain those of the
+        modules that run: where ranks run different ones, `unshard` those on all ranks.
 
         Raises:
             ShardConfigValueError: the value is no bool.
