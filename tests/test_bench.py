@@ -174,9 +174,7 @@ with mock.patch.object(sys, "argv", ["instructions.py"]), mock.patch.object(shut
 """
 
 
-def test_instructions_are_the_sums_that_callgrind_writes_and_without_it_there_is_an_error(
-    beside: Beside,
-) -> None:
+def test_instructions_are_the_sums_that_callgrind_writes_and_without_it_there_is_an_error(beside: Beside) -> None:
     beside(INSTRUCTIONS)
 
 
@@ -220,9 +218,7 @@ for _ in range(300):
 """
 
 
-def test_the_simulation_of_a_schedule_agrees_with_sums_by_hand_and_never_beats_the_bound(
-    beside: Beside,
-) -> None:
+def test_the_simulation_of_a_schedule_agrees_with_sums_by_hand_and_never_beats_the_bound(beside: Beside) -> None:
     beside(SIMULATE)
 
 
@@ -281,9 +277,7 @@ with cards(0):
 """
 
 
-def test_the_device_is_a_card_where_there_is_one_and_without_one_asking_for_it_is_an_error(
-    beside: Beside,
-) -> None:
+def test_the_device_is_a_card_where_there_is_one_and_without_one_asking_for_it_is_an_error(beside: Beside) -> None:
     beside(DEVICE)
 
 
@@ -340,9 +334,7 @@ assert fsdp2.wall_ms == _report.Spread(2000, 2000, 2000)
 """
 
 
-def test_fresh_runs_of_a_step_are_summed_up_by_the_median_of_their_medians_and_its_range(
-    beside: Beside,
-) -> None:
+def test_fresh_runs_of_a_step_are_summed_up_by_the_median_of_their_medians_and_its_range(beside: Beside) -> None:
     beside(RUNS)
 
 
