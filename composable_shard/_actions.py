@@ -14,12 +14,13 @@ from torch.distributed.tensor import DTensor
 from ._bucket import Bucket
 from ._errors import ShardConfigStateError
 from ._group import Gradients, ParamGroup, Runtime
+from ._history import History
 from ._node import Entries, Outputs, Use
 from ._param import accumulate
 from ._phases import GATHERING, SHARDED, UNSHARDED
 from ._record import Record
 from ._reduction import Reduction
-from ._schedule import MAX_REDUCTIONS, Action, Kind
+from ._schedule import MAX_REDUCTIONS, Kind
 from ._timing import Span, Stopwatch
 from ._torch_distributed import local_tensor
 
@@ -42,10 +43,11 @@ class Actions:
         max_reductions: how many reductions may be in flight, by a schedule; a group's settings may allow fewer.
         in_flight: groups whose reduction a schedule issues with another number of them in flight.
         reduces_first: whether reductions are waited for before backward gathers, whatever the groups say.
+        stays_for_next: whether weights stay for the next backward of their group, where that follows at once.
         budget: bytes that may be leased at once; what would exceed them is not gathered ahead.
         streams: whether it is streams that wait for communication, and never the host.
         watch: times what is done, if anybody wants to know.
-        seen: groups in the order in which their forwards began in this iteration.
+        history: what was done, and the record of that.
         staying: groups whose weights stay, a backward of theirs being over, for the next one.
     """
 
@@ -57,9 +59,11 @@ class Actions:
         self.max_reductions: int | None = None
         self.in_flight: dict[ParamGroup, int] = {}
         self.reduces_first = False
+        self.stays_for_next = True
         self.budget: int | None = None
         self.watch: Stopwatch | None = None
         self.streams = runtime.gather_lane.streams
+        self.history = History()
         self._runtime = runtime
         self._entries = {group: weakref.ref(entries) for group, entries in groups}
         self._watch_leaf = watch_leaf
@@ -67,39 +71,33 @@ class Actions:
         self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
         self._put_off: Sequence[ParamGroup] | None = None  # groups to gather behind the reductions
         self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}  # for hooks, which see all uses at once
-        self.seen: list[ParamGroup] = []
         self.staying: set[ParamGroup] = set()
-        self._done: list[Any] = []
-        self._last: tuple[list[Any], list[ParamGroup], tuple[Span, ...]] | None = None
-        self._last_record: Record | None = None
-        self._so_far: Record | None = None
 
     # ---- the record
 
     def roll_record(self) -> None:
         """An iteration has ended: what was done becomes the last record, unless nothing was."""
-        if self._done:
-            self._last = self._done, self.seen, () if self.watch is None else self.watch.take()
-            self._last_record = self._so_far = None
-            self._done, self.seen = [], []
-
-    @property
-    def last_record(self) -> Record | None:
-        """What the last iteration did; made up when asked for."""
-        if self._last_record is None and self._last is not None:
-            self._last_record = _record(*self._last)
-        return self._last_record
+        if self.history.roll(self._spans) and self.watch is not None:
+            self.watch.take()
 
     def record_so_far(self) -> Record | None:
         """What was done since the last record; None if nothing was. The same object until more is done."""
-        if self._done and (self._so_far is None or len(self._so_far.actions) * 3 != len(self._done)):
-            self._so_far = _record(self._done, self.seen, () if self.watch is None else self.watch.spans)
-        return self._so_far
+        return self.history.so_far(self._spans)
 
     @property
-    def done(self) -> list[Any]:
-        """What the running iteration has done: kind, FQN and live bytes of each action, one after the other."""
-        return self._done
+    def _spans(self) -> tuple[Span, ...]:
+        return () if self.watch is None else self.watch.spans
+
+    def forward_begins(self, group: ParamGroup) -> None:
+        """A forward begins, outside of any backward."""
+        self.history.begins(group)
+        if self.watch is not None:
+            self.watch.begin(Kind.FORWARD, group.fqn)
+
+    def forward_ended(self, group: ParamGroup) -> None:
+        """The forward of a group is over, be it a recomputation."""
+        self.history.ended(group)
+        self.compute_ended(Kind.FORWARD)
 
     def compute_ended(self, kind: Kind) -> None:
         """Tell whoever watches that the forward of a group, or the last backward, is over."""
@@ -111,7 +109,7 @@ class Actions:
     def _act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], *args: Any) -> T:
         """Do something to a group, and write it down; every action of a rank comes through here."""
         result = work(*args) if self.watch is None else self.watch.timed(kind, group.fqn, work, *args)
-        self._done += (kind, group.fqn, self.pool.live_bytes)  # flat: tuples would keep the cycle collector busy
+        self.history.done += (kind, group.fqn, self.pool.live_bytes)  # flat: tuples would keep the cycle collector busy
         return result
 
     def parameters_changed(self, at: torch.Event | None = None) -> None:
@@ -193,6 +191,7 @@ class Actions:
             whether any was replaced.
         """
         adopted = False
+        self.history.interrupted()
         for group in self.groups:
             entries = self.entries(group)
             adopted |= entries is not None and entries.adopt()
@@ -241,9 +240,12 @@ class Actions:
         self._start_reduce(group, gradients)
         return self._finish_oldest()[1]
 
-    def begin_backward(self, use: Use, outputs: Outputs, following: Sequence[ParamGroup]) -> None:
+    def begin_backward(
+        self, use: Use, outputs: Outputs, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]
+    ) -> None:
         """Backward has reached a use: show its weights and gather those of the groups that follow.
 
+        What should have been gathered before, with a use that is reached only now or not at all, comes first.
         Where only waiting frees memory, these come behind the reductions in flight, and both when half of the weights
         that the use has saved were read: the reductions take the first half of its backward, the gathers the second.
         """
@@ -251,10 +253,11 @@ class Actions:
         group = use.group
         self.staying.discard(group)
         waits = bool(self._reductions) and (self.reduces_first or group.reduces_first)
-        waits = waits and (group.away or any(each.away for each in following))
-        if waits and group.away:
+        waits = waits and any(each.away for each in (group, *missed, *following))
+        if waits and any(each.away for each in (group, *missed)):
             self._put_off = ()
             self.catch_up()
+        self.prefetch(missed)
         if group.options.unshard_in_backward or not group.away:
             self.show_again(use, outputs)
         # A root that returns what its last module does is reached behind that one, whose compute this is.
@@ -268,6 +271,24 @@ class Actions:
             group.buckets[0].reads_left = use.reads // 2
         else:
             self.catch_up()
+
+    def pass_over(self, group: ParamGroup, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]) -> None:
+        """Gather what is gathered where backward reaches a use of this group: later, or on other ranks only."""
+        self.catch_up()
+        self.prefetch(missed)
+        if group.options.unshard_in_backward:
+            self.need(group)
+        self.prefetch(following)
+
+    def end_use(self, group: ParamGroup, following: ParamGroup | None) -> None:
+        """The backward of a use is over: give its weights up, unless they are about to be needed again."""
+        self.catch_up()
+        if group.running or (following is group and self.stays_for_next):
+            self.staying.add(group)
+        elif group.options.reshard_after_backward:
+            self.drop(group)
+        else:
+            self.hide(group)  # the weights stay, but what clips or steps must find the sharded parameters
 
     def catch_up(self) -> None:
         """Do what was put off: wait for the reductions, then gather ahead."""
@@ -371,15 +392,6 @@ class Actions:
             entries.show(outputs)
         elif entries is not None:
             self.show_leaves(group)
-
-
-def _record(done: Sequence[Any], seen: Sequence[ParamGroup], spans: tuple[Span, ...]) -> Record:
-    return Record(
-        actions=tuple(Action(kind, fqn) for kind, fqn in zip(done[::3], done[1::3], strict=True)),
-        live_bytes=tuple(done[2::3]),
-        order=tuple(group.fqn for group in seen),
-        spans=spans,
-    )
 
 
 def _reduced_bytes(group: ParamGroup) -> int:

@@ -2,7 +2,8 @@
 
 From a set of groups it goes to sets that keep more, or others, as long as it finds a better schedule. What is best for
 one set comes from `Optimum`, which looks at few states at first and, for the best set, at more; where it does not apply
-(reductions that come first, weights that a few ranks share), from gathering as early as memory allows.
+(reductions that come first or last, weights that a few ranks share, groups inside of others or used again), from
+gathering as early as memory allows.
 
 A gather is at its best as early as memory allows: that frees no byte later and delays no other gather, for they keep
 their order. From there each is put off to the last event that still lets it arrive in time, which takes memory for as
@@ -18,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ._fitting import LEVELS, SMALL, Bare, bare_step, by_depth, fitting
+from ._fitting import SMALL, Bare, bare_step, by_depth, fitting, levels
 from ._optimum import Found, Optimum, sets_to_keep
 from ._schedule import MAX_REDUCTIONS, Action, Kind, Schedule, Step, forward_order, kept_by_setting, timed_step
 from ._simulation import Sizes, Timeline, Times, lifetimes, live_bytes, simulate
@@ -56,9 +57,10 @@ class Auto:
         self.work = 0
         self.slack = 0.002 * sum(times[step.fqn].forward + times[step.fqn].backward for step in steps)
         self.gain = self.slack / max(1, len(steps))
-        roots = {step.fqn for step in steps if step.is_root}
-        self.searches = not self.reduces_first and not any(s.shrinks for s in steps) and roots <= set(self.kept)
-        self.least = Optimum(steps, sizes, times, self.budget, [step.fqn for step in steps]).least
+        roots, names = {step.fqn for step in steps if step.is_root}, {step.fqn for step in steps}
+        chain = len(names) == len(steps) and not any(step.around or step.turn is not None for step in steps)
+        self.searches = chain and not (self.reduces_first or any(s.shrinks for s in steps)) and roots <= set(self.kept)
+        self.least = Optimum(steps, sizes, times, self.budget, names).least if chain else 0.0
 
     def best(self) -> _Try:
         """The best schedule that is found."""
@@ -102,7 +104,7 @@ class Auto:
 
     def _better(self, kept: Collection[str], best: _Try, width: int) -> _Try | None:
         """The best schedule that keeps these groups, if it is better."""
-        listed = [step.fqn for step in forward_order(self.steps) if step.fqn in kept]
+        listed = [fqn for fqn in self._names() if fqn in kept]
         if self.searches:
             search = Optimum(self.steps, self.sizes, self.times, self.budget, listed)
             found = search.best(best.exposed - self.gain, _MOST_WORK - self.work, width)
@@ -121,11 +123,15 @@ class Auto:
         late = self._judged(bare.scheduled(self._put_off(bare, early, found.gathers)))
         yield from (each for each in (early, late) if each.peak <= self.budget)
 
+    def _names(self) -> list[str]:
+        """The groups in the order in which their forwards begin first."""
+        return list(dict.fromkeys(step.fqn for step in forward_order(self.steps)))
+
     def _neighbours(self, best: _Try) -> Iterator[Sequence[frozenset[str]]]:
         """Other groups to keep: those first that save most for the bytes that they hold."""
         kept = frozenset(best.schedule.kept)
         waits = best.timeline.waits
-        order = [step.fqn for step in forward_order(self.steps)]
+        order = self._names()
 
         def saved(fqn: str) -> float:
             waited = waits.get(Action(Kind.BACKWARD, fqn), 0.0) or 1e-3 * self.times[fqn].gather
@@ -147,8 +153,10 @@ class Auto:
         """The best schedule that keeps these groups, by few rules; None if that takes more than the budget."""
         tries: list[_Try] = []
         most = float("inf")
-        same = all(step.reduces_first for step in self.steps)  # at the last level as at the one before
-        for level in range(len(LEVELS) - same):
+        same = all(step.reduces_first for step in self.steps)  # whatever the level says
+        for level, (_, first, stays) in enumerate(levels(self.steps)):
+            if same and first and stays:
+                continue
             bare = bare_step(self.steps, self.sizes, kept, level)
             if bare.peak > self.budget:
                 self.work += _ACTION_WORK * bare.work

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
+from itertools import chain
 
 from ._group import Gradients, ParamGroup
 from ._node import Use
@@ -27,6 +28,40 @@ def _end(token: Token) -> None:
     """A nested pass has ended; its token goes with it."""
 
 
+def _backward_place(use: Use) -> tuple[int, int]:
+    """Where the backward of a use begins among others: forwards backwards, but what is around others before them."""
+    return -use.last, use.number
+
+
+class Uses:
+    """The uses of an engine that a backward may go through."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, Use] = {}  # those whose graph lives, in the order of creation
+        self._lost: list[Use] = []  # those whose graph does not, but perhaps on other ranks
+
+    def __iter__(self) -> Iterator[Use]:
+        return chain(self._live.values(), self._lost)
+
+    def add(self, use: Use) -> None:
+        """A forward begins."""
+        self._live[use.number] = use
+
+    def graph_gone(self, use: Use) -> None:
+        """The graph of a use was freed."""
+        self._live.pop(use.number, None)
+        if use.group.options.reduce_unused and use.group.trains and use.forward and not use.fired:
+            self._lost.append(use)
+
+    def forget(self, forwards: Container[int] | None = None) -> None:
+        """The backward of these forwards is over, or of all."""
+        self._lost = [use for use in self._lost if forwards is not None and use.forward not in forwards]
+
+    def all_fired(self) -> bool:
+        """Whether no graph lives that a backward has not gone through."""
+        return all(use.fired for use in self._live.values())
+
+
 class BackwardPass:
     """The outermost backward pass on this thread, with those that run inside of it.
 
@@ -36,7 +71,8 @@ class BackwardPass:
         number: that of the outermost pass.
         current: that of the innermost one that was heard of last.
         repeated: groups of which it runs the nodes of several uses.
-        newest: number of the last forward that it goes through.
+        forwards: numbers of the forwards of the root that it goes through.
+        newest: the last of them.
     """
 
     def __init__(
@@ -56,13 +92,15 @@ class BackwardPass:
         self._will_fire = set(expected)
         # Graphs of other forwards may live on one rank and not on another, and say nothing of this pass.
         forwards = {use.forward for use in (expected if opened_by is None else [*expected, opened_by])}
-        self.newest = max(forwards, default=0)
-        idle = [u for u, node in live if node is not None and u not in self._will_fire and u.forward in forwards]
+        self.forwards, self.newest = forwards, max(forwards, default=0)
         self._waiting = deque([use for use, _ in reversed(live) if use in self._will_fire])
-        gathered = self._will_fire | set(_without_gradients(idle, expected)) if idle else self._will_fire
+        ran = [(use, node) for use, node in live if use.forward in forwards or use in self._will_fire]
+        # Other ranks may run the node of a use that this one does not, and gather its weights.
+        idle = {use for use, node in ran if use.group.trains and not use.fired} - self._will_fire
+        self._idle = {use for use in idle if use.group.options.reduce_unused}
         # Frozen groups have no node; while one of their handles lives, their weights may be asked for.
-        upcoming = [u for u, node in live if u in gathered or (node is None and u.forward in forwards)]
-        self._upcoming = deque(reversed(upcoming))
+        upcoming = [use for use, node in ran if node is None or use in self._will_fire or use in self._idle]
+        self._upcoming = deque(sorted(upcoming, key=_backward_place))
         self._ready: dict[Use, Gradients] = {}
         counts = Counter(use.group for use in expected)
         self.repeated = frozenset(group for group, count in counts.items() if count > 1)
@@ -112,6 +150,20 @@ class BackwardPass:
             self._upcoming.popleft()
         return self._upcoming[0].group if self._upcoming else None
 
+    def reach(self, use: Use | None) -> Iterator[Use]:
+        """Backward has reached a use (or, with None, its end), and expects none any more that would have come before.
+
+        Yields:
+            of these, in order, those whose node does not run, but whose weights other ranks may have gathered, and
+            those around `use` that it has not reached: they return what that does, and come right behind it.
+        """
+        queue, place = self._upcoming, None if use is None else _backward_place(use)
+        while queue and (place is None or _backward_place(queue[0]) <= place):
+            first = queue.popleft()
+            around = use is not None and first.number < use.number <= first.last and first in self._will_fire
+            if first is not use and (first in self._idle or (around and first.entered != self.number)):
+                yield first
+
     # Ranks must issue reductions in one order. Autograd runs nodes in the reverse order of their creation, but with
     # several devices only roughly so: a use that is early waits for those before it.
 
@@ -131,17 +183,3 @@ class BackwardPass:
         out = [(use, self._ready[use]) for use in self._waiting if use in self._ready]
         self._ready.clear()
         return out
-
-
-def _without_gradients(idle: Iterable[Use], expected: Iterable[Use]) -> list[Use]:
-    """Uses whose node a pass does not run, but whose group it reduces nevertheless (`reduce_unused`), one for a group.
-
-    On other ranks their node may run, for which their weights are gathered; so they are expected here too.
-    """
-    newest = max((use.last for use in expected), default=0)  # what follows belongs to a later forward
-    taken = {use.group for use in expected}
-    found: dict[ParamGroup, Use] = {}
-    for use in idle:
-        if use.group.options.reduce_unused and use.group not in taken and not use.fired and use.number <= newest:
-            found[use.group] = use
-    return list(found.values())

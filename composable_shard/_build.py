@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -49,6 +50,7 @@ def _describe(
         reshard_after_forward=options.reshards(is_root),
         route=None if transports.gather is None else transports.gather.route,
         reduces_first=transports.replicate is None and options.reduces_first(has_streams(info.device)),
+        reduces_last=options.reduce_unused,
         small_size=0 if any(map(is_extended, params)) else options.few_ranks,
     )
 
@@ -68,6 +70,23 @@ def _groups_of(root: nn.Module) -> list[tuple[str, ShardState]]:
     ]
 
 
+def _around(root: nn.Module, own: Container[ShardState]) -> tuple[tuple[str, str], ...]:
+    """The groups whose modules are in those of another one but the root's: FQN, and that of the innermost."""
+    groups = {state: fqn for fqn, state in _groups_of(root) if state not in own}
+    inside: dict[str, list[ShardState]] = {}  # by module, its groups, from the outermost
+    for names, state in named_states(root):
+        for name in names if state in groups else ():
+            inside.setdefault(name, []).append(state)
+    found = set()
+    for name, states in inside.items():
+        above = name
+        while above and (above == name or above not in inside):
+            above = above.rpartition(".")[0]
+        chain = [*inside.get(above, ())[-1:], *states]
+        found |= {(groups[one], groups[outer]) for outer, one in itertools.pairwise(chain) if one is not outer}
+    return tuple(sorted(found))
+
+
 def _of_root(root: nn.Module) -> set[ShardState]:
     """The states of the root's own parameters."""
     own = state_of(root)
@@ -85,7 +104,7 @@ def declared_plan(root: nn.Module) -> ShardPlan:
         options = asked.settings.current
         made = asked.transports(transports)
         plans.append(_describe(fqn, asked.params, asked.info, options, state in own, made))
-    plan = ShardPlan(tuple(plans), tuple(plan.fqn for plan in plans))
+    plan = ShardPlan(tuple(plans), tuple(plan.fqn for plan in plans), around=_around(root, own))
     found = state_of(root)
     return plan if found is None else found.asked.applied(plan)
 

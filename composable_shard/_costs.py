@@ -68,8 +68,8 @@ class Costs:
     Attributes:
         latency: seconds of a collective of no bytes.
         bandwidth: bytes per second of a rank's link.
-        forward, backward: seconds of compute of each group, by FQN, sorted.
-        gather, reduce: seconds of its collectives, for groups where the formula is not to be used.
+        forward, backward: seconds of compute of each group in a step, all its uses together, by FQN, sorted.
+        gather, reduce: seconds of each of its collectives, for groups where the formula is not to be used.
         streams: whether it is a stream that waits for communication, as on an accelerator, and never the host.
 
     Raises:

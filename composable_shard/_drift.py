@@ -46,6 +46,7 @@ def drift(plan: ShardPlan, record: Record, tolerance: float = TIME_TOLERANCE) ->
     """
     return (
         *order_drift(plan.order, record.order),
+        *around_drift(plan.around, record.around),
         *_steps(plan, record),
         *time_drift(plan, dict(record.times), tolerance),
     )
@@ -63,6 +64,13 @@ def order_drift(planned: Sequence[str], seen: Sequence[str]) -> list[str]:
         if expected != fqn:
             return [f"{_name(fqn)}: was forward {place}, where {_name(expected)} is planned"]
     return [f"{_name(seen[-1])}: ended the forwards at {len(seen)}, and {len(planned)} are planned"]
+
+
+def around_drift(planned: Sequence[tuple[str, str]], seen: Sequence[tuple[str, str]]) -> list[str]:
+    """Groups that have run in the forward of another one, and not by plan."""
+    return [
+        f"{fqn}: has run inside of {outer}, which is not planned" for fqn, outer in seen if (fqn, outer) not in planned
+    ]
 
 
 def _steps(plan: ShardPlan, record: Record) -> list[str]:

@@ -19,7 +19,7 @@ What else it hears of: the end of a graph (`on_node_gone`), of the saved weights
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ import torch
 
 from ._actions import Actions
 from ._agreement import Among, real
-from ._backward import BackwardPass, Token
+from ._backward import BackwardPass, Token, Uses
 from ._bucket import Bucket
 from ._gradients import GradientFlow, watch_leaf
 from ._group import Gradients, ParamGroup, Runtime
@@ -66,15 +66,14 @@ class Engine:
     def __init__(
         self, groups: Sequence[tuple[ParamGroup, Entries]], plan: ShardPlan, runtime: Runtime, among: Among
     ) -> None:
-        this = weakref.ref(self)
         self.groups = [group for group, _ in groups]
         self.pool = runtime.pool
-        self._do = Actions(groups, runtime, partial(watch_leaf, this))
+        self._do = Actions(groups, runtime, partial(watch_leaf, weakref.ref(self)))
         self.order = Order(plan, self._do)
         self._gradients = GradientFlow(self._do)
         self.learning = Learning(self.order, self._do, real(among))
         self._tuning = Tuning(self.learning, self.order, self._do, among)
-        self._uses: dict[int, Use] = {}  # those whose graph lives, in the order of creation
+        self._uses = Uses()
         self.has_run = False
         self.is_last_backward = True
         self.ends_by_hand = False
@@ -91,11 +90,8 @@ class Engine:
     @property
     def last_record(self) -> Record | None:
         """What the last finished iteration did; None if there was none yet."""
-        over = (not self._iterations.waiting or self._no_graph_lives()) and self._depth == 0 and self._pass is None
-        return (self._do.record_so_far() if over else None) or self._do.last_record
-
-    def _no_graph_lives(self) -> bool:  # of this rank alone: no collective may depend on it
-        return all(use.fired for use in self._uses.values())
+        over = (not self._iterations.waiting or self._uses.all_fired()) and self._depth == 0 and self._pass is None
+        return (self._do.record_so_far() if over else None) or self._do.history.last
 
     # ---- forward
 
@@ -122,7 +118,8 @@ class Engine:
         if self._do.drop_outdated(waiting):
             self._do.rebuild(self.groups)
         elif not waiting:
-            if self._no_graph_lives():
+            self._uses.forget()
+            if self._uses.all_fired():  # on this rank alone: no collective may depend on it
                 self._do.plan_memory()
             self.learning.between_steps()
             self._tuning.between_steps()
@@ -170,7 +167,8 @@ class Engine:
             use = Use(group, self._count, made_in, entries, forward)
             group.buckets[0].saved = 0
             found = (use, ())
-            self._open[group] = self._uses[use.number] = use
+            self._open[group] = use
+            self._uses.add(use)
             if group.trains:
                 found = (use, unshard(self, use))
                 entries.show(found[1])
@@ -180,9 +178,7 @@ class Engine:
         if found is None or not found[1]:
             self._do.show_leaves(group)
         if made_in < 0:
-            self._do.seen.append(group)
-            if self._do.watch is not None:
-                self._do.watch.begin(Kind.FORWARD, group.fqn)
+            self._do.forward_begins(group)
             self._do.prefetch(self.order.after(group))
         return found
 
@@ -198,7 +194,7 @@ class Engine:
             group.end_use(copied)
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)
-        self._do.compute_ended(Kind.FORWARD)
+        self._do.forward_ended(group)
         if group in self._active:
             return
         if group.reshard_after_forward:
@@ -214,7 +210,7 @@ class Engine:
             self._recover()
         if self._pass is None:
             token = Token()
-            self._pass = BackwardPass(number, token, self._uses.values(), weakref.WeakMethod(self.on_pass_gone), use)
+            self._pass = BackwardPass(number, token, self._uses, weakref.WeakMethod(self.on_pass_gone), use)
             self._iterations.reach(self._pass.newest)
             self.order.begin_backward(self._pass.repeated)
             queue_backward_callback(partial(self._end_backward, token))
@@ -226,11 +222,19 @@ class Engine:
         now = self._open_pass(current_backward(), use)
         if use.entered == now.number:
             return
-        use.entered = now.number
         self._finish_later_uses(now, use)
+        self._pass_over(now, now.reach(use))
+        use.entered = now.number
         group = use.group
         self._active[group] = use
-        self._do.begin_backward(use, outputs, self.order.before(group, now.next_group(), now.number))
+        self._do.begin_backward(use, outputs, *self.order.before(group, now.next_group(), now.number))
+
+    def _pass_over(self, now: BackwardPass, uses: Iterable[Use]) -> None:
+        """Gradients reach these later, or only on other ranks: gather what is gathered with them all the same."""
+        for use in uses:
+            self._do.pass_over(use.group, *self.order.before(use.group, following := now.next_group(), now.number))
+            if not now.will_fire(use):
+                self._do.end_use(use.group, following)
 
     def halfway(self) -> None:
         """Backward has read half of the weights of the use that it has reached last."""
@@ -282,16 +286,9 @@ class Engine:
 
     def _end_use(self, now: BackwardPass, use: Use) -> None:
         """The backward of a use is over: reshard, unless its weights are about to be needed again."""
-        self._do.catch_up()
-        group = use.group
-        if self._active.get(group) is use:
-            del self._active[group]
-        if group.running or now.next_group() is group:
-            self._do.staying.add(group)
-        elif group.options.reshard_after_backward:
-            self._do.drop(group)
-        else:
-            self._do.hide(group)  # the weights stay, but what clips or steps must find the sharded parameters
+        if self._active.get(use.group) is use:
+            del self._active[use.group]
+        self._do.end_use(use.group, now.next_group())
 
     def _end_backward(self, token: Token) -> None:
         """The outermost pass has ended well."""
@@ -303,6 +300,7 @@ class Engine:
             self._do.catch_up()
             for use in list(self._active.values()):
                 self._complete(now, use, use.add([None] * len(use.group.params)))
+            self._pass_over(now, now.reach(None))
         self.end_backward_by_hand(self.is_last_backward and not self.ends_by_hand, now)
         self._forget_pass()
 
@@ -322,6 +320,7 @@ class Engine:
         self._recover()
 
     def _forget_pass(self) -> None:
+        self._uses.forget(self._pass.forwards if self._pass is not None else ())
         self._pass, self.pool.backward = None, False
         self._active.clear()
 
@@ -337,7 +336,8 @@ class Engine:
         self._gradients.discard()
         self._forget_pass()
         self._iterations.end()
-        for use in self._uses.values():
+        self._uses.forget()
+        for use in self._uses:
             use.partial = None
         for group in self.groups:
             if not group.running and not group.pinned:
@@ -345,11 +345,11 @@ class Engine:
 
     def on_node_gone(self, use: Use) -> None:
         """The graph of a use was freed."""
-        self._uses.pop(use.number, None)
+        self._uses.graph_gone(use)
 
     def on_handles_gone(self, use: Use) -> None:
         """The last saved weight of a use of a group without gradients was freed."""
-        self._uses.pop(use.number, None)
+        self._uses.graph_gone(use)
         if self._active.get(use.group) is use and self._pass is not None and self._pass.alive:
             self._end_use(self._pass, use)
 
@@ -383,7 +383,7 @@ class Engine:
 
     def converted(self, groups: Sequence[ParamGroup]) -> None:
         """Parameters were moved or converted: memory goes back, unless a graph still needs it for its backward."""
-        if self._depth or self._pass is not None or not self._no_graph_lives():
+        if self._depth or self._pass is not None or not self._uses.all_fired():
             return
         self._gradients.settle()
         self._do.rebuild(groups)

@@ -1,20 +1,35 @@
 """A step within a budget, before anything is gathered ahead, and what policies by count or bytes make of it.
 
-In the order of precedence, what yields to a budget is: gathers ahead, then reductions in flight, then kept weights.
-What a step needs even so, each group alone with the root, is the least budget that works.
+In the order of precedence, what yields to a budget is: gathers ahead, then reductions in flight, then weights that stay
+for the next backward of their group, then those that are kept after forward.
+What a step needs even so, each group alone with those around it, is the least budget that works.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from ._errors import PoolBudgetError
-from ._schedule import MAX_REDUCTIONS, ROOT_NAME, Action, Kind, Schedule, Step, kept_by_setting, timed_step
+from ._schedule import (
+    MAX_REDUCTIONS,
+    ROOT_NAME,
+    Action,
+    Kind,
+    Schedule,
+    Step,
+    backward_order,
+    kept_by_setting,
+    listed,
+    timed_step,
+)
 from ._simulation import Sizes, lifetimes, live_bytes
 
-LEVELS = ((MAX_REDUCTIONS, False), (1, False), (1, True))  # reductions in flight; whether they come first
+# Reductions in flight; whether they come first; whether weights stay for the next backward of their group.
+_LEVELS = ((MAX_REDUCTIONS, False, True), (1, False, True), (1, True, True))
+_LEAST = (1, True, False)  # where uses of a group follow one another
 SMALL = 160  # actions of a step up to which what costs more than it mostly gains is tried as well
 
 
@@ -90,11 +105,9 @@ class Bare:
         for gather, event in zip(self.gathers, issued, strict=True):
             if event < gather.event:
                 edges.setdefault(event, []).append(gather.fqn)
-        forward: list[tuple[str, tuple[str, ...]]] = []
-        backward: list[tuple[str, tuple[str, ...]]] = []
-        for event, groups in sorted(edges.items()):
-            (forward if event < self.first_backward else backward).append((self.events[event].fqn, tuple(groups)))
-        return replace(self.schedule, forward=tuple(forward), backward=tuple(backward))
+        turn, names = self.first_backward, [event.fqn for event in self.events]
+        later = {event - turn: groups for event, groups in edges.items()}
+        return replace(self.schedule, forward=listed(names[:turn], edges), backward=listed(names[turn:], later))
 
     def _moved_one_by_one(self, wanted: Sequence[int], budget: int) -> list[int]:
         """`limited`, with the whole step written anew for each change: gathers ahead move the waits for reductions."""
@@ -169,16 +182,24 @@ def fitting(steps: Sequence[Step], sizes: Mapping[str, Sizes], budget: int | Non
         less = [fqn for fqn in kept if fqn not in droppable[:middle]]
         low, high = (low, middle) if bare_step(steps, sizes, less, -1).peak <= budget else (middle + 1, high)
     kept = [fqn for fqn in kept if fqn not in droppable[:low]]
-    tries = (bare_step(steps, sizes, kept, level) for level in range(len(LEVELS)))
+    tries = (bare_step(steps, sizes, kept, level) for level in range(len(levels(steps))))
     return next(bare for bare in tries if bare.peak <= budget)
 
 
+def levels(steps: Sequence[Step]) -> tuple[tuple[int, bool, bool], ...]:
+    """What yields to a budget next, from nothing to all that can."""
+    pairs = itertools.pairwise(backward_order(steps))
+    return (*_LEVELS, _LEAST) if any(one.fqn == other.fqn for one, other in pairs) else _LEVELS
+
+
 def bare_step(steps: Sequence[Step], sizes: Mapping[str, Sizes], kept: Sequence[str], level: int) -> Bare:
-    return Bare(steps, sizes, Schedule((), (), tuple(kept), *LEVELS[level]))
+    """A step that keeps these groups, at one of `levels`."""
+    most, first, stays = levels(steps)[level]
+    return Bare(steps, sizes, Schedule((), (), tuple(kept), most, first, stays_for_next=stays))
 
 
 def least_step(steps: Sequence[Step], sizes: Mapping[str, Sizes]) -> Bare:
-    roots = [step.fqn for step in steps if step.is_root and not step.reshard_after_forward]
+    roots = list(dict.fromkeys(step.fqn for step in steps if step.is_root and not step.reshard_after_forward))
     return bare_step(steps, sizes, roots, -1)
 
 
@@ -188,10 +209,13 @@ def _check_budget(steps: Sequence[Step], sizes: Mapping[str, Sizes], budget: int
         return
     fqn = least.actions[least.live.index(least.peak)].fqn
     size = sizes[fqn]
+    around = next((step.around for step in steps if step.fqn == fqn), ())
+    beside = " and ".join(f"those of {outer}" for outer in ("the root", *around))
     raise PoolBudgetError(
         f"PoolPolicy(budget={budget}): {fqn or ROOT_NAME} cannot fit. The least budget that works is {least.peak} "
         f"bytes: its weights take {size.weights}, a gather {size.landing} and a reduction {size.reduction} besides, "
-        "and the root's weights stay beside it. Raise the budget, or shard the group's modules one by one",
+        f"and the weights of {beside.removeprefix('those of ')} stay beside it. Raise the budget, or shard the group's "
+        "modules one by one",
         fqn,
         least.peak,
     )

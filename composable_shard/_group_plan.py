@@ -54,6 +54,7 @@ class GroupPlan:
         route: how it is moved; None if its axis has one rank only.
         small_size: among how many ranks weights stay cut between forward and backward; 0 if they do not.
         reduces_first: whether its backward waits for reductions before it gathers.
+        reduces_last: whether its gradients are reduced only when backward is over: other ranks may not have them.
     """
 
     fqn: str
@@ -65,6 +66,7 @@ class GroupPlan:
     route: Route | None
     small_size: int = 0
     reduces_first: bool = False
+    reduces_last: bool = False
 
     @property
     def name(self) -> str:

@@ -20,12 +20,15 @@ import torch.distributed as dist
 
 from ._actions import Actions
 from ._agreement import Among, Ballot, Outcome, agree, names_in
-from ._drift import DriftLog, drift, order_drift
+from ._drift import DriftLog, around_drift, drift, order_drift
 from ._errors import RankMismatchError
+from ._history import around
 from ._order import Order
 from ._plan import ShardPlan, replan
 from ._record import Record
 from ._schedule import AGAIN, NO_GRAD, NO_SYNC, TRAIN, Kind
+
+Around = tuple[tuple[str, str], ...]  # groups, each with the one in whose forward it runs
 
 # Votes of one engine: each makes a schedule and looks at the store.
 _FREE_BALLOTS, _FORWARDS_A_BALLOT = 16, 64
@@ -85,7 +88,7 @@ class Learning:
         sync = not groups or groups[0].options.requires_gradient_sync
         self._phase = phase_of(grad, sync, waiting)
         self._order.begin(self._phase, grad)
-        self._seen_from, self._done_from = len(self._do.seen), len(self._do.done)
+        self._seen_from, self._done_from = len(self._do.history.seen), len(self._do.history.done)
         if self._ballot is not None:
             self._ballot.cast()
 
@@ -97,32 +100,36 @@ class Learning:
             PoolBudgetError: in the order that was seen a group does not fit.
         """
         self.forwards += 1
-        seen = tuple([group.fqn for group in self._do.seen[self._seen_from :]])
+        began = self._do.history.seen[self._seen_from :]
+        seen, inside = tuple([group.fqn for group in began]), around(began, self._do.history.seen_in[self._seen_from :])
         if self._ballot is not None:
             self._count(self._ballot)
         if not self._has_learned and not self._phase.startswith(NO_GRAD):
             self._has_learned = True
-            if self._learn_first(seen):
+            if self._learn_first(seen, inside):
                 return
-        expected = self._order.expected(self._phase)
-        if seen != expected:
-            self.log.add("order", self.forwards, order_drift(expected, seen))
-            self._want(partial(self._with_order, seen))
+        expected, known = self._order.expected(self._phase), self._order.plan.around
+        if seen != expected or not set(known).issuperset(inside):
+            self.log.add("order", self.forwards, order_drift(expected, seen) + around_drift(known, inside))
+            self._want(partial(self._with_order, seen, inside))
         elif self._phase not in self._order.phases:
             self._order.note(self._phase, seen)
 
-    def _with_order(self, seen: tuple[str, ...]) -> ShardPlan:
-        plan = self._order.plan
-        return replan(plan, Record((), (), seen)) if self._phase == TRAIN else plan.noting(self._phase, seen)
+    def _with_order(self, seen: tuple[str, ...], inside: Around) -> ShardPlan:
+        if self._phase != TRAIN:
+            return self._order.plan.noting(self._phase, seen, inside)
+        return replan(self._order.plan, Record((), (), seen, around=inside))
 
-    def _learn_first(self, seen: tuple[str, ...]) -> bool:
+    def _learn_first(self, seen: tuple[str, ...], inside: Around) -> bool:
         """All ranks come here once, so they can agree at once; not where ranks may use different modules."""
         if any(group.options.reduce_unused for group in self._do.groups):
             return False
-        plan = replan(self._order.plan, Record((), (), seen))
+        planned = self._order.plan
+        plan = replan(planned, Record((), (), seen, around=inside))
         agree(plan, self._among)
-        if plan is not self._order.plan:
-            self.log.add("order", self.forwards, order_drift(self._order.plan.order, seen))
+        if plan is not planned:
+            found = order_drift(planned.order, seen) + around_drift(planned.around, plan.around)
+            self.log.add("order", self.forwards, found)
             self._follow(plan)
         self._order.note(self._phase, seen)
         return True
@@ -136,7 +143,7 @@ class Learning:
 
     def _compare_bytes(self) -> None:
         """More was live than ever before: see whether it is more than was planned."""
-        peak, plan, record = self._do.pool.peak_bytes, self._order.plan, self._do.last_record
+        peak, plan, record = self._do.pool.peak_bytes, self._order.plan, self._do.history.last
         self._most_bytes = peak
         if record is None or peak <= plan.peak_bytes:
             return
@@ -193,7 +200,7 @@ class Learning:
             self._base = self._order.plan.digest
 
     def _count(self, ballot: Ballot) -> None:
-        outcome = ballot.count(_gathered(self._do.done[self._done_from :]))
+        outcome = ballot.count(_gathered(self._do.history.done[self._done_from :]))
         if outcome is Outcome.OPEN:
             return
         self._ballot = None
@@ -209,8 +216,9 @@ class Learning:
             self._follow(ballot.plan)
 
     def _follow(self, plan: ShardPlan) -> None:
-        if plan.order != self._order.plan.order:
-            self._warn_of_loss(order_drift(self._order.plan.order, plan.order)[0])
+        before = self._order.plan
+        if found := order_drift(before.order, plan.order) + around_drift(before.around, plan.around):
+            self._warn_of_loss(found[0])
         self._order.follow(plan)
         self._order.replans += 1
 

@@ -84,8 +84,9 @@ class Optimum:
     """The search for one set of kept groups.
 
     Args:
-        steps, sizes, times: the groups; none of them keeps pieces among a few ranks or waits for reductions before it
-            gathers, and a root stays until the end. (The memory of the root's own reduction is not looked at.)
+        steps, sizes, times: the groups, each used once, and one after the other but for the root; none of them keeps
+            pieces among a few ranks, waits for reductions before it gathers or is reduced only at the end, and a root
+            stays until then. (The memory of the root's own reduction is not looked at.)
         budget: the most bytes that may be live at once; None for no limit.
         kept: groups that stay between forward and backward.
         anywhere: whether gathers may also be issued right before a reduction, and reductions be waited for where an

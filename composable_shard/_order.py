@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +14,7 @@ from ._group import ParamGroup
 from ._overlap import GraphSchedule
 from ._plan import GroupPlan, ShardPlan
 from ._pool import BufferPool
-from ._schedule import ROOT_NAME, Schedule
+from ._schedule import ROOT_NAME, Action, Kind, Schedule
 from ._slots import Request
 
 
@@ -25,15 +26,15 @@ class _Lists:
         schedule: by which that is; None for the settings of the groups.
         order: FQNs of the groups in the order in which their forwards begin.
         expected: the same groups.
-        forward, backward: which groups to gather when one begins, if a schedule says so; those of backward in the order
-            in which they begin.
+        forward, backward: which groups to gather when one begins, if a schedule says so: by place in `order`, and
+            with the group in the order of backwards.
         in_flight: of the schedule, by group.
     """
 
     schedule: Schedule | None
     order: tuple[str, ...]
     expected: list[ParamGroup]
-    forward: dict[ParamGroup, list[ParamGroup]] | None = None
+    forward: list[list[ParamGroup]] | None = None
     backward: list[tuple[ParamGroup, list[ParamGroup]]] | None = None
     in_flight: dict[ParamGroup, int] = field(default_factory=dict)
 
@@ -97,19 +98,26 @@ class Order:
             self._do.max_reductions = None if schedule is None else schedule.max_reductions
             self._do.reduces_first = schedule is not None and schedule.reduces_first
             self._do.in_flight = lists.in_flight
+            self._do.stays_for_next = schedule is None or schedule.stays_for_next
 
     def _lists(self, plan: ShardPlan) -> _Lists:
         named = self._by_fqn
         expected = [named[fqn] for fqn in plan.order]
         if plan.schedule is None:
             return _Lists(None, plan.order, expected)
-        backward, order = dict(plan.schedule.backward), [step.fqn for step in plan.backward_order()]
+        order = [step.fqn for step in plan.backward_order()]
+        edges = {event: deque(uses) for event, uses in plan.schedule.ahead().items()}
+
+        def ahead(kind: Kind, fqn: str) -> list[ParamGroup]:
+            uses = edges.get(Action(kind, fqn))
+            return [named[each] for each in uses.popleft()] if uses else []
+
         return _Lists(
             plan.schedule,
             plan.order,
             expected,
-            {named[at]: [named[fqn] for fqn in ahead] for at, ahead in plan.schedule.forward},
-            [(named[fqn], [named[each] for each in backward.get(fqn, ())]) for fqn in order],
+            [ahead(Kind.FORWARD, fqn) for fqn in plan.order],
+            [(named[fqn], ahead(Kind.BACKWARD, fqn)) for fqn in order],
             {named[fqn]: number for fqn, number in plan.schedule.in_flight},
         )
 
@@ -136,7 +144,9 @@ class Order:
                 of |= {_module_of(fqn): () for fqn in self._by_fqn}
                 for at, group_names in pairs:  # groups on several meshes are one module of a graph
                     its = map(_module_of, group_names)
-                    of[_module_of(at)] += tuple(each for each in its if each != _module_of(at))
+                    before = of[_module_of(at)]
+                    others = [each for each in its if each != _module_of(at) and each not in before]
+                    of[_module_of(at)] = (*before, *dict.fromkeys(others))
             numbers = dict(edges.in_flight)
             for fqn in self._by_fqn:
                 most = numbers.get(fqn, edges.max_reductions)
@@ -178,51 +188,61 @@ class Order:
 
     def after(self, group: ParamGroup) -> Sequence[ParamGroup]:
         """What to gather ahead when the forward of `group` begins."""
-        ahead = self._now.forward
-        following = self._follower(group) if ahead is None else None
+        place, now = self._place(group), self._now
         if self.explicit and (False, group) in self.explicit:
             return self.explicit[False, group]
-        if ahead is not None:
-            return ahead.get(group, ())
-        return () if following is None else (following,)
+        if place is None:
+            return ()
+        return now.expected[place + 1 : place + 2] if now.forward is None else now.forward[place]
 
-    def before(self, group: ParamGroup, expected: ParamGroup | None, number: int) -> Sequence[ParamGroup]:
+    def before(
+        self, group: ParamGroup, expected: ParamGroup | None, number: int
+    ) -> tuple[Sequence[ParamGroup], Sequence[ParamGroup]]:
         """What to gather ahead when the backward of `group` begins.
 
         Args:
             group: its group.
             expected: the group whose turn is next.
             number: of the backward pass.
+
+        Returns:
+            what should have been gathered before its own weights, and what comes behind them.
         """
+        missed: Sequence[ParamGroup] = ()
         listed: Sequence[ParamGroup] | None = self.explicit.get((True, group)) if self.explicit else None
         if listed is None and self._backward_of.backward is not None:
-            listed = self._due(group, number, self._backward_of.backward)
+            missed, listed = self._due(group, number, self._backward_of.backward)
         if listed is None:
-            return (expected,) if expected is not None and expected.options.unshard_in_backward else ()
-        return [each for each in listed if each.options.unshard_in_backward]
+            listed = () if expected is None else (expected,)
+        return _wanted(missed), _wanted(listed)
 
     def _due(
         self, group: ParamGroup, number: int, edges: Sequence[tuple[ParamGroup, list[ParamGroup]]]
-    ) -> list[ParamGroup]:
-        """What the schedule gathers up to the backward of `group`, and this pass has not been told yet.
+    ) -> tuple[list[ParamGroup], list[ParamGroup]]:
+        """What the schedule gathers before the backward of `group` that this pass has not been told yet, and with it.
 
         Where the root returns what its last module does, autograd reaches that module first.
         """
         begin = 0 if self._told[0] != number else self._told[1]
-        at = next((at for at, (each, _) in enumerate(edges) if each is group), -1)
+        at = next((at for at in range(begin, len(edges)) if edges[at][0] is group), -1)
         self._told = number, max(begin, at + 1)
-        return [each for _, ahead in edges[begin : at + 1] for each in ahead]
+        return [each for _, ahead in edges[begin : max(begin, at)] for each in ahead], edges[at][1] if at >= 0 else []
 
-    def _follower(self, group: ParamGroup) -> ParamGroup | None:
-        """The group that the plan expects after this one."""
-        order = self._now.expected
-        if self._cursor >= len(order) or order[self._cursor] is not group:
+    def _place(self, group: ParamGroup) -> int | None:
+        """Which of the forwards that the plan expects it is; None if that is none."""
+        order, place = self._now.expected, self._cursor
+        if place >= len(order) or order[place] is not group:
             if group not in order:
                 return None
-            later = [at for at, each in enumerate(order) if each is group and at >= self._cursor]
-            self._cursor = later[0] if later else order.index(group)
-        self._cursor += 1
-        return order[self._cursor] if self._cursor < len(order) else None
+            later = [at for at, each in enumerate(order) if each is group and at >= place]
+            place = later[0] if later else order.index(group)
+        self._cursor = place + 1
+        return place
+
+
+def _wanted(groups: Sequence[ParamGroup]) -> Sequence[ParamGroup]:
+    """Those that backward gathers before it asks for them."""
+    return [group for group in groups if group.options.unshard_in_backward] if groups else groups
 
 
 def _module_of(fqn: str) -> str:
@@ -263,4 +283,10 @@ def _described(plan: GroupPlan, group: ParamGroup) -> GroupPlan:
         )
         for each, param in zip(plan.params, group.params, strict=True)
     )
-    return replace(plan, params=params, reshard_after_forward=group.resharding, reduces_first=group.reduces_first)
+    return replace(
+        plan,
+        params=params,
+        reshard_after_forward=group.resharding,
+        reduces_first=group.reduces_first,
+        reduces_last=options.reduce_unused,
+    )

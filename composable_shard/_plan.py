@@ -8,19 +8,30 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Container
+from collections import Counter
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ._arena import Arena, Lifetime, Placed, as_placed, peak_bytes, solve
 from ._codec import decode, encode
 from ._errors import ShardConfigValueError
 from ._group_plan import GroupPlan as GroupPlan
 from ._group_plan import ParamPlan as ParamPlan
-from ._plan_text import group_changes, mib, order_changes, other_model, plan_text, schedule_changes
+from ._plan_text import (
+    around_changes,
+    group_changes,
+    mib,
+    order_changes,
+    other_model,
+    plan_text,
+    schedule_changes,
+)
 from ._policies import ONE_AHEAD, PoolPolicy, PrefetchPolicy
 from ._prefetch import scheduled
 from ._record import Record
 from ._schedule import (
+    MARKS,
     NO_GRAD,
     NO_SYNC,
     TRAIN,
@@ -37,7 +48,7 @@ from ._schedule import (
 )
 from ._simulation import Costs, Prediction, Sizes, Times, Trace, lifetimes, live_bytes, predict, trace
 
-JSON_VERSION = 3
+JSON_VERSION = 4
 UNBOUNDED = PoolPolicy()
 
 
@@ -50,6 +61,9 @@ class ShardPlan:
         order: FQNs of the groups in the order in which their forwards begin, one entry a use. Declared at first (the
             order of the modules), learned from the first step.
         orders: the same for each phase that was seen ("train", "no_grad", "train, no sync", ...; see `phase_of`).
+        around: FQNs of groups that run in the forward of another one than the root's, each with that of the innermost.
+            Declared at first (the modules that hold them), learned from the first step. A use of such a group right
+            behind one that runs in the forward of another is taken to run there, too.
         prefetch, pool, costs: what the schedule was made from; see `with_policies`.
         schedule: what is gathered ahead, kept and waited for; None for one group ahead and what settings keep.
         places: where the pool of the engine that follows it has what it leases, once that is known. They are what
@@ -66,6 +80,7 @@ class ShardPlan:
     schedule: Schedule | None = None
     places: tuple[Placed, ...] = field(default=(), compare=False)
     phase: str = TRAIN
+    around: tuple[tuple[str, str], ...] = ()
 
     def group(self, fqn: str) -> GroupPlan:
         """The group of the module `fqn`."""
@@ -82,9 +97,20 @@ class ShardPlan:
         """The order of forwards in a phase; that of the plan, if nothing else was seen."""
         return dict(self.orders).get(phase, self.order)
 
-    def noting(self, phase: str, order: tuple[str, ...]) -> ShardPlan:
-        """The same plan, which knows the order of a phase."""
-        return replace(self, orders=tuple(sorted({**dict(self.orders), phase: order}.items())))
+    def noting(self, phase: str, order: tuple[str, ...], around: Iterable[tuple[str, str]] = ()) -> ShardPlan:
+        """The same plan, which knows the order of a phase, and what is around what in it.
+
+        Raises:
+            PoolBudgetError: there a group does not fit into the budget.
+        """
+        noted = replace(self, orders=tuple(sorted({**dict(self.orders), phase: order}.items())))
+        found = tuple(sorted({*self.around, *around}))
+        return noted if found == self.around else noted._anew(around=found)
+
+    def _anew(self, **changes: Any) -> ShardPlan:
+        """With these changes, and a schedule that is made for them."""
+        other = replace(self, schedule=None, **changes)
+        return other if other.is_default else other._scheduled()
 
     def in_phase(self, phase: str) -> ShardPlan:
         """The plan of a phase: actions, bytes and times are those of such a forward and what follows it.
@@ -99,8 +125,7 @@ class ShardPlan:
         order = self.order_in(phase)
         if order == self.order:
             return self if phase == self.phase else replace(self, phase=phase)
-        other = replace(self, order=order, schedule=None, costs=self._costs_of(order), phase=phase)
-        return other if self.is_default else other._scheduled()
+        return self._anew(order=order, costs=self._costs_of(order), phase=phase)
 
     def _costs_of(self, order: tuple[str, ...]) -> Costs | None:
         """The costs, if they tell of all groups of an order: times of others are measured anew."""
@@ -114,11 +139,11 @@ class ShardPlan:
     # ---- the step
 
     def actions(self) -> tuple[Action, ...]:
-        """A step as this plan expects it, every group used once."""
+        """A step as this plan expects it."""
         return training_step(self._steps(), self.schedule, self.phase)
 
     def _timed(self) -> tuple[Action, ...]:
-        """The same, with forwards and backwards where they begin."""
+        """The same, with forwards and backwards."""
         return timed_step(self._steps(), self.edges(), self.phase)
 
     def edges(self) -> Schedule:
@@ -148,7 +173,7 @@ class ShardPlan:
         """
         lives, timed = self.lifetimes(), self._timed()
         forward = itertools.takewhile(lambda action: action.kind is not Kind.BACKWARD, timed)
-        turn = sum(action.kind is not Kind.FORWARD for action in forward)
+        turn = sum(action.kind not in MARKS for action in forward)
         return (as_placed(lives, turn, self.places) if self.places else None) or solve(lives)
 
     def _streamed(self) -> Arena | None:
@@ -195,27 +220,39 @@ class ShardPlan:
         return replace(self, schedule=None if made == one_ahead(steps) else made)
 
     def _steps(self) -> list[Step]:
-        return [self.group(fqn).step for fqn in dict.fromkeys(self.order)]
+        around: dict[str, tuple[str, ...]] = {}
+        for fqn, outer in self.around:
+            around[fqn] = (*around.get(fqn, ()), outer)
+        last = [group.fqn for group in self.groups if group.reduces_last]
+        steps = {fqn: self.group(fqn).step for fqn in dict.fromkeys(self.order)}
+        for fqn in steps.keys() & {*around, *last}:
+            turn = last.index(fqn) if fqn in last else None
+            steps[fqn] = replace(steps[fqn], around=around.get(fqn, ()), turn=turn)
+        return [steps[fqn] for fqn in self.order]
 
     def _sizes(self) -> dict[str, Sizes]:
         return {fqn: self.group(fqn).sizes for fqn in dict.fromkeys(self.order)}
 
     def parts(self) -> tuple[list[Step], dict[str, Sizes], dict[str, Times] | None]:
-        """What a schedule is made of: the groups in order, their bytes, and their seconds where costs are known."""
+        """What a schedule is made of: uses of groups in order, their bytes, and their seconds where costs are known."""
         return self._steps(), self._sizes(), self.times()
 
     def times(self) -> dict[str, Times] | None:
-        """Seconds of each group by FQN; None without costs."""
+        """Seconds of a use of each group, by FQN; None without costs."""
         if self.costs is None:
             return None
-        used = [self.group(fqn) for fqn in dict.fromkeys(self.order)]
-        return self.costs.times({group.fqn: group.moved for group in used})
+        uses = Counter(self.order)
+        found = self.costs.times({fqn: self.group(fqn).moved for fqn in uses})
+        for fqn in [fqn for fqn, count in uses.items() if count > 1]:
+            its = found[fqn]
+            found[fqn] = replace(its, forward=its.forward / uses[fqn], backward=its.backward / uses[fqn])
+        return found
 
     def backward_order(self) -> list[Step]:
-        """The groups in the order in which their backwards are expected to begin."""
+        """The uses in the order in which their backwards are expected to begin."""
         return backward_order(self._steps())
 
-    def part(self, fqns: Container[str]) -> ShardPlan:
+    def part(self, fqns: Set[str]) -> ShardPlan:
         """The plan of some of its groups alone."""
         edges = self.edges()
 
@@ -232,7 +269,8 @@ class ShardPlan:
         groups = tuple(group for group in self.groups if group.fqn in fqns)
         orders = tuple((phase, tuple(f for f in order if f in fqns)) for phase, order in self.orders)
         order = tuple(f for f in self.order if f in fqns)
-        return replace(self, groups=groups, order=order, orders=orders, schedule=schedule)
+        around = tuple(pair for pair in self.around if set(pair) <= fqns)
+        return replace(self, groups=groups, order=order, orders=orders, schedule=schedule, around=around)
 
     # ---- as data
 
@@ -263,6 +301,7 @@ class ShardPlan:
         known = [group.fqn for group in plan.groups]
         edges = plan.edges() if set(plan.order) <= set(known) else None
         named = {"order": plan.order} | {f"orders[{phase!r}]": order for phase, order in plan.orders}
+        named["around"] = tuple(itertools.chain.from_iterable(plan.around))
         if edges is not None:
             named["schedule.kept"] = edges.kept
             named["schedule.in_flight"] = tuple(fqn for fqn, _ in edges.in_flight)
@@ -283,7 +322,7 @@ class ShardPlan:
         """
         groups = [{k: v for k, v in encode(group).items() if k != "route"} for group in self.groups]
         agreed = {"version": JSON_VERSION, "groups": groups, "order": self.order, "schedule": encode(self.edges())}
-        agreed["orders"] = self.own_orders
+        agreed |= {"orders": self.own_orders, "around": self.around}
         return hashlib.sha256(json.dumps(agreed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     # ---- compared
@@ -302,7 +341,7 @@ class ShardPlan:
     def diff(self, other: ShardPlan) -> str:
         """What is otherwise in `other`, a line each; empty if the plans are equal."""
         lines = group_changes(self.groups, other.groups)
-        lines += order_changes(self.order, other.order)
+        lines += order_changes(self.order, other.order) + around_changes(self.around, other.around)
         for phase in dict.fromkeys([*self.own_orders, *other.own_orders]):
             lines += [f"{phase}: {line}" for line in order_changes(self.order_in(phase), other.order_in(phase))]
         lines += schedule_changes(self.edges(), other.edges())
@@ -322,16 +361,16 @@ class ShardPlan:
 
 
 def replan(plan: ShardPlan, record: Record) -> ShardPlan:
-    """The plan for the next step: the order that was seen takes the place of the one that was expected.
+    """The plan for the next step: the order that was seen, and what ran inside of what, take the place of the expected.
 
     Orders that only other phases have stay.
 
     Raises:
         PoolBudgetError: in this order a group does not fit into the budget.
     """
-    if record.order == plan.order:
+    around = {pair for pair in plan.around if pair[0] not in record.order} | set(record.around)
+    if record.order == plan.order and around == set(plan.around):
         return plan
     orders = tuple((phase, order) for phase, order in plan.own_orders.items() if order != record.order)
     costs = plan._costs_of(record.order)
-    other = replace(plan, order=record.order, orders=orders, schedule=None, costs=costs)
-    return other if plan.is_default else other.with_policies()
+    return plan._anew(order=record.order, orders=orders, costs=costs, around=tuple(sorted(around)))

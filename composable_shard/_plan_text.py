@@ -91,11 +91,18 @@ def _schedule_lines(schedule: Schedule) -> list[str]:
     lines = [f"  {event} gathers {groups}" for event, groups in _edges(schedule).items()]
     first = ", before gathers of backward" if schedule.reduces_first else ""
     others = "".join(f", {number} with that of {fqn or ROOT_NAME}" for fqn, number in schedule.in_flight)
-    return [*lines, f"  reductions in flight: {schedule.max_reductions}{others}{first}"]
+    lines.append(f"  reductions in flight: {schedule.max_reductions}{others}{first}")
+    return lines if schedule.stays_for_next else [*lines, "  weights are gathered anew for each backward of a group"]
 
 
 def _edges(schedule: Schedule) -> dict[str, str]:
-    return {str(event): ", ".join(fqn or ROOT_NAME for fqn in groups) for event, groups in schedule.ahead().items()}
+    """What is gathered at each event, by its text; of a group that is used several times by the number of its use."""
+    found: dict[str, str] = {}
+    for event, uses in schedule.ahead().items():
+        for number, groups in enumerate(uses, 1):
+            at = f"{event} ({number})" if len(uses) > 1 else str(event)
+            found |= {at: ", ".join(fqn or ROOT_NAME for fqn in groups)} if groups else {}
+    return found
 
 
 def mib(nbytes: int) -> str:
@@ -167,6 +174,12 @@ def order_changes(old: Sequence[str], new: Sequence[str]) -> list[str]:
     return [f"order: forward {at + 1} is {here} -> {there}"]
 
 
+def around_changes(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]]) -> list[str]:
+    """Groups that run inside of others on one side alone."""
+    lines = [f"order: {fqn} inside of {outer} no more" for fqn, outer in old if (fqn, outer) not in new]
+    return lines + [f"order: {fqn} inside of {outer} now" for fqn, outer in new if (fqn, outer) not in old]
+
+
 def schedule_changes(old: Schedule, new: Schedule) -> list[str]:
     """Prefetch edges, kept groups and reductions that differ, a line each."""
     before, after = _edges(old), _edges(new)
@@ -177,7 +190,7 @@ def schedule_changes(old: Schedule, new: Schedule) -> list[str]:
     ]
     lines += [f"kept after forward: {fqn or ROOT_NAME} no more" for fqn in old.kept if fqn not in new.kept]
     lines += [f"kept after forward: {fqn or ROOT_NAME} now" for fqn in new.kept if fqn not in old.kept]
-    for name in ("max_reductions", "in_flight", "reduces_first"):
+    for name in ("max_reductions", "in_flight", "reduces_first", "stays_for_next"):
         here, there = getattr(old, name), getattr(new, name)
         lines += [f"{name}: {here} -> {there}"] if here != there else []
     if not lines and old.kept != new.kept:

@@ -181,9 +181,9 @@ class PoolPolicy:
     Attributes:
         budget: the most bytes leased at once on a rank: unsharded parameters, landing buffers and reductions. A hard
             bound of a planned training step (in others what is on its way is given up first, but a gather that is
-            needed at once may exceed it, and so may groups inside of others than the root): gathers ahead yield to it
-            first, then reductions in flight, then weights that are kept after forward; what cannot fit even so is a
-            `PoolBudgetError`. None for no limit.
+            needed at once may exceed it): gathers ahead yield to it first, then reductions in flight, then weights that
+            stay for the next backward of their group, then those that are kept after forward; what cannot fit even so
+            is a `PoolBudgetError`. None for no limit.
         mem_pool: on CUDA, whether the memory comes from a `torch.cuda.MemPool` of the model's own, so that it shares no
             segment with activations, and neither splits the other's. Elsewhere it is an error when the plan is made.
 

@@ -19,6 +19,7 @@ class Record:
         actions: what was done to the groups, in order of issue.
         live_bytes: bytes leased from the pool after each action (unsharded parameters and communication buffers).
         order: FQNs of the groups in the order in which their forwards began, one entry a use.
+        around: of groups that ran in the forward of another one than the root's, their FQN and that one's.
         times: seconds that groups took, by FQN, where they were measured.
         spans: when what was done, while the engine is watched.
     """
@@ -28,6 +29,7 @@ class Record:
     order: tuple[str, ...]
     times: tuple[tuple[str, Times], ...] = ()
     spans: tuple[Span, ...] = ()
+    around: tuple[tuple[str, str], ...] = ()
 
     @property
     def peak_bytes(self) -> int:

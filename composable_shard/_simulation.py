@@ -16,6 +16,7 @@ for at the end. Issuing takes no time. The compute of the root counts where it b
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from ._arena import Arena, Lifetime, followers, peak_bytes
 from ._costs import Costs as Costs
 from ._costs import Sizes as Sizes
 from ._costs import Times as Times
-from ._schedule import Action, Kind
+from ._schedule import MARKS, Action, Kind
 
 
 def lifetimes(actions: Sequence[Action], sizes: Mapping[str, Sizes]) -> list[Lifetime]:
@@ -113,7 +114,7 @@ class _Clock:
         self.running: Action | None = None  # what has begun and did not compute yet
         self.left = 0.0  # seconds of its compute
         self.halved = False
-        self.arrives: dict[tuple[Kind, str], float] = {}
+        self.arrives: dict[tuple[Kind, str], deque[float]] = {}
         self.begins: list[float] = []
         self.gathers: list[float] = []
         self.waits: dict[Action, float] = {}
@@ -126,10 +127,10 @@ class _Clock:
                 self.wait_until(issued, Action(what, fqn))
                 issued = self.now
         self.link_free = max(issued, self.link_free) + seconds
-        self.arrives[what, fqn] = self.link_free
+        self.arrives.setdefault((what, fqn), deque()).append(self.link_free)
 
     def wait(self, what: Kind, fqn: str, on: Action) -> None:
-        arrived = self.arrives.pop((what, fqn))
+        arrived = self.arrives[what, fqn].popleft()
         self.wait_until(arrived, on)
         self.leave(arrived)
 
@@ -220,11 +221,13 @@ def _played(actions: Sequence[Action], clock: _Clock) -> Iterator[Action]:
     shrunk: set[str] = set()
     for action in actions:
         fqn = action.fqn
-        if clock.memory is not None and action.kind not in (Kind.FORWARD, Kind.BACKWARD):
+        if clock.memory is not None and action.kind not in MARKS:
             clock.memory.place += 1
         match action.kind:
             case Kind.FORWARD | Kind.BACKWARD:
                 clock.begin(action)
+            case Kind.ENDED:
+                clock.finish()
             case Kind.UNSHARD:
                 seconds = times[fqn].small_gather if fqn in shrunk else times[fqn].gather
                 clock.gathers.append(seconds)
@@ -257,7 +260,7 @@ def simulate(actions: Sequence[Action], times: Mapping[str, Times], arena: Arena
 
     Args:
         actions: of a step.
-        times: of each group.
+        times: of a use of each group.
         arena: where their buffers lie, if it is streams that wait; None if the host does.
     """
     clock = _Clock(times, arena)
@@ -275,8 +278,8 @@ class Trace(NamedTuple):
 
 def trace(actions: Sequence[Action], times: Mapping[str, Times], arena: Arena | None = None) -> Trace:
     """`simulate`, and all of it noted, which takes longer."""
-    clock, begins = _NotingClock(times, arena), (Kind.FORWARD, Kind.BACKWARD)
-    done = [clock.now for action in _played(actions, clock) if action.kind not in begins]
+    clock = _NotingClock(times, arena)
+    done = [clock.now for action in _played(actions, clock) if action.kind not in MARKS]
     return Trace(tuple(done), tuple(clock.spans))
 
 
@@ -343,11 +346,9 @@ def predict(
     gathers = dict.fromkeys(sizes, 0.0)
     for seconds, action in zip(timeline.gathers, (a for a in actions if a.kind is Kind.UNSHARD), strict=True):
         gathers[action.fqn] += seconds
-    reduced = {action.fqn for action in actions if action.kind is Kind.REDUCE}
-    groups = [
-        GroupTimes(
-            fqn, gathers[fqn], time.forward + time.backward, time.reduce if fqn in reduced else 0.0, exposed[fqn]
-        )
-        for fqn, time in times.items()
-    ]
+    often = Counter((action.kind, action.fqn) for action in actions)
+    groups = []
+    for fqn, time in times.items():
+        computed = often[Kind.FORWARD, fqn] * time.forward + often[Kind.BACKWARD, fqn] * time.backward
+        groups.append(GroupTimes(fqn, gathers[fqn], computed, often[Kind.REDUCE, fqn] * time.reduce, exposed[fqn]))
     return replace(memory, groups=tuple(groups), seconds=timeline.seconds, exposed=timeline.exposed)

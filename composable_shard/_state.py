@@ -314,11 +314,11 @@ class ShardState:
         Returns:
             the uses whose backward will pass through its outputs.
         """
-        own = self._end(module, copied)
         if not self.others:
+            own = self._end(module, copied)
             return () if own is None else (own,)
-        ended = [own, *[other._end(module, copied) for other in self.others]]
-        return [found for found in ended if found is not None]
+        ended = [each._end(module, copied) for each in reversed(list(self.family))]  # the last one to begin first
+        return [found for found in reversed(ended) if found is not None]
 
     def _end(self, module: nn.Module, copied: Sequence[torch.Tensor]) -> tuple[Use, Outputs] | None:
         assert self.bound is not None

@@ -74,7 +74,7 @@ class Tuning:
             if self.measures:  # and the user has changed his mind
                 self._end()
             return
-        plan, record = self._order.plan, self._do.last_record
+        plan, record = self._order.plan, self._do.history.last
         if record is None:
             return
         if plan.order != self._for:

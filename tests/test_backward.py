@@ -19,6 +19,8 @@ class Group:
 
     slots = ()
 
+    trains = True
+
     def __init__(self):
         self.options = Options()
 
@@ -100,15 +102,48 @@ def test_a_use_whose_node_does_not_run_is_expected_if_its_group_is_reduced_never
     uses = make_uses(6, runs=lambda number: number in (0, 2, 3))
     for use in uses[1:]:
         use.group.options = Options(reduce_unused=True)
-    uses[0].last = 4  # the forward around the next four; the sixth use belongs to another one
+    uses[0].last = 4  # the forward around the next four
+    uses[5].forward = 1  # of another forward of the root
     now, _token = make_pass(uses)
     assert [now.will_fire(use) for use in uses] == [True, False, True, True, False, False]
+    assert now.next_group() is uses[0].group  # it is around the others
+    uses[0].entered = now.number
     assert now.next_group() is uses[4].group  # other ranks may gather it
     assert now.in_turn(uses[3], []) == [(uses[3], [])]  # its reduction comes at the end of backward, in one order
     assert now.in_turn(uses[4], ["none"]) == [(uses[4], ["none"])]
     assert now.in_turn(uses[0], []) == []
     assert now.in_turn(uses[2], []) == [(uses[2], []), (uses[0], [])]
     assert now.in_turn(uses[5], []) == [(uses[5], [])]
+
+
+def test_what_no_gradient_reaches_is_passed_where_other_ranks_reach_it():
+    uses = make_uses(6, runs=lambda number: number in (0, 2, 5))
+    for use in uses[1:5]:
+        use.group.options = Options(reduce_unused=use is not uses[3])
+    now, _token = make_pass(uses)
+    assert list(now.reach(uses[5])) == []
+    passed = now.reach(uses[2])
+    assert next(passed) is uses[4]
+    assert now.next_group() is uses[2].group, "what others gather ahead with that use: no rank asks for the fourth"
+    assert list(passed) == []
+    assert list(now.reach(uses[1])) == [], "a gradient reaches its outputs, though not its weights"
+    assert list(now.reach(None)) == []
+    again, _other = make_pass(uses)
+    assert list(again.reach(None)) == [uses[4], uses[1]]
+
+
+def test_what_is_around_a_use_comes_before_it_though_it_is_reached_later():
+    uses = make_uses(4)
+    uses[0].last = uses[1].last = 2
+    now, _token = make_pass(uses)
+    uses[3].entered = now.number
+    assert now.next_group() is uses[0].group
+    assert list(now.reach(uses[2])) == [uses[0], uses[1]]
+    uses[2].entered = now.number
+    assert now.next_group() is None
+    again, _other = make_pass(uses, number=2)
+    uses[0].entered = uses[1].entered = uses[3].entered = again.number
+    assert list(again.reach(uses[2])) == []
 
 
 def test_a_use_that_the_pass_does_not_know_is_handed_over_at_once():

@@ -15,7 +15,7 @@ from _engines import fully_shard, mesh_of
 from _models import shard_blocks
 from _pool import distributed
 from _stepping import engine_of, resident, train_step, twins
-from composable_shard import last_record
+from composable_shard import last_record, testing
 
 
 @distributed(world=4)
@@ -172,6 +172,60 @@ def test_modules_that_only_some_ranks_use_have_the_gradients_of_the_unsharded_mo
         ((plain(x[step]).sum() + plain(x[1 - step], use_b=False).sum()) / 2).backward()
         for name, param in plain.named_parameters():
             torch.testing.assert_close(sharded[name].grad.full_tensor(), param.grad)
+
+
+class TwoHeads(nn.Module):
+    """Some modules in a row, and two ends; what comes first in backward is the end that a loss may leave out."""
+
+    def __init__(self, uses):
+        super().__init__()
+        self.a, self.y, self.z = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 6)
+        self.head, self.other = nn.Linear(6, 3), nn.Linear(6, 7)
+        self.uses = uses
+
+    def forward(self, x):
+        x = self.a(x)
+        for _ in range(self.uses):
+            x = self.y(x).relu()
+        x = self.z(x)
+        return self.head(x), self.other(x)
+
+
+def two_losses(world, engine, uses=1, depth=None, whole=False):
+    """The step of a rank whose loss leaves the other head out, where it is not the first."""
+    torch.manual_seed(5)
+    plain = TwoHeads(uses)
+    model = copy.deepcopy(plain)
+    for child in model.children() if whole else (model.y, model.z, model.other):
+        engine(child, mesh=world.mesh, reshard_after_forward=True)
+    engine(model, mesh=world.mesh)
+    model.set_reduce_scatter_unused_params(True)
+    if depth is not None:
+        model.set_prefetch_policy(composable_shard.PrefetchPolicy.depth(depth))
+
+    def loss_of(model, rank):
+        head, other = model(torch.randn(3, 4, generator=torch.Generator().manual_seed(rank)))
+        return head.square().sum() + (other.square().sum() if rank == 0 else 0.0)
+
+    for _ in range(3):
+        for each in (model, plain):
+            each.zero_grad()
+        loss_of(model, world.rank).backward()
+        (sum(loss_of(plain, rank) for rank in range(world.size)) / world.size).backward()
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
+    return str(last_record(model)), composable_shard.current_plan(model).actions() == last_record(model).actions
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_backward_gathers_in_one_order_what_the_loss_of_a_rank_leaves_out(depth, uses, whole):
+    one, other = testing.spmd(2)(two_losses, fully_shard, uses, depth, whole)
+    assert one == other
+    assert one[1], "reductions at the end are planned there"
+    with pytest.raises(testing.CollectiveMismatchError):
+        testing.spmd(2)(two_losses, fsdp.fully_shard)
 
 
 @distributed(world=2)

@@ -216,7 +216,8 @@ def test_replan_takes_the_order_that_was_seen_and_keeps_a_plan_that_fits(rank, w
     other = replan(plan, Record((), (), seen))
     assert other.order == seen
     assert other.groups == plan.groups
-    assert other.actions() == replan(plan, Record((), (), seen[:3])).actions()  # each group once
+    gathers = [action.fqn for action in other.actions() if action.kind == "UNSHARD"]
+    assert gathers == ["", "blocks.1", "blocks.0", "blocks.1", "blocks.1", "blocks.0", "blocks.1"]  # each use
 
 
 @distributed(world=1)

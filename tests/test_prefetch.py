@@ -14,7 +14,7 @@ from _plans import all_issues, random_model
 from composable_shard import PoolPolicy, PrefetchPolicy, ShardConfigValueError
 from composable_shard._auto import _MOST_WORK, Auto
 from composable_shard._errors import PoolBudgetError
-from composable_shard._fitting import LEVELS, bare_step, least_step
+from composable_shard._fitting import bare_step, least_step, levels
 from composable_shard._prefetch import scheduled
 from composable_shard._schedule import Action, Kind, Schedule, Step, one_ahead, timed_step, training_step
 from composable_shard._simulation import Costs, Sizes, Times, lifetimes, live_bytes, peak_bytes, simulate
@@ -186,7 +186,7 @@ def least_exposed(steps, sizes, times, budget):
     """The best of all schedules that fit."""
     blocks, best = [step.fqn for step in steps if not step.is_root], math.inf
     for kept in itertools.chain.from_iterable(itertools.combinations(blocks, n) for n in range(len(blocks) + 1)):
-        for level in range(len(LEVELS)):
+        for level in range(len(levels(steps))):
             bare = bare_step(steps, sizes, ("", *kept), level)
             for issued in all_issues(bare) if bare.peak <= budget else ():
                 actions = timed_step(steps, bare.scheduled(issued))

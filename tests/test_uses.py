@@ -1,0 +1,240 @@
+"""Groups that run inside of others, and groups that run several times in a step: what the plan says is what happens."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+
+import composable_shard as cs
+from _models import Stack, shard_blocks, shard_nested
+from _plans import block_plan
+from _pool import more, simulated
+from _stepping import assert_at_rest, loss_of, train_step, twins
+from composable_shard._plan import Record, ShardPlan, replan
+
+P = cs.PrefetchPolicy
+
+
+# ---- models
+
+
+class InOrder(Stack):
+    """Blocks in a given order."""
+
+    def __init__(self, order, blocks=2):
+        super().__init__(blocks)
+        self.order = order
+
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.order:
+            x = self.blocks[block](x)
+        return self.head(x)
+
+
+class Lent(nn.Module):
+    """A block that runs a module which it does not hold."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.down = nn.Linear(6, 6)
+        self.lent = [inner]
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.lent[0](x)))
+
+
+class Shared(nn.Module):
+    """One module that runs by itself, inside of each block, and once more at the end if asked to."""
+
+    def __init__(self, ends=False):
+        super().__init__()
+        self.inp, self.shared = nn.Linear(4, 6), nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Lent(self.shared) for _ in range(2))
+        self.ends = ends
+
+    def forward(self, x):
+        x = self.shared(self.inp(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.shared(x) if self.ends else x
+
+
+def shard_shared(model, engine, **options):
+    for module in (model.shared, *model.blocks, model):
+        engine(module, **options)
+
+
+def shard_deep(model, engine, **options):
+    """Four levels: a Linear in a list that is no module of its own, its block, all blocks, the model."""
+    for block in model.blocks:
+        engine([block.norm, block.down], **options)  # what runs between the two runs inside of the list
+        engine(block.up, **options)
+        engine(block, **options)
+    engine(model, **options)
+
+
+MODELS = {
+    "inside": (Stack, shard_nested),
+    "inside of a list": (Stack, shard_deep),
+    "in a row": (functools.partial(InOrder, (0, 0, 1, 1)), shard_blocks),
+    "inside and in turns": (functools.partial(InOrder, (0, 1, 1, 0, 1)), shard_nested),
+    "in several": (Shared, shard_shared),
+}
+POLICIES = {"auto": P.auto(), "one ahead": None, "none": P.depth(0), "three": P.depth(3), "bytes": P.bytes(700)}
+CASES = [
+    (name, policy) if name == "inside" or policy == "auto" else more(name, policy)
+    for name in MODELS
+    for policy in POLICIES
+]
+
+
+@pytest.mark.parametrize(("name", "policy"), CASES)
+@simulated(world=2)
+def test_a_step_is_as_planned_within_any_budget_and_exact(rank, world, name, policy):
+    model, plain = twins(*MODELS[name], reshard_after_forward=True)
+    if POLICIES[policy] is not None:
+        model.set_prefetch_policy(POLICIES[policy])
+    for _ in range(4):  # what runs inside of what is learned; `auto` measures
+        train_step(model)
+    model.zero_grad()
+    least = least_budget(model)
+    for budget in (None, least, least + 600, 3 * least):
+        if budget is not None:
+            model.set_pool_policy(cs.PoolPolicy(budget))
+        for each in (model, plain):
+            each.zero_grad()
+            train_step(each)
+        plan, record = cs.current_plan(model), cs.last_record(model)
+        assert "\n".join(map(str, record.actions)) == "\n".join(map(str, plan.actions())), budget
+        assert record.live_bytes == plan.live_bytes()
+        assert budget is None or record.peak_bytes <= budget
+        for key, param in plain.named_parameters():
+            torch.testing.assert_close(model.get_parameter(key).grad.full_tensor(), param.grad)
+    assert cs.make_plan(model).with_policies(pool=cs.PoolPolicy(least), prefetch=P.depth(0)).peak_bytes == least
+    assert_at_rest(model)
+
+
+@simulated(world=2)
+def test_a_use_that_is_taken_to_be_inside_of_another_costs_no_more_than_planned(rank, world):
+    model, plain = twins(functools.partial(Shared, ends=True), shard_shared, reshard_after_forward=True)
+    train_step(model)
+    for budget in (least_budget(model), 1 << 20):
+        model.set_pool_policy(cs.PoolPolicy(budget))
+        for each in (model, plain):
+            each.zero_grad()
+            train_step(each)
+        assert cs.last_record(model).peak_bytes <= cs.current_plan(model).peak_bytes <= budget
+        for key, param in plain.named_parameters():
+            torch.testing.assert_close(model.get_parameter(key).grad.full_tensor(), param.grad)
+
+
+def least_budget(model):
+    with pytest.raises(cs.PoolBudgetError) as caught:
+        model.set_pool_policy(cs.PoolPolicy(budget=1))
+    return caught.value.least
+
+
+@simulated(world=2)
+def test_the_least_budget_counts_the_groups_around_a_group_and_names_them(rank, world):
+    model, _ = twins(Stack, shard_nested, reshard_after_forward=True)
+    train_step(model)
+    with pytest.raises(cs.PoolBudgetError, match=r"the weights of the root and those of blocks\.\d stay beside it"):
+        model.set_pool_policy(cs.PoolPolicy(budget=1))
+    plan = cs.current_plan(model)
+    inner, outer, root = (plan.group(fqn).sizes for fqn in ("blocks.0.up", "blocks.0", ""))
+    assert least_budget(model) == root.weights + outer.weights + max(inner.weights + inner.landing, inner.reduction)
+
+
+# ---- what runs inside of what
+
+
+@simulated(world=2)
+def test_what_is_inside_is_declared_by_modules_and_learned_from_forwards(rank, world):
+    model, _ = twins(Shared, shard_shared)
+    assert cs.make_plan(model).around == ()
+    train_step(model)
+    lent = (("shared", "blocks.0"), ("shared", "blocks.1"))
+    assert cs.current_plan(model).around == cs.last_record(model).around == lent
+    assert "shared: has run inside of blocks.0, which is not planned" in "\n".join(cs.drift_log(model))
+
+    model, _ = twins(Stack, shard_nested)
+    declared = cs.make_plan(model)
+    assert declared.around == tuple((f"blocks.{i}.up", f"blocks.{i}") for i in range(3))
+    train_step(model)
+    assert cs.current_plan(model) is not None
+    assert cs.current_plan(model).around == declared.around
+
+
+class Alone(Stack):
+    """Runs a part of a block by itself in one kind of forward."""
+
+    def forward(self, x):
+        return self.blocks[0].up(self.inp(x)) if not torch.is_grad_enabled() else super().forward(x)
+
+
+@simulated(world=2)
+def test_a_part_that_runs_by_itself_in_validation_changes_no_training_step(rank, world):
+    model, plain = twins(Alone, shard_nested)
+    for _ in range(3):
+        for each in (model, plain):
+            each.zero_grad()
+            train_step(each)
+        with torch.no_grad():
+            torch.testing.assert_close(loss_of(model), loss_of(plain))
+    plan = cs.current_plan(model)
+    assert plan.own_orders == {"no_grad": ("", "blocks.0.up")}
+    train_step(model)
+    assert cs.last_record(model).actions == plan.actions()
+
+
+def nested_plan():
+    plan = block_plan(rows=(256, 512, 768))
+    around = (("blocks.1", "blocks.0"), ("blocks.2", "blocks.1"))
+    return replan(plan, Record((), (), ("", "blocks.0", "blocks.1", "blocks.2", "blocks.0"), around=around))
+
+
+def test_a_plan_with_uses_inside_of_others_is_data():
+    plan = nested_plan()
+    again = ShardPlan.from_json(plan.to_json())
+    assert again == plan
+    assert again.digest == plan.digest != replan(plan, Record((), (), plan.order)).digest
+    assert plan.diff(again) == ""
+    flat = replan(plan, Record((), (), plan.order))
+    assert "order: blocks.1 inside of blocks.0 no more" in plan.diff(flat)
+    assert "order: blocks.2 inside of blocks.1 now" in flat.diff(plan)
+    with pytest.raises(cs.ShardConfigValueError, match=r"around: names 'blocks\.9'"):
+        ShardPlan.from_json(plan.to_json().replace('"blocks.1",\n    "blocks.0"', '"blocks.9",\n    "blocks.0"'))
+
+
+def test_a_plan_names_what_each_use_gathers():
+    plan = nested_plan().with_policies(P.depth(2))
+    lines = [line.strip() for line in str(plan).splitlines() if "gathers" in line]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+FORWARD (root) gathers blocks.0, blocks.1
+FORWARD blocks.0 (1) gathers blocks.2
+FORWARD blocks.1 gathers blocks.0
+BACKWARD (root) gathers blocks.0
+BACKWARD blocks.0 (1) gathers blocks.1
+BACKWARD blocks.0 (2) gathers blocks.2""",
+    )
+
+
+def test_costs_are_those_of_a_step_whatever_the_number_of_uses():
+    plan = nested_plan()
+    costs = cs.Costs.of(
+        latency=0.0,
+        bandwidth=1e9,
+        forward=dict.fromkeys(dict.fromkeys(plan.order), 1.0),
+        backward=dict.fromkeys(dict.fromkeys(plan.order), 2.0),
+    )
+    predicted = plan.with_policies(costs=costs).predicted()
+    assert {group.fqn: group.compute for group in predicted.groups} == dict.fromkeys(dict.fromkeys(plan.order), 3.0)
+    assert predicted.seconds - predicted.exposed == pytest.approx(3.0 * len(plan.groups))
