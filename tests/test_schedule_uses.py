@@ -166,8 +166,7 @@ def test_no_policy_leaves_a_budget_that_it_accepts(steps, depth, more):
     assert caught.value.least == least_step(steps, sizes).peak
 
 
-@steadily
-@settings(max_examples=25)
+@settings(steadily, max_examples=25)
 @given(nests(), st.sampled_from([0.2, 1.0, 3.0]))
 def test_auto_waits_no_longer_than_one_ahead_and_time_adds_up(steps, link):
     sizes = sizes_of(steps)
