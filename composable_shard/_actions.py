@@ -88,17 +88,6 @@ class Actions:
     def _spans(self) -> tuple[Span, ...]:
         return () if self.watch is None else self.watch.spans
 
-    def forward_begins(self, group: ParamGroup) -> None:
-        """A forward begins, outside of any backward."""
-        self.history.begins(group)
-        if self.watch is not None:
-            self.watch.begin(Kind.FORWARD, group.fqn)
-
-    def forward_ended(self, group: ParamGroup) -> None:
-        """The forward of a group is over, be it a recomputation."""
-        self.history.ended(group)
-        self.compute_ended(Kind.FORWARD)
-
     def compute_ended(self, kind: Kind) -> None:
         """Tell whoever watches that the forward of a group, or the last backward, is over."""
         if self.watch is not None:
@@ -109,7 +98,8 @@ class Actions:
     def _act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], *args: Any) -> T:
         """Do something to a group, and write it down; every action of a rank comes through here."""
         result = work(*args) if self.watch is None else self.watch.timed(kind, group.fqn, work, *args)
-        self.history.done += (kind, group.fqn, self.pool.live_bytes)  # flat: tuples would keep the cycle collector busy
+        done = self.history.done
+        done += (kind, group.fqn, self.pool.live_bytes)  # flat: tuples would keep the cycle collector busy
         return result
 
     def parameters_changed(self, at: torch.Event | None = None) -> None:
@@ -220,7 +210,7 @@ class Actions:
         while len(self._reductions) >= most:
             self._settle_oldest()
         if self.budget is not None:
-            self._make_room(_reduced_bytes(group))
+            self._make_room(group.reduce_bytes)
         self._start_reduce(group, gradients)
         if self.watch is not None and self.watch.serial:
             self._settle_oldest()
@@ -236,9 +226,23 @@ class Actions:
         """Reduce and wait; returns this rank's piece of each gradient, by index, and sets no `.grad`."""
         self.settle()
         if self.budget is not None:
-            self._make_room(_reduced_bytes(group))
+            self._make_room(group.reduce_bytes)
         self._start_reduce(group, gradients)
         return self._finish_oldest()[1]
+
+    def begin_forward(self, group: ParamGroup, following: Sequence[ParamGroup]) -> None:
+        """A forward begins, outside of any backward: gather those of the groups that follow."""
+        self.history.begins(group)
+        if self.watch is not None:
+            self.watch.begin(Kind.FORWARD, group.fqn)
+        if following:
+            self.prefetch(following)
+
+    def end_forward(self, group: ParamGroup) -> None:
+        """A forward is over, be it a recomputation."""
+        self.history.ended(group)
+        if self.watch is not None:
+            self.watch.end(Kind.FORWARD)
 
     def begin_backward(
         self, use: Use, outputs: Outputs, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]
@@ -392,8 +396,3 @@ class Actions:
             entries.show(outputs)
         elif entries is not None:
             self.show_leaves(group)
-
-
-def _reduced_bytes(group: ParamGroup) -> int:
-    """What the reduction of its gradients leases."""
-    return sum(bucket.nbytes for bucket in group.reduce_buckets())

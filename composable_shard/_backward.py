@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 
 from ._group import Gradients, ParamGroup
 from ._node import Use
 from ._torch import node_will_run, queue_backward_callback
+
+_forward_of, _group_of, _last_of, _number_of = map(attrgetter, ("forward", "group", "last", "number"))
 
 
 class Token:
@@ -31,6 +34,10 @@ def _end(token: Token) -> None:
 def _backward_place(use: Use) -> tuple[int, int]:
     """Where the backward of a use begins among others: forwards backwards, but what is around others before them."""
     return -use.last, use.number
+
+
+def _repeated(groups: Sequence[ParamGroup]) -> frozenset[ParamGroup]:
+    return frozenset(group for group, count in Counter(groups).items() if count > 1)
 
 
 class Uses:
@@ -90,20 +97,32 @@ class BackwardPass:
         live = [(use, use.node()) for use in uses]
         expected = [use for use, node in live if node is not None and node_will_run(node)]
         self._will_fire = set(expected)
+        self._waiting = deque(reversed(expected))
         # Graphs of other forwards may live on one rank and not on another, and say nothing of this pass.
-        forwards = {use.forward for use in (expected if opened_by is None else [*expected, opened_by])}
-        self.forwards, self.newest = forwards, max(forwards, default=0)
-        self._waiting = deque([use for use, _ in reversed(live) if use in self._will_fire])
-        ran = [(use, node) for use, node in live if use.forward in forwards or use in self._will_fire]
-        # Other ranks may run the node of a use that this one does not, and gather its weights.
-        idle = {use for use, node in ran if use.group.trains and not use.fired} - self._will_fire
-        self._idle = {use for use in idle if use.group.options.reduce_unused}
-        # Frozen groups have no node; while one of their handles lives, their weights may be asked for.
-        upcoming = [use for use, node in ran if node is None or use in self._will_fire or use in self._idle]
-        self._upcoming = deque(sorted(upcoming, key=_backward_place))
+        self.forwards = set(map(_forward_of, expected if opened_by is None else [*expected, opened_by]))
+        self.newest = max(self.forwards, default=0)
+        self._idle: set[Use] = set()
+        if len(expected) < len(live):
+            expected = self._with_others(live)
+        self._upcoming = deque(sorted(expected, key=_last_of, reverse=True))  # see `_backward_place`
         self._ready: dict[Use, Gradients] = {}
-        counts = Counter(use.group for use in expected)
-        self.repeated = frozenset(group for group, count in counts.items() if count > 1)
+        groups = list(map(_group_of, self._waiting))
+        self.repeated = frozenset() if len(set(groups)) == len(groups) else _repeated(groups)
+
+    def _with_others(self, live: Iterable[tuple[Use, object]]) -> list[Use]:
+        """The uses whose node runs, and others of these forwards whose weights may be asked for, as created."""
+        found: list[Use] = []
+        for use, node in live:
+            if use in self._will_fire:
+                found.append(use)
+            elif use.forward in self.forwards:
+                # Other ranks may run the node of a use that this one does not, and gather its weights.
+                if use.group.trains and not use.fired and use.group.options.reduce_unused:
+                    self._idle.add(use)
+                # Frozen groups have no node; while one of their handles lives, their weights may be asked for.
+                if node is None or use in self._idle:
+                    found.append(use)
+        return sorted(found, key=_number_of)
 
     @property
     def alive(self) -> bool:
@@ -150,13 +169,21 @@ class BackwardPass:
             self._upcoming.popleft()
         return self._upcoming[0].group if self._upcoming else None
 
-    def reach(self, use: Use | None) -> Iterator[Use]:
+    def reach(self, use: Use | None) -> Iterable[Use]:
         """Backward has reached a use (or, with None, its end), and expects none any more that would have come before.
 
-        Yields:
+        Returns:
             of these, in order, those whose node does not run, but whose weights other ranks may have gathered, and
-            those around `use` that it has not reached: they return what that does, and come right behind it.
+            those around `use` that it has not reached: they return what that does, and come right behind it. Each is
+            out of `next_group` when it is given out, and those behind it are not.
         """
+        queue = self._upcoming
+        if queue and queue[0] is use:
+            queue.popleft()
+            return ()
+        return self._passed(use)
+
+    def _passed(self, use: Use | None) -> Iterator[Use]:
         queue, place = self._upcoming, None if use is None else _backward_place(use)
         while queue and (place is None or _backward_place(queue[0]) <= place):
             first = queue.popleft()

@@ -178,8 +178,7 @@ class Engine:
         if found is None or not found[1]:
             self._do.show_leaves(group)
         if made_in < 0:
-            self._do.forward_begins(group)
-            self._do.prefetch(self.order.after(group))
+            self._do.begin_forward(group, self.order.after(group))
         return found
 
     def after_forward(self, group: ParamGroup, copied: Sequence[torch.Tensor] = ()) -> None:
@@ -194,7 +193,7 @@ class Engine:
             group.end_use(copied)
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)
-        self._do.forward_ended(group)
+        self._do.end_forward(group)
         if group in self._active:
             return
         if group.reshard_after_forward:

@@ -348,6 +348,11 @@ class ParamGroup:
         missing = [index for index, gradient in enumerate(gradients) if gradient is None]
         return Reduction(jobs, missing, whole)
 
+    @property
+    def reduce_bytes(self) -> int:
+        """What the reduction of its gradients leases."""
+        return sum(bucket.nbytes for bucket in self.reduce_buckets())
+
     def reduce_buckets(self) -> list[ReduceBucket]:
         """What is reduced now, one bucket per dtype."""
         trains = tuple(map(_requires_grad, self.shards))

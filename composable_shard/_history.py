@@ -33,15 +33,19 @@ class History:
 
     def begins(self, group: ParamGroup) -> None:
         """A forward begins, outside of any backward."""
-        outer = self._running[-1] if self._running else None
+        running = self._running
+        outer = running[-1] if running else None
         self.seen.append(group)
         self.seen_in.append(None if outer is None or outer.is_root else outer)
-        self._running.append(group)
+        running.append(group)
 
     def ended(self, group: ParamGroup) -> None:
         """The forward of a group is over, be it a recomputation."""
-        if group in self._running:
-            self._running.remove(group)
+        running = self._running
+        if running and running[-1] is group:
+            running.pop()
+        elif group in running:
+            running.remove(group)
 
     def roll(self, spans: tuple[Span, ...]) -> bool:
         """An iteration has ended: what was done becomes the last record; false if nothing was."""

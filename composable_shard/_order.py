@@ -213,7 +213,7 @@ class Order:
         if listed is None and self._backward_of.backward is not None:
             missed, listed = self._due(group, number, self._backward_of.backward)
         if listed is None:
-            listed = () if expected is None else (expected,)
+            return (), (expected,) if expected is not None and expected.options.unshard_in_backward else ()
         return _wanted(missed), _wanted(listed)
 
     def _due(
