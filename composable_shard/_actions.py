@@ -125,27 +125,25 @@ class Actions:
     def need(self, group: ParamGroup) -> None:
         """Make the weights of a group readable."""
         if self.budget is not None and group.away:
-            self._make_room(group.gather_bytes)
+            self._make_room(self.budget - group.gather_bytes)
         self.ahead(group)
         self._arrive(group)
 
-    def _make_room(self, nbytes: int) -> None:
-        """In a step that is not the planned one: keep to the budget by ending what is only on its way.
+    def _make_room(self, most: int) -> None:
+        """In a step that is not the planned one: keep to so many bytes by ending what is only on its way.
 
         Reductions in flight are waited for, then weights are given up that were gathered ahead, and last those that
         stay for another use: in a forward what an earlier one has kept for its backward.
         """
-        assert self.budget is not None
-        most = self.budget - nbytes
         while self._reductions and self.pool.issued_bytes > most:
             self._settle_oldest()
-        for phase in (GATHERING,) if self.pool.backward else (GATHERING, UNSHARDED):
-            for group in self.groups:
-                if self.pool.issued_bytes > most and group.phase is phase and not (group.pinned or group.running):
-                    self.drop(group)
-        for group in self.groups if self.staying else ():
-            stays = group in self.staying and group.options.reshard_after_backward
-            if self.pool.issued_bytes > most and stays and not (group.pinned or group.running):
+        if self.pool.issued_bytes <= most:
+            return
+        phases = (GATHERING,) if self.pool.backward else (GATHERING, UNSHARDED)
+        may = [group for phase in phases for group in self.groups if group.phase is phase]
+        may += [group for group in self.groups if group in self.staying and group.options.reshard_after_backward]
+        for group in may:
+            if self.pool.issued_bytes > most and not (group.pinned or group.running):
                 self.drop(group)
 
     def _arrive(self, group: ParamGroup) -> None:
@@ -167,6 +165,7 @@ class Actions:
         elif group.phase is UNSHARDED:
             self.hide(group)
             self._act(Kind.SHRINK, group, group.shrink)
+            self.history.done[-1] += group.weight_bytes  # which were there beside the pieces
             if (entries := self.entries(group)) is not None:
                 entries.show(group.pieces())
 
@@ -210,7 +209,7 @@ class Actions:
         while len(self._reductions) >= most:
             self._settle_oldest()
         if self.budget is not None:
-            self._make_room(group.reduce_bytes)
+            self._make_room(self.budget - group.reduce_bytes)
         self._start_reduce(group, gradients)
         if self.watch is not None and self.watch.serial:
             self._settle_oldest()
@@ -226,7 +225,7 @@ class Actions:
         """Reduce and wait; returns this rank's piece of each gradient, by index, and sets no `.grad`."""
         self.settle()
         if self.budget is not None:
-            self._make_room(group.reduce_bytes)
+            self._make_room(self.budget - group.reduce_bytes)
         self._start_reduce(group, gradients)
         return self._finish_oldest()[1]
 
@@ -257,11 +256,13 @@ class Actions:
         group = use.group
         self.staying.discard(group)
         waits = bool(self._reductions) and (self.reduces_first or group.reduces_first)
-        waits = waits and any(each.away for each in (group, *missed, *following))
-        if waits and any(each.away for each in (group, *missed)):
+        at_once = group.away or (bool(missed) and any(each.away for each in missed))
+        waits = waits and (at_once or any(each.away for each in following))
+        if waits and at_once:
             self._put_off = ()
             self.catch_up()
-        self.prefetch(missed)
+        if missed:
+            self.prefetch(missed)
         if group.options.unshard_in_backward or not group.away:
             self.show_again(use, outputs)
         # A root that returns what its last module does is reached behind that one, whose compute this is.

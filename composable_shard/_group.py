@@ -54,7 +54,8 @@ class ParamGroup:
         running: forwards of its modules that have begun and not ended.
         shards: the sharded parameters themselves.
         wraps: whether any of them was a DTensor before it was sharded.
-        buckets: what is gathered, by dtype, of `gather_bytes`; `residents` keep some of it, `reduces` are the way back.
+        buckets: what is gathered, by dtype; `residents` keep some of it, `reduces` are the way back.
+        gather_bytes, weight_bytes: what a gather leases, and what of it stays when that is over.
         extended: whether any of them says itself what is gathered (see `_extension`).
         was_gathered: whether a gather was finished since the last backward ended; on all ranks alike.
         settings: the options, and what a plan keeps in training, which graphs follow.
@@ -118,6 +119,7 @@ class ParamGroup:
         self.extended = any(extended for extended, _ in by_kind)
         self.residents: list[Resident] = []
         self.gather_bytes = sum(bucket.gather_bytes for bucket in self.buckets)
+        self.weight_bytes = sum(b.for_weights[0].nbytes for b in self.buckets if isinstance(b, GatherBucket))
 
     # ---- facts
 

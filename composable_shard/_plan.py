@@ -151,7 +151,7 @@ class ShardPlan:
         return self.schedule or one_ahead(self._steps())
 
     def live_bytes(self) -> tuple[int, ...]:
-        """Bytes leased after each of `actions`."""
+        """Bytes leased after each of `actions`; of a `SHRINK`, which cuts pieces from the weights, with these."""
         return tuple(live_bytes(self.lifetimes(), len(self.actions())))
 
     def lifetimes(self) -> list[Lifetime]:

@@ -17,7 +17,8 @@ class Record:
 
     Attributes:
         actions: what was done to the groups, in order of issue.
-        live_bytes: bytes leased from the pool after each action (unsharded parameters and communication buffers).
+        live_bytes: bytes leased from the pool after each action (unsharded parameters and communication buffers); of a
+            `SHRINK`, which takes some before it gives others back, at the most.
         order: FQNs of the groups in the order in which their forwards began, one entry a use.
         around: of groups that ran in the forward of another one than the root's, their FQN and that one's.
         times: seconds that groups took, by FQN, where they were measured.

@@ -48,7 +48,7 @@ def lifetimes(actions: Sequence[Action], sizes: Mapping[str, Sizes]) -> list[Lif
             case Kind.WAIT:
                 close("landing", fqn, size.landing, step)
             case Kind.SHRINK:
-                close("weights", fqn, size.weights, step)
+                close("weights", fqn, size.weights, step + 1)  # the pieces are cut from them
                 opened.setdefault(("small", fqn), []).append(step)
             case Kind.RESHARD if opened.get(("small", fqn)):
                 close("small", fqn, size.small, step)
@@ -140,10 +140,10 @@ class _Clock:
             self.now += late
             self.waits[on] = self.waits.get(on, 0.0) + late
 
-    def leave(self, time: float) -> None:
-        """What the action gives up was used until then."""
+    def leave(self, time: float, lasts: bool = False) -> None:
+        """What the action gives up was used until then; if it lasts, what it gives up when it is over."""
         if self.memory is not None:
-            self.memory.left(time)
+            self.memory.left(time, lasts)
 
     def begin(self, action: Action) -> None:
         self.finish()
@@ -181,9 +181,9 @@ class _Memory:
         taken = self._opened.get(self.place, ())
         return max((self._free_at[other] for at in taken for other in self._before[at]), default=0.0)
 
-    def left(self, time: float) -> None:
-        """What this action gives up is free from that time on."""
-        for at in self._closed.get(self.place, ()):
+    def left(self, time: float, lasts: bool = False) -> None:
+        """What this action gives up, or gives up when it is over, is free from that time on."""
+        for at in self._closed.get(self.place + lasts, ()):
             self._free_at[at] = time
 
 
@@ -240,7 +240,7 @@ def _played(actions: Sequence[Action], clock: _Clock) -> Iterator[Action]:
                 clock.begins[-1] = clock.now
             case Kind.RESHARD | Kind.SHRINK:
                 clock.finish()
-                clock.leave(clock.now)
+                clock.leave(clock.now, action.kind is Kind.SHRINK)
                 resident.discard(fqn)
                 if action.kind is Kind.SHRINK:
                     shrunk.add(fqn)

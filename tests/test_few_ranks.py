@@ -105,6 +105,7 @@ def test_the_record_of_a_step_is_what_the_plan_predicts(rank, world):
     plan, record = make_plan(model), last_record(model)
     assert record.actions == plan.actions()
     assert record.live_bytes == plan.live_bytes()
+    assert engine_of(model).pool.peak_bytes == plan.peak_bytes, "while pieces are cut from weights, both are there"
     assert kinds(record, "SHRINK") == ["blocks.0", "blocks.1", "blocks.2", ""]
     assert "after forward, among 2" in str(plan)
 
