@@ -169,6 +169,18 @@ class BackwardPass:
             self._upcoming.popleft()
         return self._upcoming[0].group if self._upcoming else None
 
+    def next_groups(self, group: ParamGroup) -> Sequence[ParamGroup]:
+        """The groups whose backward is expected next after that of this one: those of the next module."""
+        first = self.next_group()
+        if first is None or not (group.companions or first.companions):
+            return () if first is None else (first,)
+        found: list[ParamGroup] = []
+        for use in self._upcoming:
+            found.append(use.group)
+            if use.group not in group.companions:
+                return (*found, *use.group.companions)
+        return found
+
     def reach(self, use: Use | None) -> Iterable[Use]:
         """Backward has reached a use (or, with None, its end), and expects none any more that would have come before.
 

@@ -197,6 +197,10 @@ def build_engine(root: nn.Module, measure: bool = True) -> Engine:
     runtime = Runtime(BufferPool(device, gather_lane), gather_lane, reduce_lane)
     of_root = _of_root(root)
     groups = {state: _group(fqn, state, state in of_root, transports, runtime) for fqn, state in _groups_of(root)}
+    for _, state in found:
+        family = [groups[each] for each in state.family if each in groups]
+        for place, group in enumerate(family):
+            group.companions = tuple(family[place + 1 :]) or group.companions
     engine = Engine([(group, state.entries) for state, group in groups.items()], plan, runtime, among)
     if own is not None:
         engine.learning.given = own.asked.plan is not None

@@ -226,14 +226,14 @@ class Engine:
         use.entered = now.number
         group = use.group
         self._active[group] = use
-        self._do.begin_backward(use, outputs, *self.order.before(group, now.next_group(), now.number))
+        self._do.begin_backward(use, outputs, *self.order.before(group, now.next_groups(group), now.number))
 
     def _pass_over(self, now: BackwardPass, uses: Iterable[Use]) -> None:
         """Gradients reach these later, or only on other ranks: gather what is gathered with them all the same."""
         for use in uses:
-            self._do.pass_over(use.group, *self.order.before(use.group, following := now.next_group(), now.number))
+            self._do.pass_over(use.group, *self.order.before(use.group, now.next_groups(use.group), now.number))
             if not now.will_fire(use):
-                self._do.end_use(use.group, following)
+                self._do.end_use(use.group, now.next_group())
 
     def halfway(self) -> None:
         """Backward has read half of the weights of the use that it has reached last."""

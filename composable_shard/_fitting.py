@@ -21,8 +21,11 @@ from ._schedule import (
     Schedule,
     Step,
     backward_order,
+    first_of,
+    forward_order,
     kept_by_setting,
     listed,
+    modules_of,
     timed_step,
 )
 from ._simulation import Sizes, lifetimes, live_bytes
@@ -74,6 +77,8 @@ class Bare:
             elif action.kind is Kind.WAIT:
                 self.issues[-1] = place
         self.first_backward = len(self.events) // 2
+        forward, backward = modules_of(forward_order(steps)), modules_of(backward_order(steps))
+        self.modules = forward + [forward[-1] + 1 + number for number in backward]  # of the events
         self.reduces_first = schedule.reduces_first or any(step.reduces_first for step in steps)
         self.work = len(self.actions)  # actions that were written down
 
@@ -147,8 +152,9 @@ class Bare:
 
 
 def by_depth(bare: Bare, depth: int) -> list[int]:
-    """So many groups ahead, those that are there already counted in."""
-    return [max(bare.first_event(gather), gather.event - depth) for gather in bare.gathers]
+    """So many modules ahead, those that are there already counted in."""
+    modules, first = bare.modules, first_of(bare.modules)
+    return [max(bare.first_event(each), first[max(0, modules[each.event] - depth)]) for each in bare.gathers]
 
 
 def by_bytes(bare: Bare, nbytes: int) -> list[int]:

@@ -60,6 +60,7 @@ class ParamGroup:
         was_gathered: whether a gather was finished since the last backward ended; on all ranks alike.
         settings: the options, and what a plan keeps in training, which graphs follow.
         stays: whether the schedule of the phase that runs keeps the unsharded parameters behind forward; None if none.
+        companions: groups of the same module, on other meshes, that begin right behind this one.
         pinned: whether a user asked for the unsharded parameters (`unshard`), so that no forward gives them up.
     """
 
@@ -78,6 +79,7 @@ class ParamGroup:
         self.params = list(params)
         self.is_root = is_root
         self.running = 0
+        self.companions: tuple[ParamGroup, ...] = ()
         self.pinned = False
         self.stays: bool | None = None
         self.was_gathered = False

@@ -26,15 +26,15 @@ class _Lists:
         schedule: by which that is; None for the settings of the groups.
         order: FQNs of the groups in the order in which their forwards begin.
         expected: the same groups.
-        forward, backward: which groups to gather when one begins, if a schedule says so: by place in `order`, and
-            with the group in the order of backwards.
+        forward: which groups to gather when one begins, by place in `order`.
+        backward: the same with the group, in the order of backwards, if a schedule says so.
         in_flight: of the schedule, by group.
     """
 
     schedule: Schedule | None
     order: tuple[str, ...]
     expected: list[ParamGroup]
-    forward: list[list[ParamGroup]] | None = None
+    forward: list[list[ParamGroup]]
     backward: list[tuple[ParamGroup, list[ParamGroup]]] | None = None
     in_flight: dict[ParamGroup, int] = field(default_factory=dict)
 
@@ -103,20 +103,21 @@ class Order:
     def _lists(self, plan: ShardPlan) -> _Lists:
         named = self._by_fqn
         expected = [named[fqn] for fqn in plan.order]
-        if plan.schedule is None:
-            return _Lists(None, plan.order, expected)
-        order = [step.fqn for step in plan.backward_order()]
-        edges = {event: deque(uses) for event, uses in plan.schedule.ahead().items()}
+        edges = {event: deque(uses) for event, uses in plan.edges().ahead().items()}
 
         def ahead(kind: Kind, fqn: str) -> list[ParamGroup]:
             uses = edges.get(Action(kind, fqn))
             return [named[each] for each in uses.popleft()] if uses else []
 
+        forward = [ahead(Kind.FORWARD, fqn) for fqn in plan.order]
+        if plan.schedule is None:
+            return _Lists(None, plan.order, expected, forward)
+        order = [step.fqn for step in plan.backward_order()]
         return _Lists(
             plan.schedule,
             plan.order,
             expected,
-            [ahead(Kind.FORWARD, fqn) for fqn in plan.order],
+            forward,
             [(named[fqn], ahead(Kind.BACKWARD, fqn)) for fqn in order],
             {named[fqn]: number for fqn, number in plan.schedule.in_flight},
         )
@@ -193,16 +194,16 @@ class Order:
             return self.explicit[False, group]
         if place is None:
             return ()
-        return now.expected[place + 1 : place + 2] if now.forward is None else now.forward[place]
+        return now.forward[place]
 
     def before(
-        self, group: ParamGroup, expected: ParamGroup | None, number: int
+        self, group: ParamGroup, expected: Sequence[ParamGroup], number: int
     ) -> tuple[Sequence[ParamGroup], Sequence[ParamGroup]]:
         """What to gather ahead when the backward of `group` begins.
 
         Args:
             group: its group.
-            expected: the group whose turn is next.
+            expected: the groups of the module whose turn is next.
             number: of the backward pass.
 
         Returns:
@@ -213,7 +214,7 @@ class Order:
         if listed is None and self._backward_of.backward is not None:
             missed, listed = self._due(group, number, self._backward_of.backward)
         if listed is None:
-            return (), (expected,) if expected is not None and expected.options.unshard_in_backward else ()
+            return (), _wanted(expected)
         return _wanted(missed), _wanted(listed)
 
     def _due(

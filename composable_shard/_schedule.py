@@ -158,17 +158,42 @@ def _course(steps: Sequence[Step]) -> list[tuple[Step, bool]]:
     return found + [(step, False) for step in reversed(running)]
 
 
+def modules_of(order: Sequence[Step]) -> list[int]:
+    """The module that each use is of, by number: groups of one module, on several meshes, begin together."""
+    found: list[int] = []
+    for at, step in enumerate(order):
+        before = order[at - 1] if at else None
+        around = before is not None and (before.fqn in step.around or (before.is_root and step.is_root))
+        found.append(found[-1] + (not (around and _module(before) == _module(step))) if before is not None else 0)
+    return found
+
+
+def first_of(modules: Sequence[int]) -> dict[int, int]:
+    """Where each module begins."""
+    return {number: at for at, number in reversed(list(enumerate(modules)))}
+
+
+def _module(step: Step | None) -> str:
+    return "" if step is None else step.fqn.partition(" on ")[0].replace(ROOT_NAME, "")
+
+
 def kept_by_setting(steps: Sequence[Step]) -> tuple[str, ...]:
     """The groups that are not resharded after forward."""
     return tuple(dict.fromkeys(step.fqn for step in forward_order(steps) if not step.reshard_after_forward))
 
 
 def one_ahead(steps: Sequence[Step]) -> Schedule:
-    """The schedule of the engine if nothing else is asked for: the next group is gathered when one begins."""
+    """The schedule of the engine if nothing else is asked for: the next module is gathered when one begins."""
 
     def edges(order: Sequence[Step], resident: Sequence[str]) -> Edges:
-        names = [step.fqn for step in order]
-        return listed(names, {at: (fqn,) for at, fqn in enumerate(names[1:]) if fqn not in resident})
+        names, modules = [step.fqn for step in order], modules_of(order)
+        first = first_of(modules)
+        ahead: dict[int, list[str]] = {}
+        for at, fqn in enumerate(names):
+            begins = first[max(0, modules[at] - 1)]
+            if begins < at and fqn not in resident:
+                ahead.setdefault(begins, []).append(fqn)
+        return listed(names, ahead)
 
     kept = kept_by_setting(steps)
     return Schedule(edges(forward_order(steps), ()), edges(backward_order(steps), kept), kept)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import composable_shard as cs
 from composable_shard._fitting import fitting, least_step
 from composable_shard._prefetch import scheduled
-from composable_shard._schedule import Kind, Step, backward_order, timed_step, training_step
+from composable_shard._schedule import Kind, Step, backward_order, one_ahead, timed_step, training_step
 from composable_shard._simulation import Sizes, Times, lifetimes, live_bytes, predict, simulate
 
 P = cs.PrefetchPolicy
@@ -97,6 +97,31 @@ RESHARD a
 REDUCE a
 REDUCED a
 REDUCED a""",
+    )
+
+
+def on_two_meshes(*modules):
+    pairs = [(Step(fqn, False, True, True), Step(f"{fqn} on ep", False, True, True, around=(fqn,))) for fqn in modules]
+    return [step for pair in pairs for step in pair]
+
+
+def test_groups_of_one_module_are_gathered_ahead_together():
+    steps = on_two_meshes("a", "b", "c", "d")
+    edges = [scheduled(steps, sizes_of(steps), P.depth(depth)) for depth in (0, 1, 2)]
+    assert edges[1] == one_ahead(steps)
+    shown = [f"{fqn}: {', '.join(ahead)}" for schedule in edges for fqn, ahead in schedule.forward if ahead]
+    assert_expected_inline(
+        "\n".join(shown),
+        """\
+a: a on ep
+b: b on ep
+c: c on ep
+d: d on ep
+a: a on ep, b, b on ep
+b: c, c on ep
+c: d, d on ep
+a: a on ep, b, b on ep, c, c on ep
+b: d, d on ep""",
     )
 
 

@@ -136,8 +136,8 @@ def test_each_mesh_has_a_group_with_a_name_of_its_own(rank, world):
     found = [str(action) for action in last_record(model).actions if action.kind in (Kind.UNSHARD, Kind.REDUCE)]
     assert found == [
         *["UNSHARD 0", "UNSHARD 0 on edp/ep", "UNSHARD 1", "UNSHARD 1 on edp/ep", "UNSHARD 2"],
-        *["UNSHARD 2", "UNSHARD 1", "REDUCE 2", "UNSHARD 1 on edp/ep", "UNSHARD 0"],
-        *["REDUCE 1 on edp/ep", "REDUCE 1", "UNSHARD 0 on edp/ep", "REDUCE 0 on edp/ep", "REDUCE 0"],
+        *["UNSHARD 2", "UNSHARD 1", "UNSHARD 1 on edp/ep", "REDUCE 2", "UNSHARD 0", "UNSHARD 0 on edp/ep"],
+        *["REDUCE 1 on edp/ep", "REDUCE 1", "REDUCE 0 on edp/ep", "REDUCE 0"],
     ]
     assert last_record(model).actions == make_plan(model).actions()
 
