@@ -147,6 +147,8 @@ class PrefetchPolicy:
     def depth(cls, groups: int = 1) -> PrefetchPolicy:
         """Gather so many groups ahead; 1 is what torch's FSDP2 does, 0 gathers each when it begins.
 
+        Groups of one module, whose parameters lie on several meshes, begin together, and count as one.
+
         Raises:
             ShardConfigValueError: `groups` is negative or no whole number.
         """
