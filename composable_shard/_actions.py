@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ._bucket import Bucket
 from ._errors import ShardConfigStateError
@@ -21,12 +19,11 @@ from ._phases import GATHERING, SHARDED, UNSHARDED
 from ._record import Record
 from ._reduction import Reduction
 from ._schedule import MAX_REDUCTIONS, Kind
+from ._shown import Shown, StrayHook
 from ._timing import Span, Stopwatch
-from ._torch_distributed import local_tensor
 
 T = TypeVar("T")
 UNSHARD, WAIT, RESHARD, REDUCE, REDUCED = Kind.UNSHARD, Kind.WAIT, Kind.RESHARD, Kind.REDUCE, Kind.REDUCED
-StrayHook = Callable[[torch.Tensor, ParamGroup, int], None]
 
 
 class Actions:
@@ -47,6 +44,7 @@ class Actions:
         budget: bytes that may be leased at once; what would exceed them is not gathered ahead.
         streams: whether it is streams that wait for communication, and never the host.
         watch: times what is done, if anybody wants to know.
+        shown: what modules find under the names of their parameters.
         history: what was done, and the record of that.
         staying: groups whose weights stay, a backward of theirs being over, for the next one.
     """
@@ -65,8 +63,7 @@ class Actions:
         self.streams = runtime.gather_lane.streams
         self.history = History()
         self._runtime = runtime
-        self._entries = {group: weakref.ref(entries) for group, entries in groups}
-        self._watch_leaf = watch_leaf
+        self.shown = Shown(groups, watch_leaf)
         self._by_bucket: dict[Bucket, ParamGroup] = {}
         self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
         self._put_off: Sequence[ParamGroup] | None = None  # groups to gather behind the reductions
@@ -153,7 +150,7 @@ class Actions:
     def drop(self, group: ParamGroup) -> None:
         """Give the weights of a group up, wherever they are."""
         self.staying.discard(group)
-        self.hide(group)
+        self.shown.hide(group)
         self._arrive(group)
         if group.phase is not SHARDED:
             self._act(RESHARD, group, group.reshard)
@@ -163,10 +160,10 @@ class Actions:
         if not group.shrinks:
             self.drop(group)
         elif group.phase is UNSHARDED:
-            self.hide(group)
+            self.shown.hide(group)
             self._act(Kind.SHRINK, group, group.shrink)
-            self.history.done[-1] += group.weight_bytes  # which were there beside the pieces
-            if (entries := self.entries(group)) is not None:
+            self.history.lasted(group.weight_bytes)  # which were there beside the pieces
+            if (entries := self.shown.entries(group)) is not None:
                 entries.show(group.pieces())
 
     def drop_outdated(self, waiting: bool) -> bool:
@@ -182,7 +179,7 @@ class Actions:
         adopted = False
         self.history.interrupted()
         for group in self.groups:
-            entries = self.entries(group)
+            entries = self.shown.entries(group)
             adopted |= entries is not None and entries.adopt()
             if group.phase is SHARDED or group.running:
                 continue
@@ -200,7 +197,7 @@ class Actions:
             if group.options.reshard_after_backward or group.phase is GATHERING:
                 self.drop(group)
             else:
-                self.hide(group)
+                self.shown.hide(group)
 
     def reduce(self, group: ParamGroup, gradients: Gradients) -> None:
         """Issue the reduction of a group's gradients; `.grad` is set when it is waited for."""
@@ -264,7 +261,8 @@ class Actions:
         if missed:
             self.prefetch(missed)
         if group.options.unshard_in_backward or not group.away:
-            self.show_again(use, outputs)
+            self.need(group)
+            self.shown.show_again(use, outputs)
         # A root that returns what its last module does is reached behind that one, whose compute this is.
         if self.watch is not None and not (group.is_root and self.watch.runs(Kind.BACKWARD)):
             self.watch.begin(Kind.BACKWARD, group.fqn)
@@ -279,11 +277,20 @@ class Actions:
 
     def pass_over(self, group: ParamGroup, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]) -> None:
         """Gather what is gathered where backward reaches a use of this group: later, or on other ranks only."""
-        self.catch_up()
+        own = (group,) if group.options.unshard_in_backward else ()
+        self._settle_for(group, (*missed, *own))
         self.prefetch(missed)
-        if group.options.unshard_in_backward:
+        if own:
             self.need(group)
+        self._settle_for(group, following)
         self.prefetch(following)
+
+    def _settle_for(self, group: ParamGroup, gathers: Sequence[ParamGroup]) -> None:
+        """Do what was put off and, where only waiting frees memory for these, wait for all reductions."""
+        first = self.reduces_first or group.reduces_first
+        if first and any(each.away for each in gathers):
+            self._put_off = self._put_off or ()
+        self.catch_up()
 
     def end_use(self, group: ParamGroup, following: ParamGroup | None) -> None:
         """The backward of a use is over: give its weights up, unless they are about to be needed again."""
@@ -293,7 +300,7 @@ class Actions:
         elif group.options.reshard_after_backward:
             self.drop(group)
         else:
-            self.hide(group)  # the weights stay, but what clips or steps must find the sharded parameters
+            self.shown.hide(group)  # the weights stay, but what clips or steps must find the sharded parameters
 
     def catch_up(self) -> None:
         """Do what was put off: wait for the reductions, then gather ahead."""
@@ -361,39 +368,3 @@ class Actions:
                 "run backward first, or run forward again"
             )
         return group
-
-    # ---- entries
-
-    def entries(self, group: ParamGroup) -> Entries | None:
-        """Where the modules of a group look their parameters up; None if they are gone."""
-        return self._entries[group]()
-
-    def hide(self, group: ParamGroup) -> None:
-        """Let the modules of a group have their sharded parameters."""
-        if (entries := self.entries(group)) is not None:
-            entries.hide()
-
-    def show_leaves(self, group: ParamGroup) -> None:
-        """Let the modules of a group have unsharded leaves, without history."""
-        if (entries := self.entries(group)) is None:
-            return
-        leaves = group.leaves()
-        for index, leaf in enumerate(leaves):
-            if leaf.requires_grad and "_watched" not in leaf.__dict__:
-                leaf.__dict__["_watched"] = True
-                self._watch_leaf(leaf, group, index)
-        entries.show(leaves)
-
-    def show_again(self, use: Use, outputs: Outputs) -> None:
-        """Let the modules of a group have what the forward of a use gave them, for a recomputation."""
-        group = use.group
-        self.need(group)
-        if use.slots != group.slots:
-            for out, weight in zip(outputs, group.weights(), strict=False):
-                (local_tensor(out) if group.wraps and isinstance(out, DTensor) else out).data = weight
-            use.slots = group.slots
-        entries = use.entries()
-        if outputs and entries is not None:
-            entries.show(outputs)
-        elif entries is not None:
-            self.show_leaves(group)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
+from typing import NamedTuple
 
 from ._group import Gradients, ParamGroup
 from ._node import Use
@@ -36,6 +37,18 @@ def _backward_place(use: Use) -> tuple[int, int]:
     return -use.last, use.number
 
 
+class Passed(NamedTuple):
+    """A use that backward passes: its backward begins, or it ends, and that of `following` is next."""
+
+    use: Use
+    begins: bool
+    following: ParamGroup | None
+
+
+def _is_around(outer: Use, use: Use) -> bool:
+    return outer.number < use.number <= outer.last
+
+
 def _repeated(groups: Sequence[ParamGroup]) -> frozenset[ParamGroup]:
     return frozenset(group for group, count in Counter(groups).items() if count > 1)
 
@@ -60,6 +73,12 @@ class Uses:
         if use.group.options.reduce_unused and use.group.trains and use.forward and not use.fired:
             self._lost.append(use)
 
+    def begin_forward(self, waiting: bool) -> None:
+        """A forward of the root begins; of those before whose graphs are gone, and if none waits, no backward comes."""
+        if self._lost:
+            alive = set(map(_forward_of, self._live.values())) if waiting else ()
+            self._lost = [use for use in self._lost if use.forward in alive]
+
     def forget(self, forwards: Container[int] | None = None) -> None:
         """The backward of these forwards is over, or of all."""
         self._lost = [use for use in self._lost if forwards is not None and use.forward not in forwards]
@@ -80,6 +99,7 @@ class BackwardPass:
         repeated: groups of which it runs the nodes of several uses.
         forwards: numbers of the forwards of the root that it goes through.
         newest: the last of them.
+        told: uses of which it is known what is gathered with them.
     """
 
     def __init__(
@@ -102,6 +122,8 @@ class BackwardPass:
         self.forwards = set(map(_forward_of, expected if opened_by is None else [*expected, opened_by]))
         self.newest = max(self.forwards, default=0)
         self._idle: set[Use] = set()
+        self._open: list[Use] = []  # passed, and what is inside of them not yet
+        self.told: set[Use] = set()
         if len(expected) < len(live):
             expected = self._with_others(live)
         self._upcoming = deque(sorted(expected, key=_last_of, reverse=True))  # see `_backward_place`
@@ -181,27 +203,56 @@ class BackwardPass:
                 return (*found, *use.group.companions)
         return found
 
-    def reach(self, use: Use | None) -> Iterable[Use]:
-        """Backward has reached a use (or, with None, its end), and expects none any more that would have come before.
+    def expects(self, group: ParamGroup) -> bool:
+        """Whether a use of this group is still to come."""
+        return any(use.group is group for use in self._upcoming)
 
-        Returns:
-            of these, in order, those whose node does not run, but whose weights other ranks may have gathered, and
-            those around `use` that it has not reached: they return what that does, and come right behind it. Each is
-            out of `next_group` when it is given out, and those behind it are not.
+    # Uses that backward passes without reaching them: their node does not run, but on other ranks it may, which gather
+    # their weights. And those that return what another one inside of them does: they are reached right behind that.
+
+    def reach(self, use: Use | None) -> Iterable[Passed]:
+        """Backward has reached a use, or its end: what it has passed on the way there, which is not expected any more.
+
+        Each use is out of `next_group` when it is given out, and those behind it are not.
         """
-        queue = self._upcoming
-        if queue and queue[0] is use:
-            queue.popleft()
+        if self._upcoming and self._upcoming[0] is use and not self._open:
+            self._upcoming.popleft()
             return ()
         return self._passed(use)
 
-    def _passed(self, use: Use | None) -> Iterator[Use]:
+    def leave(self, use: Use) -> Iterable[Passed]:
+        """The backward of a use is about to end: what it has passed inside of it, or behind it in forward."""
+        queue = self._upcoming
+        return self._passed_before(use) if self._open or (queue and queue[0].number > use.number) else ()
+
+    def _passed(self, use: Use | None) -> Iterator[Passed]:
         queue, place = self._upcoming, None if use is None else _backward_place(use)
         while queue and (place is None or _backward_place(queue[0]) <= place):
             first = queue.popleft()
-            around = use is not None and first.number < use.number <= first.last and first in self._will_fire
-            if first is not use and (first in self._idle or (around and first.entered != self.number)):
-                yield first
+            waits = use is not None and _is_around(first, use) and first in self._will_fire
+            if first is not use and (first in self._idle or (waits and first.entered != self.number)):
+                yield from self._pass(first)
+        yield from self._close(use)
+
+    def _passed_before(self, use: Use) -> Iterator[Passed]:
+        queue = self._upcoming
+        while queue and queue[0].number > use.number and queue[0] not in self._will_fire:
+            first = queue.popleft()
+            if first in self._idle:
+                yield from self._pass(first)
+        while self._open and self._open[-1].number > use.number:
+            yield Passed(self._open.pop(), False, self.next_group())
+
+    def _pass(self, use: Use) -> Iterator[Passed]:
+        yield from self._close(use)
+        if use in self._idle:
+            self._open.append(use)
+        yield Passed(use, True, None)
+
+    def _close(self, use: Use | None) -> Iterator[Passed]:
+        """End what was passed and is not around this use."""
+        while self._open and not (use is not None and _is_around(self._open[-1], use)):
+            yield Passed(self._open.pop(), False, self.next_group() if use is None else use.group)
 
     # Ranks must issue reductions in one order. Autograd runs nodes in the reverse order of their creation, but with
     # several devices only roughly so: a use that is early waits for those before it.

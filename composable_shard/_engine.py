@@ -27,7 +27,7 @@ import torch
 
 from ._actions import Actions
 from ._agreement import Among, real
-from ._backward import BackwardPass, Token, Uses
+from ._backward import BackwardPass, Passed, Token, Uses
 from ._bucket import Bucket
 from ._gradients import GradientFlow, watch_leaf
 from ._group import Gradients, ParamGroup, Runtime
@@ -111,6 +111,7 @@ class Engine:
         if self._pass is not None:
             self._recover()
         waiting = self._iterations.begin()
+        self._uses.begin_forward(waiting)
         if not waiting:
             self._do.roll_record()
         self._do.parameters_changed(self.changed_at)
@@ -118,7 +119,6 @@ class Engine:
         if self._do.drop_outdated(waiting):
             self._do.rebuild(self.groups)
         elif not waiting:
-            self._uses.forget()
             if self._uses.all_fired():  # on this rank alone: no collective may depend on it
                 self._do.plan_memory()
             self.learning.between_steps()
@@ -176,7 +176,7 @@ class Engine:
             else:
                 self.keepers |= dict.fromkeys(group.buckets, Keeper(self, use))
         if found is None or not found[1]:
-            self._do.show_leaves(group)
+            self._do.shown.show_leaves(group)
         if made_in < 0:
             self._do.begin_forward(group, self.order.after(group))
         return found
@@ -199,7 +199,7 @@ class Engine:
         if group.reshard_after_forward:
             self._do.give_up(group)
         else:
-            self._do.show_leaves(group)
+            self._do.shown.show_leaves(group)
 
     # ---- backward
 
@@ -224,16 +224,16 @@ class Engine:
         self._finish_later_uses(now, use)
         self._pass_over(now, now.reach(use))
         use.entered = now.number
-        group = use.group
-        self._active[group] = use
-        self._do.begin_backward(use, outputs, *self.order.before(group, now.next_groups(group), now.number))
+        self._active[use.group] = use
+        self._do.begin_backward(use, outputs, *self.order.before(use, now))
 
-    def _pass_over(self, now: BackwardPass, uses: Iterable[Use]) -> None:
+    def _pass_over(self, now: BackwardPass, passed: Iterable[Passed]) -> None:
         """Gradients reach these later, or only on other ranks: gather what is gathered with them all the same."""
-        for use in uses:
-            self._do.pass_over(use.group, *self.order.before(use.group, now.next_groups(use.group), now.number))
-            if not now.will_fire(use):
-                self._do.end_use(use.group, now.next_group())
+        for use, begins, following in passed:
+            if begins:
+                self._do.pass_over(use.group, *self.order.before(use, now))
+            else:
+                self._do.end_use(use.group, following)
 
     def halfway(self) -> None:
         """Backward has read half of the weights of the use that it has reached last."""
@@ -280,6 +280,7 @@ class Engine:
     def _complete(self, now: BackwardPass, use: Use, gradients: Gradients) -> None:
         """All gradients of a use are there."""
         use.fired = True
+        self._pass_over(now, now.leave(use))
         self._end_use(now, use)
         self._gradients.take(now, use, gradients)
 
@@ -328,7 +329,7 @@ class Engine:
         if self._pass is not None and not self._pass.alive:
             for group in self.groups:
                 if not group.running:
-                    self._do.hide(group)
+                    self._do.shown.hide(group)
 
     def _recover(self) -> None:
         """A backward has failed: give up what it left behind."""
@@ -367,7 +368,7 @@ class Engine:
         self._do.ahead(group)
         if wait:
             self._do.need(group)
-            self._do.show_leaves(group)
+            self._do.shown.show_leaves(group)
 
     def reshard(self, group: ParamGroup) -> None:
         """Give the weights of a group up, unless a forward reads them now."""

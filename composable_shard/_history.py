@@ -47,6 +47,10 @@ class History:
         elif group in running:
             running.remove(group)
 
+    def lasted(self, nbytes: int) -> None:
+        """So many bytes more were live while the last action lasted."""
+        self.done[-1] += nbytes
+
     def roll(self, spans: tuple[Span, ...]) -> bool:
         """An iteration has ended: what was done becomes the last record; false if nothing was."""
         if not self.done:

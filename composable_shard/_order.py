@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from ._actions import Actions
 from ._arena import ArenaSlot, Placed
+from ._backward import BackwardPass
 from ._bucket import GatherBucket
 from ._errors import ShardConfigValueError
 from ._group import ParamGroup
+from ._node import Use
 from ._overlap import GraphSchedule
 from ._plan import GroupPlan, ShardPlan
 from ._pool import BufferPool
@@ -196,25 +198,22 @@ class Order:
             return ()
         return now.forward[place]
 
-    def before(
-        self, group: ParamGroup, expected: Sequence[ParamGroup], number: int
-    ) -> tuple[Sequence[ParamGroup], Sequence[ParamGroup]]:
-        """What to gather ahead when the backward of `group` begins.
-
-        Args:
-            group: its group.
-            expected: the groups of the module whose turn is next.
-            number: of the backward pass.
+    def before(self, use: Use, now: BackwardPass) -> tuple[Sequence[ParamGroup], Sequence[ParamGroup]]:
+        """What to gather ahead when the backward of a use begins; nothing if that was told before.
 
         Returns:
             what should have been gathered before its own weights, and what comes behind them.
         """
-        missed: Sequence[ParamGroup] = ()
+        if use in now.told:
+            return (), ()
+        now.told.add(use)
+        group, missed = use.group, list[ParamGroup]()
         listed: Sequence[ParamGroup] | None = self.explicit.get((True, group)) if self.explicit else None
         if listed is None and self._backward_of.backward is not None:
-            missed, listed = self._due(group, number, self._backward_of.backward)
+            gathers, listed = self._due(group, now.number, self._backward_of.backward)
+            missed = [each for each in gathers if each is group or now.expects(each)]
         if listed is None:
-            return (), _wanted(expected)
+            return (), _wanted(now.next_groups(group))
         return _wanted(missed), _wanted(listed)
 
     def _due(

@@ -28,7 +28,7 @@ def scheduled(
     """The schedule of a training step.
 
     Args:
-        steps: the groups in the order of their forwards, each once.
+        steps: the uses of groups in the order of their forwards.
         sizes: bytes of each.
         policy: how far to gather ahead; `auto` is one ahead as long as there are no times.
         budget: the most bytes that may be live at once: weights, landing buffers and reductions; None for no limit,

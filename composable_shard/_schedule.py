@@ -96,8 +96,8 @@ class Schedule:
 
     Attributes:
         forward, backward: prefetch edges: a group, and those to gather when its forward (backward) begins and its own
-            weights are there, in order of issue; of a group that is used several times, those of its first use, then
-            those of the next. A group that is in no list is gathered when it begins itself.
+            weights are there, in order of issue; of a group that is used several times, what begins first comes
+            first. A group that is in no list is gathered when it begins itself.
         kept: the groups that keep their weights between forward and backward, in order of their forwards.
         max_reductions: most reductions in flight; issuing one more waits for the oldest.
         reduces_first: whether backward of every group waits for all reductions before it gathers, which `Step` says of
@@ -189,10 +189,12 @@ def one_ahead(steps: Sequence[Step]) -> Schedule:
         names, modules = [step.fqn for step in order], modules_of(order)
         first = first_of(modules)
         ahead: dict[int, list[str]] = {}
+        there = set(resident)
         for at, fqn in enumerate(names):
             begins = first[max(0, modules[at] - 1)]
-            if begins < at and fqn not in resident:
+            if begins < at and fqn not in there:
                 ahead.setdefault(begins, []).append(fqn)
+            there.discard(fqn)
         return listed(names, ahead)
 
     kept = kept_by_setting(steps)

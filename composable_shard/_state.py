@@ -95,8 +95,7 @@ class Asked:
         """
         if (given := self.plan) is not None:
             given.check(plan)
-            plan = replace(plan, order=given.order, prefetch=given.prefetch, pool=given.pool, costs=given.costs)
-            plan = replace(plan, schedule=given.schedule)
+            plan = replace(given, groups=plan.groups, places=(), phase=plan.phase)
         return plan if (self.prefetch, self.pool) == (None, None) else plan.with_policies(self.prefetch, self.pool)
 
 
