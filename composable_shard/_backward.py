@@ -204,8 +204,8 @@ class BackwardPass:
         return found
 
     def expects(self, group: ParamGroup) -> bool:
-        """Whether a use of this group is still to come."""
-        return any(use.group is group for use in self._upcoming)
+        """Whether a use of this group is still to come. It may be, where forward made no node, as in a checkpoint."""
+        return group.used_in not in self.forwards or any(use.group is group for use in self._upcoming)
 
     # Uses that backward passes without reaching them: their node does not run, but on other ranks it may, which gather
     # their weights. And those that return what another one inside of them does: they are reached right behind that.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ._errors import ShardConfigValueError
@@ -112,6 +112,12 @@ class Costs:
 
         parts = by_fqn(forward), by_fqn(backward), by_fqn(gather), by_fqn(reduce)
         return cls(latency, bandwidth, *parts, streams)
+
+    def scaled(self, by: Mapping[str, float]) -> Costs:
+        """The costs where the compute of some groups takes so many times as long."""
+        parts = ({fqn: seconds * by.get(fqn, 1.0) for fqn, seconds in of} for of in (self.forward, self.backward))
+        forward, backward = (tuple(part.items()) for part in parts)
+        return replace(self, forward=forward, backward=backward)
 
     def times(self, moved: Mapping[str, Moved]) -> dict[str, Times]:
         """Seconds of each group.

@@ -68,9 +68,8 @@ def order_drift(planned: Sequence[str], seen: Sequence[str]) -> list[str]:
 
 def around_drift(planned: Sequence[tuple[str, str]], seen: Sequence[tuple[str, str]]) -> list[str]:
     """Groups that have run in the forward of another one, and not by plan."""
-    return [
-        f"{fqn}: has run inside of {outer}, which is not planned" for fqn, outer in seen if (fqn, outer) not in planned
-    ]
+    strange = sorted(set(seen) - set(planned))
+    return [f"{fqn}: has run inside of {outer}, which is not planned" for fqn, outer in strange]
 
 
 def _steps(plan: ShardPlan, record: Record) -> list[str]:

@@ -166,13 +166,13 @@ class Engine:
             forward = self._iterations.forward if made_in < 0 else 0
             use = Use(group, self._count, made_in, entries, forward)
             group.buckets[0].saved = 0
-            found = (use, ())
-            self._open[group] = use
+            self._open[group], found = use, (use, ())
             self._uses.add(use)
             if group.trains:
                 found = (use, unshard(self, use))
                 entries.show(found[1])
                 self._iterations.await_backward(forward)
+                group.used_in = forward or group.used_in
             else:
                 self.keepers |= dict.fromkeys(group.buckets, Keeper(self, use))
         if found is None or not found[1]:

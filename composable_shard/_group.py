@@ -51,7 +51,7 @@ class ParamGroup:
         phase: where the weights are; only the group itself changes it.
         away: whether they must be gathered before they can be read, and no gather was issued.
         grad_phase: where the gradients are; likewise.
-        running: forwards of its modules that have begun and not ended.
+        running, used_in: forwards of its modules that have begun and not ended; the root's last one with a node of its.
         shards: the sharded parameters themselves.
         wraps: whether any of them was a DTensor before it was sharded.
         buckets: what is gathered, by dtype; `residents` keep some of it, `reduces` are the way back.
@@ -78,7 +78,7 @@ class ParamGroup:
         self.fqn = fqn
         self.params = list(params)
         self.is_root = is_root
-        self.running = 0
+        self.running = self.used_in = 0
         self.companions: tuple[ParamGroup, ...] = ()
         self.pinned = False
         self.stays: bool | None = None

@@ -24,11 +24,9 @@ from ._drift import DriftLog, around_drift, drift, order_drift
 from ._errors import RankMismatchError
 from ._history import around
 from ._order import Order
-from ._plan import ShardPlan, replan
+from ._plan import Around, ShardPlan, replan
 from ._record import Record
 from ._schedule import AGAIN, NO_GRAD, NO_SYNC, TRAIN, Kind
-
-Around = tuple[tuple[str, str], ...]  # groups, each with the one in whose forward it runs
 
 # Votes of one engine: each makes a schedule and looks at the store.
 _FREE_BALLOTS, _FORWARDS_A_BALLOT = 16, 64
@@ -108,7 +106,7 @@ class Learning:
             self._has_learned = True
             if self._learn_first(seen, inside):
                 return
-        expected, known = self._order.expected(self._phase), self._order.plan.around
+        expected, known = self._order.expected(self._phase), self._order.plan.around_in(self._phase)
         if seen != expected or not set(known).issuperset(inside):
             self.log.add("order", self.forwards, order_drift(expected, seen) + around_drift(known, inside))
             self._want(partial(self._with_order, seen, inside))

@@ -210,8 +210,9 @@ class Order:
         group, missed = use.group, list[ParamGroup]()
         listed: Sequence[ParamGroup] | None = self.explicit.get((True, group)) if self.explicit else None
         if listed is None and self._backward_of.backward is not None:
-            gathers, listed = self._due(group, now.number, self._backward_of.backward)
-            missed = [each for each in gathers if each is group or now.expects(each)]
+            before, planned = self._due(group, now.number, self._backward_of.backward)
+            missed = [each for each in before if each is group or now.expects(each)]
+            listed = [each for each in planned if now.expects(each)]  # a loss may leave the last modules out
         if listed is None:
             return (), _wanted(now.next_groups(group))
         return _wanted(missed), _wanted(listed)

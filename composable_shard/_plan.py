@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,6 +51,8 @@ from ._simulation import Costs, Prediction, Sizes, Times, Trace, lifetimes, live
 JSON_VERSION = 4
 UNBOUNDED = PoolPolicy()
 
+Around = tuple[tuple[str, str], ...]  # groups, each with the one in whose forward it runs
+
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
@@ -64,6 +66,7 @@ class ShardPlan:
         around: FQNs of groups that run in the forward of another one than the root's, each with that of the innermost.
             Declared at first (the modules that hold them), learned from the first step. A use of such a group right
             behind one that runs in the forward of another is taken to run there, too.
+        arounds: the same for each phase in which it is otherwise.
         prefetch, pool, costs: what the schedule was made from; see `with_policies`.
         schedule: what is gathered ahead, kept and waited for; None for one group ahead and what settings keep.
         places: where the pool of the engine that follows it has what it leases, once that is known. They are what
@@ -80,7 +83,8 @@ class ShardPlan:
     schedule: Schedule | None = None
     places: tuple[Placed, ...] = field(default=(), compare=False)
     phase: str = TRAIN
-    around: tuple[tuple[str, str], ...] = ()
+    around: Around = ()
+    arounds: tuple[tuple[str, Around], ...] = ()
 
     def group(self, fqn: str) -> GroupPlan:
         """The group of the module `fqn`."""
@@ -97,15 +101,16 @@ class ShardPlan:
         """The order of forwards in a phase; that of the plan, if nothing else was seen."""
         return dict(self.orders).get(phase, self.order)
 
-    def noting(self, phase: str, order: tuple[str, ...], around: Iterable[tuple[str, str]] = ()) -> ShardPlan:
-        """The same plan, which knows the order of a phase, and what is around what in it.
+    def around_in(self, phase: str) -> Around:
+        """What runs inside of what in a phase; as in the plan, if nothing else was seen."""
+        return dict(self.arounds).get(phase, self.around)
 
-        Raises:
-            PoolBudgetError: there a group does not fit into the budget.
-        """
-        noted = replace(self, orders=tuple(sorted({**dict(self.orders), phase: order}.items())))
-        found = tuple(sorted({*self.around, *around}))
-        return noted if found == self.around else noted._anew(around=found)
+    def noting(self, phase: str, order: tuple[str, ...], around: Around | None = None) -> ShardPlan:
+        """The same plan, which knows the order of a phase and, where that is news, what runs inside of what."""
+        orders, arounds = {**dict(self.orders), phase: order}, dict(self.arounds)
+        if around is not None and not set(around) <= set(self.around_in(phase)):
+            arounds[phase] = around
+        return replace(self, orders=tuple(sorted(orders.items())), arounds=tuple(sorted(arounds.items())))
 
     def _anew(self, **changes: Any) -> ShardPlan:
         """With these changes, and a schedule that is made for them."""
@@ -122,19 +127,24 @@ class ShardPlan:
         Raises:
             PoolBudgetError: in this order a group does not fit into the budget.
         """
-        order = self.order_in(phase)
-        if order == self.order:
+        order, around = self.order_in(phase), self.around_in(phase)
+        if (order, around) == (self.order, self.around):
             return self if phase == self.phase else replace(self, phase=phase)
-        return self._anew(order=order, costs=self._costs_of(order), phase=phase)
+        return self._anew(order=order, around=around, costs=self._costs_of(order), phase=phase)
 
     def _costs_of(self, order: tuple[str, ...]) -> Costs | None:
-        """The costs, if they tell of all groups of an order: times of others are measured anew."""
-        return self.costs if self.costs and {fqn for fqn, _ in self.costs.forward}.issuperset(order) else None
+        """The costs, if they tell of all groups of an order, by its uses: times of others are measured anew."""
+        if self.costs is None or not {fqn for fqn, _ in self.costs.forward}.issuperset(order):
+            return None
+        before, now = Counter(self.order), Counter(order)
+        uses = {fqn: now[fqn] / before[fqn] for fqn in now if 0 < before[fqn] != now[fqn]}
+        return self.costs.scaled(uses) if uses else self.costs
 
     @property
     def own_orders(self) -> dict[str, tuple[str, ...]]:
-        """The orders of the phases that have another one than the plan."""
-        return {phase: order for phase, order in self.orders if order != self.order}
+        """The orders of the phases that have another one than the plan, or run something inside of something else."""
+        other = dict(self.arounds)
+        return {phase: order for phase, order in self.orders if order != self.order or phase in other}
 
     # ---- the step
 
@@ -223,11 +233,11 @@ class ShardPlan:
         around: dict[str, tuple[str, ...]] = {}
         for fqn, outer in self.around:
             around[fqn] = (*around.get(fqn, ()), outer)
-        last = [group.fqn for group in self.groups if group.reduces_last]
-        steps = {fqn: self.group(fqn).step for fqn in dict.fromkeys(self.order)}
-        for fqn in steps.keys() & {*around, *last}:
-            turn = last.index(fqn) if fqn in last else None
-            steps[fqn] = replace(steps[fqn], around=around.get(fqn, ()), turn=turn)
+        used = set(self.order)
+        steps = {group.fqn: group.step for group in self.groups if group.fqn in used}
+        last = {group.fqn: turn for turn, group in enumerate(self.groups) if group.reduces_last}
+        for fqn in steps.keys() & (around.keys() | last.keys()):
+            steps[fqn] = replace(steps[fqn], around=around.get(fqn, ()), turn=last.get(fqn))
         return [steps[fqn] for fqn in self.order]
 
     def _sizes(self) -> dict[str, Sizes]:
@@ -269,8 +279,13 @@ class ShardPlan:
         groups = tuple(group for group in self.groups if group.fqn in fqns)
         orders = tuple((phase, tuple(f for f in order if f in fqns)) for phase, order in self.orders)
         order = tuple(f for f in self.order if f in fqns)
-        around = tuple(pair for pair in self.around if set(pair) <= fqns)
-        return replace(self, groups=groups, order=order, orders=orders, schedule=schedule, around=around)
+        plan = replace(self, groups=groups, order=order, orders=orders, schedule=schedule)
+
+        def inside(of: Around) -> Around:
+            return tuple(pair for pair in of if set(pair) <= fqns)
+
+        arounds = tuple((phase, inside(each)) for phase, each in self.arounds)
+        return replace(plan, around=inside(self.around), arounds=arounds)
 
     # ---- as data
 
@@ -302,6 +317,7 @@ class ShardPlan:
         edges = plan.edges() if set(plan.order) <= set(known) else None
         named = {"order": plan.order} | {f"orders[{phase!r}]": order for phase, order in plan.orders}
         named["around"] = tuple(itertools.chain.from_iterable(plan.around))
+        named |= {f"arounds[{phase!r}]": tuple(itertools.chain.from_iterable(each)) for phase, each in plan.arounds}
         if edges is not None:
             named["schedule.kept"] = edges.kept
             named["schedule.in_flight"] = tuple(fqn for fqn, _ in edges.in_flight)
@@ -322,7 +338,7 @@ class ShardPlan:
         """
         groups = [{k: v for k, v in encode(group).items() if k != "route"} for group in self.groups]
         agreed = {"version": JSON_VERSION, "groups": groups, "order": self.order, "schedule": encode(self.edges())}
-        agreed |= {"orders": self.own_orders, "around": self.around}
+        agreed |= {"orders": self.own_orders, "around": self.around, "arounds": self.arounds}
         return hashlib.sha256(json.dumps(agreed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     # ---- compared
@@ -344,6 +360,7 @@ class ShardPlan:
         lines += order_changes(self.order, other.order) + around_changes(self.around, other.around)
         for phase in dict.fromkeys([*self.own_orders, *other.own_orders]):
             lines += [f"{phase}: {line}" for line in order_changes(self.order_in(phase), other.order_in(phase))]
+            lines += [f"{phase}: {line}" for line in around_changes(self.around_in(phase), other.around_in(phase))]
         lines += schedule_changes(self.edges(), other.edges())
         for name, old, new in (("prefetch policy", self.prefetch, other.prefetch), ("pool", self.pool, other.pool)):
             lines += [f"{name}: {old} -> {new}"] if old != new else []

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composable_shard import _backward
-from composable_shard._backward import BackwardPass, Token
+from composable_shard._backward import BackwardPass, Token, Uses
 from composable_shard._node import Use
 from composable_shard._policies import Options
 
@@ -116,20 +116,41 @@ def test_a_use_whose_node_does_not_run_is_expected_if_its_group_is_reduced_never
     assert now.in_turn(uses[5], []) == [(uses[5], [])]
 
 
+def names(passed):
+    return [(use.number, begins) for use, begins, _ in passed]
+
+
 def test_what_no_gradient_reaches_is_passed_where_other_ranks_reach_it():
     uses = make_uses(6, runs=lambda number: number in (0, 2, 5))
     for use in uses[1:5]:
         use.group.options = Options(reduce_unused=use is not uses[3])
     now, _token = make_pass(uses)
-    assert list(now.reach(uses[5])) == []
+    assert names(now.reach(uses[5])) == []
     passed = now.reach(uses[2])
-    assert next(passed) is uses[4]
+    assert next(passed) == (uses[4], True, None)
     assert now.next_group() is uses[2].group, "what others gather ahead with that use: no rank asks for the fourth"
+    assert next(passed) == (uses[4], False, uses[2].group)
     assert list(passed) == []
-    assert list(now.reach(uses[1])) == [], "a gradient reaches its outputs, though not its weights"
-    assert list(now.reach(None)) == []
+    assert names(now.reach(uses[1])) == [], "a gradient reaches its outputs, though not its weights"
+    assert names(now.reach(None)) == []
     again, _other = make_pass(uses)
-    assert list(again.reach(None)) == [uses[4], uses[1]]
+    assert names(again.reach(None)) == [(4, True), (4, False), (1, True), (1, False)]
+
+
+def test_what_is_passed_ends_where_what_is_inside_of_it_has_ended_and_before_what_is_around_it_ends():
+    uses = make_uses(6, runs=lambda number: number in (0, 3, 4))
+    for use in (uses[1], uses[2], uses[5]):
+        use.group.options = Options(reduce_unused=True)
+    uses[0].last, uses[1].last, uses[4].last = 3, 2, 5
+    now, _token = make_pass(uses)
+    assert names(now.reach(uses[4])) == []
+    assert names(now.leave(uses[4])) == [(5, True), (5, False)], "before the group around it ends and is reduced"
+    uses[0].entered = now.number
+    assert names(now.reach(uses[0])) == []
+    assert names(now.reach(uses[3])) == []
+    passed = list(now.leave(uses[0]))
+    assert names(passed) == [(1, True), (2, True), (2, False), (1, False)]
+    assert [following for *_, following in passed] == [None] * 4
 
 
 def test_what_is_around_a_use_comes_before_it_though_it_is_reached_later():
@@ -138,12 +159,27 @@ def test_what_is_around_a_use_comes_before_it_though_it_is_reached_later():
     now, _token = make_pass(uses)
     uses[3].entered = now.number
     assert now.next_group() is uses[0].group
-    assert list(now.reach(uses[2])) == [uses[0], uses[1]]
+    assert names(now.reach(uses[2])) == [(0, True), (1, True)]
     uses[2].entered = now.number
     assert now.next_group() is None
     again, _other = make_pass(uses, number=2)
     uses[0].entered = uses[1].entered = uses[3].entered = again.number
-    assert list(again.reach(uses[2])) == []
+    assert names(again.reach(uses[2])) == []
+
+
+def test_lost_uses_are_forgotten_with_the_last_graph_of_their_forward():
+    uses = make_uses(4)
+    known = Uses()
+    for use in uses:
+        use.forward, use.group.options = 1 + use.number // 2, Options(reduce_unused=True)
+        known.add(use)
+    known.graph_gone(uses[0])
+    known.graph_gone(uses[2])
+    known.graph_gone(uses[3])
+    known.begin_forward(waiting=True)
+    assert list(known) == [uses[1], uses[0]], "the second forward has no graph any more"
+    known.begin_forward(waiting=False)
+    assert list(known) == [uses[1]]
 
 
 def test_a_use_that_the_pass_does_not_know_is_handed_over_at_once():

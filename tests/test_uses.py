@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import random
+import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +15,13 @@ from expecttest import assert_expected_inline
 
 import composable_shard as cs
 from _models import Stack, shard_blocks, shard_nested
+from _nests import POLICIES as NEST_POLICIES
+from _nests import Nests, shard_nests
 from _plans import block_plan
 from _pool import more, simulated
 from _stepping import assert_at_rest, loss_of, train_step, twins
 from composable_shard._plan import Record, ShardPlan, replan
+from composable_shard._schedule import Kind
 
 P = cs.PrefetchPolicy
 
@@ -86,12 +92,9 @@ MODELS = {
     "inside and in turns": (functools.partial(InOrder, (0, 1, 1, 0, 1)), shard_nested),
     "in several": (Shared, shard_shared),
 }
-POLICIES = {"auto": P.auto(), "one ahead": None, "none": P.depth(0), "three": P.depth(3), "bytes": P.bytes(700)}
-CASES = [
-    (name, policy) if name == "inside" or policy == "auto" else more(name, policy)
-    for name in MODELS
-    for policy in POLICIES
-]
+POLICIES = {"one ahead": None, "none": P.depth(0), "three": P.depth(3), "bytes": P.bytes(700), "auto": P.auto()}
+FEW = [("inside", "one ahead"), ("inside of a list", "three"), ("in a row", "none"), ("in several", "auto")]
+CASES = [*FEW, *(more(name, policy) for name in MODELS for policy in POLICIES if (name, policy) not in FEW)]
 
 
 @pytest.mark.parametrize(("name", "policy"), CASES)
@@ -118,6 +121,30 @@ def test_a_step_is_as_planned_within_any_budget_and_exact(rank, world, name, pol
             torch.testing.assert_close(model.get_parameter(key).grad.full_tensor(), param.grad)
     assert cs.make_plan(model).with_policies(pool=cs.PoolPolicy(least), prefetch=P.depth(0)).peak_bytes == least
     assert_at_rest(model)
+
+
+@pytest.mark.parametrize("seed", [*range(12), *(more(seed) for seed in range(12, 120))])
+@simulated(world=2)
+def test_a_step_of_any_nest_is_as_planned_within_any_budget_and_exact(rank, world, seed):
+    rng = random.Random(seed)
+    model, plain = twins(functools.partial(Nests, rng), shard_nests)
+    if (policy := rng.choice(NEST_POLICIES)) is not None:
+        model.set_prefetch_policy(policy)
+    for _ in range(4):
+        train_step(model)
+    least = least_budget(model)
+    for budget in (None, least, least + 300, least + 2000):
+        if budget is not None:
+            model.set_pool_policy(cs.PoolPolicy(budget))
+        for each in (model, plain):
+            each.zero_grad()
+            train_step(each)
+        plan, record = cs.current_plan(model), cs.last_record(model)
+        assert "\n".join(map(str, record.actions)) == "\n".join(map(str, plan.actions())), budget
+        assert record.live_bytes == plan.live_bytes()
+        assert budget is None or record.peak_bytes <= budget
+    for key, param in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(key).grad.full_tensor(), param.grad)
 
 
 @simulated(world=2)
@@ -149,6 +176,38 @@ def test_the_least_budget_counts_the_groups_around_a_group_and_names_them(rank, 
     plan = cs.current_plan(model)
     inner, outer, root = (plan.group(fqn).sizes for fqn in ("blocks.0.up", "blocks.0", ""))
     assert least_budget(model) == root.weights + outer.weights + max(inner.weights + inner.landing, inner.reduction)
+
+
+class Early(Stack):
+    """Hands on what its first block has given."""
+
+    def forward(self, x):
+        x = self.inp(x)
+        for place, block in enumerate(self.blocks):
+            x = block(x)
+            self.early = x if place == 0 else self.early
+        return self.head(x)
+
+
+@simulated(world=2)
+def test_a_loss_of_early_modules_gathers_none_of_the_later_ones(rank, world):
+    model, _ = twins(functools.partial(Early, 6), shard_blocks)
+    model.set_prefetch_policy(P.depth(2))
+    for _ in range(2):
+        train_step(model)
+    loss_of(model)
+    model.early.sum().backward()
+    later = [str(action) for action in cs.last_record(model).actions if action.kind == Kind.UNSHARD][7:]
+    assert later == ["UNSHARD blocks.0"]
+
+
+@simulated(world=2)
+def test_groups_that_are_kept_and_used_again_are_gathered_for_all_but_their_last_use(rank, world):
+    model, _ = twins(functools.partial(InOrder, (0, 1, 0, 2), blocks=3), shard_blocks, reshard_after_forward=False)
+    for _ in range(2):
+        train_step(model)
+    assert cs.last_record(model).actions == cs.current_plan(model).actions()
+    assert cs.current_plan(model).schedule is None
 
 
 # ---- what runs inside of what
@@ -191,6 +250,50 @@ def test_a_part_that_runs_by_itself_in_validation_changes_no_training_step(rank,
     assert plan.own_orders == {"no_grad": ("", "blocks.0.up")}
     train_step(model)
     assert cs.last_record(model).actions == plan.actions()
+
+
+class Otherwise(Shared):
+    """Runs the shared module inside of its blocks in validation alone."""
+
+    def forward(self, x):
+        x = self.shared(self.inp(x))
+        for block in self.blocks:
+            block.lent[0] = torch.tanh if torch.is_grad_enabled() else self.shared
+            x = block(x)
+        return x
+
+
+@simulated(world=2)
+def test_what_runs_inside_of_something_in_validation_alone_changes_no_plan_of_training(rank, world):
+    model, plain = twins(Otherwise, shard_shared)
+    train_step(model)
+    trained = cs.current_plan(model)
+    for _ in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(loss_of(model), loss_of(plain))
+        train_step(model)
+    plan = cs.current_plan(model)
+    assert plan.around == trained.around
+    assert plan.around_in("no_grad") == (("shared", "blocks.0"), ("shared", "blocks.1"))
+    assert plan.in_phase("no_grad").around == plan.around_in("no_grad")
+    assert plan.actions() == trained.actions() == cs.last_record(model).actions
+    assert ShardPlan.from_json(plan.to_json()) == plan
+
+
+@simulated(world=2)
+def test_a_plan_that_is_given_brings_what_runs_inside_of_what(rank, world):
+    model, other = (twins(Shared, shard_shared)[0] for _ in range(2))
+    model.set_prefetch_policy(P.depth(2))
+    for _ in range(2):
+        train_step(model)
+    plan = ShardPlan.from_json(cs.current_plan(model).to_json())
+    other.set_plan(plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            train_step(other)
+    assert cs.current_plan(other).diff(plan) == ""
+    assert cs.drift_log(other) == ()
 
 
 def nested_plan():
@@ -238,3 +341,5 @@ def test_costs_are_those_of_a_step_whatever_the_number_of_uses():
     predicted = plan.with_policies(costs=costs).predicted()
     assert {group.fqn: group.compute for group in predicted.groups} == dict.fromkeys(dict.fromkeys(plan.order), 3.0)
     assert predicted.seconds - predicted.exposed == pytest.approx(3.0 * len(plan.groups))
+    once = replace(plan.with_policies(costs=costs), orders=(("no_grad", ("", "blocks.0")),)).in_phase("no_grad")
+    assert plan.with_policies(costs=costs).times()["blocks.0"] == once.times()["blocks.0"], "of a use, in any order"

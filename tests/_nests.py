@@ -1,0 +1,84 @@
+"""Random models: groups inside of others, used again, in any order, kept or not; branches that a loss may leave out."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch.nn as nn
+from torch import Tensor
+
+import composable_shard as cs
+
+DIM = 6
+POLICIES = [
+    None,
+    *(cs.PrefetchPolicy.depth(depth) for depth in (0, 1, 2, 3)),
+    cs.PrefetchPolicy.bytes(600),
+    cs.PrefetchPolicy.auto(),
+]
+
+
+class Nest(nn.Module):
+    """A module with or without parameters of its own, around others that it calls in some order.
+
+    Attributes:
+        left_out: by call, whether no gradient flows through it.
+    """
+
+    def __init__(self, rng: random.Random, depth: int, *, whole: bool = False) -> None:
+        super().__init__()
+        hidden = rng.choice([2, 6, 20])
+        own = nn.Sequential(nn.Linear(DIM, hidden), nn.Linear(hidden, DIM))
+        inner = rng.randint(0, 2) if depth else 0
+        self.own = own if whole or not inner or rng.random() < 0.8 else None
+        self.inner = nn.ModuleList(Nest(rng, depth - 1, whole=whole) for _ in range(inner))
+        self.calls = [at for at in range(inner) for _ in range(rng.choice([1, 1, 1, 2]))]
+        if rng.random() < 0.3:
+            rng.shuffle(self.calls)
+        self.last = rng.random() < 0.3  # its own parameters come behind the others
+        self.returns_inner = rng.random() < 0.3  # what the last of them does
+        self.is_sharded = whole or rng.random() < 0.85
+        self.resharded = rng.random() < 0.75
+        self.left_out = [False] * len(self.calls)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.own is not None and not self.last:
+            x = self.own(x)
+        for at, left_out in zip(self.calls, self.left_out, strict=True):
+            y = self.inner[at](x)
+            x = x + y.detach() if left_out else y if self.returns_inner else x + y
+        if self.own is not None and self.last:
+            x = self.own(x.tanh())
+        return x if self.returns_inner else x.tanh()
+
+    @property
+    def nests(self) -> list[Nest]:
+        """This and all inside."""
+        return [module for module in self.modules() if isinstance(module, Nest)]
+
+
+class Nests(nn.Module):
+    """The root around some of them."""
+
+    def __init__(self, rng: random.Random, *, whole: bool = False) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, DIM)
+        self.nests = nn.ModuleList(Nest(rng, 2, whole=whole) for _ in range(rng.randint(2, 3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for nest in self.nests:
+            x = nest(x)
+        return x
+
+    @property
+    def all_nests(self) -> list[Nest]:
+        return [each for nest in self.nests for each in nest.nests]  # type: ignore[union-attr]
+
+
+def shard_nests(model: Nests, engine: Any, **options: Any) -> None:
+    for nest in reversed(model.all_nests):
+        if nest.is_sharded:
+            engine(nest, **{"reshard_after_forward": nest.resharded, **options})
+    engine(model, **{"reshard_after_forward": False, **options})
