@@ -194,8 +194,10 @@ class BackwardPass:
     def next_groups(self, group: ParamGroup) -> Sequence[ParamGroup]:
         """The groups whose backward is expected next after that of this one: those of the next module."""
         first = self.next_group()
-        if first is None or not (group.companions or first.companions):
-            return () if first is None else (first,)
+        if first is None:
+            return ()
+        if not (group.companions or first.companions):
+            return (first,)
         found: list[ParamGroup] = []
         for use in self._upcoming:
             found.append(use.group)
@@ -248,6 +250,7 @@ class BackwardPass:
         if use in self._idle:
             self._open.append(use)
         yield Passed(use, True, None)
+        self.told.add(use)
 
     def _close(self, use: Use | None) -> Iterator[Passed]:
         """End what was passed and is not around this use."""

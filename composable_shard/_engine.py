@@ -19,7 +19,7 @@ What else it hears of: the end of a graph (`on_node_gone`), of the saved weights
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -143,11 +143,7 @@ class Engine:
             self.learning.end()
 
     def before_forward(self, group: ParamGroup, entries: Entries) -> tuple[Use, Outputs] | None:
-        """Show the unsharded parameters to a module that is about to run.
-
-        Returns:
-            the use, and the outputs of its node, if there will be a backward for it.
-        """
+        """Show the unsharded parameters to a module that is about to run; returns its use, if backward may follow."""
         if group.running:
             group.running += 1
             return None
@@ -222,18 +218,18 @@ class Engine:
         if use.entered == now.number:
             return
         self._finish_later_uses(now, use)
-        self._pass_over(now, now.reach(use))
+        for passed in now.reach(use):
+            self._pass_over(now, passed)
         use.entered = now.number
         self._active[use.group] = use
         self._do.begin_backward(use, outputs, *self.order.before(use, now))
 
-    def _pass_over(self, now: BackwardPass, passed: Iterable[Passed]) -> None:
-        """Gradients reach these later, or only on other ranks: gather what is gathered with them all the same."""
-        for use, begins, following in passed:
-            if begins:
-                self._do.pass_over(use.group, *self.order.before(use, now))
-            else:
-                self._do.end_use(use.group, following)
+    def _pass_over(self, now: BackwardPass, passed: Passed) -> None:
+        """Gradients reach a use later, or only on other ranks: gather what is gathered with it all the same."""
+        if passed.begins:
+            self._do.pass_over(passed.use.group, *self.order.before(passed.use, now))
+        else:
+            self._do.end_use(passed.use.group, passed.following)
 
     def halfway(self) -> None:
         """Backward has read half of the weights of the use that it has reached last."""
@@ -280,7 +276,8 @@ class Engine:
     def _complete(self, now: BackwardPass, use: Use, gradients: Gradients) -> None:
         """All gradients of a use are there."""
         use.fired = True
-        self._pass_over(now, now.leave(use))
+        for passed in now.leave(use):
+            self._pass_over(now, passed)
         self._end_use(now, use)
         self._gradients.take(now, use, gradients)
 
@@ -300,7 +297,8 @@ class Engine:
             self._do.catch_up()
             for use in list(self._active.values()):
                 self._complete(now, use, use.add([None] * len(use.group.params)))
-            self._pass_over(now, now.reach(None))
+            for passed in now.reach(None):
+                self._pass_over(now, passed)
         self.end_backward_by_hand(self.is_last_backward and not self.ends_by_hand, now)
         self._forget_pass()
 

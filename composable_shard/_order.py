@@ -204,9 +204,8 @@ class Order:
         Returns:
             what should have been gathered before its own weights, and what comes behind them.
         """
-        if use in now.told:
+        if now.told and use in now.told:
             return (), ()
-        now.told.add(use)
         group, missed = use.group, list[ParamGroup]()
         listed: Sequence[ParamGroup] | None = self.explicit.get((True, group)) if self.explicit else None
         if listed is None and self._backward_of.backward is not None:
