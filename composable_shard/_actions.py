@@ -177,7 +177,6 @@ class Actions:
             whether any was replaced.
         """
         adopted = False
-        self.history.interrupted()
         for group in self.groups:
             entries = self.shown.entries(group)
             adopted |= entries is not None and entries.adopt()
@@ -237,8 +236,7 @@ class Actions:
     def end_forward(self, group: ParamGroup) -> None:
         """A forward is over, be it a recomputation."""
         self.history.ended(group)
-        if self.watch is not None:
-            self.watch.end(Kind.FORWARD)
+        self.compute_ended(Kind.FORWARD)
 
     def begin_backward(
         self, use: Use, outputs: Outputs, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]

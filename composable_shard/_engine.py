@@ -112,6 +112,7 @@ class Engine:
             self._recover()
         waiting = self._iterations.begin()
         self._uses.begin_forward(waiting)
+        self._do.history.interrupted()
         if not waiting:
             self._do.roll_record()
         self._do.parameters_changed(self.changed_at)

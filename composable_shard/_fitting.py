@@ -216,12 +216,11 @@ def _check_budget(steps: Sequence[Step], sizes: Mapping[str, Sizes], budget: int
     fqn = least.actions[least.live.index(least.peak)].fqn
     size = sizes[fqn]
     around = next((step.around for step in steps if step.fqn == fqn), ())
-    beside = " and ".join(f"those of {outer}" for outer in ("the root", *around))
+    beside = " and of ".join(("the root", *around))
     raise PoolBudgetError(
         f"PoolPolicy(budget={budget}): {fqn or ROOT_NAME} cannot fit. The least budget that works is {least.peak} "
         f"bytes: its weights take {size.weights}, a gather {size.landing} and a reduction {size.reduction} besides, "
-        f"and the weights of {beside.removeprefix('those of ')} stay beside it. Raise the budget, or shard the group's "
-        "modules one by one",
+        f"and the weights of {beside} stay beside it. Raise the budget, or shard the group's modules one by one",
         fqn,
         least.peak,
     )

@@ -41,6 +41,20 @@ class Stack(nn.Module):
         return self.head(x)
 
 
+class InOrder(Stack):
+    """Blocks in a given order; one that runs twice in a row needs the same weights next, in backward too."""
+
+    def __init__(self, order: tuple[int, ...], blocks: int = 2) -> None:
+        super().__init__(blocks)
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.order:
+            x = self.blocks[block](x)
+        return self.head(x)
+
+
 class TiedText(nn.Module):
     """An embedding whose weight is also the head's, around blocks."""
 

@@ -74,7 +74,7 @@ class Nests(nn.Module):
 
     @property
     def all_nests(self) -> list[Nest]:
-        return [each for nest in self.nests for each in nest.nests]  # type: ignore[union-attr]
+        return [module for module in self.modules() if isinstance(module, Nest)]
 
 
 def shard_nests(model: Nests, engine: Any, **options: Any) -> None:

@@ -12,7 +12,7 @@ import torch.nn as nn
 
 import composable_shard as cs
 from _engines import fully_shard
-from _models import Block, Stack, shard_blocks, shard_nested, vectors
+from _models import Block, InOrder, Stack, shard_blocks, shard_nested, vectors
 from _parity import Case, check_parity, plain_step
 from _pool import distributed, more, simulated
 from _stepping import loss_of, twins
@@ -139,20 +139,6 @@ def test_a_submodule_may_run_alone_between_steps(rank, world):
         return plain_step(run) if run.step == 0 else train(run)
 
     check_parity(Case(model=Stack, train=warmed), rank, world)
-
-
-class InOrder(Stack):
-    """Blocks in a given order; one that runs twice in a row needs the same weights next, in backward too."""
-
-    def __init__(self, order):
-        super().__init__(blocks=2)
-        self.order = order
-
-    def forward(self, x):
-        x = self.inp(x)
-        for block in self.order:
-            x = self.blocks[block](x)
-        return self.head(x)
 
 
 RUNS_TWICE = {

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
 import composable_shard as cs
-from _models import Stack, shard_blocks, shard_nested
+from _models import InOrder, Stack, shard_blocks, shard_nested
 from _nests import POLICIES as NEST_POLICIES
 from _nests import Nests, shard_nests
 from _plans import block_plan
@@ -27,20 +27,6 @@ P = cs.PrefetchPolicy
 
 
 # ---- models
-
-
-class InOrder(Stack):
-    """Blocks in a given order."""
-
-    def __init__(self, order, blocks=2):
-        super().__init__(blocks)
-        self.order = order
-
-    def forward(self, x):
-        x = self.inp(x)
-        for block in self.order:
-            x = self.blocks[block](x)
-        return self.head(x)
 
 
 class Lent(nn.Module):
@@ -97,6 +83,30 @@ FEW = [("inside", "one ahead"), ("inside of a list", "three"), ("in a row", "non
 CASES = [*FEW, *(more(name, policy) for name in MODELS for policy in POLICIES if (name, policy) not in FEW)]
 
 
+def least_budget(model):
+    with pytest.raises(cs.PoolBudgetError) as caught:
+        model.set_pool_policy(cs.PoolPolicy(budget=1))
+    return caught.value.least
+
+
+def check_budgets(model, plain):
+    """Steps without a budget and with some are exact and as planned; returns the least one."""
+    least = least_budget(model)
+    for budget in (None, least, least + 300, least + 2000):
+        if budget is not None:
+            model.set_pool_policy(cs.PoolPolicy(budget))
+        for each in (model, plain):
+            each.zero_grad()
+            train_step(each)
+        plan, record = cs.current_plan(model), cs.last_record(model)
+        assert str(record) == "\n".join(map(str, plan.actions())), budget
+        assert record.live_bytes == plan.live_bytes()
+        assert budget is None or record.peak_bytes <= budget
+        for key, param in plain.named_parameters():
+            torch.testing.assert_close(model.get_parameter(key).grad.full_tensor(), param.grad)
+    return least
+
+
 @pytest.mark.parametrize(("name", "policy"), CASES)
 @simulated(world=2)
 def test_a_step_is_as_planned_within_any_budget_and_exact(rank, world, name, policy):
@@ -106,19 +116,7 @@ def test_a_step_is_as_planned_within_any_budget_and_exact(rank, world, name, pol
     for _ in range(4):  # what runs inside of what is learned; `auto` measures
         train_step(model)
     model.zero_grad()
-    least = least_budget(model)
-    for budget in (None, least, least + 600, 3 * least):
-        if budget is not None:
-            model.set_pool_policy(cs.PoolPolicy(budget))
-        for each in (model, plain):
-            each.zero_grad()
-            train_step(each)
-        plan, record = cs.current_plan(model), cs.last_record(model)
-        assert "\n".join(map(str, record.actions)) == "\n".join(map(str, plan.actions())), budget
-        assert record.live_bytes == plan.live_bytes()
-        assert budget is None or record.peak_bytes <= budget
-        for key, param in plain.named_parameters():
-            torch.testing.assert_close(model.get_parameter(key).grad.full_tensor(), param.grad)
+    least = check_budgets(model, plain)
     assert cs.make_plan(model).with_policies(pool=cs.PoolPolicy(least), prefetch=P.depth(0)).peak_bytes == least
     assert_at_rest(model)
 
@@ -132,19 +130,7 @@ def test_a_step_of_any_nest_is_as_planned_within_any_budget_and_exact(rank, worl
         model.set_prefetch_policy(policy)
     for _ in range(4):
         train_step(model)
-    least = least_budget(model)
-    for budget in (None, least, least + 300, least + 2000):
-        if budget is not None:
-            model.set_pool_policy(cs.PoolPolicy(budget))
-        for each in (model, plain):
-            each.zero_grad()
-            train_step(each)
-        plan, record = cs.current_plan(model), cs.last_record(model)
-        assert "\n".join(map(str, record.actions)) == "\n".join(map(str, plan.actions())), budget
-        assert record.live_bytes == plan.live_bytes()
-        assert budget is None or record.peak_bytes <= budget
-    for key, param in plain.named_parameters():
-        torch.testing.assert_close(model.get_parameter(key).grad.full_tensor(), param.grad)
+    check_budgets(model, plain)
 
 
 @simulated(world=2)
@@ -161,17 +147,11 @@ def test_a_use_that_is_taken_to_be_inside_of_another_costs_no_more_than_planned(
             torch.testing.assert_close(model.get_parameter(key).grad.full_tensor(), param.grad)
 
 
-def least_budget(model):
-    with pytest.raises(cs.PoolBudgetError) as caught:
-        model.set_pool_policy(cs.PoolPolicy(budget=1))
-    return caught.value.least
-
-
 @simulated(world=2)
 def test_the_least_budget_counts_the_groups_around_a_group_and_names_them(rank, world):
     model, _ = twins(Stack, shard_nested, reshard_after_forward=True)
     train_step(model)
-    with pytest.raises(cs.PoolBudgetError, match=r"the weights of the root and those of blocks\.\d stay beside it"):
+    with pytest.raises(cs.PoolBudgetError, match=r"the weights of the root and of blocks\.\d stay beside it"):
         model.set_pool_policy(cs.PoolPolicy(budget=1))
     plan = cs.current_plan(model)
     inner, outer, root = (plan.group(fqn).sizes for fqn in ("blocks.0.up", "blocks.0", ""))
