@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -14,16 +15,18 @@ from ._errors import ShardConfigStateError
 from ._group import Gradients, ParamGroup, Runtime
 from ._history import History
 from ._node import Entries, Outputs, Use
-from ._param import accumulate
+from ._param import accumulate, hooks_taken
 from ._phases import GATHERING, SHARDED, UNSHARDED
 from ._record import Record
-from ._reduction import Reduction
+from ._reduction import GroupReduced, Reduction
 from ._schedule import MAX_REDUCTIONS, Kind
 from ._shown import Shown, StrayHook
 from ._timing import Span, Stopwatch
 
 T = TypeVar("T")
 UNSHARD, WAIT, RESHARD, REDUCE, REDUCED = Kind.UNSHARD, Kind.WAIT, Kind.RESHARD, Kind.REDUCE, Kind.REDUCED
+_NOTHING = object()
+_away = attrgetter("away")
 
 
 class Actions:
@@ -67,6 +70,7 @@ class Actions:
         self._by_bucket: dict[Bucket, ParamGroup] = {}
         self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
         self._put_off: Sequence[ParamGroup] | None = None  # groups to gather behind the reductions
+        self._reduced: dict[ParamGroup, GroupReduced] = {}  # whose `.grad` is set at the end, of all in one go
         self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}  # for hooks, which see all uses at once
         self.staying: set[ParamGroup] = set()
 
@@ -92,9 +96,12 @@ class Actions:
 
     # ---- issuing
 
-    def _act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], *args: Any) -> T:
+    def _act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], given: Any = _NOTHING) -> T:
         """Do something to a group, and write it down; every action of a rank comes through here."""
-        result = work(*args) if self.watch is None else self.watch.timed(kind, group.fqn, work, *args)
+        if self.watch is not None:
+            result = self.watch.timed(kind, group.fqn, work, *(() if given is _NOTHING else (given,)))
+        else:  # `work(*args)` would leave the interpreter and enter it anew
+            result = work() if given is _NOTHING else work(given)
         done = self.history.done
         done += (kind, group.fqn, self.pool.live_bytes)  # flat: tuples would keep the cycle collector busy
         return result
@@ -116,15 +123,17 @@ class Actions:
         What is leased follows from what was issued, so all ranks decide alike.
         """
         for group in groups:
-            if self.budget is None or not group.away or self.pool.issued_bytes + group.gather_bytes <= self.budget:
+            if group.away and (self.budget is None or self.pool.issued_bytes + group.gather_bytes <= self.budget):
                 self.ahead(group)
 
     def need(self, group: ParamGroup) -> None:
         """Make the weights of a group readable."""
-        if self.budget is not None and group.away:
-            self._make_room(self.budget - group.gather_bytes)
-        self.ahead(group)
-        self._arrive(group)
+        if group.away:
+            if self.budget is not None:
+                self._make_room(self.budget - group.gather_bytes)
+            self.ahead(group)
+        if group.phase is GATHERING:
+            self._arrive(group)
 
     def _make_room(self, most: int) -> None:
         """In a step that is not the planned one: keep to so many bytes by ending what is only on its way.
@@ -144,14 +153,15 @@ class Actions:
                 self.drop(group)
 
     def _arrive(self, group: ParamGroup) -> None:
-        if group.phase is GATHERING:
-            self._act(WAIT, group, group.finish_gather)
+        """Wait for a gather that was issued."""
+        self._act(WAIT, group, group.finish_gather)
 
     def drop(self, group: ParamGroup) -> None:
         """Give the weights of a group up, wherever they are."""
         self.staying.discard(group)
         self.shown.hide(group)
-        self._arrive(group)
+        if group.phase is GATHERING:
+            self._arrive(group)
         if group.phase is not SHARDED:
             self._act(RESHARD, group, group.reshard)
 
@@ -199,8 +209,8 @@ class Actions:
                 self.shown.hide(group)
 
     def reduce(self, group: ParamGroup, gradients: Gradients) -> None:
-        """Issue the reduction of a group's gradients; `.grad` is set when it is waited for."""
-        planned, allowed = self.in_flight.get(group, self.max_reductions), group.options.max_reductions
+        """Issue the reduction of a group's gradients; `.grad` is set some time after it was waited for (`hand_out`)."""
+        planned, allowed = self.in_flight.get(group, self.max_reductions), group.settings.current.max_reductions
         most = min(planned, allowed) if planned and allowed else planned or allowed or MAX_REDUCTIONS
         while len(self._reductions) >= most:
             self._settle_oldest()
@@ -213,7 +223,7 @@ class Actions:
     def _start_reduce(self, group: ParamGroup, gradients: Gradients) -> None:
         self._reductions.append((group, self._act(REDUCE, group, group.start_reduce, gradients)))
 
-    def _finish_oldest(self) -> tuple[ParamGroup, dict[int, torch.Tensor]]:
+    def _finish_oldest(self) -> tuple[ParamGroup, GroupReduced]:
         group, reduction = self._reductions.popleft()
         return group, self._act(REDUCED, group, group.finish_reduce, reduction)
 
@@ -223,7 +233,7 @@ class Actions:
         if self.budget is not None:
             self._make_room(self.budget - group.reduce_bytes)
         self._start_reduce(group, gradients)
-        return self._finish_oldest()[1]
+        return self._finish_oldest()[1].pieces()
 
     def begin_forward(self, group: ParamGroup, following: Sequence[ParamGroup]) -> None:
         """A forward begins, outside of any backward: gather those of the groups that follow."""
@@ -247,18 +257,19 @@ class Actions:
         Where only waiting frees memory, these come behind the reductions in flight, and both when half of the weights
         that the use has saved were read: the reductions take the first half of its backward, the gathers the second.
         """
-        self.catch_up()
+        if self._put_off is not None:
+            self.catch_up()
         group = use.group
         self.staying.discard(group)
         waits = bool(self._reductions) and (self.reduces_first or group.reduces_first)
-        at_once = group.away or (bool(missed) and any(each.away for each in missed))
-        waits = waits and (at_once or any(each.away for each in following))
+        at_once = group.away or any(map(_away, missed))
+        waits = waits and (at_once or any(map(_away, following)))
         if waits and at_once:
             self._put_off = ()
             self.catch_up()
         if missed:
             self.prefetch(missed)
-        if group.options.unshard_in_backward or not group.away:
+        if group.settings.current.unshard_in_backward or not group.away:
             self.need(group)
             self.shown.show_again(use, outputs)
         # A root that returns what its last module does is reached behind that one, whose compute this is.
@@ -292,10 +303,11 @@ class Actions:
 
     def end_use(self, group: ParamGroup, following: ParamGroup | None) -> None:
         """The backward of a use is over: give its weights up, unless they are about to be needed again."""
-        self.catch_up()
+        if self._put_off is not None:
+            self.catch_up()
         if group.running or (following is group and self.stays_for_next):
             self.staying.add(group)
-        elif group.options.reshard_after_backward:
+        elif group.settings.current.reshard_after_backward:
             self.drop(group)
         else:
             self.shown.hide(group)  # the weights stay, but what clips or steps must find the sharded parameters
@@ -314,22 +326,34 @@ class Actions:
         """Wait for all reductions and set `.grad`."""
         while self._reductions:
             self._settle_oldest()
+        self.hand_out()
         sums, self._sums = self._sums, {}
         for group, pieces in sums.items():
             accumulate(group.params, pieces)
 
     def _settle_oldest(self) -> None:
-        group, pieces = self._finish_oldest()
+        group, reduced = self._finish_oldest()
+        if group.shards[0].grad is None and group not in self._reduced and not hooks_taken(group.params):
+            self._reduced[group] = reduced
+            return
+        self.hand_out()
         if group in self.repeated and any(param.has_hooks for param in group.params):
             sums = self._sums.setdefault(group, {})
-            for index, piece in pieces.items():
+            for index, piece in reduced.pieces().items():
                 sums[index] = sums[index] + piece if index in sums else piece
         else:
-            accumulate(group.params, pieces)
+            accumulate(group.params, reduced.pieces())
+
+    def hand_out(self) -> None:
+        """Set `.grad` of what is reduced."""
+        found, self._reduced = self._reduced, {}
+        for group, reduced in found.items():
+            accumulate(group.params, reduced.pieces())
 
     def discard(self) -> None:
         """Wait for all reductions and throw their results away."""
         self._sums.clear()
+        self._reduced.clear()
         self._put_off = None
         while self._reductions:
             self._finish_oldest()

@@ -264,6 +264,9 @@ class BackwardPass:
         """Take the complete gradients of a use; returns those whose turn has come, in order."""
         if use not in self._will_fire:
             return [(use, gradients)]
+        if self._waiting and self._waiting[0] is use and not self._ready:
+            self._waiting.popleft()
+            return [(use, gradients)]
         self._ready[use] = gradients
         out = []
         while self._waiting and self._waiting[0] in self._ready:

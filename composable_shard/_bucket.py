@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from . import _debug
 from ._collectives import Transport
-from ._debug import checksum, debugging
 from ._errors import ShardConfigStateError
 from ._layout import BucketLayout, GatherLayout, ParamLayout, gather_layout
 from ._mesh import MeshInfo
@@ -312,7 +312,7 @@ class GatherBucket(Bucket):
         slot = self.open()
         if self._straight and self._transport is not None:
             regions, shards = self._views_of(slot).regions, local_tensors(self._sharded)
-            return self._lane.launch(self._transport.all_gather, regions, shards, after=(after, *slot.free_after))
+            return self._lane.launch(self._transport.all_gather, (regions, shards), (after, *slot.free_after))
         wanted = self.for_landing
         landing = None if wanted is None else self._pool.lease_for(wanted[self._pool.backward])
         events = (after, *slot.free_after, *(() if landing is None else landing.free_after))
@@ -373,14 +373,14 @@ class GatherBucket(Bucket):
 
     def arrived(self) -> None:
         self.readable = True
-        self._sum = checksum(self._bytes_in(self.slot)) if debugging() and self.slot is not None else None
+        self._sum = _debug.checksum(self._bytes_in(self.slot)) if _debug.debugging and self.slot is not None else None
 
     def _bytes_in(self, slot: Slot) -> torch.Tensor:
         return slot.typed(torch.uint8)[: self.nbytes]
 
     def _check_unchanged(self, slot: Slot) -> None:
         before, self._sum = self._sum, None
-        if checksum(self._bytes_in(slot)) != before:
+        if _debug.checksum(self._bytes_in(slot)) != before:
             raise ShardConfigStateError(
                 f"unsharded parameters of the group with {', '.join(self.fqns)}: were written to while gathered; such "
                 "a change is lost. Change the sharded parameters instead, outside of forward and backward"

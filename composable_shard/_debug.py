@@ -6,7 +6,7 @@ import os
 
 import torch
 
-_on = os.environ.get("COMPOSABLE_SHARD_DEBUG", "0") not in ("", "0")
+debugging = os.environ.get("COMPOSABLE_SHARD_DEBUG", "0") not in ("", "0")
 
 
 def set_debug(on: bool) -> bool:
@@ -17,14 +17,9 @@ def set_debug(on: bool) -> bool:
     such a change is lost) raise `ShardConfigStateError` when they are given up. It costs a fill and two sums over all
     gathered bytes, and on an accelerator waits for the device each time.
     """
-    global _on
-    before, _on = _on, bool(on)
+    global debugging
+    before, debugging = debugging, bool(on)
     return before
-
-
-def debugging() -> bool:
-    """Whether the checks are on."""
-    return _on
 
 
 def poison(memory: torch.Tensor) -> None:

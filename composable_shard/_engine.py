@@ -126,18 +126,19 @@ class Engine:
             self._tuning.between_steps()
         self.learning.begin(torch.is_grad_enabled(), waiting)
 
-    @apart_from_checkpoints
     def leave(self, learn_order: bool) -> None:
         """The call has ended; the order of its groups is learned if it was a whole forward of the root."""
         self._depth -= 1
-        if self._depth or current_backward() >= 0:
-            return
-        grad = torch.is_grad_enabled()
+        if not self._depth and current_backward() < 0:
+            self._end_forward(learn_order)
+
+    @apart_from_checkpoints
+    def _end_forward(self, learn_order: bool) -> None:
         for group in self.groups:
             if group.running:  # a group of several modules, not all of which have run
                 group.running = 1
                 self.after_forward(group)
-            unused = group.phase is GATHERING or not grad
+            unused = group.phase is GATHERING or not torch.is_grad_enabled()
             if unused and group.phase is not SHARDED and not group.pinned:
                 self._do.drop(group)  # no prefetch, and no copy of a forward without gradients, outlives its forward
         if learn_order:
@@ -223,7 +224,8 @@ class Engine:
             self._pass_over(now, passed)
         use.entered = now.number
         self._active[use.group] = use
-        self._do.begin_backward(use, outputs, *self.order.before(use, now))
+        missed, following = self.order.before(use, now)
+        self._do.begin_backward(use, outputs, missed, following)
 
     def _pass_over(self, now: BackwardPass, passed: Passed) -> None:
         """Gradients reach a use later, or only on other ranks: gather what is gathered with it all the same."""
@@ -250,8 +252,7 @@ class Engine:
         group = self._do.group_of(bucket)
         if group.phase is UNSHARDED:
             return
-        number = current_backward()
-        if number >= 0:
+        if (number := current_backward()) >= 0:
             self._open_pass(number)
             self._do.catch_up()
         self._do.need(group)
@@ -393,7 +394,7 @@ class Engine:
         for group in self.groups:
             if not theirs.isdisjoint(map(id, group.shards)):
                 self._iterations.end()
-                if self._pass is None:
-                    self._gradients.settle()  # of a backward that was not the last one
+                hand_out = self._gradients.settle if self._pass is None else self._do.hand_out
+                hand_out()  # reductions may be in flight of a backward that was not the last one
                 group.stepped()
                 self.reshard(group)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, repeat
-from operator import is_
+from operator import is_, setitem
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ._errors import ShardConfigStateError, ShardConfigValueError
-from ._param import ShardedParam
+from ._param import ShardedParam, run_all
+
+_setitem: Callable[[dict[str, Any], str, Any], None] = setitem
 
 
 def check_use(owner: nn.Module, name: str, fqn: str) -> None:
@@ -61,17 +63,11 @@ class ModuleEntries:
         self.places = list(places)
         self.params = params
         self._shards = [param.sharded for param in params]
-        self._sharded: list[tuple[dict[str, nn.Parameter | None], dict[str, nn.Parameter | None]]] = []
         # The places by columns, for what looks at all of them in every forward.
         self._dicts = [names for names, _, _ in places]
         self._names = [name for _, name, _ in places]
         self._indices = [index for _, _, index in places]
         self._untied = self._indices == list(range(len(params)))
-        self._columns: list[tuple[dict[str, Any], list[str], list[int]]] = [
-            (names, [name for its, name, _ in places if its is names], [at for its, _, at in places if its is names])
-            for names in {id(names): names for names in self._dicts}.values()
-        ]
-        self._note_shards()
         self._watched = [(name, own, _filled(own), children, dict(children)) for name, own, children in watched]
         self._note_watched()
         self.converted = False
@@ -112,8 +108,7 @@ class ModuleEntries:
         """Put these tensors in the place of the sharded parameters."""
         self.shown = True
         self._there = tensors
-        for names, keys, indices in self._columns:
-            names.update(zip(keys, map(tensors.__getitem__, indices), strict=True))
+        run_all(map(_setitem, self._dicts, self._names, self._by_place(tensors)))
         if self._lists:
             self._list_anew()
 
@@ -122,10 +117,34 @@ class ModuleEntries:
         if self.shown:
             self.shown = False
             self._there = ()
-            for names, shards in self._sharded:
-                names.update(shards)
+            run_all(map(_setitem, self._dicts, self._names, self._by_place(self._shards)))
             if self._lists:
                 self._list_anew()
+
+    def show_traced(self, tensors: Sequence[torch.Tensor]) -> None:
+        """`show`, as Dynamo can trace it."""
+        self.shown = True
+        self._there = tensors
+        self._put_one_by_one(tensors)
+        if self._lists:
+            self._list_anew()
+
+    def hide_traced(self) -> None:
+        """`hide`, as Dynamo can trace it."""
+        if self.shown:
+            self.shown = False
+            self._there = ()
+            self._put_one_by_one(self._shards)
+            if self._lists:
+                self._list_anew()
+
+    def _put_one_by_one(self, tensors: Sequence[Any]) -> None:
+        for names, name, index in self.places:
+            names[name] = tensors[index]
+
+    def _by_place(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The tensor of each place: tied parameters have several."""
+        return tensors if self._untied else [tensors[index] for index in self._indices]
 
     def check_kept(self) -> None:
         """See that modules have what they were last given.
@@ -173,22 +192,12 @@ class ModuleEntries:
         for index, now in replaced.items():
             self.params[index].sharded = self._shards[index] = now
         if replaced:
-            self._note_shards()
-            for names, shards in self._sharded:
-                names.update(shards)
+            self._put_one_by_one(self._shards)
         return found or len(replaced) > 0  # Dynamo of torch 2.11 knows no bool of a dict
-
-    def _note_shards(self) -> None:
-        """Collect what `hide` puts back into each dictionary."""
-        found: dict[int, tuple[dict[str, nn.Parameter | None], dict[str, nn.Parameter | None]]] = {}
-        for names, name, index in self.places:
-            found.setdefault(id(names), (names, {}))[1][name] = self._shards[index]
-        self._sharded = list(found.values())
 
     def _hold(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the modules have these tensors, in the order of the parameters."""
-        expected = tensors if self._untied else [tensors[index] for index in self._indices]
-        return all(map(is_, map(dict.get, self._dicts, self._names), expected))
+        return all(map(is_, map(dict.get, self._dicts, self._names), self._by_place(tensors)))
 
     def _note_watched(self) -> None:
         """What `_check_added` looks at first, for it runs in every forward: sizes, and the children of each parent."""

@@ -63,7 +63,7 @@ class GradientFlow:
 
     def _reduce_or_keep(self, group: ParamGroup, gradients: Gradients) -> None:
         """As the settings say. A group without any gradient is left alone: its `.grad` stays None."""
-        options = group.options
+        options = group.settings.current
         if any(map(getattr, gradients, repeat("is_sparse"), repeat(False))):
             raise _sparse(group, gradients)
         if options.reduce_unused:
@@ -126,6 +126,8 @@ class GradientFlow:
         self._looked.clear()
         if wait:
             self.settle()
+        else:
+            self._do.hand_out()
 
     def discard(self) -> None:
         """A backward has failed: throw its gradients away."""

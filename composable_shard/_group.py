@@ -10,7 +10,7 @@ import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, is_
 
 import torch
 
@@ -23,7 +23,7 @@ from ._param import ShardedParam
 from ._phases import GATHERING, RESIDENT, SHARDED, TRANSITIONS, UNSHARDED, GradPhase, ParamPhase, illegal
 from ._policies import Options, Settings
 from ._pool import BufferPool
-from ._reduction import ReduceBucket, Reduction, reduce_buckets
+from ._reduction import GroupReduced, ReduceBucket, Reduction, reduce_buckets
 from ._resident import Resident
 from ._schedule import ROOT_NAME
 from ._streams import Job, Lane
@@ -93,7 +93,7 @@ class ParamGroup:
         self.phase = SHARDED
         self.away = True
         self.grad_phase = GradPhase.NONE
-        self._gathers: list[Job[None]] = []
+        self._gathers: list[tuple[Bucket, Job[None]]] = []
         self._in_flight = 0
         self._stamp: list[int] = []
         self._kept = KeptGradients(self.params)
@@ -175,7 +175,7 @@ class ParamGroup:
         if GATHERING not in TRANSITIONS[self.phase]:
             raise illegal(self.name, self.phase, GATHERING)
         if self.phase is RESIDENT:
-            self._gathers = [resident.start() for resident in self.residents]
+            self._gathers = [(b, resident.start()) for b, resident in zip(self.buckets, self.residents, strict=True)]
             self.phase, self.away = GATHERING, False
             return
         if self.pinned or self.stays or self.settings.current.outlives_forward(self.is_root):
@@ -183,7 +183,7 @@ class ParamGroup:
         self._gathers = []
         try:
             for bucket in self.buckets:
-                self._gathers.append(bucket.start(after))
+                self._gathers.append((bucket, bucket.start(after)))
         except BaseException:  # out of memory, say: the group is sharded as before
             self._give_up_gathers()
             raise
@@ -191,7 +191,7 @@ class ParamGroup:
 
     def _give_up_gathers(self) -> None:
         """Something went wrong on the way to the weights: end what was begun, for it writes to what is freed here."""
-        for job in self._gathers:
+        for _, job in self._gathers:
             with contextlib.suppress(Exception):  # of which the first is on its way
                 job.finish()
         self._gathers, self.pinned = [], False
@@ -203,7 +203,7 @@ class ParamGroup:
         """Wait until the weights can be read."""
         self._set_params(UNSHARDED)
         try:
-            for bucket, job in zip(self.buckets, self._gathers, strict=True):
+            for bucket, job in self._gathers:
                 job.finish()
                 bucket.arrived()
         except BaseException:
@@ -349,7 +349,9 @@ class ParamGroup:
         jobs = [(bucket, bucket.start(bucket.chosen(gradients), partial, whole)) for bucket in self.reduce_buckets()]
         self._set_grads(GradPhase.REDUCING)
         self._in_flight += 1
-        missing = [index for index, gradient in enumerate(gradients) if gradient is None]
+        missing: list[int] = []
+        if any(map(is_, gradients, itertools.repeat(None))):
+            missing = [index for index, gradient in enumerate(gradients) if gradient is None]
         return Reduction(jobs, missing, whole)
 
     @property
@@ -370,31 +372,28 @@ class ParamGroup:
             buckets = self.reduces[key] = reduce_buckets(self.params, trains, *how)
         return buckets
 
-    def finish_reduce(self, reduction: Reduction) -> dict[int, torch.Tensor]:
+    def finish_reduce(self, reduction: Reduction) -> GroupReduced:
         """Wait for a reduction.
 
         Returns:
-            this rank's piece of each gradient, by index; parameters that had none on any rank are left out, unless
-            zeros are wanted for them. Nothing, if the reduction stops before the replicas: the group keeps it.
+            what it gave; parameters that had no gradient on any rank are left out, unless zeros are wanted for them.
+            Nothing, if the reduction stops before the replicas: the group keeps it.
         """
-        pieces: dict[int, torch.Tensor] = {}
-        # Other ranks are asked only where this one had none: on an accelerator that waits for the device.
-        asked = () if self.settings.current.reduce_unused else reduction.missing
-        for bucket, job in reduction.jobs:
-            done = job.finish(on_host=self._offloads and reduction.whole)
-            if not reduction.whole:
-                for index, piece, used in zip(bucket.indices, done.pieces, done.used, strict=True):
+        on_host = self._offloads and reduction.whole
+        done = [(bucket.indices, job.finish(on_host)) for bucket, job in reduction.jobs]
+        if not reduction.whole:
+            for indices, reduced in done:
+                for index, piece, used in zip(indices, *reduced.parts(), strict=True):
                     self._kept.add_partial(index, piece, used)
-                continue
-            pieces.update(zip(bucket.indices, done.pieces, strict=True))
-            for index in asked:
-                if index in bucket.indices and not done.used[bucket.indices.index(index)].item() > 0:
-                    del pieces[index]
+            done = []
+        found = GroupReduced(done)
+        if reduction.missing and not self.settings.current.reduce_unused:
+            found.leave_out_unused(reduction.missing)
         self._in_flight -= 1
         if self._in_flight == 0:
             keeps = self._kept.any_unsharded or self._kept.any_partial
             self._set_grads(GradPhase.KEPT if keeps else GradPhase.NONE)
-        return pieces
+        return found
 
     def __repr__(self) -> str:
         return f"ParamGroup({self.name}, {len(self.params)} parameters, {self.phase.value})"

@@ -28,11 +28,10 @@ from ._torch import (
     current_compilation,
     forward_outputs,
     has_side_effect,
-    last_graph_break,
     run_while_tracing,
     tracing_context,
 )
-from ._torch_compile import graph_pass, last_pass, set_last_pass
+from ._torch_compile import graph_pass, last_graph_break, last_pass, set_last_pass
 
 _VERSION = "composable_shard guard 4"
 _listeners: list[list[GraphReport]] = []

@@ -49,6 +49,8 @@ class KeptGradients:
     def take(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """These unsharded gradients plus those that were kept, which are kept no longer."""
         total = list(gradients)
+        if not self._whole:
+            return total
         for index in list(self._whole):
             kept = self._surviving(index)
             new = total[index]

@@ -70,12 +70,12 @@ class FSDPModule(Methods):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = super().__call__  # type: ignore[misc]
         if torch.compiler.is_compiling():
-            return _trace(self, call, args, kwargs)  # type: ignore[arg-type]
+            return _trace(self, partial(_call_whole, call), args, kwargs)  # type: ignore[arg-type]
         if self._compiled_call_impl is not None:  # type: ignore[attr-defined]
             return _run_compiled(self, call, args, kwargs)  # type: ignore[arg-type]
         if _is_torchs(call) and not _has_hooks_of_others(self):  # type: ignore[arg-type]
-            return _run(self, _call_alone, (self, args, kwargs), {})  # type: ignore[arg-type]
-        return _run(self, call, args, kwargs)  # type: ignore[arg-type]
+            return _run(self, _call_alone, args, kwargs)  # type: ignore[arg-type]
+        return _run(self, partial(_call_whole, call), args, kwargs)  # type: ignore[arg-type]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         state: ShardState = self.__dict__[STATE]
@@ -157,7 +157,15 @@ def _call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return post_forward(module, args, module.forward(*args, **kwargs))
 
 
-def _run(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_whole(call: Callable[..., Any], _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Torch's own call of a module, or what somebody has put in its place."""
+    return call(*args, **kwargs)
+
+
+_Call = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _run(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One eager call of a sharded module."""
     bound = _bound(module)
     engine = bound.engine
@@ -170,10 +178,10 @@ def _run(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwa
     try:
         hooks = (weights_in_place if stays else saved_weights)(engine) if torch.is_grad_enabled() else None
         if hooks is None:  # without gradients, or inside of another forward, whose hooks serve this one too
-            output = call(*args, **kwargs)
+            output = call(module, args, kwargs)
         else:
             with hooks:
-                output = call(*args, **kwargs)
+                output = call(module, args, kwargs)
         root_succeeded = bound.is_root
         return output
     except BaseException as error:
@@ -187,7 +195,7 @@ def _run(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwa
             ) from error
         raise
     finally:
-        engine.leave(learn_order=root_succeeded)
+        engine.leave(root_succeeded)
 
 
 class _ForwardMethod:
@@ -211,7 +219,7 @@ class _ForwardMethod:
 
 
 def _forward_as(function: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cast = pre_forward(module, args, kwargs)
         if cast is not None:
             args, kwargs = cast
@@ -263,13 +271,13 @@ def _find_root(unknown: str) -> bool:
     return True
 
 
-def _trace(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _trace(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One call of a sharded module while Dynamo traces."""
     state: ShardState = module.__dict__[STATE]
     _find_root(state.traced.unknown)
     begin_trace(*state.asked.for_graphs())
     with_side_effects(partial(setattr, state, "way", Way.TRACED))
-    output = call(*args, **kwargs)
+    output = call(module, args, kwargs)
     with_side_effects(partial(setattr, state, "way", Way.EAGER))
     if state.lists:
         with_side_effects(state.finish_traced)
@@ -285,12 +293,12 @@ def _run_compiled(module: nn.Module, call: Callable[..., Any], args: tuple[Any, 
     state: ShardState = module.__dict__[STATE]
     before, state.way = state.way, Way.AROUND
     try:
-        return _run(module, partial(_run_around, module, call), args, kwargs)
+        return _run(module, partial(_run_around, call), args, kwargs)
     finally:
         state.way = before
 
 
-def _run_around(module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_around(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     state: ShardState = module.__dict__[STATE]
     state.begin(module)
     with warnings.catch_warnings():  # Dynamo looks for a `.grad` of the unsharded parameters, which are no leaves

@@ -242,7 +242,7 @@ class Order:
 
 def _wanted(groups: Sequence[ParamGroup]) -> Sequence[ParamGroup]:
     """Those that backward gathers before it asks for them."""
-    return [group for group in groups if group.options.unshard_in_backward] if groups else groups
+    return [group for group in groups if group.settings.current.unshard_in_backward] if groups else groups
 
 
 def _module_of(fqn: str) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import repeat
-from operator import attrgetter, is_not
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -77,20 +78,27 @@ def paired(pieces: torch.Tensor, whole: torch.Tensor, layout: ParamLayout) -> li
     return pairs
 
 
+# Runs what `map` gives to its end: a loop over the parameters of a group that takes no bytecode.
+run_all = deque[Any](maxlen=0).extend
 _sharded, _grad, _hooks_taken = attrgetter("sharded"), attrgetter("grad"), attrgetter("hooks_taken")
+
+
+def hooks_taken(params: Sequence[ShardedParam]) -> bool:
+    """Whether hooks of any of them were taken from autograd and not given back."""
+    return any(map(_hooks_taken, params))
 
 
 def accumulate(params: Sequence[ShardedParam], pieces: Mapping[int, torch.Tensor]) -> None:
     """Add this rank's pieces of reduced gradients, by the index of the parameter, to `.grad`, and call the hooks."""
     theirs = list(map(params.__getitem__, pieces))
-    shards = list(map(_sharded, theirs))
-    if any(map(is_not, map(_grad, shards), repeat(None))) or any(map(_hooks_taken, theirs)):
-        for param, piece in zip(theirs, pieces.values(), strict=True):
-            param.accumulate(piece)
-        return
-    with without_torch_function():
-        for shard, grad in zip(shards, dtensors_like(shards, pieces.values()), strict=True):
-            shard.grad = grad
+    if not hooks_taken(theirs):
+        with without_torch_function():
+            shards = list(map(_sharded, theirs))
+            if all(map(is_, map(_grad, shards), repeat(None))):
+                run_all(map(setattr, shards, repeat("grad"), dtensors_like(shards, pieces.values())))
+                return
+    for param, piece in zip(theirs, pieces.values(), strict=True):
+        param.accumulate(piece)
 
 
 class ShardedParam:

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from . import _debug
 from ._arena import pack
-from ._debug import debugging, poison
 from ._errors import ShardConfigValueError
 from ._layout import slot_bytes
 from ._slots import Events, Outside, Places, Request, Slot
@@ -142,7 +142,7 @@ class BufferPool:
         request = slot.request
         assert request is not None
         self._live.remove(request)
-        if debugging():
+        if _debug.debugging:
             after = self._poisoned(slot, after)
         slot.free_after = () if after is None else (after,)
         self.live_bytes -= slot.nbytes
@@ -164,7 +164,7 @@ class BufferPool:
     def _poisoned(self, slot: Slot, after: torch.Event | None) -> torch.Event | None:
         if after is not None:
             after.wait()
-        poison(slot.typed(torch.uint8, written=True))
+        _debug.poison(slot.typed(torch.uint8, written=True))
         return self._lane.mark()
 
     @property

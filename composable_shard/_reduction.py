@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,8 +30,8 @@ class _Member(NamedTuple):
     stored: torch.dtype
 
 
-class Reduced(NamedTuple):
-    """The result of a reduction.
+class Parts(NamedTuple):
+    """The result of a reduction, cut.
 
     Attributes:
         pieces: this rank's piece of each member's gradient, in the dtype in which the parameter is stored.
@@ -40,6 +40,27 @@ class Reduced(NamedTuple):
 
     pieces: list[torch.Tensor]
     used: torch.Tensor
+
+
+class Reduced:
+    """The result of a reduction, which is cut when somebody looks: many in a row take half the time of each alone.
+
+    Args:
+        cut: cuts it.
+    """
+
+    __slots__ = ("_cut", "_parts")
+
+    def __init__(self, cut: Callable[[], Parts]) -> None:
+        self._cut: Callable[[], Parts] | None = cut
+        self._parts: Parts | None = None
+
+    def parts(self) -> Parts:
+        """The pieces, and of whom they are."""
+        if self._cut is not None:
+            self._parts, self._cut = self._cut(), None
+        assert self._parts is not None
+        return self._parts
 
 
 def _on_stream(comms: Comms) -> AllReduceHook | None:
@@ -105,6 +126,11 @@ class ReduceBucket:
         self._others = {m.stored for m in self._members} - {dtype}
         self._world = info.shard_size
         self._hook = _on_stream(options.comms)
+        # Then a collective is all there is to a reduction, and the rest is done when its result is cut: by the host,
+        # in one loop over many. On an accelerator the lane divides, beside what is computed.
+        scatters = self._shard is not None and self._replicate is None and self._hook is None
+        kept = not self._others and not info.offloads and (self._divide_after is None or not lane.streams)
+        self._is_launched = scatters and kept
         name = members[0][1].fqn
         self.requests = [pool.request(f"reduction {name}", layout.nbytes)] if self._shard is not None else []
         if layout.scratch:
@@ -152,11 +178,18 @@ class ReduceBucket:
                     self._pack(gradients, out, slots)
             else:
                 self._pack(gradients, out, slots)
-            after = (self._lane.mark(), *[event for slot in slots[1:] for event in slot.free_after])
+            after = [self._lane.mark()]
+            for slot in slots[1:]:
+                after += slot.free_after
+            when_done = functools.partial(self._pool.release_all, slots)
+            if self._is_launched and whole and not partial:
+                assert self._shard is not None
+                result = Reduced(functools.partial(self._cut, out, {}, self._divide_after))
+                return self._lane.launch(
+                    self._shard.reduce_scatter, self._scattered(out, slots), after, result, when_done
+                )
             steps = self._steps(partial, whole, out, others, slots)
-            return self._lane.start(
-                steps, after, (out, others, partial), functools.partial(self._pool.release_all, slots)
-            )
+            return self._lane.start(steps, after, (out, others, partial), when_done)
         except BaseException:
             self._pool.give_up(slots)
             raise
@@ -182,25 +215,33 @@ class ReduceBucket:
         slots: list[Slot],
     ) -> Steps[Reduced]:
         if self._shard is not None:
-            bucket = self._views_of(slots[0])[0]
-            scratch = self._scratch_in(slots[1]) if len(slots) > 1 else None
-            yield self._shard.reduce_scatter(out, bucket, scratch, self._mean and self._shard.averages)
+            yield self._shard.reduce_scatter(*self._scattered(out, slots))
         if partial:
             self._add(partial, out)
         if not whole:
-            return self._reduced(out, {})
+            return Reduced(functools.partial(self._cut, out, {}))
         if self._replicate is not None:
             yield self._replicate.all_reduce(out, self._mean and self._replicate.averages)
         if self._divide_after is not None:
-            torch.div(out, self._divide_after, out=out)  # two thirds of the host's time of `div_`
+            torch.div(out, self._divide_after, out=out)
         if self._hook is not None:
             self._hook(out[: self._layout.result.numel])
         for converted in others.values():
             converted.copy_(out)
-        return self._reduced(self._at_home(out), {dtype: self._at_home(t) for dtype, t in others.items()})
+        theirs = {dtype: self._at_home(t) for dtype, t in others.items()}
+        done = Reduced(functools.partial(self._cut, self._at_home(out), theirs))
+        if others:
+            done.parts()  # the rest of `out` may go
+        return done
+
+    def _scattered(self, out: torch.Tensor, slots: list[Slot]) -> tuple[Any, ...]:
+        """What the reduce-scatter is given."""
+        assert self._shard is not None
+        scratch = self._scratch_in(slots[1]) if len(slots) > 1 else None
+        return out, self._views_of(slots[0])[0], scratch, self._mean and self._shard.averages
 
     def _add(self, partial: Partial, out: torch.Tensor) -> None:
-        now = self._reduced(out, {})
+        now = self._cut(out, {})
         for place, index in enumerate(self.indices):
             if index in partial:
                 piece, used = partial[index]
@@ -214,8 +255,12 @@ class ReduceBucket:
         home = torch.empty(out.shape, dtype=out.dtype, device=self._info.home, pin_memory=self._info.pins)
         return home.copy_(out, non_blocking=self._info.pins)
 
-    def _reduced(self, out: torch.Tensor, others: dict[torch.dtype, torch.Tensor]) -> Reduced:
-        """Cut a result; members that are stored in another dtype are cut from that of `others`."""
+    def _cut(
+        self, out: torch.Tensor, others: dict[torch.dtype, torch.Tensor], divisor: torch.Tensor | None = None
+    ) -> Parts:
+        """Cut a result, divided before; members that are stored in another dtype are cut from that of `others`."""
+        if divisor is not None:
+            torch.div(out, divisor, out=out)  # two thirds of the host's time of `div_`
         parts = split(out, self._sizes)
         used = parts[-1]
         found = parts[:-1] if len(self._own) == len(parts) - 1 else [parts[at] for at in self._own]
@@ -225,7 +270,7 @@ class ReduceBucket:
             found = [parts[at] if m.stored is dtype else piece for piece, at, m in ours]
         for place, shape in self._shaped:
             found[place] = found[place].view(shape)
-        return Reduced(found, used)
+        return Parts(found, used)
 
     def _views_of(self, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
         """A slot as the bucket, flat and as (world, chunk)."""
@@ -273,6 +318,35 @@ class Reduction:
     jobs: list[tuple[ReduceBucket, Job[Reduced]]]
     missing: list[int]
     whole: bool
+
+
+class GroupReduced:
+    """What the reduction of a group has given.
+
+    Args:
+        done: by bucket, with the indices of its members in the group.
+    """
+
+    __slots__ = ("_done", "_without")
+
+    def __init__(self, done: Sequence[tuple[list[int], Reduced]]) -> None:
+        self._done = done
+        self._without: list[int] = []
+
+    def leave_out_unused(self, asked: Sequence[int]) -> None:
+        """Of these parameters, those that had no gradient on any rank have none. An accelerator is waited for."""
+        for indices, reduced in self._done:
+            ours = [index for index in asked if index in indices]
+            self._without += [index for index in ours if not reduced.parts().used[indices.index(index)].item() > 0]
+
+    def pieces(self) -> dict[int, torch.Tensor]:
+        """This rank's piece of each gradient that there is, by the index of the parameter."""
+        found: dict[int, torch.Tensor] = {}
+        for indices, reduced in self._done:
+            found.update(zip(indices, reduced.parts().pieces, strict=True))
+        for index in self._without:
+            del found[index]
+        return found
 
 
 def reduce_buckets(

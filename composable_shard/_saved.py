@@ -68,6 +68,7 @@ class Kept(NamedTuple):
     generation: int
 
 
+_Tensor, _is_grad_enabled = torch.Tensor, torch.is_grad_enabled
 _new = tuple.__new__  # makes a named tuple at a third of the cost of calling its class
 
 
@@ -130,10 +131,10 @@ class _Hooks:
                 address = tensor.data_ptr()
             except (RuntimeError, NotImplementedError):
                 address = 0
-            found = self._handle(tensor, address) if self._pool.first <= address < self._pool.end else None
-        else:
-            found = self._flattened(tensor)
-        if found is not None:
+            pool = self._pool
+            if pool.first <= address < pool.end and (found := self._handle(tensor, address)) is not None:
+                return found
+        elif (found := self._flattened(tensor)) is not None:
             return found
         if self._outer is not None:
             return _Foreign(self._outer[0](tensor))
@@ -146,7 +147,7 @@ class _Hooks:
         kind = type(packed)
         if kind is Handle:
             return _weight(packed)
-        if kind is torch.Tensor and not packed._version:
+        if kind is _Tensor and not packed._version:
             return packed  # type: ignore[no-any-return]
         if kind is _Foreign:
             assert self._outer is not None
@@ -161,14 +162,14 @@ class _Hooks:
     def _handle(self, tensor: torch.Tensor, address: int) -> Any:
         """A handle for a view of weights that begins there; None if no weights lie there, or those are gone."""
         slot = self._last
-        if slot is None or slot.owner is None or not slot.begin <= address < slot.end:
+        if slot is None or not slot.begin <= address < slot.end or slot.owner is None:
             slot = self._last = self._pool.find(address)
             if slot is None or slot.owner is None:
                 return None
         bucket: Any = slot.owner()
         if bucket is None:
             return None
-        if type(slot) is Outside:
+        if slot.outside:
             return Kept(bucket, tensor.detach(), self.owner(), self._keepers.get(bucket), bucket.generation)
         if bucket.dtype.is_complex and (tensor.is_conj() or tensor.is_neg()):
             copy = tensor.clone()  # a handle has no word for a lazy conjugate
@@ -210,7 +211,7 @@ def _weight(handle: Handle | Kept) -> torch.Tensor:
             owner.halfway()
     view: torch.Tensor = bucket.slot.views[place] if type(place) is Place else place  # type: ignore[union-attr, assignment]
     # With grad mode on (create_graph) autograd saves what it gets here once more, and then past these hooks.
-    return view.clone() if torch.is_grad_enabled() else view
+    return view.clone() if _is_grad_enabled() else view
 
 
 def _kept(part: Any) -> Any:

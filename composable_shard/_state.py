@@ -25,7 +25,7 @@ from ._param import ShardedParam
 from ._plan import ShardPlan
 from ._policies import PoolPolicy, PrefetchPolicy, Settings
 from ._streams import Lane, lane_for
-from ._torch import apart_from_checkpoints, current_backward, with_side_effects
+from ._torch import apart_from_checkpoints, current_backward, modes_in_force, with_side_effects
 from ._traced import TracedGroup
 from ._transports import TransportCache
 
@@ -267,29 +267,34 @@ class ShardState:
                 return
             self.left = set(range(self.declaration.modules))
         weights = self.traced.unshard(self.entries)
-        with_side_effects(partial(self.entries.show, weights))
+        with_side_effects(partial(self.entries.show_traced, weights))
 
     def end_traced(self, module: nn.Module) -> None:
         """It has run."""
         for each in self.family:
             each.left.discard(module.__dict__[PLACE])
             if not each.left:
-                with_side_effects(each.entries.hide)
+                with_side_effects(each.entries.hide_traced)
 
     def finish_traced(self) -> None:
         """The root has run: end what waits for modules of a list that did not run."""
         for state in self.lists:
             state.left.clear()
-            state.entries.hide()
+            state.entries.hide_traced()
 
     # ---- eager
 
-    @apart_from_checkpoints
     def begin(self, module: nn.Module) -> None:
         """A module of the call is about to run."""
-        self._begin(module)
-        for other in self.others:
-            other._begin(module)
+        if self.others or modes_in_force():
+            self._begin_family(module)
+        else:
+            self._begin(module)
+
+    @apart_from_checkpoints
+    def _begin_family(self, module: nn.Module) -> None:
+        for each in self.family:
+            each._begin(module)
 
     def _begin(self, module: nn.Module) -> None:
         assert self.bound is not None
@@ -306,16 +311,19 @@ class ShardState:
         self.entries.check_kept()
         self._found.append(self.bound.engine.before_forward(group, self.entries))
 
-    @apart_from_checkpoints
     def end(self, module: nn.Module, copied: Sequence[torch.Tensor]) -> Sequence[tuple[Use, Outputs]]:
         """It has run; of its outputs, these were views of weights.
 
         Returns:
             the uses whose backward will pass through its outputs.
         """
-        if not self.others:
-            own = self._end(module, copied)
-            return () if own is None else (own,)
+        if self.others or modes_in_force():
+            return self._end_family(module, copied)
+        own = self._end(module, copied)
+        return () if own is None else (own,)
+
+    @apart_from_checkpoints
+    def _end_family(self, module: nn.Module, copied: Sequence[torch.Tensor]) -> list[tuple[Use, Outputs]]:
         ended = [each._end(module, copied) for each in reversed(list(self.family))]  # the last one to begin first
         return [found for found in reversed(ended) if found is not None]
 

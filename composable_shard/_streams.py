@@ -92,33 +92,43 @@ class Job(Generic[T]):
         return self._result  # type: ignore[return-value]
 
 
-class Launched(Job[None]):
+class Launched(Job[T]):
     """One collective that has been launched, and nothing after it: the same for less of the host's time.
 
     Args:
         handle: of the collective.
         held: what it reads or writes.
+        result: what `finish` returns.
+        when_done: as of a `Job`.
     """
 
     __slots__ = ()
 
-    def __init__(self, handle: Awaitable, held: object) -> None:
+    def __init__(self, handle: Awaitable, held: object, result: T, when_done: WhenDone | None = None) -> None:
         self._handle = handle
         self._held = held
         self._event = None
+        self._result = result
+        self._when_done = when_done
 
     def _advance(self) -> None:
         if self._handle is not None:
             self._handle.wait()
             self._handle = None
 
-    def finish(self, on_host: bool = False) -> None:
-        self._advance()
-        if self._event is not None:
-            self._event.wait()
-            if on_host:
-                self._event.synchronize()
-        self._held = None
+    def finish(self, on_host: bool = False) -> T:
+        try:
+            self._advance()
+            if self._event is not None:
+                self._event.wait()
+                if on_host:
+                    self._event.synchronize()
+        finally:
+            self._held = None
+            if self._when_done is not None:
+                when_done, self._when_done = self._when_done, None
+                when_done(self._event)
+        return self._result  # type: ignore[return-value]
 
 
 class Lane:
@@ -136,9 +146,16 @@ class Lane:
         """Queue `steps` behind the events `after`; `held` and `when_done` are a `Job`'s."""
         return Job(steps, held, False, when_done)
 
-    def launch(self, collective: Callable[..., Awaitable], *args: Any, after: Events) -> Job[None]:
-        """Queue one collective, behind the events `after`, and hold what it is given."""
-        return Launched(collective(*args), args)
+    def launch(
+        self,
+        collective: Callable[..., Awaitable],
+        args: tuple[Any, ...],
+        after: Events,
+        result: T = None,  # type: ignore[assignment]  # which is a T, too
+        when_done: WhenDone | None = None,
+    ) -> Job[T]:
+        """Queue one collective, behind the events `after`, and hold what it is given; its job gives `result`."""
+        return Launched(collective(*args), args, result, when_done)
 
     def mark(self) -> torch.Event | None:
         """An event behind all that the current stream has been given so far."""
@@ -161,10 +178,17 @@ class StreamLane(Lane):
         with self._stream:
             return self._ended(Job(steps, held, True, when_done))
 
-    def launch(self, collective: Callable[..., Awaitable], *args: Any, after: Events) -> Job[None]:
+    def launch(
+        self,
+        collective: Callable[..., Awaitable],
+        args: tuple[Any, ...],
+        after: Events,
+        result: T = None,  # type: ignore[assignment]
+        when_done: WhenDone | None = None,
+    ) -> Job[T]:
         self._wait_for(after)
         with self._stream:
-            job = Launched(collective(*args), args)
+            job = Launched(collective(*args), args, result, when_done)
             job._advance()
             return self._ended(job)
 

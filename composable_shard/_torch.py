@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 from operator import attrgetter
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 import torch.utils.checkpoint
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 T = TypeVar("T")
-_P = ParamSpec("_P")
+Ts = TypeVarTuple("Ts")
 
 GRAPHS_GIVE_NONE = torch.__version__ >= "2.13"  # a missing gradient; compiled backward graphs of 2.11 give zeros
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
@@ -105,16 +105,6 @@ def current_compilation() -> str:
 def compilation() -> object | None:
     """What stands for the compilation that runs now; None if there is none."""
     return torch._guards.CompileContext.try_get()
-
-
-def last_graph_break() -> str:
-    """In words, why and where Dynamo broke a graph last; empty if it never did."""
-    reasons = torch._dynamo.utils.graph_break_reasons
-    if not reasons:
-        return ""
-    reason = reasons[-1]
-    frames = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reason.user_stack[-1:]]
-    return " ".join([*frames, reason.reason.strip().splitlines()[0]])
 
 
 # Number of the backward pass that runs on this thread, -1 if none does. Nested passes have larger numbers.
@@ -213,15 +203,18 @@ def chunk_cat(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     torch._chunk_cat(list(tensors), 0, out.shape[0], out=out)
 
 
+_top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
 def active_saved_tensors_hooks() -> SavedTensorsHooks | None:
     """The innermost saved-tensor hooks of this thread; torch applies no others."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return _top_saved_tensors_hooks(True)
 
 
 @contextlib.contextmanager
 def saved_tensors_hooks_set_aside() -> Iterator[None]:
     """Without the innermost saved-tensor hooks of this thread, of which there must be some."""
-    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack, unpack = _top_saved_tensors_hooks(True)
     torch._C._autograd._pop_saved_tensors_default_hooks()
     try:
         yield
@@ -252,21 +245,25 @@ def passed_by_checkpoints(pack: Callable[[torch.Tensor], Any], outer: SavedTenso
     return marked
 
 
-def apart_from_checkpoints(method: Callable[_P, T]) -> Callable[_P, T]:
+modes_in_force: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def apart_from_checkpoints(method: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
     """A method whose operations selective checkpoints around it do not see: they are not run when it recomputes."""
 
     @functools.wraps(method)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> T:
-        if not torch._C._len_torch_dispatch_stack():
-            return method(*args, **kwargs)
-        with _checkpoints_set_aside():
-            return method(*args, **kwargs)
+    def run(*args: *Ts) -> T:
+        if not modes_in_force():
+            return method(*args)
+        with checkpoints_set_aside():
+            return method(*args)
 
     return run
 
 
 @contextlib.contextmanager
-def _checkpoints_set_aside() -> Iterator[None]:
+def checkpoints_set_aside() -> Iterator[None]:
+    """Without the modes of selective checkpoints, of those that are in force."""
     modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
     others = [mode for mode in modes if not isinstance(mode, _CachedTorchDispatchMode | _CachingTorchDispatchMode)]
     for mode in reversed(others):
@@ -293,7 +290,8 @@ _tensor_hooks, _post_accumulate_hooks = attrgetter("_backward_hooks"), attrgette
 
 def any_gradient_hooks(leaves: Sequence[torch.Tensor]) -> bool:
     """Whether a leaf has tensor hooks or post-accumulate hooks that autograd would call."""
-    return any(map(_tensor_hooks, leaves)) or any(map(_post_accumulate_hooks, leaves))
+    with without_torch_function():
+        return any(map(_tensor_hooks, leaves)) or any(map(_post_accumulate_hooks, leaves))
 
 
 def take_gradient_hooks(leaf: torch.Tensor) -> tuple[dict[int, Hook] | None, dict[int, Hook] | None]:
@@ -333,9 +331,8 @@ def any_module_hooks() -> bool:
     return bool(_has_any_global_hook() or torch._C._get_tracing_state())  # type: ignore[no-untyped-call]
 
 
-def set_grad_enabled(enabled: bool) -> None:
-    """Set grad mode; a tenth of the cost of `torch.no_grad`."""
-    torch._C._set_grad_enabled(enabled)
+# Sets grad mode; a tenth of the cost of `torch.no_grad`.
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 def tree_tensors(tree: Any) -> list[torch.Tensor]:

@@ -13,6 +13,16 @@ import torch
 from torch import fx
 
 
+def last_graph_break() -> str:
+    """In words, why and where Dynamo broke a graph last; empty if it never did."""
+    reasons = torch._dynamo.utils.graph_break_reasons
+    if not reasons:
+        return ""
+    reason = reasons[-1]
+    frames = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reason.user_stack[-1:]]
+    return " ".join([*frames, reason.reason.strip().splitlines()[0]])
+
+
 def mode_options(mode: str, dynamic: bool | None) -> dict[str, Any]:
     """The options of Inductor that a mode of `torch.compile` stands for."""
     options: dict[str, Any] = torch._inductor.list_mode_options(mode, dynamic)

@@ -75,7 +75,7 @@ def test_weights_that_are_written_to_while_gathered_are_named(rank, world):
 def test_the_environment_switches_the_checks_on(monkeypatch):
     for value, want in (("1", True), ("0", False), ("", False)):
         monkeypatch.setenv("COMPOSABLE_SHARD_DEBUG", value)
-        assert runpy.run_path(_debug.__file__)["debugging"]() is want
+        assert runpy.run_path(_debug.__file__)["debugging"] is want
 
 
 def test_poison_is_nan_in_every_floating_point_dtype_and_a_checksum_sees_a_swap():

@@ -212,7 +212,7 @@ def test_an_unlisted_transition_of_gradients_raises(rank, world, old, new):
 def test_a_reduction_gives_this_ranks_pieces_of_the_mean_and_sets_no_grad(rank, world):
     _module, group = make_group(world)
     own = [torch.full(p.shape, float(rank + 1)) for p in group.params]
-    pieces = group.finish_reduce(group.start_reduce(own))
+    pieces = group.finish_reduce(group.start_reduce(own)).pieces()
     mean = sum(range(1, world + 1)) / world
     for index, param in enumerate(group.params):
         assert torch.equal(pieces[index], torch.full_like(param.local, mean))
@@ -223,7 +223,7 @@ def test_a_reduction_gives_this_ranks_pieces_of_the_mean_and_sets_no_grad(rank, 
 def test_a_gradient_that_is_missing_on_one_rank_counts_as_zeros_and_has_a_piece_everywhere(rank, world):
     _module, group = make_group(world)
     own = [torch.full(group.params[0].shape, 2.0), None if rank == 0 else torch.full(group.params[1].shape, 2.0)]
-    pieces = group.finish_reduce(group.start_reduce(own))
+    pieces = group.finish_reduce(group.start_reduce(own)).pieces()
     for index, mean in enumerate((2.0, 1.0)):
         assert torch.equal(pieces[index], torch.full_like(group.params[index].local, mean))
 
@@ -231,7 +231,7 @@ def test_a_gradient_that_is_missing_on_one_rank_counts_as_zeros_and_has_a_piece_
 @distributed(world=2)
 def test_a_gradient_that_is_missing_on_all_ranks_has_no_piece(rank, world):
     _module, group = make_group(world)
-    pieces = group.finish_reduce(group.start_reduce([torch.ones(group.params[0].shape), None]))
+    pieces = group.finish_reduce(group.start_reduce([torch.ones(group.params[0].shape), None])).pieces()
     assert list(pieces) == [0]
 
 
@@ -241,7 +241,7 @@ def test_frozen_members_are_gathered_and_not_reduced(rank, world):
     assert [p.fqn for p in group.params] == ["1.weight", "1.bias"]
     reduction = group.start_reduce(gradients(group))
     assert [bucket.indices for bucket, _ in reduction.jobs] == [[0]]
-    assert list(group.finish_reduce(reduction)) == [0]
+    assert list(group.finish_reduce(reduction).pieces()) == [0]
     group.start_gather(None)
     group.finish_gather()
     assert len(group.weights()) == 2
@@ -346,5 +346,5 @@ def test_gradients_that_were_packed_are_not_held_until_their_reduction_is_done(r
     reduction = group.start_reduce(given)
     del given
     assert [ref() for ref in seen] == [None, None]
-    pieces = group.finish_reduce(reduction)
+    pieces = group.finish_reduce(reduction).pieces()
     assert all(torch.equal(piece, torch.ones(piece.shape)) for piece in pieces.values())

@@ -82,6 +82,32 @@ def test_an_optimizer_in_backward_steps_each_parameter_when_its_gradient_is_ther
 
 
 @distributed(world=2)
+def test_a_hook_finds_the_gradients_of_all_that_was_reduced_before_and_may_step_an_optimizer_over_them(rank, world):
+    models = models_of(partial(stack, 4, 2))
+    found = {}
+
+    def install(name, model):
+        later = list(model[2].parameters())
+        optimizer = torch.optim.SGD(later, lr=0.1)
+
+        def step(_):
+            found[name] = [param.grad is not None for param in later]
+            optimizer.step()
+            optimizer.zero_grad()
+
+        model[0].weight.register_post_accumulate_grad_hook(step)
+
+    for name, model in models.items():
+        install(name, model)
+    for step in range(3):
+        for model in models.values():
+            model(noise(3, 4, seed=step)).square().mean().backward()
+        assert_alike(models)
+        assert set(map(all, found.values())) == {True}
+        assert models["ours"][2].weight.grad is None  # nor does one come after that
+
+
+@distributed(world=2)
 def test_tensor_hooks_change_the_reduced_gradient(rank, world):
     models = models_of(partial(stack, 4, 2), fsdp2=False)  # FSDP2 calls them with nothing
     for model in models.values():

@@ -27,9 +27,16 @@ class StreamedLane(Lane):
     ) -> Job[T]:
         return self._queued(after, lambda: Job(steps, held, True, when_done))
 
-    def launch(self, collective: Callable[..., Awaitable], *args: Any, after: Events) -> Job[None]:
-        def begin() -> Job[None]:
-            job = Launched(collective(*args), args)
+    def launch(
+        self,
+        collective: Callable[..., Awaitable],
+        args: tuple[Any, ...],
+        after: Events,
+        result: T = None,  # type: ignore[assignment]
+        when_done: WhenDone | None = None,
+    ) -> Job[T]:
+        def begin() -> Job[T]:
+            job = Launched(collective(*args), args, result, when_done)
             job._advance()
             return job
 
