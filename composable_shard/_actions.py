@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ from ._reduction import GroupReduced, Reduction
 from ._schedule import MAX_REDUCTIONS, Kind
 from ._shown import Shown, StrayHook
 from ._timing import Span, Stopwatch
+from ._torch import set_grad_enabled
 
 T = TypeVar("T")
 UNSHARD, WAIT, RESHARD, REDUCE, REDUCED = Kind.UNSHARD, Kind.WAIT, Kind.RESHARD, Kind.REDUCE, Kind.REDUCED
@@ -317,9 +317,13 @@ class Actions:
         following, self._put_off = self._put_off, None
         if following is None:
             return
-        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+        grad = torch.is_grad_enabled()  # with create_graph
+        set_grad_enabled(False)
+        try:
             while self._reductions:
                 self._settle_oldest()
+        finally:
+            set_grad_enabled(grad)
         self.prefetch(following)
 
     def settle(self) -> None:

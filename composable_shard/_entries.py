@@ -108,7 +108,8 @@ class ModuleEntries:
         """Put these tensors in the place of the sharded parameters."""
         self.shown = True
         self._there = tensors
-        run_all(map(_setitem, self._dicts, self._names, self._by_place(tensors)))
+        there = tensors if self._untied else self._by_place(tensors)
+        run_all(map(_setitem, self._dicts, self._names, there))
         if self._lists:
             self._list_anew()
 
@@ -117,7 +118,8 @@ class ModuleEntries:
         if self.shown:
             self.shown = False
             self._there = ()
-            run_all(map(_setitem, self._dicts, self._names, self._by_place(self._shards)))
+            there = self._shards if self._untied else self._by_place(self._shards)
+            run_all(map(_setitem, self._dicts, self._names, there))
             if self._lists:
                 self._list_anew()
 
@@ -144,7 +146,7 @@ class ModuleEntries:
 
     def _by_place(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The tensor of each place: tied parameters have several."""
-        return tensors if self._untied else [tensors[index] for index in self._indices]
+        return [tensors[index] for index in self._indices]
 
     def check_kept(self) -> None:
         """See that modules have what they were last given.
@@ -197,7 +199,8 @@ class ModuleEntries:
 
     def _hold(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the modules have these tensors, in the order of the parameters."""
-        return all(map(is_, map(dict.get, self._dicts, self._names), self._by_place(tensors)))
+        expected = tensors if self._untied else self._by_place(tensors)
+        return all(map(is_, map(dict.get, self._dicts, self._names), expected))
 
     def _note_watched(self) -> None:
         """What `_check_added` looks at first, for it runs in every forward: sizes, and the children of each parent."""

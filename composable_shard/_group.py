@@ -27,6 +27,7 @@ from ._reduction import GroupReduced, ReduceBucket, Reduction, reduce_buckets
 from ._resident import Resident
 from ._schedule import ROOT_NAME
 from ._streams import Job, Lane
+from ._torch import without_torch_function
 
 Gradients = Sequence[torch.Tensor | None]
 _requires_grad, _slot = attrgetter("requires_grad"), attrgetter("slot")
@@ -178,7 +179,7 @@ class ParamGroup:
             self._gathers = [(b, resident.start()) for b, resident in zip(self.buckets, self.residents, strict=True)]
             self.phase, self.away = GATHERING, False
             return
-        if self.pinned or self.stays or self.settings.current.outlives_forward(self.is_root):
+        if self.pinned or self.stays or self.settings.outlives[self.is_root]:
             self._stamp = self._stamp_now()
         self._gathers = []
         try:
@@ -349,9 +350,8 @@ class ParamGroup:
         jobs = [(bucket, bucket.start(bucket.chosen(gradients), partial, whole)) for bucket in self.reduce_buckets()]
         self._set_grads(GradPhase.REDUCING)
         self._in_flight += 1
-        missing: list[int] = []
-        if any(map(is_, gradients, itertools.repeat(None))):
-            missing = [index for index, gradient in enumerate(gradients) if gradient is None]
+        lacks = any(map(is_, gradients, itertools.repeat(None)))
+        missing = [index for index, gradient in enumerate(gradients) if gradient is None] if lacks else []
         return Reduction(jobs, missing, whole)
 
     @property
@@ -361,7 +361,8 @@ class ParamGroup:
 
     def reduce_buckets(self) -> list[ReduceBucket]:
         """What is reduced now, one bucket per dtype."""
-        trains = tuple(map(_requires_grad, self.shards))
+        with without_torch_function():  # which would be looked for in each
+            trains = tuple(map(_requires_grad, self.shards))
         options = self.settings.current
         key = trains, options.mp_policy.reduce_dtype, options.divide_factor, options.only_sums
         buckets = self.reduces.get(key)

@@ -341,7 +341,7 @@ def _set_comms(module: Methods, **changes: Any) -> None:
 
 def _change_comms(state: ShardState, **changes: Any) -> None:
     settings = state.declaration.settings
-    settings.current = replace(settings.current, comms=replace(settings.current.comms, **changes))
+    settings.change(comms=replace(settings.current.comms, **changes))
     state.comms_changed()
 
 

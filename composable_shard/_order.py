@@ -206,7 +206,8 @@ class Order:
         """
         if now.told and use in now.told:
             return (), ()
-        group, missed = use.group, list[ParamGroup]()
+        group = use.group
+        missed: list[ParamGroup] = []
         listed: Sequence[ParamGroup] | None = self.explicit.get((True, group)) if self.explicit else None
         if listed is None and self._backward_of.backward is not None:
             before, planned = self._due(group, now.number, self._backward_of.backward)

@@ -252,17 +252,22 @@ class Settings:
 
     Attributes:
         current: the options.
+        outlives: whether gathered weights, or pieces of them, may be there after forward, for others and for the root.
         accumulates: whether gradient sync was ever off, so that unsharded gradients may wait to be reduced.
         stays: whether a plan keeps the unsharded parameters between forward and backward; None where it says of that
             what the options say.
     """
 
-    __slots__ = ("accumulates", "current", "stays")
+    __slots__ = ("accumulates", "current", "outlives", "stays")
 
     def __init__(self, current: Options) -> None:
-        self.current = current
+        self._set(current)
         self.accumulates = not current.requires_gradient_sync
         self.stays: bool | None = None
+
+    def _set(self, current: Options) -> None:
+        self.current = current
+        self.outlives = current.outlives_forward(False), current.outlives_forward(True)
 
     def reshards(self, is_root: bool) -> bool:
         """Whether forward gives up the unsharded parameters: by the plan, or else by the options."""
@@ -270,7 +275,7 @@ class Settings:
 
     def change(self, **values: Any) -> None:
         """Put options with these values in the place of the current ones."""
-        self.current = replace(self.current, **values)
+        self._set(replace(self.current, **values))
         self.accumulates |= not self.current.requires_gradient_sync
 
 

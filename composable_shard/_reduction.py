@@ -289,7 +289,7 @@ class ReduceBucket:
     def _copy_in(self, gradients: Sequence[torch.Tensor | None], chunks: torch.Tensor) -> None:
         """Fill the bucket, (world, chunk): the pieces of each gradient, then a 1 for each that exists on this rank."""
         if self._even and list(map(getattr, gradients, repeat("dtype"), repeat(None))) == self._dtypes:
-            chunk_cat([*gradients, self._ones], chunks)  # type: ignore[list-item]  # none is None
+            chunk_cat([*gradients, self._ones], self._world, chunks)  # type: ignore[list-item]  # none is None
             return
         marks = chunks[:, -len(gradients) :].fill_(1)
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []

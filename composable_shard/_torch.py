@@ -198,9 +198,9 @@ storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
 
-def chunk_cat(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Cut each tensor along dim 0 into ``out.shape[0]`` equal chunks; row r of `out` gets the r-th chunk of each."""
-    torch._chunk_cat(list(tensors), 0, out.shape[0], out=out)
+def chunk_cat(tensors: list[torch.Tensor], chunks: int, out: torch.Tensor) -> None:
+    """Cut each tensor along dim 0 into so many equal chunks; row r of `out`, (chunks, n), gets the r-th of each."""
+    torch._chunk_cat(tensors, 0, chunks, out=out)
 
 
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
