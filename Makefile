@@ -4,6 +4,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH  ?= 2.13.0
 DEMO   ?=
+JOBS   ?= 2
 RESULTS ?= bench/results
 BENCH  ?=
 
@@ -16,7 +17,7 @@ READY := $(VENV)/.ready-torch-$(TORCH)
 
 help:
 	@echo "make demo    train a small GPT on two processes (options: DEMO='--strategy zero2')"
-	@echo "make test    linters, types, floors and the test suite"
+	@echo "make test    linters, types, floors and the test suite (JOBS=4 for more cores; each has worker processes)"
 	@echo "make matrix  the larger sweeps of the test suite"
 	@echo "make bench   the benchmarks, half an hour; JSON and charts under $(RESULTS)/ (BENCH='--only memory')"
 	@echo "make format  rewrite the sources as ruff likes them"
@@ -43,7 +44,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 matrix: $(READY)
 	$(BIN)/python -m pytest -m matrix

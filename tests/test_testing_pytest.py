@@ -179,7 +179,6 @@ def test_processes(world, number):
 
 @pytest.mark.parametrize("more", ["", pytest.param(PROCESSES, marks=pytest.mark.matrix)], ids=["simulated", "gloo"])
 def test_worlds_run_in_several_pytest_processes_at_once(pytester, monkeypatch, more):
-    pytest.importorskip("xdist")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     pytester.makepyfile(
         """
