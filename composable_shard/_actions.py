@@ -210,10 +210,11 @@ class Actions:
 
     def reduce(self, group: ParamGroup, gradients: Gradients) -> None:
         """Issue the reduction of a group's gradients; `.grad` is set some time after it was waited for (`hand_out`)."""
-        planned, allowed = self.in_flight.get(group, self.max_reductions), group.settings.current.max_reductions
-        most = min(planned, allowed) if planned and allowed else planned or allowed or MAX_REDUCTIONS
-        while len(self._reductions) >= most:
-            self._settle_oldest()
+        if self._reductions:
+            planned, allowed = self.in_flight.get(group, self.max_reductions), group.settings.current.max_reductions
+            most = min(planned, allowed) if planned and allowed else planned or allowed or MAX_REDUCTIONS
+            while len(self._reductions) >= most:
+                self._settle_oldest()
         if self.budget is not None:
             self._make_room(self.budget - group.reduce_bytes)
         self._start_reduce(group, gradients)

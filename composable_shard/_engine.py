@@ -33,7 +33,7 @@ from ._gradients import GradientFlow, watch_leaf
 from ._group import Gradients, ParamGroup, Runtime
 from ._iterations import Iterations
 from ._learning import Learning
-from ._node import Entries, Keeper, Outputs, Use, unshard
+from ._node import Entries, Keeper, Outputs, Use, Witness, unshard
 from ._optimizers import watch_steps
 from ._order import Order
 from ._phases import GATHERING, SHARDED, UNSHARDED
@@ -41,7 +41,7 @@ from ._plan import ShardPlan
 from ._record import Record
 from ._schedule import Kind
 from ._timing import Stopwatch
-from ._torch import Fate, apart_from_checkpoints, current_backward, gradient_fates, queue_backward_callback
+from ._torch import Fate, apart_from_checkpoints, current_backward, queue_backward_callback
 from ._tuning import Tuning
 
 
@@ -58,6 +58,7 @@ class Engine:
         order, learning: what comes next, by the plan or by the user; what is learned for the next plan.
         has_run: whether a module has run forward.
         pool: the memory of all groups.
+        witness: by which nodes learn what becomes of their gradients.
         is_last_backward: whether backward waits, at its end, for the reductions that it has issued.
         ends_by_hand: whether the caller ends backward (`end_backward_by_hand`).
         changed_at: an event behind the last change of the parameters, from a user; good for one forward.
@@ -68,15 +69,14 @@ class Engine:
     ) -> None:
         self.groups = [group for group, _ in groups]
         self.pool = runtime.pool
+        self.witness = Witness(self.pool.device)
         self._do = Actions(groups, runtime, partial(watch_leaf, weakref.ref(self)))
         self.order = Order(plan, self._do)
         self._gradients = GradientFlow(self._do)
         self.learning = Learning(self.order, self._do, real(among))
         self._tuning = Tuning(self.learning, self.order, self._do, among)
         self._uses = Uses()
-        self.has_run = False
-        self.is_last_backward = True
-        self.ends_by_hand = False
+        self.has_run, self.is_last_backward, self.ends_by_hand = False, True, False
         self.changed_at: torch.Event | None = None
         self._count = 0
         self._iterations = Iterations()
@@ -257,12 +257,12 @@ class Engine:
             self._do.catch_up()
         self._do.need(group)
 
-    def on_gradients(self, use: Use, leaf_nodes: Sequence[Any], gradients: Gradients) -> list[torch.Tensor | None]:
+    def on_gradients(self, use: Use, node: Any, gradients: Gradients) -> list[torch.Tensor | None]:
         """The node of a use runs."""
         number = current_backward()
         now = self._open_pass(number, use)
         self._gradients.take_hooks(use.group)
-        fates = gradient_fates(leaf_nodes)
+        fates = self.witness.fates(node, number)
         wanted = gradients
         if fates is not None:
             wanted = [None if fate is Fate.DROPPED else g for fate, g in zip(fates, gradients, strict=True)]

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 from ._group import ParamGroup
 from ._param import run_all
-from ._torch import apply_function
+from ._torch import Fate, apply_function, gradient_fates, node_will_run
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -97,9 +98,9 @@ def added(first: Sequence[torch.Tensor | None], second: Sequence[torch.Tensor | 
 class NodeOwner(Protocol):
     """Who is told what happens to a node."""
 
-    def on_gradients(
-        self, use: Use, leaf_nodes: Sequence[Any], gradients: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
+    witness: Witness
+
+    def on_gradients(self, use: Use, node: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of a use have come; returns those of the sharded parameters that autograd must hand on."""
 
     def on_node_gone(self, use: Use) -> None:
@@ -135,19 +136,42 @@ class Keeper:
         self._owner.on_handles_gone(self._use)
 
 
+class Witness:
+    """Tells what becomes of the gradients of a node's leaves, by asking for a leaf that nobody else knows.
+
+    Every node takes that leaf, too. A backward pass in which its gradient is added to `.grad` was not told for which
+    leaves it runs, so that those of all are. Otherwise the leaves themselves are asked, which takes longer than what
+    autograd does for them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.leaf = torch.zeros((), device=device, requires_grad=True)
+        self._node = get_gradient_edge(self.leaf).node
+        self._adds_all = -1  # number of a pass that does
+
+    def fates(self, node: Any, number: int) -> list[Fate] | None:
+        """The fate of the gradient of each leaf of a node in the pass that runs now, by its number; None: all added."""
+        if number != self._adds_all:
+            if not node_will_run(self._node):
+                return gradient_fates([leaf_node for leaf_node, _ in node.next_functions[1:]])
+            self._adds_all = number
+        return None
+
+
 class _Unshard(torch.autograd.Function):
     """Sharded parameters -> unsharded ones."""
 
     @staticmethod
     def forward(
-        ctx: Any, lifeline: _Lifeline, weights: Sequence[torch.Tensor], *shards: torch.Tensor
+        ctx: Any, lifeline: _Lifeline, weights: Sequence[torch.Tensor], witness: torch.Tensor, *shards: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.lifeline = lifeline
         ctx.set_materialize_grads(False)
         outputs = tuple(map(_data, weights))  # at a third of what `detach` takes
         needed = ctx.needs_input_grad
-        if not all(needed[2:]):
-            frozen = [out for out, need in zip(outputs, needed[2:], strict=True) if not need]
+        if not all(needed[3:]):
+            frozen = [out for out, need in zip(outputs, needed[3:], strict=True) if not need]
             ctx.mark_non_differentiable(*frozen)
         lifeline.use.node = weakref.ref(ctx)
         return outputs
@@ -157,14 +181,12 @@ class _Unshard(torch.autograd.Function):
         return _differentiated_once(ctx, *gradients) if torch.is_grad_enabled() else _backward(ctx, *gradients)
 
 
-_node_of = itemgetter(0)  # of an edge
 _attributes, _data = attrgetter("__dict__"), attrgetter("data")
 
 
 def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     line = ctx.lifeline
-    leaf_nodes = list(map(_node_of, ctx.next_functions))
-    return (None, None, *line.owner.on_gradients(line.use, leaf_nodes, gradients))
+    return (None, None, None, *line.owner.on_gradients(line.use, ctx, gradients))
 
 
 # With create_graph a reduced gradient must not pass for a constant: to differentiate it is an error.
@@ -179,7 +201,8 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
         on the sharded ones.
     """
     group = use.group
-    outputs = apply_function(_Unshard, _Lifeline(owner, use), group.weights(for_use=True), *group.shards)
+    weights = group.weights(for_use=True)
+    outputs = apply_function(_Unshard, _Lifeline(owner, use), weights, owner.witness.leaf, *group.shards)
     if group.wraps:
         outputs = tuple([p.parallel.wrap(o) if p.parallel else o for o, p in zip(outputs, group.params, strict=True)])
     # `_is_param` is among them: isinstance(out, nn.Parameter) holds.

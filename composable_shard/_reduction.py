@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -46,20 +46,35 @@ class Reduced:
     """The result of a reduction, which is cut when somebody looks: many in a row take half the time of each alone.
 
     Args:
-        cut: cuts it.
+        bucket: whose result it is.
+        out: this rank's part of the sum.
+        divisor: what is still to divide it by.
+        others: the same in other dtypes in which members are stored.
     """
 
-    __slots__ = ("_cut", "_parts")
+    __slots__ = ("_bucket", "_divisor", "_others", "_out", "_parts")
 
-    def __init__(self, cut: Callable[[], Parts]) -> None:
-        self._cut: Callable[[], Parts] | None = cut
+    def __init__(
+        self,
+        bucket: ReduceBucket,
+        out: torch.Tensor,
+        divisor: torch.Tensor | None = None,
+        others: Mapping[torch.dtype, torch.Tensor] | None = None,
+    ) -> None:
+        self._bucket = bucket
+        self._out: torch.Tensor | None = out
+        self._divisor = divisor
+        self._others = others
         self._parts: Parts | None = None
 
     def parts(self) -> Parts:
-        """The pieces, and of whom they are."""
-        if self._cut is not None:
-            self._parts, self._cut = self._cut(), None
-        assert self._parts is not None
+        """The pieces, and who had any."""
+        if self._parts is None:
+            assert self._out is not None
+            if self._divisor is not None:
+                torch.div(self._out, self._divisor, out=self._out)  # two thirds of the host's time of `div_`
+            self._parts = self._bucket.cut(self._out, self._others or {})
+            self._out = self._others = None  # what no piece lies in may go
         return self._parts
 
 
@@ -184,7 +199,7 @@ class ReduceBucket:
             when_done = functools.partial(self._pool.release_all, slots)
             if self._is_launched and whole and not partial:
                 assert self._shard is not None
-                result = Reduced(functools.partial(self._cut, out, {}, self._divide_after))
+                result = Reduced(self, out, self._divide_after)
                 return self._lane.launch(
                     self._shard.reduce_scatter, self._scattered(out, slots), after, result, when_done
                 )
@@ -219,7 +234,7 @@ class ReduceBucket:
         if partial:
             self._add(partial, out)
         if not whole:
-            return Reduced(functools.partial(self._cut, out, {}))
+            return Reduced(self, out)
         if self._replicate is not None:
             yield self._replicate.all_reduce(out, self._mean and self._replicate.averages)
         if self._divide_after is not None:
@@ -229,9 +244,9 @@ class ReduceBucket:
         for converted in others.values():
             converted.copy_(out)
         theirs = {dtype: self._at_home(t) for dtype, t in others.items()}
-        done = Reduced(functools.partial(self._cut, self._at_home(out), theirs))
+        done = Reduced(self, self._at_home(out), others=theirs)
         if others:
-            done.parts()  # the rest of `out` may go
+            done.parts()
         return done
 
     def _scattered(self, out: torch.Tensor, slots: list[Slot]) -> tuple[Any, ...]:
@@ -241,7 +256,7 @@ class ReduceBucket:
         return out, self._views_of(slots[0])[0], scratch, self._mean and self._shard.averages
 
     def _add(self, partial: Partial, out: torch.Tensor) -> None:
-        now = self._cut(out, {})
+        now = self.cut(out, {})
         for place, index in enumerate(self.indices):
             if index in partial:
                 piece, used = partial[index]
@@ -255,12 +270,8 @@ class ReduceBucket:
         home = torch.empty(out.shape, dtype=out.dtype, device=self._info.home, pin_memory=self._info.pins)
         return home.copy_(out, non_blocking=self._info.pins)
 
-    def _cut(
-        self, out: torch.Tensor, others: dict[torch.dtype, torch.Tensor], divisor: torch.Tensor | None = None
-    ) -> Parts:
-        """Cut a result, divided before; members that are stored in another dtype are cut from that of `others`."""
-        if divisor is not None:
-            torch.div(out, divisor, out=out)  # two thirds of the host's time of `div_`
+    def cut(self, out: torch.Tensor, others: Mapping[torch.dtype, torch.Tensor]) -> Parts:
+        """Cut a result; members that are stored in another dtype are cut from that of `others`."""
         parts = split(out, self._sizes)
         used = parts[-1]
         found = parts[:-1] if len(self._own) == len(parts) - 1 else [parts[at] for at in self._own]
@@ -331,13 +342,14 @@ class GroupReduced:
 
     def __init__(self, done: Sequence[tuple[list[int], Reduced]]) -> None:
         self._done = done
-        self._without: list[int] = []
+        self._without: Sequence[int] = ()
 
     def leave_out_unused(self, asked: Sequence[int]) -> None:
         """Of these parameters, those that had no gradient on any rank have none. An accelerator is waited for."""
         for indices, reduced in self._done:
             ours = [index for index in asked if index in indices]
-            self._without += [index for index in ours if not reduced.parts().used[indices.index(index)].item() > 0]
+            without = [index for index in ours if not reduced.parts().used[indices.index(index)].item() > 0]
+            self._without = [*self._without, *without]
 
     def pieces(self) -> dict[int, torch.Tensor]:
         """This rank's piece of each gradient that there is, by the index of the parameter."""
