@@ -338,7 +338,8 @@ class Actions:
 
     def _settle_oldest(self) -> None:
         group, reduced = self._finish_oldest()
-        if group.shards[0].grad is None and group not in self._reduced and not hooks_taken(group.params):
+        # Where there is a gradient already, this one is added at once and its memory goes.
+        if group.shards[reduced.first].grad is None and group not in self._reduced and not hooks_taken(group.params):
             self._reduced[group] = reduced
             return
         self.hand_out()

@@ -145,9 +145,9 @@ class Witness:
     """
 
     def __init__(self, device: torch.device) -> None:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.enable_grad():
             self.leaf = torch.zeros((), device=device, requires_grad=True)
-        self._node = get_gradient_edge(self.leaf).node
+            self._node = get_gradient_edge(self.leaf).node
         self._adds_all = -1  # number of a pass that does
 
     def fates(self, node: Any, number: int) -> list[Fate] | None:

@@ -336,13 +336,17 @@ class GroupReduced:
 
     Args:
         done: by bucket, with the indices of its members in the group.
+
+    Attributes:
+        first: the first index; 0 if there is none.
     """
 
-    __slots__ = ("_done", "_without")
+    __slots__ = ("_done", "_without", "first")
 
     def __init__(self, done: Sequence[tuple[list[int], Reduced]]) -> None:
         self._done = done
         self._without: Sequence[int] = ()
+        self.first = done[0][0][0] if done else 0
 
     def leave_out_unused(self, asked: Sequence[int]) -> None:
         """Of these parameters, those that had no gradient on any rank have none. An accelerator is waited for."""

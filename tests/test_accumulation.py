@@ -12,7 +12,7 @@ from _both import backward, both
 from _engines import fully_shard
 from _models import Stack, shard_blocks, shard_nested, vectors
 from _parity import Case, check_parity, plain_step
-from _pool import distributed
+from _pool import distributed, simulated
 
 
 def sync_off_then_on(run):
@@ -164,3 +164,19 @@ def test_zero_grad_between_forward_and_backward_clears_where_torchs_fsdp2_adds_u
         times = 1 if model is models["ours"] else 2
         for name, p in model.named_parameters():
             torch.testing.assert_close(p.grad.to_local(), times * first[name], msg=lambda m, n=name: f"{n}: {m}")
+
+
+@simulated(world=2)
+def test_a_first_gradient_is_set_at_the_end_and_what_comes_on_top_is_added_at_once_and_freed(rank, world):
+    """Its memory goes with it, also where the first parameter of a group is frozen."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
+    for layer in model:
+        layer.weight.requires_grad_(False)
+        fully_shard(layer)
+    fully_shard(model)
+    last, seen = model[3].bias, []
+    for _ in range(3):
+        inputs = torch.ones(2, 4, requires_grad=True)
+        inputs.register_hook(lambda _: seen.append(None if last.grad is None else last.grad.to_local().tolist()))
+        model(inputs).sum().backward()
+    assert seen == [None, [4.0, 4.0], [6.0, 6.0]]
