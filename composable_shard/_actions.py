@@ -14,7 +14,7 @@ from ._errors import ShardConfigStateError
 from ._group import Gradients, ParamGroup, Runtime
 from ._history import History
 from ._node import Entries, Outputs, Use
-from ._param import accumulate, hooks_taken
+from ._param import accumulate, any_gradient, hooks_taken
 from ._phases import GATHERING, SHARDED, UNSHARDED
 from ._record import Record
 from ._reduction import GroupReduced, Reduction
@@ -25,8 +25,8 @@ from ._torch import set_grad_enabled
 
 T = TypeVar("T")
 UNSHARD, WAIT, RESHARD, REDUCE, REDUCED = Kind.UNSHARD, Kind.WAIT, Kind.RESHARD, Kind.REDUCE, Kind.REDUCED
-_NOTHING = object()
-_away = attrgetter("away")
+_AT_ONCE = 4  # of so many reduced groups `.grad` is set together: more than one at a time costs half as much for each
+_NOTHING, _away = object(), attrgetter("away")
 
 
 class Actions:
@@ -70,7 +70,7 @@ class Actions:
         self._by_bucket: dict[Bucket, ParamGroup] = {}
         self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
         self._put_off: Sequence[ParamGroup] | None = None  # groups to gather behind the reductions
-        self._reduced: dict[ParamGroup, GroupReduced] = {}  # whose `.grad` is set at the end, of all in one go
+        self._unset: dict[ParamGroup, GroupReduced] = {}  # reduced, `.grad` yet to be set
         self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}  # for hooks, which see all uses at once
         self.staying: set[ParamGroup] = set()
 
@@ -338,28 +338,30 @@ class Actions:
 
     def _settle_oldest(self) -> None:
         group, reduced = self._finish_oldest()
-        # Where there is a gradient already, this one is added at once and its memory goes.
-        if group.shards[reduced.first].grad is None and group not in self._reduced and not hooks_taken(group.params):
-            self._reduced[group] = reduced
-            return
-        self.hand_out()
-        if group in self.repeated and any(param.has_hooks for param in group.params):
+        first = group not in self._unset and not any_gradient(group.shards)  # else memory goes when it is added
+        if first and self.pool.backward and reduced.is_uncut and not hooks_taken(group.params):
+            self._unset[group] = reduced
+            if len(self._unset) == _AT_ONCE:
+                self.hand_out()
+        elif group in self.repeated and any(param.has_hooks for param in group.params):
             sums = self._sums.setdefault(group, {})
-            for index, piece in reduced.pieces().items():
-                sums[index] = sums[index] + piece if index in sums else piece
+            for each in filter(None, (self._unset.pop(group, None), reduced)):
+                for index, piece in each.pieces().items():
+                    sums[index] = sums[index] + piece if index in sums else piece
         else:
+            self.hand_out()
             accumulate(group.params, reduced.pieces())
 
     def hand_out(self) -> None:
         """Set `.grad` of what is reduced."""
-        found, self._reduced = self._reduced, {}
+        found, self._unset = self._unset, {}
         for group, reduced in found.items():
             accumulate(group.params, reduced.pieces())
 
     def discard(self) -> None:
         """Wait for all reductions and throw their results away."""
         self._sums.clear()
-        self._reduced.clear()
+        self._unset.clear()
         self._put_off = None
         while self._reductions:
             self._finish_oldest()

@@ -312,7 +312,7 @@ class GatherBucket(Bucket):
         slot = self.open()
         if self._straight and self._transport is not None:
             regions, shards = self._views_of(slot).regions, local_tensors(self._sharded)
-            return self._lane.launch(self._transport.all_gather, (regions, shards), (after, *slot.free_after))
+            return self._lane.launch(self._transport.all_gather, (regions, shards), (after, *slot.free_after), None)
         wanted = self.for_landing
         landing = None if wanted is None else self._pool.lease_for(wanted[self._pool.backward])
         events = (after, *slot.free_after, *(() if landing is None else landing.free_after))

@@ -69,7 +69,7 @@ class Engine:
     ) -> None:
         self.groups = [group for group, _ in groups]
         self.pool = runtime.pool
-        self.witness = Witness(self.pool.device)
+        self.witness = Witness()
         self._do = Actions(groups, runtime, partial(watch_leaf, weakref.ref(self)))
         self.order = Order(plan, self._do)
         self._gradients = GradientFlow(self._do)
@@ -292,7 +292,7 @@ class Engine:
     def _end_backward(self, token: Token) -> None:
         """The outermost pass has ended well."""
         now = self._pass
-        if now is None or not now.is_of(token):
+        if not (now and now.is_of(token)):
             return
         self._do.compute_ended(Kind.BACKWARD)
         with torch.no_grad():
@@ -394,7 +394,7 @@ class Engine:
         for group in self.groups:
             if not theirs.isdisjoint(map(id, group.shards)):
                 self._iterations.end()
-                hand_out = self._gradients.settle if self._pass is None else self._do.hand_out
-                hand_out()  # reductions may be in flight of a backward that was not the last one
+                if self._pass is None:
+                    self._gradients.settle()  # of a backward that was not the last one
                 group.stepped()
                 self.reshard(group)

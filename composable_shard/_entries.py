@@ -104,41 +104,24 @@ class ModuleEntries:
             self.adopt()
             self.converted = True
 
-    def show(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Put these tensors in the place of the sharded parameters."""
+    def show(self, tensors: Sequence[torch.Tensor], traced: bool = False) -> None:
+        """Put these tensors in the place of the sharded parameters; `traced`, as Dynamo can follow it."""
         self.shown = True
         self._there = tensors
-        there = tensors if self._untied else self._by_place(tensors)
-        run_all(map(_setitem, self._dicts, self._names, there))
-        if self._lists:
-            self._list_anew()
-
-    def hide(self) -> None:
-        """Put the sharded parameters back."""
-        if self.shown:
-            self.shown = False
-            self._there = ()
-            there = self._shards if self._untied else self._by_place(self._shards)
+        if traced:
+            self._put_one_by_one(tensors)
+        else:
+            there = tensors if self._untied else self._by_place(tensors)
             run_all(map(_setitem, self._dicts, self._names, there))
-            if self._lists:
-                self._list_anew()
-
-    def show_traced(self, tensors: Sequence[torch.Tensor]) -> None:
-        """`show`, as Dynamo can trace it."""
-        self.shown = True
-        self._there = tensors
-        self._put_one_by_one(tensors)
         if self._lists:
             self._list_anew()
 
-    def hide_traced(self) -> None:
-        """`hide`, as Dynamo can trace it."""
+    def hide(self, traced: bool = False) -> None:
+        """Put the sharded parameters back; `traced`, as Dynamo can follow it."""
         if self.shown:
+            self.show(self._shards, traced)
             self.shown = False
             self._there = ()
-            self._put_one_by_one(self._shards)
-            if self._lists:
-                self._list_anew()
 
     def _put_one_by_one(self, tensors: Sequence[Any]) -> None:
         for names, name, index in self.places:

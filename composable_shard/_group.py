@@ -23,7 +23,7 @@ from ._param import ShardedParam
 from ._phases import GATHERING, RESIDENT, SHARDED, TRANSITIONS, UNSHARDED, GradPhase, ParamPhase, illegal
 from ._policies import Options, Settings
 from ._pool import BufferPool
-from ._reduction import GroupReduced, ReduceBucket, Reduction, reduce_buckets
+from ._reduction import GroupReduced, ReduceBucket, Reduction, reduce_buckets, unused
 from ._resident import Resident
 from ._schedule import ROOT_NAME
 from ._streams import Job, Lane
@@ -387,9 +387,8 @@ class ParamGroup:
                 for index, piece, used in zip(indices, *reduced.parts(), strict=True):
                     self._kept.add_partial(index, piece, used)
             done = []
-        found = GroupReduced(done)
-        if reduction.missing and not self.settings.current.reduce_unused:
-            found.leave_out_unused(reduction.missing)
+        asked = reduction.missing and not self.settings.current.reduce_unused
+        found = GroupReduced(done, unused(done, reduction.missing) if asked else ())
         self._in_flight -= 1
         if self._in_flight == 0:
             keeps = self._kept.any_unsharded or self._kept.any_partial

@@ -144,9 +144,9 @@ class Witness:
     autograd does for them.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         with torch.inference_mode(False), torch.enable_grad():
-            self.leaf = torch.zeros((), device=device, requires_grad=True)
+            self.leaf = torch.zeros((), requires_grad=True)  # on the CPU: its node belongs to no stream
             self._node = get_gradient_edge(self.leaf).node
         self._adds_all = -1  # number of a pass that does
 

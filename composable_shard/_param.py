@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
@@ -86,6 +86,12 @@ _sharded, _grad, _hooks_taken = attrgetter("sharded"), attrgetter("grad"), attrg
 def hooks_taken(params: Sequence[ShardedParam]) -> bool:
     """Whether hooks of any of them were taken from autograd and not given back."""
     return any(map(_hooks_taken, params))
+
+
+def any_gradient(shards: Sequence[torch.Tensor]) -> bool:
+    """Whether any of these sharded parameters has a `.grad`."""
+    with without_torch_function():  # which would be looked for in each
+        return any(map(is_not, map(_grad, shards), repeat(None)))
 
 
 def accumulate(params: Sequence[ShardedParam], pieces: Mapping[int, torch.Tensor]) -> None:

@@ -67,6 +67,11 @@ class Reduced:
         self._others = others
         self._parts: Parts | None = None
 
+    @property
+    def is_uncut(self) -> bool:
+        """Whether nobody has looked."""
+        return self._parts is None
+
     def parts(self) -> Parts:
         """The pieces, and who had any."""
         if self._parts is None:
@@ -74,7 +79,7 @@ class Reduced:
             if self._divisor is not None:
                 torch.div(self._out, self._divisor, out=self._out)  # two thirds of the host's time of `div_`
             self._parts = self._bucket.cut(self._out, self._others or {})
-            self._out = self._others = None  # what no piece lies in may go
+            self._out = self._others = None
         return self._parts
 
 
@@ -246,7 +251,7 @@ class ReduceBucket:
         theirs = {dtype: self._at_home(t) for dtype, t in others.items()}
         done = Reduced(self, self._at_home(out), others=theirs)
         if others:
-            done.parts()
+            done.parts()  # whoever takes the pieces alone lets `out` go
         return done
 
     def _scattered(self, out: torch.Tensor, slots: list[Slot]) -> tuple[Any, ...]:
@@ -336,24 +341,18 @@ class GroupReduced:
 
     Args:
         done: by bucket, with the indices of its members in the group.
+        without: indices of members that have no gradient.
 
     Attributes:
-        first: the first index; 0 if there is none.
+        is_uncut: whether no part was looked at, so that the pieces will hold all the memory that this holds.
     """
 
-    __slots__ = ("_done", "_without", "first")
+    __slots__ = ("_done", "_without", "is_uncut")
 
-    def __init__(self, done: Sequence[tuple[list[int], Reduced]]) -> None:
+    def __init__(self, done: Sequence[tuple[list[int], Reduced]], without: Sequence[int] = ()) -> None:
         self._done = done
-        self._without: Sequence[int] = ()
-        self.first = done[0][0][0] if done else 0
-
-    def leave_out_unused(self, asked: Sequence[int]) -> None:
-        """Of these parameters, those that had no gradient on any rank have none. An accelerator is waited for."""
-        for indices, reduced in self._done:
-            ours = [index for index in asked if index in indices]
-            without = [index for index in ours if not reduced.parts().used[indices.index(index)].item() > 0]
-            self._without = [*self._without, *without]
+        self._without = without
+        self.is_uncut = all(reduced.is_uncut for _, reduced in done)
 
     def pieces(self) -> dict[int, torch.Tensor]:
         """This rank's piece of each gradient that there is, by the index of the parameter."""
@@ -363,6 +362,15 @@ class GroupReduced:
         for index in self._without:
             del found[index]
         return found
+
+
+def unused(done: Sequence[tuple[list[int], Reduced]], asked: Sequence[int]) -> list[int]:
+    """Of these parameters, those that had no gradient on any rank. An accelerator is waited for."""
+    found: list[int] = []
+    for indices, reduced in done:
+        ours = [index for index in asked if index in indices]
+        found += [index for index in ours if not reduced.parts().used[indices.index(index)].item() > 0]
+    return found
 
 
 def reduce_buckets(

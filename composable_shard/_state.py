@@ -267,20 +267,20 @@ class ShardState:
                 return
             self.left = set(range(self.declaration.modules))
         weights = self.traced.unshard(self.entries)
-        with_side_effects(partial(self.entries.show_traced, weights))
+        with_side_effects(partial(self.entries.show, weights, traced=True))
 
     def end_traced(self, module: nn.Module) -> None:
         """It has run."""
         for each in self.family:
             each.left.discard(module.__dict__[PLACE])
             if not each.left:
-                with_side_effects(each.entries.hide_traced)
+                with_side_effects(partial(each.entries.hide, traced=True))
 
     def finish_traced(self) -> None:
         """The root has run: end what waits for modules of a list that did not run."""
         for state in self.lists:
             state.left.clear()
-            state.entries.hide_traced()
+            state.entries.hide(traced=True)
 
     # ---- eager
 

@@ -151,7 +151,7 @@ class Lane:
         collective: Callable[..., Awaitable],
         args: tuple[Any, ...],
         after: Events,
-        result: T = None,  # type: ignore[assignment]  # which is a T, too
+        result: T,
         when_done: WhenDone | None = None,
     ) -> Job[T]:
         """Queue one collective, behind the events `after`, and hold what it is given; its job gives `result`."""
@@ -183,7 +183,7 @@ class StreamLane(Lane):
         collective: Callable[..., Awaitable],
         args: tuple[Any, ...],
         after: Events,
-        result: T = None,  # type: ignore[assignment]
+        result: T,
         when_done: WhenDone | None = None,
     ) -> Job[T]:
         self._wait_for(after)

@@ -167,16 +167,21 @@ def test_zero_grad_between_forward_and_backward_clears_where_torchs_fsdp2_adds_u
 
 
 @simulated(world=2)
-def test_a_first_gradient_is_set_at_the_end_and_what_comes_on_top_is_added_at_once_and_freed(rank, world):
+def test_first_gradients_are_set_a_few_groups_later_and_what_comes_on_top_is_added_at_once_and_freed(rank, world):
     """Its memory goes with it, also where the first parameter of a group is frozen."""
-    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(8)])
     for layer in model:
         layer.weight.requires_grad_(False)
         fully_shard(layer)
     fully_shard(model)
-    last, seen = model[3].bias, []
+    seen = []
     for _ in range(3):
         inputs = torch.ones(2, 4, requires_grad=True)
-        inputs.register_hook(lambda _: seen.append(None if last.grad is None else last.grad.to_local().tolist()))
+        grads = [layer.bias for layer in model]
+        inputs.register_hook(lambda _, of=grads: seen.append([b.grad if b.grad is None else b.grad + 0 for b in of]))
         model(inputs).sum().backward()
-    assert seen == [None, [4.0, 4.0], [6.0, 6.0]]
+    there = [[gradient is not None for gradient in gradients] for gradients in seen]
+    assert there[0] == [False] * 4 + [True] * 4  # of the six that are reduced
+    assert all(all(gradients) for gradients in there[1:])
+    assert seen[1][7].to_local().tolist() == [4.0, 4.0]
+    assert torch.equal(seen[2][2].to_local(), model[2].bias.grad.to_local())

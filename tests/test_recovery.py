@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from _engines import fully_shard
 from _models import Stack, shard_blocks, shard_lists, shard_nested, shard_root, vectors
 from _parity import Case, check_parity, plain_step
-from _pool import distributed
+from _pool import distributed, simulated
 
 WHY = "FSDP2 leaves parameters unsharded after an exception"
 GROUPINGS = {"blocks": shard_blocks, "root": shard_root, "nested": shard_nested, "lists": shard_lists}
@@ -156,3 +156,33 @@ def test_the_exception_of_the_user_comes_through_unchanged(rank, world):
             model(*vectors(rank, 0)).sum().backward()
         assert caught.type is BoomError
         assert caught.value.__cause__ is None
+
+
+class Refuses(torch.autograd.Function):
+    """The identity, without a backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("refused")
+
+
+@simulated(world=2)
+def test_an_optimizer_applies_nothing_of_a_backward_that_failed_and_was_cleared(rank, world):
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(8)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.zero_grad()
+    before = [param.full_tensor() for param in model.parameters()]
+    model[0].register_forward_hook(lambda module, inputs, output: Refuses.apply(output))
+    with pytest.raises(RuntimeError, match="refused"):
+        model(torch.ones(2, 4)).sum().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(torch.equal(param.full_tensor(), old) for param, old in zip(model.parameters(), before, strict=True))

@@ -139,7 +139,7 @@ def test_a_launched_collective_can_be_finished_behind_an_event_as_on_a_stream():
         def wait(self):
             log.append("event")
 
-    job = Lane().launch(lambda: Handle(log, "collective"), (), ())
+    job = Lane().launch(lambda: Handle(log, "collective"), (), (), None)
     job._advance()
     job._event = Event()
     job.finish()

@@ -32,7 +32,7 @@ class StreamedLane(Lane):
         collective: Callable[..., Awaitable],
         args: tuple[Any, ...],
         after: Events,
-        result: T = None,  # type: ignore[assignment]
+        result: T,
         when_done: WhenDone | None = None,
     ) -> Job[T]:
         def begin() -> Job[T]:
