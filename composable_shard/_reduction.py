@@ -50,9 +50,12 @@ class Reduced:
         out: this rank's part of the sum.
         divisor: what is still to divide it by.
         others: the same in other dtypes in which members are stored.
+
+    Attributes:
+        is_uncut: whether nobody has looked.
     """
 
-    __slots__ = ("_bucket", "_divisor", "_others", "_out", "_parts")
+    __slots__ = ("_bucket", "_divisor", "_others", "_out", "_parts", "is_uncut")
 
     def __init__(
         self,
@@ -66,11 +69,7 @@ class Reduced:
         self._divisor = divisor
         self._others = others
         self._parts: Parts | None = None
-
-    @property
-    def is_uncut(self) -> bool:
-        """Whether nobody has looked."""
-        return self._parts is None
+        self.is_uncut = True
 
     def parts(self) -> Parts:
         """The pieces, and who had any."""
@@ -80,6 +79,7 @@ class Reduced:
                 torch.div(self._out, self._divisor, out=self._out)  # two thirds of the host's time of `div_`
             self._parts = self._bucket.cut(self._out, self._others or {})
             self._out = self._others = None
+            self.is_uncut = False
         return self._parts
 
 
@@ -352,7 +352,7 @@ class GroupReduced:
     def __init__(self, done: Sequence[tuple[list[int], Reduced]], without: Sequence[int] = ()) -> None:
         self._done = done
         self._without = without
-        self.is_uncut = all(reduced.is_uncut for _, reduced in done)
+        self.is_uncut = all([reduced.is_uncut for _, reduced in done])  # noqa: C419  # once for most
 
     def pieces(self) -> dict[int, torch.Tensor]:
         """This rank's piece of each gradient that there is, by the index of the parameter."""
