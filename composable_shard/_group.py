@@ -81,9 +81,8 @@ class ParamGroup:
         self.is_root = is_root
         self.running = self.used_in = 0
         self.companions: tuple[ParamGroup, ...] = ()
-        self.pinned = False
+        self.pinned = self.was_gathered = False
         self.stays: bool | None = None
-        self.was_gathered = False
         self._info = info
         self._offloads = info.offloads
         self._streams = runtime.gather_lane.streams
@@ -91,8 +90,7 @@ class ParamGroup:
         self.settings = settings
         self._transports = transports
         self._runtime = runtime
-        self.phase = SHARDED
-        self.away = True
+        self.phase, self.away = SHARDED, True
         self.grad_phase = GradPhase.NONE
         self._gathers: list[tuple[Bucket, Job[None]]] = []
         self._in_flight = 0
@@ -109,8 +107,7 @@ class ParamGroup:
         for index, p in enumerate(self.params):
             by_kind.setdefault((is_extended(p), p.compute_dtype(options)), []).append(index)
         self._members = list(by_kind.values())
-        run = self._runtime
-        how = self._info, self._transports.gather, run.pool, run.gather_lane
+        how = self._info, self._transports.gather, self._runtime.pool, self._runtime.gather_lane
         self.buckets: list[Bucket] = []
         for (extended, dtype), members in by_kind.items():
             params = [self.params[i] for i in members]
@@ -317,6 +314,7 @@ class ParamGroup:
 
     def keep(self, gradients: Gradients) -> None:
         """Add unsharded gradients to those that wait for a backward with gradient sync."""
+        self._kept.note_wanted()
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 self._kept.add(index, gradient.to(self.options.reduce_dtype(self.params[index].dtype)))
@@ -346,8 +344,8 @@ class ParamGroup:
     def start_reduce(self, gradients: Gradients) -> Reduction:
         """Issue the reduction of unsharded gradients; None stands for zeros."""
         whole = self._transports.replicate is None or self.settings.current.requires_all_reduce
-        partial = self._kept.take_partial()
-        jobs = [(bucket, bucket.start(bucket.chosen(gradients), partial, whole)) for bucket in self.reduce_buckets()]
+        buckets, partial = self.reduce_buckets(), self._kept.take_partial()
+        jobs = [(bucket, bucket.start(bucket.chosen(gradients), partial, whole)) for bucket in buckets]
         self._set_grads(GradPhase.REDUCING)
         self._in_flight += 1
         lacks = any(map(is_, gradients, itertools.repeat(None)))
@@ -363,6 +361,8 @@ class ParamGroup:
         """What is reduced now, one bucket per dtype."""
         with without_torch_function():  # which would be looked for in each
             trains = tuple(map(_requires_grad, self.shards))
+        if self._kept.wanted:
+            trains = tuple(wants or index in self._kept.wanted for index, wants in enumerate(trains))
         options = self.settings.current
         key = trains, options.mp_policy.reduce_dtype, options.divide_factor, options.only_sums
         buckets = self.reduces.get(key)

@@ -15,13 +15,23 @@ Partial = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by index: a piece, and
 
 
 class KeptGradients:
-    """What one group keeps, by the index of the parameter."""
+    """What one group keeps, by the index of the parameter.
+
+    Attributes:
+        wanted: parameters that wanted gradients when some were kept, on all ranks alike. The next reduction is for
+            them, too, should they be frozen by then.
+    """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         self._params = params
         self._whole: dict[int, torch.Tensor] = {}
         self._owned: set[int] = set()  # those of `_whole` that nobody else holds
         self._pieces: Partial = {}
+        self.wanted: set[int] = set()
+
+    def note_wanted(self) -> None:
+        """Gradients are about to be kept."""
+        self.wanted.update(index for index, param in enumerate(self._params) if param.sharded.requires_grad)
 
     @property
     def any_unsharded(self) -> bool:
@@ -62,12 +72,17 @@ class KeptGradients:
 
     def add_partial(self, index: int, piece: torch.Tensor, used: torch.Tensor) -> None:
         """Keep a piece of a gradient that was reduced over the shard axis only."""
+        self.wanted.add(index)
         before = self._pieces.get(index)
         self._pieces[index] = (piece, used) if before is None else (before[0] + piece, before[1] + used)
         self._params[index].mark_kept()
 
     def take_partial(self) -> Partial | None:
-        """The pieces that `zero_grad` has not voided, which are kept no longer; None if there are none."""
+        """The pieces that `zero_grad` has not voided, which are kept no longer; None if there are none.
+
+        A reduction begins whose members are known.
+        """
+        self.wanted.clear()
         if not self._pieces:
             return None
         taken = {i: (self._unless_voided(i, piece), used) for i, (piece, used) in self._pieces.items()}
@@ -76,6 +91,7 @@ class KeptGradients:
 
     def forget(self) -> None:
         """Keep nothing any more."""
+        self.wanted.clear()
         self._whole.clear()
         self._owned.clear()
         self._pieces.clear()

@@ -6,10 +6,11 @@ import functools
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from _both import backward, both
-from _engines import fully_shard
+from _engines import ENGINES, fully_shard
 from _models import Stack, shard_blocks, shard_nested, vectors
 from _parity import Case, check_parity, plain_step
 from _pool import distributed, simulated
@@ -185,3 +186,28 @@ def test_first_gradients_are_set_a_few_groups_later_and_what_comes_on_top_is_add
     assert all(all(gradients) for gradients in there[1:])
     assert seen[1][7].to_local().tolist() == [4.0, 4.0]
     assert torch.equal(seen[2][2].to_local(), model[2].bias.grad.to_local())
+
+
+@pytest.mark.parametrize("kept", ["unsharded", "pieces"])
+@simulated(world=4)
+def test_a_gradient_that_is_kept_survives_the_freezing_of_its_parameter(rank, world, kept):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    grads = {}
+    engines = ENGINES if kept == "unsharded" else ["ours"]  # FSDP2 adds a piece of one size to one of another
+    for name in ("plain", *engines):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        if name != "plain":
+            for layer in (*model, model):
+                ENGINES[name](layer, mesh=mesh)
+            set_sync = model.set_requires_gradient_sync if kept == "unsharded" else model.set_requires_all_reduce
+            set_sync(False)
+        model(torch.ones(2, 4)).sum().backward()
+        model[0].weight.requires_grad_(False)
+        if name != "plain":
+            set_sync(True)
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+        grads[name] = [param.grad for param in model.parameters()]
+    for name in engines:
+        assert all(map(torch.equal, [grad.full_tensor() for grad in grads[name]], grads["plain"])), name
