@@ -358,7 +358,7 @@ def test_memory_accounts_for_every_byte_and_prints_both_parts(tmp_path: Path) ->
 @pytest.mark.matrix
 def test_figures_stand_beside_those_of_fsdp2(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    tiny = ["--size=tiny", "--repeats=1", "--steps=1", "--timeout=60"]
+    tiny = ["--size=tiny", "--repeats=1", "--steps=1", "--timeout=120"]
     shown = bench("figures.py", *tiny, "--engines=ours,fsdp2", f"--json={file}", limit_s=200.0)
     assert "share of communication" in shown
     results = {result["engine"]: result for result in read(file)["results"]}
