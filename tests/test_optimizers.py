@@ -108,6 +108,24 @@ def test_a_hook_finds_the_gradients_of_all_that_was_reduced_before_and_may_step_
 
 
 @distributed(world=2)
+def test_a_step_within_backward_applies_what_was_clipped_a_line_before(rank, world):
+    models = models_of(lambda: nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)]))
+    for model in models.values():
+        late = [param for layer in model[6:] for param in layer.parameters()]
+        optimizer = torch.optim.SGD(late, lr=1.0)
+        before = [whole(param.detach()).clone() for param in late]
+
+        def clip_and_step(*_, late=late, optimizer=optimizer):
+            torch.nn.utils.clip_grad_norm_(late, 1e-3)
+            optimizer.step()
+
+        model[1].register_full_backward_hook(clip_and_step)
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        moved = [(whole(param.detach()) - old).norm() for param, old in zip(late, before, strict=True)]
+        assert 0.9e-3 < torch.stack(moved).norm() < 1.1e-3
+
+
+@distributed(world=2)
 def test_tensor_hooks_change_the_reduced_gradient(rank, world):
     models = models_of(partial(stack, 4, 2), fsdp2=False)  # FSDP2 calls them with nothing
     for model in models.values():
