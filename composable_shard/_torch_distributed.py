@@ -23,7 +23,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo as HSDPMeshInfo
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -172,11 +174,18 @@ def flattened_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def forget_meshes() -> None:
-    """Drop what torch keeps of meshes for later: a mesh of another world would look equal to one of these."""
+    """Drop what torch keeps of meshes for later.
+
+    A mesh of another world would look equal to one of these, and while it lives, the threads of its groups do.
+    """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # which loads Dynamo
 
     _mesh_resources.mesh_stack.clear()
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 class _ThreadsWorld(threading.local):

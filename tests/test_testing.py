@@ -7,6 +7,7 @@ import random
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -353,6 +354,25 @@ def test_processes_return_values_and_name_the_rank_that_fails():
     with pytest.raises(testing.RankFailedError, match=r"^rank 1 of 2 failed first(.|\n)*NoError: this rank fails"):
         run(return_rank_and_fail, failing=1)
     assert run(return_rank_and_fail, failing=None) == [(0, ["a", "b"]), (1, ["a", "b"])]
+
+
+def threads_behind_a_redistribution(world):
+    assert distribute_tensor(torch.ones(3), world.mesh, [Shard(0)]).full_tensor().tolist() == [1.0] * 3
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_workers_keep_no_threads_of_worlds_that_are_over():
+    testing.processes(2)(threads_behind_a_redistribution)
+    first, again = [
+        (testing.processes(3)(threads_behind_a_redistribution), testing.processes(2)(threads_behind_a_redistribution))
+        for _ in range(2)
+    ]
+    assert again == first
+    idle = Path(f"/proc/{POOL.workers._workers[2].process.pid}/task")
+    deadline = time.monotonic() + 20
+    while len(list(idle.iterdir())) >= first[0][2] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(list(idle.iterdir())) < first[0][2]
 
 
 def crash_with_a_worker(folder):

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from .._torch import active_saved_tensors_hooks
 from .._torch_distributed import count_groups, forget_meshes
-from ._processes import BODY, Job, Outcome
+from ._processes import BODY, LEAVE, Job, Outcome
 from ._spmd import World
 
 _COLLECTIVE_LIMIT_S = 100
@@ -52,6 +52,8 @@ class Group:
         if dist.is_initialized():
             dist.destroy_process_group()
             forget_meshes()
+            gc.unfreeze()
+            gc.collect()  # else meshes that jobs have left in cycles keep their groups, each with threads that poll
         self.epoch = 0
 
 
@@ -150,6 +152,9 @@ def main(pipe: Connection, parent: int) -> None:
     group = Group()
     pipe.send("ready")
     while given := pipe.recv_bytes():
+        if given == LEAVE:
+            group.leave()
+            continue
         outcome = run_job(group, pickle.loads(given))
         try:
             answer = pickle.dumps(outcome)
