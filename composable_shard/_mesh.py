@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -256,14 +256,21 @@ def replicated_mesh(replicas: int) -> DeviceMesh:
     return init_device_mesh(default_device_type(), shape, mesh_dim_names=("replicate", "shard"))
 
 
+_FEW: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = weakref.WeakKeyDictionary()
+
+
 def small_mesh(info: MeshInfo, size: int) -> MeshInfo:
     """The mesh of `size` neighbouring ranks of the shard axis, with copies on the others; all ranks must call it."""
-    mesh = _few_ranks(info.mesh, size, dist.group.WORLD)
-    return replace(mesh_info(mesh), home=info.device, pins=False)
+    world = dist.group.WORLD
+    assert world is not None
+    made = _FEW.setdefault(world, {})  # of this world: meshes of another one would look equal
+    key = size, info.mesh.device_type, str(info.mesh.mesh.tolist())
+    if key not in made:
+        made[key] = _few_ranks(info.mesh, size)
+    return replace(mesh_info(made[key]), home=info.device, pins=False)
 
 
-@functools.lru_cache(maxsize=16)
-def _few_ranks(mesh: DeviceMesh, size: int, world: object) -> DeviceMesh:
+def _few_ranks(mesh: DeviceMesh, size: int) -> DeviceMesh:
     """Process groups of the rows and columns of all ranks' meshes, which may differ (beside tensor parallelism, say).
 
     Groups are made by all ranks of the world in one order: those made among a few alone find each other by how many

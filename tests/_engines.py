@@ -5,8 +5,8 @@ COMPOSABLE_SHARD_TEST_ENGINE=fsdp2 puts torch's own FSDP2 in our place: the test
 
 from __future__ import annotations
 
-import functools
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -29,17 +29,26 @@ fully_shard = _pick_ours()
 ENGINES: dict[str, FullyShard] = {"ours": fully_shard, "fsdp2": fsdp2}
 
 
-@functools.lru_cache(maxsize=32)
-def _mesh(shape: tuple[int, ...], names: tuple[str, ...], group: object) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+# As long as anybody uses them: a mesh keeps its groups, and those their threads.
+_MESHES: weakref.WeakValueDictionary[Any, DeviceMesh] = weakref.WeakValueDictionary()
+
+
+def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    world = dist.group.WORLD
+    assert world is not None
+    key = shape, names, weakref.ref(world)
+    mesh = _MESHES.get(key)
+    if mesh is None:
+        mesh = _MESHES[key] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return mesh
 
 
 def mesh_of(*shape: int) -> DeviceMesh:
-    """A mesh over the default group, made once per group: `mesh_of(2, 2)` replicates on axis 0 and shards on axis 1."""
+    """A mesh over the default group, the same while it is used; `mesh_of(2, 2)` replicates on axis 0, shards on axis 1."""
     names = ("replicate", "shard") if len(shape) == 2 else ("shard",)
-    return _mesh(shape, names, dist.group.WORLD)
+    return _mesh(shape, names)
 
 
 def named_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """A mesh over the default group; the same object whenever it is asked for, as torch's FSDP2 wants full meshes."""
-    return _mesh(shape, names, dist.group.WORLD)
+    return _mesh(shape, names)
