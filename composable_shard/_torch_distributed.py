@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 
@@ -176,7 +177,7 @@ def flattened_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 def forget_meshes() -> None:
     """Drop what torch keeps of meshes for later.
 
-    A mesh of another world would look equal to one of these, and while it lives, the threads of its groups do.
+    A mesh of another world would look equal to one of these, and while it lives, its groups do.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # which loads Dynamo
 
@@ -186,6 +187,23 @@ def forget_meshes() -> None:
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()
     MeshTopoInfo.build_from_mesh.cache_clear()
+
+
+def share_gloo_device() -> None:
+    """Let all gloo groups of this process share a device.
+
+    torch gives each one of its own, with a thread that polls a hundred times a second until the group is gone, and for
+    a group that anything still knows (compiled code, a mesh in a cycle) that is never.
+    """
+    device = dist.ProcessGroupGloo.create_default_device()
+
+    class Sharing(dist.ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices, options._timeout = [device], timeout
+            super().__init__(store, rank, size, options)
+
+    dist.distributed_c10d.ProcessGroupGloo = Sharing  # type: ignore[misc]
 
 
 class _ThreadsWorld(threading.local):

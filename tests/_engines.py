@@ -44,7 +44,7 @@ def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 
 
 def mesh_of(*shape: int) -> DeviceMesh:
-    """A mesh over the default group, the same while it is used; `mesh_of(2, 2)` replicates on axis 0, shards on axis 1."""
+    """A mesh over the default group, the same while it is used; `mesh_of(2, 2)` replicates over axis 0."""
     names = ("replicate", "shard") if len(shape) == 2 else ("shard",)
     return _mesh(shape, names)
 

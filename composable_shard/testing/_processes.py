@@ -32,8 +32,7 @@ T = TypeVar("T")
 START_LIMIT_S = 180.0
 JOB_LIMIT_S = 90.0
 PEER_LIMIT_S = 5.0  # how long the other ranks may go on after one has failed
-LEAVE = b"leave"  # in the place of a job: end your process groups, whose threads poll
-MAX_GROUPS = 16  # process groups that may gather in a worker before it gets a fresh default group
+MAX_GROUPS = 24  # process groups that may gather in a worker before it gets a fresh default group
 BODY = "_body_of_each_rank"  # attribute of a function that runs in processes: what they run
 _START = (
     "import sys; from multiprocessing.connection import Connection; pipe = Connection(int(sys.argv[1])); "
@@ -161,9 +160,6 @@ class Pool:
         self._start(world)
         if self._epoch is None or self._epoch[1] != world:
             self._epoch = (next(self._epochs), world)
-            for idle in self._workers[world:]:
-                with contextlib.suppress(OSError):  # it is dead, of which the job that needs it will tell
-                    idle.pipe.send_bytes(LEAVE)
         assert self._folder is not None
         store = str(Path(self._folder.name) / f"store{self._epoch[0]}")
         number = next(self._jobs)

@@ -26,8 +26,8 @@ import torch.distributed.fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 from .._torch import active_saved_tensors_hooks
-from .._torch_distributed import count_groups, forget_meshes
-from ._processes import BODY, LEAVE, Job, Outcome
+from .._torch_distributed import count_groups, forget_meshes, share_gloo_device
+from ._processes import BODY, Job, Outcome
 from ._spmd import World
 
 _COLLECTIVE_LIMIT_S = 100
@@ -52,8 +52,6 @@ class Group:
         if dist.is_initialized():
             dist.destroy_process_group()
             forget_meshes()
-            gc.unfreeze()
-            gc.collect()  # else meshes that jobs have left in cycles keep their groups, each with threads that poll
         self.epoch = 0
 
 
@@ -146,15 +144,13 @@ def main(pipe: Connection, parent: int) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     leave_with(parent)
+    share_gloo_device()
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # makes the collection after each job cheap
     group = Group()
     pipe.send("ready")
     while given := pipe.recv_bytes():
-        if given == LEAVE:
-            group.leave()
-            continue
         outcome = run_job(group, pickle.loads(given))
         try:
             answer = pickle.dumps(outcome)
