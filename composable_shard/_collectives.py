@@ -73,12 +73,12 @@ class Transport(Protocol):
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     """Process groups move and add real numbers."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor
 
 
 def _reals(tensors: Tensors) -> list[torch.Tensor]:
     """The same for tensors of one dtype."""
-    return [torch.view_as_real(t) for t in tensors] if tensors[0].is_complex() else list(tensors)
+    return [torch.view_as_real(t) for t in tensors] if tensors[0].dtype.is_complex else list(tensors)
 
 
 class _All:
@@ -142,7 +142,7 @@ class Direct(Packed):
     route = Route("direct", gather_from=0)
 
     def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
-        if wholes[0].is_complex():
+        if wholes[0].dtype.is_complex:
             wholes, pieces = _reals(wholes), _reals(pieces)
         handle: Awaitable = self._group.allgather_into_tensor_coalesced(wholes, pieces, self._gather)
         return handle
