@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from _models import Stack, shard_blocks, shard_lists, vectors
 from _parity import Case, check_parity
 from _pool import distributed, more
 from _stepping import assert_at_rest, assert_same_gradients, engine_of, kinds, loss_of, train_step, twins
-from composable_shard import MixedPrecisionPolicy, last_record, make_plan
+from composable_shard import MixedPrecisionPolicy, last_record, make_plan, testing
 from composable_shard._phases import ParamPhase
 
 few = functools.partial(shard_blocks, reshard_after_forward=2)
@@ -160,3 +162,16 @@ def test_ranks_may_belong_to_different_numbers_of_process_groups(rank, world):
     if rank < 2 and torch.__version__ < "2.15":  # from then on torch itself finds no group of all ranks after that
         dist.new_group([0, 1], use_local_synchronization=True)
     check_parity(Case(model=Stack, shard=functools.partial(few, mesh=init_device_mesh("cpu", (4,)))), rank, world)
+
+
+def shard_among_few(world):
+    model = EVEN()
+    few(model, fully_shard, mesh=world.mesh)
+    loss_of(model).backward()
+    return weakref.ref(dist.group.WORLD)
+
+
+def test_the_meshes_among_few_ranks_end_with_their_world():
+    worlds = testing.spmd(4)(shard_among_few)
+    gc.collect()
+    assert [world() for world in worlds] == [None] * 4
