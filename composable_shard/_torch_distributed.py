@@ -198,7 +198,10 @@ def share_gloo_device() -> None:
     device = dist.ProcessGroupGloo.create_default_device()
 
     class Sharing(dist.ProcessGroupGloo):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **defaults: object) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **others: bool) -> None:
+            if any(others.values()):  # settings of torch 2.15, which options cannot hold
+                super().__init__(store, rank, size, timeout=timeout, **others)
+                return
             options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices, options._timeout = [device], timeout
             super().__init__(store, rank, size, options)
