@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from ._bucket import Bucket
-from ._errors import ShardConfigStateError
+from ._budget import Budget
 from ._group import Gradients, ParamGroup, Runtime
 from ._history import History
 from ._node import Entries, Outputs, Use
+from ._owners import Owners
 from ._param import accumulate, any_gradient, hooks_taken
 from ._phases import GATHERING, SHARDED, UNSHARDED
 from ._record import Record
@@ -44,10 +44,11 @@ class Actions:
         in_flight: groups whose reduction a schedule issues with another number of them in flight.
         reduces_first: whether reductions are waited for before backward gathers, whatever the groups say.
         stays_for_next: whether weights stay for the next backward of their group, where that follows at once.
-        budget: bytes that may be leased at once; what would exceed them is not gathered ahead.
+        budget: of the bytes that may be leased at once; what would exceed it is not gathered ahead.
         streams: whether it is streams that wait for communication, and never the host.
         watch: times what is done, if anybody wants to know.
         shown: what modules find under the names of their parameters.
+        owners: whose bucket is which.
         history: what was done, and the record of that.
         staying: groups whose weights stay, a backward of theirs being over, for the next one.
     """
@@ -61,13 +62,13 @@ class Actions:
         self.in_flight: dict[ParamGroup, int] = {}
         self.reduces_first = False
         self.stays_for_next = True
-        self.budget: int | None = None
+        self.budget = Budget(self.groups, runtime.pool)
         self.watch: Stopwatch | None = None
         self.streams = runtime.gather_lane.streams
         self.history = History()
         self._runtime = runtime
         self.shown = Shown(groups, watch_leaf)
-        self._by_bucket: dict[Bucket, ParamGroup] = {}
+        self.owners = Owners(self.groups)
         self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
         self._put_off: Sequence[ParamGroup] | None = None  # groups to gather behind the reductions
         self._unset: dict[ParamGroup, GroupReduced] = {}  # reduced, `.grad` yet to be set
@@ -118,38 +119,27 @@ class Actions:
                 self._arrive(group)
 
     def prefetch(self, groups: Sequence[ParamGroup]) -> None:
-        """Gather these ahead, as far as the budget allows: a step may be another than the planned one.
-
-        What is leased follows from what was issued, so all ranks decide alike.
-        """
+        """Gather these ahead, as far as the budget allows: a step may be another than the planned one."""
         for group in groups:
-            if group.away and (self.budget is None or self.pool.issued_bytes + group.gather_bytes <= self.budget):
+            if group.away and self.budget.allows(group.gather_bytes):
                 self.ahead(group)
 
     def need(self, group: ParamGroup) -> None:
         """Make the weights of a group readable."""
         if group.away:
-            if self.budget is not None:
-                self._make_room(self.budget - group.gather_bytes)
+            self._make_room(group.gather_bytes)
             self.ahead(group)
         if group.phase is GATHERING:
             self._arrive(group)
 
-    def _make_room(self, most: int) -> None:
-        """In a step that is not the planned one: keep to so many bytes by ending what is only on its way.
-
-        Reductions in flight are waited for, then weights are given up that were gathered ahead, and last those that
-        stay for another use: in a forward what an earlier one has kept for its backward.
-        """
-        while self._reductions and self.pool.issued_bytes > most:
+    def _make_room(self, nbytes: int) -> None:
+        """In a step that is not the planned one: wait for reductions in flight, then give weights up."""
+        while self._reductions and not self.budget.allows(nbytes):
             self._settle_oldest()
-        if self.pool.issued_bytes <= most:
+        if self.budget.allows(nbytes):
             return
-        phases = (GATHERING,) if self.pool.backward else (GATHERING, UNSHARDED)
-        may = [group for phase in phases for group in self.groups if group.phase is phase]
-        may += [group for group in self.groups if group in self.staying and group.options.reshard_after_backward]
-        for group in may:
-            if self.pool.issued_bytes > most and not (group.pinned or group.running):
+        for group in self.budget.yielding(self.staying):
+            if not self.budget.allows(nbytes):
                 self.drop(group)
 
     def _arrive(self, group: ParamGroup) -> None:
@@ -197,9 +187,33 @@ class Actions:
                 self.drop(group)
         return adopted
 
+    def drop_after_forward(self) -> None:
+        """A forward of the root is over: no prefetch outlives it, and no copy of one without gradients."""
+        for group in self.groups:
+            unused = group.phase is GATHERING or not torch.is_grad_enabled()
+            if unused and group.phase is not SHARDED and not group.pinned:
+                self.drop(group)
+
+    def drop_idle(self) -> None:
+        """Give the weights of all groups up that no forward reads and no user keeps."""
+        for group in self.groups:
+            if not group.running and not group.pinned:
+                self.drop(group)
+
+    def pin(self, group: ParamGroup, wait: bool) -> None:
+        """Gather a group and keep it until `reshard`, its next use, or a change of its parameters."""
+        if group.away:
+            self.parameters_changed()
+        group.pinned = True
+        self.ahead(group)
+        if wait:
+            self.need(group)
+            self.shown.show_leaves(group)
+
     def drop_after_backward(self) -> None:
         """A backward is over: drop all that no setting keeps, and hide the rest."""
         self.staying.clear()
+        self.budget.end_backward()
         for group in self.groups:
             if group.phase is SHARDED or group.pinned or group.running:
                 continue
@@ -215,8 +229,8 @@ class Actions:
             most = min(planned, allowed) if planned and allowed else planned or allowed or MAX_REDUCTIONS
             while len(self._reductions) >= most:
                 self._settle_oldest()
-        if self.budget is not None:
-            self._make_room(self.budget - group.reduce_bytes)
+        if self.budget.most is not None:
+            self._make_room(group.reduce_bytes)
         self._start_reduce(group, gradients)
         if self.watch is not None and self.watch.serial:
             self._settle_oldest()
@@ -231,8 +245,8 @@ class Actions:
     def reduce_now(self, group: ParamGroup, gradients: Gradients) -> dict[int, torch.Tensor]:
         """Reduce and wait; returns this rank's piece of each gradient, by index, and sets no `.grad`."""
         self.settle()
-        if self.budget is not None:
-            self._make_room(self.budget - group.reduce_bytes)
+        if self.budget.most is not None:
+            self._make_room(group.reduce_bytes)
         self._start_reduce(group, gradients)
         return self._finish_oldest()[1].pieces()
 
@@ -262,6 +276,7 @@ class Actions:
             self.catch_up()
         group = use.group
         self.staying.discard(group)
+        self.budget.reached(group)
         waits = bool(self._reductions) and (self.reduces_first or group.reduces_first)
         at_once = group.away or any(map(_away, missed))
         waits = waits and (at_once or any(map(_away, following)))
@@ -363,6 +378,7 @@ class Actions:
         self._sums.clear()
         self._unset.clear()
         self._put_off = None
+        self.budget.end_backward()
         while self._reductions:
             self._finish_oldest()
 
@@ -371,7 +387,7 @@ class Actions:
         for group in groups:
             if group.phase is SHARDED:
                 group.rebuild()
-        self._by_bucket.clear()  # it would keep the old ones
+        self.owners.forget()
         self.pool.forget()
 
     def plan_memory(self) -> None:
@@ -379,22 +395,5 @@ class Actions:
         if self.pool.wants_arena and all(group.phase is SHARDED for group in self.groups):
             for group in self.groups:
                 group.leave_slots()
-            self._by_bucket.clear()
+            self.owners.forget()
             self.pool.make_arena()
-
-    def group_of(self, bucket: Bucket) -> ParamGroup:
-        """Whose bucket it is.
-
-        Raises:
-            ShardConfigStateError: nobody's any more.
-        """
-        group = self._by_bucket.get(bucket)
-        if group is None:
-            self._by_bucket = {b: g for g in self.groups for b in g.buckets}
-            group = self._by_bucket.get(bucket)
-        if group is None:
-            raise ShardConfigStateError(
-                f"parameters {', '.join(bucket.fqns)}: were converted or replaced between forward and backward; "
-                "run backward first, or run forward again"
-            )
-        return group

@@ -36,9 +36,10 @@ from ._learning import Learning
 from ._node import Entries, Keeper, Outputs, Use, Witness, unshard
 from ._optimizers import watch_steps
 from ._order import Order
-from ._phases import GATHERING, SHARDED, UNSHARDED
+from ._phases import SHARDED, UNSHARDED
 from ._plan import ShardPlan
 from ._record import Record
+from ._saved import is_checkpointed, save_for_checkpoint
 from ._schedule import Kind
 from ._timing import Stopwatch
 from ._torch import Fate, apart_from_checkpoints, current_backward, queue_backward_callback
@@ -56,8 +57,7 @@ class Engine:
 
     Attributes:
         order, learning: what comes next, by the plan or by the user; what is learned for the next plan.
-        has_run: whether a module has run forward.
-        pool: the memory of all groups.
+        has_run, pool: whether a module has run forward; the memory of all groups.
         witness: by which nodes learn what becomes of their gradients.
         is_last_backward: whether backward waits, at its end, for the reductions that it has issued.
         ends_by_hand: whether the caller ends backward (`end_backward_by_hand`).
@@ -71,6 +71,8 @@ class Engine:
         self.pool = runtime.pool
         self.witness = Witness()
         self._do = Actions(groups, runtime, partial(watch_leaf, weakref.ref(self)))
+        self.halfway = self._do.catch_up  # backward has read half of the weights of the use that it has reached last
+        self.unshard = self._do.pin
         self.order = Order(plan, self._do)
         self._gradients = GradientFlow(self._do)
         self.learning = Learning(self.order, self._do, real(among))
@@ -138,9 +140,7 @@ class Engine:
             if group.running:  # a group of several modules, not all of which have run
                 group.running = 1
                 self.after_forward(group)
-            unused = group.phase is GATHERING or not torch.is_grad_enabled()
-            if unused and group.phase is not SHARDED and not group.pinned:
-                self._do.drop(group)  # no prefetch, and no copy of a forward without gradients, outlives its forward
+        self._do.drop_after_forward()
         if learn_order:
             self.learning.end()
 
@@ -148,16 +148,22 @@ class Engine:
         """Show the unsharded parameters to a module that is about to run; returns its use, if backward may follow."""
         if group.running:
             group.running += 1
+            self.save_for_checkpoint(group)
             return None
         made_in = current_backward()
-        if made_in >= 0:
-            self._open_pass(made_in)
-        if made_in < 0 or group not in self._active:
+        if not (again := made_in >= 0 and self._open_pass(made_in).begin(group) and group in self._active):
             self._do.need(group)
-        group.running = 1
-        self.has_run = True
-        if made_in >= 0 and group in self._active:
-            return None  # recomputed in its own backward: the node's outputs are on show already
+        group.running, self.has_run = 1, True
+        try:
+            return self._begin_use(group, entries, made_in, again)
+        except BaseException:  # by which a checkpoint, too, ends a recomputation that has all that it needs
+            self.after_forward(group)
+            raise
+
+    def _begin_use(self, group: ParamGroup, entries: Entries, made_in: int, again: bool) -> tuple[Use, Outputs] | None:
+        if again:  # recomputed in its own backward: the node's outputs are on show already
+            self.save_for_checkpoint(group)
+            return None
         found: tuple[Use, Outputs] | None = None
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             self._count += 1
@@ -167,6 +173,7 @@ class Engine:
             self._open[group], found = use, (use, ())
             self._uses.add(use)
             if group.trains:
+                use.checkpointed = is_checkpointed(self)
                 found = (use, unshard(self, use))
                 entries.show(found[1])
                 self._iterations.await_backward(forward)
@@ -178,6 +185,12 @@ class Engine:
         if made_in < 0:
             self._do.begin_forward(group, self.order.after(group))
         return found
+
+    def save_for_checkpoint(self, group: ParamGroup) -> None:
+        """Where a use has its node, or is recomputed for it: a checkpoint counts what nodes save, in both forwards."""
+        use = self._open.get(group) or self._active.get(group)
+        if use is not None and use.checkpointed:
+            save_for_checkpoint(self, self.witness.leaf)
 
     def after_forward(self, group: ParamGroup, copied: Sequence[torch.Tensor] = ()) -> None:
         """A module has run, or failed; views of weights in its outputs were copied and will be dropped."""
@@ -192,7 +205,7 @@ class Engine:
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)
         self._do.end_forward(group)
-        if group in self._active:
+        if group in self._active and (self._pass is None or group not in self._pass.late):
             return
         if group.reshard_after_forward:
             self._do.give_up(group)
@@ -210,6 +223,7 @@ class Engine:
             self._pass = BackwardPass(number, token, self._uses, weakref.WeakMethod(self.on_pass_gone), use)
             self._iterations.reach(self._pass.newest)
             self.order.begin_backward(self._pass.repeated)
+            self._do.budget.begin_backward()
             queue_backward_callback(partial(self._end_backward, token))
         self._pass.note(number)
         return self._pass
@@ -225,7 +239,12 @@ class Engine:
         use.entered = now.number
         self._active[use.group] = use
         missed, following = self.order.before(use, now)
-        self._do.begin_backward(use, outputs, missed, following)
+        if use.checkpointed and self._do.budget.most is not None:
+            now.put_off(use, partial(self._do.begin_backward, use, outputs, missed, following))
+        else:
+            self._do.begin_backward(use, outputs, missed, following)
+        if now.late:
+            now.begin_due()
 
     def _pass_over(self, now: BackwardPass, passed: Passed) -> None:
         """Gradients reach a use later, or only on other ranks: gather what is gathered with it all the same."""
@@ -233,10 +252,6 @@ class Engine:
             self._do.pass_over(passed.use.group, *self.order.before(passed.use, now))
         else:
             self._do.end_use(passed.use.group, passed.following)
-
-    def halfway(self) -> None:
-        """Backward has read half of the weights of the use that it has reached last."""
-        self._do.catch_up()
 
     def _finish_later_uses(self, now: BackwardPass, use: Use) -> None:
         """Complete the uses that get no more gradients.
@@ -249,11 +264,11 @@ class Engine:
 
     def fetch(self, bucket: Bucket) -> None:
         """Backward asks for a saved weight."""
-        group = self._do.group_of(bucket)
+        group = self._do.owners.of(bucket)
         if group.phase is UNSHARDED:
             return
         if (number := current_backward()) >= 0:
-            self._open_pass(number)
+            self._open_pass(number).ask_for(group)
             self._do.catch_up()
         self._do.need(group)
 
@@ -287,12 +302,12 @@ class Engine:
         """The backward of a use is over: reshard, unless its weights are about to be needed again."""
         if self._active.get(use.group) is use:
             del self._active[use.group]
+            now.late.pop(use.group, None)
         self._do.end_use(use.group, now.next_group())
 
     def _end_backward(self, token: Token) -> None:
         """The outermost pass has ended well."""
-        now = self._pass
-        if not (now and now.is_of(token)):
+        if (now := self._pass) is None or not now.is_of(token):
             return
         self._do.compute_ended(Kind.BACKWARD)
         with torch.no_grad():
@@ -327,9 +342,7 @@ class Engine:
     def on_pass_gone(self) -> None:
         """A pass has ended, or failed: then modules get their sharded parameters back; `_recover` does the rest."""
         if self._pass is not None and not self._pass.alive:
-            for group in self.groups:
-                if not group.running:
-                    self._do.shown.hide(group)
+            self._do.shown.hide_idle()
 
     def _recover(self) -> None:
         """A backward has failed: give up what it left behind."""
@@ -339,9 +352,7 @@ class Engine:
         self._uses.forget()
         for use in self._uses:
             use.partial = None
-        for group in self.groups:
-            if not group.running and not group.pinned:
-                self._do.drop(group)
+        self._do.drop_idle()
 
     def on_node_gone(self, use: Use) -> None:
         """The graph of a use was freed."""
@@ -360,26 +371,15 @@ class Engine:
 
     # ---- what users ask for
 
-    def unshard(self, group: ParamGroup, wait: bool) -> None:
-        """Gather a group and keep it until `reshard`, its next use, or a change of its parameters."""
-        if group.away:
-            self._do.parameters_changed()
-        group.pinned = True
-        self._do.ahead(group)
-        if wait:
-            self._do.need(group)
-            self._do.shown.show_leaves(group)
-
     def reshard(self, group: ParamGroup) -> None:
         """Give the weights of a group up, unless a forward reads them now."""
         if not group.running and group.phase is not SHARDED:
             self._do.drop(group)
 
-    def watch(self, on: bool) -> None:
-        """Time what is done, or no longer."""
+    def _watch(self, on: bool) -> None:
         self._tuning.watch(Stopwatch(self.pool.device) if on else None)
 
-    watched = property(fset=watch)
+    watched = property(fset=_watch, doc="Whether what is done is timed.")
 
     def converted(self, groups: Sequence[ParamGroup]) -> None:
         """Parameters were moved or converted: memory goes back, unless a graph still needs it for its backward."""

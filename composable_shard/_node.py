@@ -47,6 +47,7 @@ class Use:
         last: number of the last use that began before the forward of this one was over.
         made_in: number of the backward pass in which the forward ran (a recomputation), -1 outside of any.
         forward: number of the root's forward that it was part of; 0 for a recomputation.
+        checkpointed: whether a checkpoint is around it, which will run its forward again.
         node: the autograd node, weakly; None for a group without gradients.
         slots: where the weights were in forward.
         reads: how many weights autograd has saved, of the group's first bucket.
@@ -57,6 +58,7 @@ class Use:
 
     __slots__ = (
         "__weakref__",
+        "checkpointed",
         "entered",
         "entries",
         "fired",
@@ -81,13 +83,19 @@ class Use:
         self.slots = group.slots
         self.reads = 0
         self.entered = -1
-        self.fired = False
+        self.fired = self.checkpointed = False
         self.partial: list[torch.Tensor | None] | None = None
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The sum of the partial gradients and these; nothing stays behind."""
         before, self.partial = self.partial, None
         return list(gradients) if before is None else added(before, gradients)
+
+    def recompute(self) -> None:
+        """Have the checkpoint around it run the forward again, if it has not yet done so in this backward."""
+        node = self.node()
+        if node is not None:
+            _ = node.saved_tensors
 
 
 def added(first: Sequence[torch.Tensor | None], second: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -168,6 +176,8 @@ class _Unshard(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.lifeline = lifeline
         ctx.set_materialize_grads(False)
+        if lifeline.use.checkpointed:
+            ctx.save_for_backward(witness)
         outputs = tuple(map(_data, weights))  # at a third of what `detach` takes
         needed = ctx.needs_input_grad
         if not all(needed[3:]):

@@ -84,7 +84,7 @@ class Order:
         for fqn, group in named.items():
             stays = not group.resharding if plan.schedule is None else fqn in edges.kept
             group.settings.stays = stays if stays == group.resharding else None  # a guard of what is compiled
-        self._do.budget = plan.pool.budget
+        self._do.budget.most = plan.pool.budget
         self.plan = plan
         self.phases = {phase for phase, _ in plan.orders}
         if (listener := self.told()) is not None:

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 
 from ._bucket import Bucket, GatherBucket
@@ -99,6 +100,28 @@ def saved_weights(owner: WeightOwner) -> AbstractContextManager[Any] | None:
     return saved_tensors_hooks(passed_by_checkpoints(hooks.pack, outer), hooks.unpack)
 
 
+def is_checkpointed(owner: WeightOwner) -> bool:
+    """Whether a checkpoint is around the forward that runs now: what it saves, but for weights, is recomputed."""
+    hooks = _ours(active_saved_tensors_hooks())
+    return hooks is not None and hooks.checkpointed and hooks.owner() is owner
+
+
+def save_for_checkpoint(owner: WeightOwner, tensor: torch.Tensor) -> None:
+    """If a checkpoint is around the forward that runs now, be to it as a node that saves this tensor."""
+    hooks = active_saved_tensors_hooks()
+    if hooks is not None and _is_grad_enabled() and is_checkpointed(owner):
+        hooks[0](tensor)
+
+
+def _ours(hooks: SavedTensorsHooks | None) -> _Hooks | None:
+    found = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return found if isinstance(found, _Hooks) else None
+
+
+def _is_of_checkpoint(hooks: SavedTensorsHooks | None) -> bool:
+    return hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__
+
+
 def weights_in_place(owner: WeightOwner) -> AbstractContextManager[None] | None:
     """For a forward whose weights never move: sets the hooks aside, as some transforms of `torch.func` demand.
 
@@ -116,11 +139,13 @@ class _Hooks:
     collective that was issued under the hooks, whose thread has a copy of this thread's state, holds nothing.
     """
 
-    __slots__ = ("_keepers", "_last", "_outer", "_pool", "owner")
+    __slots__ = ("_keepers", "_last", "_outer", "_pool", "checkpointed", "owner")
 
     def __init__(self, owner: WeightOwner, outer: SavedTensorsHooks | None) -> None:
         self.owner = weakref.ref(owner)
         self._outer = outer
+        ours = _ours(outer)
+        self.checkpointed: bool = _is_of_checkpoint(outer) if ours is None else ours.checkpointed
         self._pool = owner.pool
         self._keepers = owner.keepers
         self._last: Slot | Outside | None = None  # one forward saves several weights of a slot

@@ -36,6 +36,12 @@ class Shown:
         if (entries := self._entries[group]()) is not None:
             entries.hide()
 
+    def hide_idle(self) -> None:
+        """Let the modules of all groups have their sharded parameters, but for those whose forward runs."""
+        for group in self._entries:
+            if not group.running:
+                self.hide(group)
+
     def show_leaves(self, group: ParamGroup) -> None:
         """Let the modules of a group have unsharded leaves, without history."""
         if (entries := self._entries[group]()) is None:

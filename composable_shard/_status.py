@@ -63,7 +63,7 @@ def watch(model: nn.Module, on: bool = True) -> None:
     if not states:
         raise ShardConfigValueError(f"model: {type(model).__name__} holds no sharded module; call fully_shard first")
     for engine in _engines(model):
-        engine.watch(on)
+        engine.watched = on
     for state in states:
         if state.bound is None:
             state.set_for_root(watched=on)

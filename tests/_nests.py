@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.nn as nn
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import composable_shard as cs
 
@@ -24,7 +25,10 @@ class Nest(nn.Module):
 
     Attributes:
         left_out: by call, whether no gradient flows through it.
+        checkpointed: how it is recomputed in backward, if it is: "plain", or "closure", which takes no tensor.
     """
+
+    checkpointed: str | None = None
 
     def __init__(self, rng: random.Random, depth: int, *, whole: bool = False) -> None:
         super().__init__()
@@ -46,7 +50,7 @@ class Nest(nn.Module):
         if self.own is not None and not self.last:
             x = self.own(x)
         for at, left_out in zip(self.calls, self.left_out, strict=True):
-            y = self.inner[at](x)
+            y = _called(self.inner[at], x)
             x = x + y.detach() if left_out else y if self.returns_inner else x + y
         if self.own is not None and self.last:
             x = self.own(x.tanh())
@@ -56,6 +60,12 @@ class Nest(nn.Module):
     def nests(self) -> list[Nest]:
         """This and all inside."""
         return [module for module in self.modules() if isinstance(module, Nest)]
+
+
+def _called(nest: Nest, x: Tensor) -> Tensor:
+    if nest.checkpointed == "closure":
+        return checkpoint(lambda: nest(x), use_reentrant=False)
+    return checkpoint(nest, x, use_reentrant=False) if nest.checkpointed else nest(x)
 
 
 class Nests(nn.Module):
@@ -69,12 +79,20 @@ class Nests(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
         for nest in self.nests:
-            x = nest(x)
+            x = _called(nest, x)
         return x
 
     @property
     def all_nests(self) -> list[Nest]:
         return [module for module in self.modules() if isinstance(module, Nest)]
+
+
+def with_checkpoints(rng: random.Random) -> Nests:
+    """A model half of whose modules are recomputed."""
+    model = Nests(rng)
+    for nest in model.all_nests:
+        nest.checkpointed = rng.choice([None, None, None, "plain", "plain", "closure"])
+    return model
 
 
 def shard_nests(model: Nests, engine: Any, **options: Any) -> None:

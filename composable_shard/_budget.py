@@ -1,0 +1,72 @@
+"""Keeping to a budget in a step that is not the planned one: which weights yield.
+
+What is leased follows from what was issued, so all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+from ._group import ParamGroup
+from ._phases import GATHERING, UNSHARDED
+from ._pool import BufferPool
+
+
+class Budget:
+    """How much the groups of one engine may lease.
+
+    Args:
+        groups: all of them.
+        pool: the memory that it bounds.
+
+    Attributes:
+        most: bytes that may be leased at once; None if there is no bound.
+    """
+
+    def __init__(self, groups: Sequence[ParamGroup], pool: BufferPool) -> None:
+        self.most: int | None = None
+        self._groups = groups
+        self._pool = pool
+        self._unread: set[ParamGroup] = set()
+
+    def allows(self, nbytes: int) -> bool:
+        """Whether so many bytes more fit."""
+        return self.most is None or self._pool.issued_bytes + nbytes <= self.most
+
+    def begin_backward(self) -> None:
+        """A backward begins: weights that forward has kept for it may yield to what checkpoints gather to recompute.
+
+        They may until they are read, of which the first handle tells: its bucket counts reads down from here on.
+        """
+        if self.most is not None:
+            self._unread = {group for group in self._groups if group.phase is UNSHARDED}
+            for group in self._unread:
+                for bucket in group.buckets:
+                    bucket.reads_left = 1
+
+    def reached(self, group: ParamGroup) -> None:
+        """Backward has reached a use of a group: its weights stay."""
+        if group in self._unread:
+            self._unread.discard(group)
+            for bucket in group.buckets:
+                bucket.reads_left = 0
+
+    def end_backward(self) -> None:
+        """Backward is over, or has failed."""
+        self._unread.clear()
+
+    def yielding(self, staying: Container[ParamGroup]) -> list[ParamGroup]:
+        """The groups whose weights may be given up, the first one first.
+
+        Those that were gathered ahead; in a forward, what an earlier one has kept for its backward, and in a backward,
+        what it has not read of that; last what stays for another use (`staying`).
+        """
+        ahead = [group for group in self._groups if group.phase is GATHERING]
+        kept = [group for group in self._groups if group.phase is UNSHARDED and self._may_go(group)]
+        stays = [g for g in self._groups if g in staying and g.options.reshard_after_backward and g not in kept]
+        return [group for group in (*ahead, *kept, *stays) if not (group.pinned or group.running)]
+
+    def _may_go(self, group: ParamGroup) -> bool:
+        if not self._pool.backward:
+            return True
+        return group in self._unread and all(bucket.reads_left for bucket in group.buckets)
