@@ -120,26 +120,26 @@ class Actions:
 
     def prefetch(self, groups: Sequence[ParamGroup]) -> None:
         """Gather these ahead, as far as the budget allows: a step may be another than the planned one."""
+        bounded = self.budget.most is not None
         for group in groups:
-            if group.away and self.budget.allows(group.gather_bytes):
+            if group.away and not (bounded and self.budget.exceeded_by(group.gather_bytes)):
                 self.ahead(group)
 
     def need(self, group: ParamGroup) -> None:
         """Make the weights of a group readable."""
         if group.away:
-            self._make_room(group.gather_bytes)
+            if self.budget.most is not None:
+                self._make_room(group.gather_bytes)
             self.ahead(group)
         if group.phase is GATHERING:
             self._arrive(group)
 
     def _make_room(self, nbytes: int) -> None:
         """In a step that is not the planned one: wait for reductions in flight, then give weights up."""
-        while self._reductions and not self.budget.allows(nbytes):
+        while self._reductions and self.budget.exceeded_by(nbytes):
             self._settle_oldest()
-        if self.budget.allows(nbytes):
-            return
-        for group in self.budget.yielding(self.staying):
-            if not self.budget.allows(nbytes):
+        for group in self.budget.yielding(self.staying) if self.budget.exceeded_by(nbytes) else ():
+            if self.budget.exceeded_by(nbytes):
                 self.drop(group)
 
     def _arrive(self, group: ParamGroup) -> None:
@@ -276,7 +276,8 @@ class Actions:
             self.catch_up()
         group = use.group
         self.staying.discard(group)
-        self.budget.reached(group)
+        if self.budget.unread:
+            self.budget.reached(group)
         waits = bool(self._reductions) and (self.reduces_first or group.reduces_first)
         at_once = group.away or any(map(_away, missed))
         waits = waits and (at_once or any(map(_away, following)))

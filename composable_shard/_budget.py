@@ -21,17 +21,18 @@ class Budget:
 
     Attributes:
         most: bytes that may be leased at once; None if there is no bound.
+        unread: groups whose weights forward has kept, and which the backward that runs now has not reached.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], pool: BufferPool) -> None:
         self.most: int | None = None
         self._groups = groups
         self._pool = pool
-        self._unread: set[ParamGroup] = set()
+        self.unread: set[ParamGroup] = set()
 
-    def allows(self, nbytes: int) -> bool:
-        """Whether so many bytes more fit."""
-        return self.most is None or self._pool.issued_bytes + nbytes <= self.most
+    def exceeded_by(self, nbytes: int) -> bool:
+        """Whether so many bytes more do not fit."""
+        return self.most is not None and self._pool.issued_bytes + nbytes > self.most
 
     def begin_backward(self) -> None:
         """A backward begins: weights that forward has kept for it may yield to what checkpoints gather to recompute.
@@ -39,21 +40,21 @@ class Budget:
         They may until they are read, of which the first handle tells: its bucket counts reads down from here on.
         """
         if self.most is not None:
-            self._unread = {group for group in self._groups if group.phase is UNSHARDED}
-            for group in self._unread:
+            self.unread = {group for group in self._groups if group.phase is UNSHARDED}
+            for group in self.unread:
                 for bucket in group.buckets:
                     bucket.reads_left = 1
 
     def reached(self, group: ParamGroup) -> None:
-        """Backward has reached a use of a group: its weights stay."""
-        if group in self._unread:
-            self._unread.discard(group)
+        """Backward has reached a use of a group: its weights stay, if they are there."""
+        if group in self.unread:
+            self.unread.discard(group)
             for bucket in group.buckets:
                 bucket.reads_left = 0
 
     def end_backward(self) -> None:
         """Backward is over, or has failed."""
-        self._unread.clear()
+        self.unread.clear()
 
     def yielding(self, staying: Container[ParamGroup]) -> list[ParamGroup]:
         """The groups whose weights may be given up, the first one first.
@@ -69,4 +70,4 @@ class Budget:
     def _may_go(self, group: ParamGroup) -> bool:
         if not self._pool.backward:
             return True
-        return group in self._unread and all(bucket.reads_left for bucket in group.buckets)
+        return group in self.unread and all(bucket.reads_left for bucket in group.buckets)

@@ -39,7 +39,7 @@ from ._order import Order
 from ._phases import SHARDED, UNSHARDED
 from ._plan import ShardPlan
 from ._record import Record
-from ._saved import is_checkpointed, save_for_checkpoint
+from ._saved import save_for_checkpoint
 from ._schedule import Kind
 from ._timing import Stopwatch
 from ._torch import Fate, apart_from_checkpoints, current_backward, queue_backward_callback
@@ -78,7 +78,7 @@ class Engine:
         self.learning = Learning(self.order, self._do, real(among))
         self._tuning = Tuning(self.learning, self.order, self._do, among)
         self._uses = Uses()
-        self.has_run, self.is_last_backward, self.ends_by_hand = False, True, False
+        self.has_run, self.is_last_backward, self.ends_by_hand, self.checkpointed = False, True, False, False
         self.changed_at: torch.Event | None = None
         self._count = 0
         self._iterations = Iterations()
@@ -173,7 +173,7 @@ class Engine:
             self._open[group], found = use, (use, ())
             self._uses.add(use)
             if group.trains:
-                use.checkpointed = is_checkpointed(self)
+                use.checkpointed = self.checkpointed
                 found = (use, unshard(self, use))
                 entries.show(found[1])
                 self._iterations.await_backward(forward)

@@ -33,7 +33,14 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class WeightOwner(Protocol):
-    """Who gathers weights and knows where they lie."""
+    """Who gathers weights and knows where they lie.
+
+    Attributes:
+        checkpointed: whether a checkpoint is around the forward that began last: what it saves, but for weights, is
+            recomputed.
+    """
+
+    checkpointed: bool
 
     @property
     def pool(self) -> BufferPool: ...
@@ -92,24 +99,19 @@ class _Foreign(NamedTuple):
 def saved_weights(owner: WeightOwner) -> AbstractContextManager[Any] | None:
     """The hooks as a context for one forward; None if they are in force already."""
     outer = active_saved_tensors_hooks()
-    if outer is not None:
-        hooks = getattr(outer[0], "__self__", None)
-        if isinstance(hooks, _Hooks) and hooks.owner() is owner:
-            return None
+    ours = _ours(outer)
+    if ours is not None and ours.owner() is owner:
+        owner.checkpointed = ours.checkpointed
+        return None
     hooks = _Hooks(owner, outer)
+    owner.checkpointed = hooks.checkpointed
     return saved_tensors_hooks(passed_by_checkpoints(hooks.pack, outer), hooks.unpack)
-
-
-def is_checkpointed(owner: WeightOwner) -> bool:
-    """Whether a checkpoint is around the forward that runs now: what it saves, but for weights, is recomputed."""
-    hooks = _ours(active_saved_tensors_hooks())
-    return hooks is not None and hooks.checkpointed and hooks.owner() is owner
 
 
 def save_for_checkpoint(owner: WeightOwner, tensor: torch.Tensor) -> None:
     """If a checkpoint is around the forward that runs now, be to it as a node that saves this tensor."""
     hooks = active_saved_tensors_hooks()
-    if hooks is not None and _is_grad_enabled() and is_checkpointed(owner):
+    if hooks is not None and owner.checkpointed and _is_grad_enabled():
         hooks[0](tensor)
 
 
@@ -127,9 +129,9 @@ def weights_in_place(owner: WeightOwner) -> AbstractContextManager[None] | None:
 
     Weights are then saved as any tensor is. None if the hooks are not in force.
     """
-    outer = active_saved_tensors_hooks()
-    hooks = None if outer is None else getattr(outer[0], "__self__", None)
-    return saved_tensors_hooks_set_aside() if isinstance(hooks, _Hooks) and hooks.owner() is owner else None
+    owner.checkpointed = False
+    ours = _ours(active_saved_tensors_hooks())
+    return saved_tensors_hooks_set_aside() if ours is not None and ours.owner() is owner else None
 
 
 class _Hooks:
