@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,26 @@ def integers(text: str) -> list[int]:
     """Positive integers from a comma-separated option of the command line."""
     numbers = [int(part) for part in text.split(",")]
     if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be positive")
+    return numbers
+
+
+def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
+    """A parser of names with commas between them."""
+
+    def parse(text: str) -> list[str]:
+        found = [name.strip() for name in text.split(",")]
+        if unknown := [name for name in found if name not in known]:
+            raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; known: {', '.join(known)}")
+        return found
+
+    return parse
+
+
+def ratios(text: str) -> list[float]:
+    """Positive numbers with commas between them."""
+    numbers = [float(part) for part in text.split(",")]
+    if not all(0 < number < float("inf") for number in numbers):
         raise argparse.ArgumentTypeError(f"{text}: must be positive")
     return numbers
 

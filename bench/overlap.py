@@ -18,9 +18,12 @@ bytes.
 import argparse
 import dataclasses
 import functools
+import multiprocessing
+import os
 import random
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -319,69 +322,65 @@ def differing(sides: list[Side]) -> bool:
     return max(sizes, default=0) > (1 + SAME_BYTES) * min(sizes, default=0)
 
 
-def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        found = [name.strip() for name in text.split(",")]
-        if unknown := [name for name in found if name not in known]:
-            raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; known: {', '.join(known)}")
-        return found
-
-    return parse
-
-
-def ratios(text: str) -> list[float]:
-    numbers = [float(part) for part in text.split(",")]
-    if not all(0 < number < float("inf") for number in numbers):
-        raise argparse.ArgumentTypeError(f"{text}: must be positive")
-    return numbers
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shown = "(default: %(default)s)"
-    parser.add_argument("--models", type=names(tuple(MODELS)), default=",".join(MODELS), help=shown)
-    parser.add_argument("--ratios", type=ratios, default="0.3,1,3", help=f"gathering / forward {shown}")
+    parser.add_argument("--models", type=_report.names(tuple(MODELS)), default=",".join(MODELS), help=shown)
+    parser.add_argument("--ratios", type=_report.ratios, default="0.3,1,3", help=f"gathering / forward {shown}")
     parser.add_argument(
-        "--clocks", type=names(CLOCKS), default="virtual,streams", help=f"of {', '.join(CLOCKS)} {shown}"
+        "--clocks", type=_report.names(CLOCKS), default="virtual,streams", help=f"of {', '.join(CLOCKS)} {shown}"
     )
-    parser.add_argument("--engines", type=names(ENGINES), default=",".join(ENGINES), help=shown)
+    parser.add_argument("--engines", type=_report.names(ENGINES), default=",".join(ENGINES), help=shown)
     parser.add_argument("--world", type=int, default=8, help=f"simulated ranks {shown}")
     parser.add_argument("--latency-us", type=float, default=10.0, help=f"of a collective {shown}")
     parser.add_argument("--rounds", type=int, default=2, help=f"interleaved rounds {shown}")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help=f"models at a time, of exact clocks {shown}")
     parser.add_argument("--log", choices=ENGINES, help="print what ENGINE's last step did, collective by collective")
     parser.add_argument("--parts", action="store_true", help="print which collectives were exposed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     return parser.parse_args()
 
 
-def main() -> int:
-    options = parse()
+def run(model: str, options: argparse.Namespace) -> list[tuple[str, list[OverlapResult], list[str]]]:
+    """The figures of one model, by clock, and what is wrong with them."""
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 4 * len(options.ratios) * len(CLOCKS)  # a graph for each schedule of `auto`
+    torch.compiler.reset()
+    units = units_of(MODELS[model]())
+    found = []
+    for clock in options.clocks:
+        results: list[OverlapResult] = []
+        faults: list[str] = []
+        for ratio in options.ratios:
+            case = Case(model, ratio, clock, options.world, 1e-6 * options.latency_us, units)
+            sides = measure(case, options.engines, options.rounds)
+            made = results_of(case, sides)
+            results += made
+            if clock in EXACT:
+                faults += [f"{case}: {result.engine}: {miss}" for result in made for miss in result.misses]
+            if differing(sides):
+                faults.append(f"{case}: the engines moved different amounts of bytes")
+            for side in sides:
+                if side.name == options.log:
+                    print(f"{options.log}: {case}\n{side.log}", flush=True)
+        found.append((clock, results, faults))
+    return found
+
+
+def main() -> int:
+    options = parse()
+    jobs = 1 if options.log or not set(options.clocks) <= set(EXACT) else options.jobs
     results: list[OverlapResult] = []
     failed = False
-    for model in options.models:
-        units = units_of(MODELS[model]())
-        torch.compiler.reset()
-        for clock in options.clocks:
-            found: list[OverlapResult] = []
-            for ratio in options.ratios:
-                case = Case(model, ratio, clock, options.world, 1e-6 * options.latency_us, units)
-                sides = measure(case, options.engines, options.rounds)
-                made = results_of(case, sides)
-                found += made
-                for result in made:
-                    for miss in result.misses if clock in EXACT else ():
-                        print(f"overlap.py: {case}: {result.engine}: {miss}", file=sys.stderr)
-                        failed = True
-                if differing(sides):
-                    print(f"overlap.py: {case}: the engines moved different amounts of bytes", file=sys.stderr)
-                    failed = True
-                for side in sides:
-                    if side.name == options.log:
-                        print(f"{options.log}: {case}\n{side.log}")
-            show(model, clock, found, options)
-            results += found
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        each = functools.partial(run, options=options)
+        for model, found in zip(options.models, (map if jobs == 1 else pool.map)(each, options.models), strict=True):
+            for clock, of_clock, faults in found:
+                for fault in faults:
+                    print(f"overlap.py: {fault}", file=sys.stderr)
+                failed = failed or bool(faults)
+                show(model, clock, of_clock, options)
+                results += of_clock
     if options.json:
         kept = ("models", "ratios", "clocks", "engines", "world", "latency_us", "rounds")
         _report.write_json(options.json, "overlap", {key: getattr(options, key) for key in kept}, results)
