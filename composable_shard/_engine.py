@@ -56,9 +56,9 @@ class Engine:
         among: the process groups of the meshes, with their devices.
 
     Attributes:
+        active: by group, the use whose backward has begun and not ended.
         order, learning: what comes next, by the plan or by the user; what is learned for the next plan.
-        has_run, pool: whether a module has run forward; the memory of all groups.
-        witness: by which nodes learn what becomes of their gradients.
+        has_run, pool, witness: whether a module has run; all memory; by which nodes learn the fate of their gradients.
         is_last_backward: whether backward waits, at its end, for the reductions that it has issued.
         ends_by_hand: whether the caller ends backward (`end_backward_by_hand`).
         changed_at: an event behind the last change of the parameters, from a user; good for one forward.
@@ -84,7 +84,7 @@ class Engine:
         self._iterations = Iterations()
         self._depth = 0  # forwards of sharded modules that run inside one another
         self._pass: BackwardPass | None = None
-        self._active: dict[ParamGroup, Use] = {}  # uses whose backward has begun and not ended
+        self.active: dict[ParamGroup, Use] = {}
         self._open: dict[ParamGroup, Use] = {}  # uses whose forward runs now
         self.keepers: dict[Bucket, Keeper] = {}  # and what the handles of frozen ones hold
         watch_steps(self)
@@ -151,7 +151,7 @@ class Engine:
             self.save_for_checkpoint(group)
             return None
         made_in = current_backward()
-        if not (again := made_in >= 0 and self._open_pass(made_in).begin(group) and group in self._active):
+        if not (again := made_in >= 0 and self._open_pass(made_in).begin(group) and group in self.active):
             self._do.need(group)
         group.running, self.has_run = 1, True
         try:
@@ -188,7 +188,7 @@ class Engine:
 
     def save_for_checkpoint(self, group: ParamGroup) -> None:
         """Where a use has its node, or is recomputed for it: a checkpoint counts what nodes save, in both forwards."""
-        use = self._open.get(group) or self._active.get(group)
+        use = self._open.get(group) or self.active.get(group)
         if use is not None and use.checkpointed:
             save_for_checkpoint(self, self.witness.leaf)
 
@@ -205,7 +205,7 @@ class Engine:
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)
         self._do.end_forward(group)
-        if group in self._active and (self._pass is None or group not in self._pass.late):
+        if group in self.active and (self._pass is None or group not in self._pass.late):
             return
         if group.reshard_after_forward:
             self._do.give_up(group)
@@ -237,7 +237,7 @@ class Engine:
         for passed in now.reach(use):
             self._pass_over(now, passed)
         use.entered = now.number
-        self._active[use.group] = use
+        self.active[use.group] = use
         missed, following = self.order.before(use, now)
         if use.checkpointed and self._do.budget.most is not None:
             now.put_off(use, partial(self._do.begin_backward, use, outputs, missed, following))
@@ -259,7 +259,7 @@ class Engine:
         Backward goes from late uses to early ones. One that began after the forward of `use` was over has been passed;
         if its own node does not run in this pass, nothing more will come.
         """
-        for later in [u for u in self._active.values() if u.number > use.last and not now.will_fire(u)]:
+        for later in [u for u in self.active.values() if u.number > use.last and not now.will_fire(u)]:
             self._complete(now, later, later.add([None] * len(later.group.params)))
 
     def fetch(self, bucket: Bucket) -> None:
@@ -300,8 +300,8 @@ class Engine:
 
     def _end_use(self, now: BackwardPass, use: Use) -> None:
         """The backward of a use is over: reshard, unless its weights are about to be needed again."""
-        if self._active.get(use.group) is use:
-            del self._active[use.group]
+        if self.active.get(use.group) is use:
+            del self.active[use.group]
             now.late.pop(use.group, None)
         self._do.end_use(use.group, now.next_group())
 
@@ -312,7 +312,7 @@ class Engine:
         self._do.compute_ended(Kind.BACKWARD)
         with torch.no_grad():
             self._do.catch_up()
-            for use in list(self._active.values()):
+            for use in list(self.active.values()):
                 self._complete(now, use, use.add([None] * len(use.group.params)))
             for passed in now.reach(None):
                 self._pass_over(now, passed)
@@ -337,7 +337,7 @@ class Engine:
     def _forget_pass(self) -> None:
         self._uses.forget(self._pass.forwards if self._pass is not None else ())
         self._pass, self.pool.backward = None, False
-        self._active.clear()
+        self.active.clear()
 
     def on_pass_gone(self) -> None:
         """A pass has ended, or failed: then modules get their sharded parameters back; `_recover` does the rest."""
@@ -361,7 +361,7 @@ class Engine:
     def on_handles_gone(self, use: Use) -> None:
         """The last saved weight of a use of a group without gradients was freed."""
         self._uses.graph_gone(use)
-        if self._active.get(use.group) is use and self._pass is not None and self._pass.alive:
+        if self.active.get(use.group) is use and self._pass is not None and self._pass.alive:
             self._end_use(self._pass, use)
 
     def on_stray_gradient(self, group: ParamGroup, index: int, gradient: torch.Tensor) -> None:

@@ -176,7 +176,9 @@ def _run(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str
     engine.enter()
     root_succeeded = False
     try:
-        hooks = (weights_in_place if stays else saved_weights)(engine) if torch.is_grad_enabled() else None
+        hooks = None
+        if torch.is_grad_enabled() and not (engine.active and _saved_none(engine, bound.group)):
+            hooks = (weights_in_place if stays else saved_weights)(engine)
         if hooks is None:  # without gradients, or inside of another forward, whose hooks serve this one too
             output = call(module, args, kwargs)
         else:
@@ -196,6 +198,15 @@ def _run(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str
         raise
     finally:
         engine.leave(root_succeeded)
+
+
+def _saved_none(engine: Engine, group: ParamGroup | None) -> bool:
+    """Whether the forward that is recomputed now has saved no weights, nor shall this one, for a checkpoint counts.
+
+    It may have begun the checkpoint itself, in a hook behind ours, as `torch.distributed._composable.checkpoint` does.
+    """
+    use = None if group is None else engine.active.get(group)
+    return use is not None and not use.reads and not any(bucket.saved for bucket in use.group.buckets[1:])
 
 
 class _ForwardMethod:

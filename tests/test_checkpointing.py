@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed._composable import checkpoint as checkpoint_by_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from _models import shard_blocks, shard_lists, shard_nested
@@ -108,6 +109,18 @@ def test_checkpoints_around_checkpoints_are_exact(rank, world, inside, outside):
 def test_dropout_is_replayed_alike_in_recomputation(rank, world, place, kind):
     model = functools.partial(Checkpointed, dropout=0.4, **{place: kind})
     check_parity(Case(model=model, optimizer="adamw"), rank, world)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("reshard", [True, more(False)])
+@distributed(world=2)
+def test_checkpoints_that_hooks_of_modules_begin_are_exact(rank, world, reshard, whole):
+    def shard(model, fully_shard, **options):
+        for module in [model] if whole else model.blocks:
+            checkpoint_by_hooks(module)
+        shard_blocks(model, fully_shard, reshard_after_forward=reshard, **options)
+
+    check_parity(Case(model=Checkpointed, shard=shard, optimizer="adamw"), rank, world)
 
 
 GROUPS = {"nested": shard_nested, "lists": shard_lists}
