@@ -44,7 +44,7 @@ class Actions:
         in_flight: groups whose reduction a schedule issues with another number of them in flight.
         reduces_first: whether reductions are waited for before backward gathers, whatever the groups say.
         stays_for_next: whether weights stay for the next backward of their group, where that follows at once.
-        budget: of the bytes that may be leased at once; what would exceed it is not gathered ahead.
+        budget: bounds the bytes that are leased at once; what would exceed it is not gathered ahead.
         streams: whether it is streams that wait for communication, and never the host.
         watch: times what is done, if anybody wants to know.
         shown: what modules find under the names of their parameters.
@@ -120,9 +120,8 @@ class Actions:
 
     def prefetch(self, groups: Sequence[ParamGroup]) -> None:
         """Gather these ahead, as far as the budget allows: a step may be another than the planned one."""
-        bounded = self.budget.most is not None
         for group in groups:
-            if group.away and not (bounded and self.budget.exceeded_by(group.gather_bytes)):
+            if group.away and not self.budget.exceeded_by(group.gather_bytes):
                 self.ahead(group)
 
     def need(self, group: ParamGroup) -> None:
@@ -303,6 +302,7 @@ class Actions:
 
     def pass_over(self, group: ParamGroup, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]) -> None:
         """Gather what is gathered where backward reaches a use of this group: later, or on other ranks only."""
+        self.budget.reached(group)
         own = (group,) if group.options.unshard_in_backward else ()
         self._settle_for(group, (*missed, *own))
         self.prefetch(missed)

@@ -100,7 +100,6 @@ class BackwardPass:
         forwards: numbers of the forwards of the root that it goes through.
         newest: the last of them.
         told: uses of which it is known what is gathered with them.
-        late: by group, the use that was reached and is to be recomputed first, and how its backward begins then.
     """
 
     def __init__(
@@ -125,7 +124,6 @@ class BackwardPass:
         self._idle: set[Use] = set()
         self._open: list[Use] = []  # passed, and what is inside of them not yet
         self.told: set[Use] = set()
-        self.late: dict[ParamGroup, tuple[Use, Callable[[], None]]] = {}
         if len(expected) < len(live):
             expected = self._with_others(live)
         self._upcoming = deque(sorted(expected, key=_last_of, reverse=True))  # see `_backward_place`
@@ -147,43 +145,6 @@ class BackwardPass:
                 if node is None or use in self._idle:
                     found.append(use)
         return sorted(found, key=_number_of)
-
-    # Under a budget, a use inside of a checkpoint is recomputed before its weights are gathered for its backward. Else
-    # they would lie beside those that the recomputation needs, and could not yield: an operator may have read them.
-
-    def put_off(self, use: Use, begin: Callable[[], None]) -> None:
-        """Backward has reached a use that is to be recomputed first."""
-        self.late[use.group] = use, begin
-
-    def begin(self, group: ParamGroup) -> bool:
-        """A forward of this group runs again: its backward begins, if it was put off.
-
-        Returns:
-            whether none is put off any more: of a group with several uses, it may be the forward of an earlier one.
-        """
-        if self.late and group in self.late:
-            if group in self.repeated:
-                return False
-            self.late.pop(group)[1]()
-        return True
-
-    def ask_for(self, group: ParamGroup) -> None:
-        """An operator needs weights of this group: its backward begins, if it was put off, once it is recomputed."""
-        if self.late and (found := self.late.get(group)) is not None:
-            found[0].recompute()
-            if self.late.pop(group, None) is found:
-                found[1]()
-
-    def begin_due(self) -> None:
-        """Begin all that was put off, outer ones first, unless what is around one of them is yet to be reached.
-
-        A module may return what one inside of it does: that one is reached first, by the same output.
-        """
-        unreached = [use for use in self._will_fire if use.entered != self.number]
-        if any(_is_around(outer, use) for outer in unreached for use, _ in self.late.values()):
-            return
-        for group in list(self.late)[::-1]:
-            self.ask_for(group)
 
     @property
     def alive(self) -> bool:

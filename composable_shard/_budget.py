@@ -5,7 +5,7 @@ What is leased follows from what was issued, so all ranks decide alike.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from ._group import ParamGroup
 from ._phases import GATHERING, UNSHARDED
@@ -41,20 +41,32 @@ class Budget:
         """
         if self.most is not None:
             self.unread = {group for group in self._groups if group.phase is UNSHARDED}
-            for group in self.unread:
-                for bucket in group.buckets:
-                    bucket.reads_left = 1
+            self._count_reads(self.unread, 1)
+
+    def puts_off(self, group: ParamGroup) -> bool:
+        """Whether the backward of a use that may be recomputed begins only where its weights are needed.
+
+        Not where a group is gathered when they are, or where ranks that do not use it gather it as others reach it.
+        """
+        options = group.options
+        return self.most is not None and options.unshard_in_backward and not options.reduce_unused
 
     def reached(self, group: ParamGroup) -> None:
-        """Backward has reached a use of a group: its weights stay, if they are there."""
+        """Backward has reached a use of a group, perhaps on other ranks only: its weights stay, if they are there."""
         if group in self.unread:
             self.unread.discard(group)
-            for bucket in group.buckets:
-                bucket.reads_left = 0
+            self._count_reads((group,), 0)
 
     def end_backward(self) -> None:
         """Backward is over, or has failed."""
-        self.unread.clear()
+        if self.unread:
+            self._count_reads(self.unread, 0)
+            self.unread.clear()
+
+    def _count_reads(self, groups: Iterable[ParamGroup], reads_left: int) -> None:
+        for group in groups:
+            for bucket in group.buckets:
+                bucket.reads_left = reads_left
 
     def yielding(self, staying: Container[ParamGroup]) -> list[ParamGroup]:
         """The groups whose weights may be given up, the first one first.

@@ -8,6 +8,7 @@ that backward works after the model is gone, and a model is freed without the cy
     ... ends                        after_forward: reshard
     the outermost forward ends      leave: learn the order, drop what was gathered in vain
     backward reaches its outputs    before_backward: gather, show the node's outputs, gather the next one ahead
+                                    (in a checkpoint under a budget: when its weights are asked for, see `_late`)
     backward asks for a weight      fetch: gather
     its gradients are there         on_gradients: end the use (reshard), hand the gradients on (see `_gradients`)
     backward ends                   _end_backward: wait, set `.grad`, reshard what is left
@@ -32,6 +33,7 @@ from ._bucket import Bucket
 from ._gradients import GradientFlow, watch_leaf
 from ._group import Gradients, ParamGroup, Runtime
 from ._iterations import Iterations
+from ._late import LateUses
 from ._learning import Learning
 from ._node import Entries, Keeper, Outputs, Use, Witness, unshard
 from ._optimizers import watch_steps
@@ -39,7 +41,6 @@ from ._order import Order
 from ._phases import SHARDED, UNSHARDED
 from ._plan import ShardPlan
 from ._record import Record
-from ._saved import save_for_checkpoint
 from ._schedule import Kind
 from ._timing import Stopwatch
 from ._torch import Fate, apart_from_checkpoints, current_backward, queue_backward_callback
@@ -58,7 +59,8 @@ class Engine:
     Attributes:
         active: by group, the use whose backward has begun and not ended.
         order, learning: what comes next, by the plan or by the user; what is learned for the next plan.
-        has_run, pool, witness: whether a module has run; all memory; by which nodes learn the fate of their gradients.
+        has_run, pool: whether a module has run forward; the memory of all groups.
+        witness: by which nodes learn what becomes of their gradients.
         is_last_backward: whether backward waits, at its end, for the reductions that it has issued.
         ends_by_hand: whether the caller ends backward (`end_backward_by_hand`).
         changed_at: an event behind the last change of the parameters, from a user; good for one forward.
@@ -71,14 +73,13 @@ class Engine:
         self.pool = runtime.pool
         self.witness = Witness()
         self._do = Actions(groups, runtime, partial(watch_leaf, weakref.ref(self)))
-        self.halfway = self._do.catch_up  # backward has read half of the weights of the use that it has reached last
-        self.unshard = self._do.pin
+        self._late = LateUses(self._do.shown)
         self.order = Order(plan, self._do)
         self._gradients = GradientFlow(self._do)
         self.learning = Learning(self.order, self._do, real(among))
         self._tuning = Tuning(self.learning, self.order, self._do, among)
         self._uses = Uses()
-        self.has_run, self.is_last_backward, self.ends_by_hand, self.checkpointed = False, True, False, False
+        self.has_run, self.is_last_backward, self.ends_by_hand, self.under_hooks = False, True, False, False
         self.changed_at: torch.Event | None = None
         self._count = 0
         self._iterations = Iterations()
@@ -148,32 +149,27 @@ class Engine:
         """Show the unsharded parameters to a module that is about to run; returns its use, if backward may follow."""
         if group.running:
             group.running += 1
-            self.save_for_checkpoint(group)
             return None
         made_in = current_backward()
-        if not (again := made_in >= 0 and self._open_pass(made_in).begin(group) and group in self.active):
+        if made_in >= 0:
+            self._open_pass(made_in)
+            self._late.begin_again(group, self._do.repeated)
+        again = made_in >= 0 and group in self.active and group not in self._late
+        if not again:
             self._do.need(group)
-        group.running, self.has_run = 1, True
-        try:
-            return self._begin_use(group, entries, made_in, again)
-        except BaseException:  # by which a checkpoint, too, ends a recomputation that has all that it needs
-            self.after_forward(group)
-            raise
-
-    def _begin_use(self, group: ParamGroup, entries: Entries, made_in: int, again: bool) -> tuple[Use, Outputs] | None:
-        if again:  # recomputed in its own backward: the node's outputs are on show already
-            self.save_for_checkpoint(group)
-            return None
+        group.running = 1
+        self.has_run = True
+        if again:
+            return None  # recomputed in its own backward: the node's outputs are on show already
         found: tuple[Use, Outputs] | None = None
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             self._count += 1
             forward = self._iterations.forward if made_in < 0 else 0
-            use = Use(group, self._count, made_in, entries, forward)
+            use = Use(group, self._count, made_in, entries, forward, self.under_hooks)
             group.buckets[0].saved = 0
             self._open[group], found = use, (use, ())
             self._uses.add(use)
             if group.trains:
-                use.checkpointed = self.checkpointed
                 found = (use, unshard(self, use))
                 entries.show(found[1])
                 self._iterations.await_backward(forward)
@@ -185,12 +181,6 @@ class Engine:
         if made_in < 0:
             self._do.begin_forward(group, self.order.after(group))
         return found
-
-    def save_for_checkpoint(self, group: ParamGroup) -> None:
-        """Where a use has its node, or is recomputed for it: a checkpoint counts what nodes save, in both forwards."""
-        use = self._open.get(group) or self.active.get(group)
-        if use is not None and use.checkpointed:
-            save_for_checkpoint(self, self.witness.leaf)
 
     def after_forward(self, group: ParamGroup, copied: Sequence[torch.Tensor] = ()) -> None:
         """A module has run, or failed; views of weights in its outputs were copied and will be dropped."""
@@ -205,7 +195,7 @@ class Engine:
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)
         self._do.end_forward(group)
-        if group in self.active and (self._pass is None or group not in self._pass.late):
+        if group in self.active and group not in self._late:
             return
         if group.reshard_after_forward:
             self._do.give_up(group)
@@ -239,12 +229,10 @@ class Engine:
         use.entered = now.number
         self.active[use.group] = use
         missed, following = self.order.before(use, now)
-        if use.checkpointed and self._do.budget.most is not None:
-            now.put_off(use, partial(self._do.begin_backward, use, outputs, missed, following))
+        if use.under_hooks and self._do.budget.puts_off(use.group):
+            self._late.put_off(use, partial(self._do.begin_backward, use, outputs, missed, following))
         else:
             self._do.begin_backward(use, outputs, missed, following)
-        if now.late:
-            now.begin_due()
 
     def _pass_over(self, now: BackwardPass, passed: Passed) -> None:
         """Gradients reach a use later, or only on other ranks: gather what is gathered with it all the same."""
@@ -252,6 +240,10 @@ class Engine:
             self._do.pass_over(passed.use.group, *self.order.before(passed.use, now))
         else:
             self._do.end_use(passed.use.group, passed.following)
+
+    def halfway(self) -> None:
+        """Backward has read half of the weights of the use that it has reached last."""
+        self._do.catch_up()
 
     def _finish_later_uses(self, now: BackwardPass, use: Use) -> None:
         """Complete the uses that get no more gradients.
@@ -268,7 +260,8 @@ class Engine:
         if group.phase is UNSHARDED:
             return
         if (number := current_backward()) >= 0:
-            self._open_pass(number).ask_for(group)
+            self._open_pass(number)
+            self._late.begin(group)
             self._do.catch_up()
         self._do.need(group)
 
@@ -302,7 +295,7 @@ class Engine:
         """The backward of a use is over: reshard, unless its weights are about to be needed again."""
         if self.active.get(use.group) is use:
             del self.active[use.group]
-            now.late.pop(use.group, None)
+            self._late.end(use.group)
         self._do.end_use(use.group, now.next_group())
 
     def _end_backward(self, token: Token) -> None:
@@ -336,12 +329,14 @@ class Engine:
 
     def _forget_pass(self) -> None:
         self._uses.forget(self._pass.forwards if self._pass is not None else ())
+        self._late.clear()
         self._pass, self.pool.backward = None, False
         self.active.clear()
 
     def on_pass_gone(self) -> None:
         """A pass has ended, or failed: then modules get their sharded parameters back; `_recover` does the rest."""
         if self._pass is not None and not self._pass.alive:
+            self._late.clear()
             self._do.shown.hide_idle()
 
     def _recover(self) -> None:
@@ -370,6 +365,10 @@ class Engine:
         self._gradients.add_stray(group, index, gradient)
 
     # ---- what users ask for
+
+    def unshard(self, group: ParamGroup, wait: bool) -> None:
+        """Gather a group and keep it until `reshard`, its next use, or a change of its parameters."""
+        self._do.pin(group, wait)
 
     def reshard(self, group: ParamGroup) -> None:
         """Give the weights of a group up, unless a forward reads them now."""

@@ -123,6 +123,10 @@ class ModuleEntries:
             self.shown = False
             self._there = ()
 
+    def there(self, index: int) -> torch.Tensor:
+        """What is in the place of a parameter now."""
+        return (self._there if self.shown else self._shards)[index]
+
     def _put_one_by_one(self, tensors: Sequence[Any]) -> None:
         for names, name, index in self.places:
             names[name] = tensors[index]

@@ -31,6 +31,9 @@ class Entries(Protocol):
     def hide(self) -> None:
         """Put the sharded parameters back."""
 
+    def there(self, index: int) -> torch.Tensor:
+        """What is in the place of a parameter now."""
+
     def adopt(self) -> bool:
         """Look for parameters that users have put in the place of sharded ones; True if there are any."""
 
@@ -47,18 +50,17 @@ class Use:
         last: number of the last use that began before the forward of this one was over.
         made_in: number of the backward pass in which the forward ran (a recomputation), -1 outside of any.
         forward: number of the root's forward that it was part of; 0 for a recomputation.
-        checkpointed: whether a checkpoint is around it, which will run its forward again.
         node: the autograd node, weakly; None for a group without gradients.
         slots: where the weights were in forward.
         reads: how many weights autograd has saved, of the group's first bucket.
         entered: number of the last backward pass that has reached it.
         fired: whether its gradients have been complete once.
+        under_hooks: whether saved-tensor hooks were around it, such as those of a checkpoint, which recomputes it.
         partial: gradients of nested backward passes that are not yet complete, or None.
     """
 
     __slots__ = (
         "__weakref__",
-        "checkpointed",
         "entered",
         "entries",
         "fired",
@@ -71,9 +73,18 @@ class Use:
         "partial",
         "reads",
         "slots",
+        "under_hooks",
     )
 
-    def __init__(self, group: ParamGroup, number: int, made_in: int, entries: Entries, forward: int = 0) -> None:
+    def __init__(
+        self,
+        group: ParamGroup,
+        number: int,
+        made_in: int,
+        entries: Entries,
+        forward: int = 0,
+        under_hooks: bool = False,
+    ) -> None:
         self.group = group
         self.number = self.last = number
         self.made_in = made_in
@@ -83,19 +94,14 @@ class Use:
         self.slots = group.slots
         self.reads = 0
         self.entered = -1
-        self.fired = self.checkpointed = False
+        self.fired = False
+        self.under_hooks = under_hooks
         self.partial: list[torch.Tensor | None] | None = None
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The sum of the partial gradients and these; nothing stays behind."""
         before, self.partial = self.partial, None
         return list(gradients) if before is None else added(before, gradients)
-
-    def recompute(self) -> None:
-        """Have the checkpoint around it run the forward again, if it has not yet done so in this backward."""
-        node = self.node()
-        if node is not None:
-            _ = node.saved_tensors
 
 
 def added(first: Sequence[torch.Tensor | None], second: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -176,8 +182,6 @@ class _Unshard(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.lifeline = lifeline
         ctx.set_materialize_grads(False)
-        if lifeline.use.checkpointed:
-            ctx.save_for_backward(witness)
         outputs = tuple(map(_data, weights))  # at a third of what `detach` takes
         needed = ctx.needs_input_grad
         if not all(needed[3:]):

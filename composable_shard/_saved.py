@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 
 from ._bucket import Bucket, GatherBucket
@@ -36,11 +35,10 @@ class WeightOwner(Protocol):
     """Who gathers weights and knows where they lie.
 
     Attributes:
-        checkpointed: whether a checkpoint is around the forward that began last: what it saves, but for weights, is
-            recomputed.
+        under_hooks: whether what the forward that began last saves, but for weights, goes to hooks outside of ours.
     """
 
-    checkpointed: bool
+    under_hooks: bool
 
     @property
     def pool(self) -> BufferPool: ...
@@ -101,18 +99,11 @@ def saved_weights(owner: WeightOwner) -> AbstractContextManager[Any] | None:
     outer = active_saved_tensors_hooks()
     ours = _ours(outer)
     if ours is not None and ours.owner() is owner:
-        owner.checkpointed = ours.checkpointed
+        owner.under_hooks = ours.has_outer
         return None
     hooks = _Hooks(owner, outer)
-    owner.checkpointed = hooks.checkpointed
+    owner.under_hooks = outer is not None
     return saved_tensors_hooks(passed_by_checkpoints(hooks.pack, outer), hooks.unpack)
-
-
-def save_for_checkpoint(owner: WeightOwner, tensor: torch.Tensor) -> None:
-    """If a checkpoint is around the forward that runs now, be to it as a node that saves this tensor."""
-    hooks = active_saved_tensors_hooks()
-    if hooks is not None and owner.checkpointed and _is_grad_enabled():
-        hooks[0](tensor)
 
 
 def _ours(hooks: SavedTensorsHooks | None) -> _Hooks | None:
@@ -120,16 +111,12 @@ def _ours(hooks: SavedTensorsHooks | None) -> _Hooks | None:
     return found if isinstance(found, _Hooks) else None
 
 
-def _is_of_checkpoint(hooks: SavedTensorsHooks | None) -> bool:
-    return hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__
-
-
 def weights_in_place(owner: WeightOwner) -> AbstractContextManager[None] | None:
     """For a forward whose weights never move: sets the hooks aside, as some transforms of `torch.func` demand.
 
     Weights are then saved as any tensor is. None if the hooks are not in force.
     """
-    owner.checkpointed = False
+    owner.under_hooks = False
     ours = _ours(active_saved_tensors_hooks())
     return saved_tensors_hooks_set_aside() if ours is not None and ours.owner() is owner else None
 
@@ -141,16 +128,19 @@ class _Hooks:
     collective that was issued under the hooks, whose thread has a copy of this thread's state, holds nothing.
     """
 
-    __slots__ = ("_keepers", "_last", "_outer", "_pool", "checkpointed", "owner")
+    __slots__ = ("_keepers", "_last", "_outer", "_pool", "owner")
 
     def __init__(self, owner: WeightOwner, outer: SavedTensorsHooks | None) -> None:
         self.owner = weakref.ref(owner)
         self._outer = outer
-        ours = _ours(outer)
-        self.checkpointed: bool = _is_of_checkpoint(outer) if ours is None else ours.checkpointed
         self._pool = owner.pool
         self._keepers = owner.keepers
         self._last: Slot | Outside | None = None  # one forward saves several weights of a slot
+
+    @property
+    def has_outer(self) -> bool:
+        """Whether there are hooks outside of these."""
+        return self._outer is not None
 
     def pack(self, tensor: torch.Tensor) -> Any:
         if type(tensor) in PLAIN:

@@ -21,20 +21,27 @@ class Shown:
     Args:
         groups: with the entries of the modules that each belongs to.
         watch_leaf: called once with every leaf that users may find in a module outside of its forward.
+
+    Attributes:
+        late: by group, what its modules have in the place of the sharded parameters.
     """
 
     def __init__(self, groups: Sequence[tuple[ParamGroup, Entries]], watch_leaf: StrayHook) -> None:
         self._entries = {group: weakref.ref(entries) for group, entries in groups}
         self._watch_leaf = watch_leaf
+        self.late: dict[ParamGroup, Sequence[torch.Tensor]] = {}
 
     def entries(self, group: ParamGroup) -> Entries | None:
         """Where the modules of a group look their parameters up; None if they are gone."""
         return self._entries[group]()
 
     def hide(self, group: ParamGroup) -> None:
-        """Let the modules of a group have their sharded parameters."""
+        """Let the modules of a group have their sharded parameters, or what stands for late ones."""
         if (entries := self._entries[group]()) is not None:
-            entries.hide()
+            if self.late and group in self.late:
+                entries.show(self.late[group])
+            else:
+                entries.hide()
 
     def hide_idle(self) -> None:
         """Let the modules of all groups have their sharded parameters, but for those whose forward runs."""

@@ -303,7 +303,6 @@ class ShardState:
             return
         if self.declaration.modules > 1 and current_backward() < 0:
             if group.running:
-                self.bound.engine.save_for_checkpoint(group)
                 return  # an earlier module of the list has begun for all of them
             self._to_run = set(range(self.declaration.modules))
             self._found.clear()  # of a forward in which some of the list did not run
