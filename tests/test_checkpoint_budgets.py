@@ -15,6 +15,7 @@ from _models import Stack, shard_blocks, shard_lists
 from _nests import POLICIES, shard_nests, with_checkpoints
 from _pool import simulated
 from _stepping import assert_same_gradients, loss_of, train_step, twins
+from composable_shard._late import LateWeight
 
 
 def peaks_and_budgets(seed):
@@ -178,3 +179,22 @@ def test_modules_that_are_partly_in_checkpoints_keep_to_a_budget(rank, world, ki
                 train_step(each, step)
             assert_same_gradients(model, plain)
         assert least is None or cs.last_record(model).peak_bytes <= least
+
+
+def test_whatever_uses_a_late_weight_gets_the_real_one():
+    weight, x, asked = nn.Parameter(torch.randn(3, 2)), torch.randn(4, 2), []
+    late = LateWeight(lambda: (asked.append(None), weight)[1])
+    assert isinstance(late, nn.Parameter)
+    assert not asked
+    for use in (
+        lambda w: nn.functional.linear(x, w),
+        lambda w: torch.cat([w, w]),
+        lambda w: torch.add(x[:3], other=w),
+        lambda w: w.t() @ w,
+        lambda w: w.shape,
+        lambda w: w.data_ptr(),
+    ):
+        before = len(asked)
+        found, expected = use(late), use(weight)
+        assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
+        assert len(asked) > before
