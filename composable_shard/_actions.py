@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ._budget import Budget
+from ._budget import Budget, gathering
 from ._group import Gradients, ParamGroup, Runtime
 from ._history import History
 from ._node import Entries, Outputs, Use
@@ -121,14 +121,14 @@ class Actions:
     def prefetch(self, groups: Sequence[ParamGroup]) -> None:
         """Gather these ahead, as far as the budget allows: a step may be another than the planned one."""
         for group in groups:
-            if group.away and not self.budget.exceeded_by(group.gather_bytes):
+            if group.away and not (self.budget.most is not None and self.budget.exceeded_by(gathering(group))):
                 self.ahead(group)
 
     def need(self, group: ParamGroup) -> None:
         """Make the weights of a group readable."""
         if group.away:
             if self.budget.most is not None:
-                self._make_room(group.gather_bytes)
+                self._make_room(gathering(group))
             self.ahead(group)
         if group.phase is GATHERING:
             self._arrive(group)
@@ -162,7 +162,7 @@ class Actions:
             self.shown.hide(group)
             self._act(Kind.SHRINK, group, group.shrink)
             self.history.lasted(group.weight_bytes)  # which were there beside the pieces
-            if (entries := self.shown.entries(group)) is not None:
+            if (entries := self.shown.entries(group)) is not None and group not in self.shown.late:
                 entries.show(group.pieces())
 
     def drop_outdated(self, waiting: bool) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 
 from ._group import ParamGroup
-from ._phases import GATHERING, UNSHARDED
+from ._phases import GATHERING, RESIDENT, UNSHARDED
 from ._pool import BufferPool
 
 
@@ -83,3 +83,10 @@ class Budget:
         if not self._pool.backward:
             return True
         return group in self.unread and all(bucket.reads_left for bucket in group.buckets)
+
+
+def gathering(group: ParamGroup) -> int:
+    """Bytes that a gather of this group leases now: among a few ranks, that of pieces lands beside the weights."""
+    if group.phase is not RESIDENT:
+        return group.gather_bytes
+    return group.weight_bytes + sum(resident.for_landing.nbytes for resident in group.residents)

@@ -128,19 +128,15 @@ class _Hooks:
     collective that was issued under the hooks, whose thread has a copy of this thread's state, holds nothing.
     """
 
-    __slots__ = ("_keepers", "_last", "_outer", "_pool", "owner")
+    __slots__ = ("_keepers", "_last", "_outer", "_pool", "has_outer", "owner")
 
     def __init__(self, owner: WeightOwner, outer: SavedTensorsHooks | None) -> None:
         self.owner = weakref.ref(owner)
         self._outer = outer
+        self.has_outer = outer is not None
         self._pool = owner.pool
         self._keepers = owner.keepers
         self._last: Slot | Outside | None = None  # one forward saves several weights of a slot
-
-    @property
-    def has_outer(self) -> bool:
-        """Whether there are hooks outside of these."""
-        return self._outer is not None
 
     def pack(self, tensor: torch.Tensor) -> Any:
         if type(tensor) in PLAIN:

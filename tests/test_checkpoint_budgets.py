@@ -181,6 +181,26 @@ def test_modules_that_are_partly_in_checkpoints_keep_to_a_budget(rank, world, ki
         assert least is None or cs.last_record(model).peak_bytes <= least
 
 
+@pytest.mark.parametrize("seed", [3, 7, 13])
+@simulated(world=4)
+def test_among_few_ranks_too(rank, world, seed):
+    def shard(model, engine):
+        shard_nests(model, lambda module, **_: engine(module, reshard_after_forward=2))
+
+    rng = random.Random(seed)
+    model, plain = twins(functools.partial(with_checkpoints, rng), shard)
+    for _ in range(2):
+        train_step(model)
+    least = within_least_budget(model)
+    for step in range(3):
+        for each in (model, plain):
+            each.zero_grad()
+            train_step(each, step)
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
+        assert cs.last_record(model).peak_bytes <= least
+
+
 def test_whatever_uses_a_late_weight_gets_the_real_one():
     weight, x, asked = nn.Parameter(torch.randn(3, 2)), torch.randn(4, 2), []
     late = LateWeight(lambda: (asked.append(None), weight)[1])
