@@ -18,6 +18,21 @@ from _stepping import assert_same_gradients, loss_of, train_step, twins
 from composable_shard._late import LateWeight
 
 
+def within_least_budget(model):
+    with pytest.raises(cs.PoolBudgetError) as caught:
+        model.set_pool_policy(cs.PoolPolicy(budget=1))
+    model.set_pool_policy(cs.PoolPolicy(budget=caught.value.least))
+    return caught.value.least
+
+
+def step_of_both(model, plain, step=0):
+    for each in (model, plain):
+        each.zero_grad()
+        train_step(each, step)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
+
+
 def peaks_and_budgets(seed):
     """Trains a random model, under one budget after the other, beside the unsharded one."""
     rng = random.Random(seed)
@@ -28,17 +43,11 @@ def peaks_and_budgets(seed):
     for _ in range(3):
         train_step(model)
     free = cs.last_record(model).peak_bytes
-    with pytest.raises(cs.PoolBudgetError) as caught:
-        model.set_pool_policy(cs.PoolPolicy(budget=1))
-    least = caught.value.least
+    least = within_least_budget(model)
     for budget in (least, least + 300, (least + free) // 2):
         model.set_pool_policy(cs.PoolPolicy(budget))
         for _ in range(2):
-            for each in (model, plain):
-                each.zero_grad()
-                train_step(each)
-            for name, param in plain.named_parameters():
-                torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
+            step_of_both(model, plain)
             yield cs.last_record(model).peak_bytes, budget
 
 
@@ -53,22 +62,15 @@ def test_checkpoints_anywhere_among_groups_keep_to_any_budget_that_is_enough(ran
 class Checkpointed(Stack):
     """Some of the blocks are recomputed."""
 
-    def __init__(self, which=(0, 1, 2), reentrant=False):
+    def __init__(self, which=(0, 1, 2)):
         super().__init__()
-        self.which, self.reentrant = which, reentrant
+        self.which = which
 
     def forward(self, x):
         x = self.inp(x)
         for at, block in enumerate(self.blocks):
-            x = checkpoint(block, x, use_reentrant=self.reentrant) if at in self.which else block(x)
+            x = checkpoint(block, x, use_reentrant=False) if at in self.which else block(x)
         return self.head(x)
-
-
-def within_least_budget(model):
-    with pytest.raises(cs.PoolBudgetError) as caught:
-        model.set_pool_policy(cs.PoolPolicy(budget=1))
-    model.set_pool_policy(cs.PoolPolicy(budget=caught.value.least))
-    return caught.value.least
 
 
 @simulated(world=2)
@@ -144,18 +146,12 @@ class Layers(nn.Module):
         return x
 
 
-class Parts(Stack):
+class Parts(Checkpointed):
     """Recomputes blocks that recompute their layers."""
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Layers() for _ in range(2))
-
-    def forward(self, x):
-        x = self.inp(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.head(x)
+        self.blocks = nn.ModuleList(Layers() for _ in range(3))
 
 
 def shard_with_lists(model, fully_shard, **options):
@@ -193,11 +189,7 @@ def test_among_few_ranks_too(rank, world, seed):
         train_step(model)
     least = within_least_budget(model)
     for step in range(3):
-        for each in (model, plain):
-            each.zero_grad()
-            train_step(each, step)
-        for name, param in plain.named_parameters():
-            torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
+        step_of_both(model, plain, step)
         assert cs.last_record(model).peak_bytes <= least
 
 
