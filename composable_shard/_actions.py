@@ -14,7 +14,7 @@ from ._group import Gradients, ParamGroup, Runtime
 from ._history import History
 from ._node import Entries, Outputs, Use
 from ._owners import Owners
-from ._param import accumulate, any_gradient, hooks_taken
+from ._param import accumulate, any_gradient
 from ._phases import GATHERING, SHARDED, UNSHARDED
 from ._record import Record
 from ._reduction import GroupReduced, Reduction
@@ -188,9 +188,9 @@ class Actions:
 
     def drop_after_forward(self) -> None:
         """A forward of the root is over: no prefetch outlives it, and no copy of one without gradients."""
+        keeps = torch.is_grad_enabled()
         for group in self.groups:
-            unused = group.phase is GATHERING or not torch.is_grad_enabled()
-            if unused and group.phase is not SHARDED and not group.pinned:
+            if group.phase is not SHARDED and not group.pinned and (group.phase is GATHERING or not keeps):
                 self.drop(group)
 
     def drop_idle(self) -> None:
@@ -350,12 +350,12 @@ class Actions:
         self.hand_out()
         sums, self._sums = self._sums, {}
         for group, pieces in sums.items():
-            accumulate(group.params, pieces)
+            accumulate(group.params, pieces, group.hooks_taken)
 
     def _settle_oldest(self) -> None:
         group, reduced = self._finish_oldest()
         first = group not in self._unset and not any_gradient(group.shards)  # else memory goes when it is added
-        if first and self.pool.backward and reduced.is_uncut and not hooks_taken(group.params):
+        if first and self.pool.backward and reduced.is_uncut and not group.hooks_taken:
             self._unset[group] = reduced
             if len(self._unset) == _AT_ONCE:
                 self.hand_out()
@@ -366,13 +366,13 @@ class Actions:
                     sums[index] = sums[index] + piece if index in sums else piece
         else:
             self.hand_out()
-            accumulate(group.params, reduced.pieces())
+            accumulate(group.params, reduced.pieces(), group.hooks_taken)
 
     def hand_out(self) -> None:
         """Set `.grad` of what is reduced."""
         found, self._unset = self._unset, {}
         for group, reduced in found.items():
-            accumulate(group.params, reduced.pieces())
+            accumulate(group.params, reduced.pieces(), group.hooks_taken)
 
     def discard(self) -> None:
         """Wait for all reductions and throw their results away."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -58,9 +58,10 @@ class _Face:
         weights: the unsharded parameters, without autograd history.
         alone: how many tensors share the storage while nobody uses the face.
         at_rest: likewise, while only the outputs of a node do.
+        users: gives how many tensors share the storage now; those that are fake are not counted.
     """
 
-    __slots__ = ("_storage", "alone", "at_rest", "weights")
+    __slots__ = ("_storage", "alone", "at_rest", "users", "weights")
 
     def __init__(self, slot: Slot, dtype: torch.dtype, layout: BucketLayout) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -70,17 +71,13 @@ class _Face:
                 flat[begin : begin + at.numel].view(at.shape) for begin, at in zip(starts, layout.params, strict=True)
             ]
         self._storage = storage_id(flat) if has_memory(flat) else 0
+        self.users: Callable[[], int] = functools.partial(storage_uses, self._storage) if self._storage else int
         del flat
-        self.alone = self.at_rest = self.users
+        self.alone = self.at_rest = self.users()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is among them."""
         return storage_id(tensor) == self._storage
-
-    @property
-    def users(self) -> int:
-        """How many tensors share the storage; those that are fake are not counted."""
-        return storage_uses(self._storage) if self._storage else 0
 
 
 def _own(row: torch.Tensor, param: ParamLayout, rank: int) -> torch.Tensor:
@@ -134,9 +131,9 @@ class Bucket(Protocol):
     slot: Slot | None
     readable: bool
     generation: int
-    saved: int = 0
-    reads_left: int = 0
-    gather_bytes: int = 0
+    saved: int
+    reads_left: int
+    gather_bytes: int
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -186,6 +183,13 @@ class GatherBucket(Bucket):
         for_weights, for_landing: what it asks the pool for, in forward and in backward.
     """
 
+    __slots__ = (
+        "_copied", "_face", "_faces", "_held_by_views", "_landed", "_lane", "_layout", "_leaves",
+        "_lent", "_offloads", "_pool", "_rank", "_reserved", "_seen", "_self", "_sharded", "_straight", "_sum",
+        "_transport", "dtype", "for_landing", "for_weights", "fqns", "gather_bytes", "generation", "nbytes", "params",
+        "readable", "reads_left", "saved", "slot",
+    )  # fmt: skip
+
     def __init__(
         self,
         params: Sequence[ShardedParam],
@@ -203,10 +207,8 @@ class GatherBucket(Bucket):
         route = None if transport is None else transport.route
         self._layout = layout = gather_layout(shapes, info.shard_size, dtype.itemsize, dims, route)
         self._rank = info.shard_rank
-        self._transport = transport
-        self._pool = pool
-        self._lane = lane
-        self._offloads = info.offloads
+        self._transport, self._offloads = transport, info.offloads
+        self._pool, self._lane = pool, lane
         self.nbytes = layout.nbytes
         self.for_weights = pool.requests(f"weights {self.fqns[0]}", layout.nbytes)
         self.for_landing = pool.requests(f"landing {self.fqns[0]}", layout.landing_bytes) if layout.landing else None
@@ -216,7 +218,7 @@ class GatherBucket(Bucket):
         self._straight = not self._copied and not layout.packed  # shards go into their places as they are
         self.slot: Slot | None = None
         self.readable = False
-        self.generation = 0
+        self.generation = self.saved = self.reads_left = 0
         self._sum: int | None = None  # of their bytes, when debugging
         self._reserved: Slot | None = None  # where they will be again
         self._held_by_views = 0  # bytes of that, if it is reserved for those alone who keep views
@@ -244,7 +246,7 @@ class GatherBucket(Bucket):
         assert self.slot is not None
         faces = self._faces.setdefault(self.slot, [])
         for face in faces:
-            if face.users == face.alone:
+            if face.users() == face.alone:
                 return face
         faces.append(_Face(self.slot, self.dtype, self._layout.places))
         return faces[-1]
@@ -261,14 +263,14 @@ class GatherBucket(Bucket):
 
     def begin_use(self) -> None:
         assert self._face is not None
-        self._face.at_rest = self._face.users
+        self._face.at_rest = self._face.users()
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
         face = self._face
-        if face is None or face.users <= face.at_rest or face in self._lent:
+        if face is None or face.users() <= face.at_rest or face in self._lent:
             return
         views = {id(t) for t in dropped if not isinstance(t, torch.nn.Parameter) and face.holds(t)}
-        if face.users - len(views) > face.at_rest:
+        if face.users() - len(views) > face.at_rest:
             self._lent.append(face)
 
     def leaves(self) -> list[torch.nn.Parameter]:
@@ -284,7 +286,7 @@ class GatherBucket(Bucket):
                 ]
             for leaf, fqn in zip(leaves, self.fqns, strict=True):
                 leaf.__dict__[LEAF_OF] = fqn
-            face.alone = face.at_rest = face.users
+            face.alone = face.at_rest = face.users()
             found = self._leaves[self.slot] = face, leaves
         self._face = found[0]
         return found[1]
@@ -361,7 +363,7 @@ class GatherBucket(Bucket):
         if self.slot in self._leaves:
             torch.autograd.graph.increment_version(self._leaves[self.slot][1])
         if self._lent:
-            self._lent = [face for face in self._lent if face.users > face.alone]
+            self._lent = [face for face in self._lent if face.users() > face.alone]
         if reserve or self._lent:
             self._reserved, self.slot.owner = self.slot, None
             self._held_by_views = 0 if reserve else self.slot.nbytes

@@ -191,7 +191,7 @@ class ExtensionBucket(Bucket):
         self.dtype = dtype
         self.slot = None
         self.readable = False
-        self.generation = 0
+        self.generation = self.saved = self.reads_left = self.gather_bytes = 0
         self._members = [_Extended(p, dtype, info, policy) for p in params]
         self._info = info
         self._transport = transport

@@ -40,6 +40,7 @@ class GradientFlow:
         self._looked.add(group)
         if any_gradient_hooks(group.shards):
             self._hooked.add(group)
+            group.hooks_taken = True
             for param in group.params:
                 param.take_hooks()
 
@@ -52,6 +53,7 @@ class GradientFlow:
         for group in self._hooked:
             for param in group.params:
                 param.give_hooks_back()
+            group.hooks_taken = any(param.hooks_taken for param in group.params)
         self._hooked.clear()
 
     def take(self, now: BackwardPass, use: Use, gradients: Gradients) -> None:
@@ -113,9 +115,9 @@ class GradientFlow:
         for group, strays in self._strays.items():
             self._reduce_or_keep(group, strays)
         for group in groups:
-            options = group.options
-            gathered = group.was_gathered or group.phase is not SHARDED
-            unused = options.reduce_unused and gathered and options.requires_gradient_sync and group.trains
+            options = group.settings.current
+            unused = options.reduce_unused and options.requires_gradient_sync and group.trains
+            unused = unused and (group.was_gathered or group.phase is not SHARDED)
             # Kept in earlier micro-batches and not used in this one, or not used at all where zeros are wanted.
             if group.awaits_reduction or (unused and group not in self._reduced):
                 self.take_hooks(group)

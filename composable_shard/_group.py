@@ -58,12 +58,20 @@ class ParamGroup:
         buckets: what is gathered, by dtype; `residents` keep some of it, `reduces` are the way back.
         gather_bytes, weight_bytes: what a gather leases, and what of it stays when that is over.
         extended: whether any of them says itself what is gathered (see `_extension`).
+        hooks_taken: whether hooks of its parameters were taken from autograd and not given back.
         was_gathered: whether a gather was finished since the last backward ended; on all ranks alike.
         settings: the options, and what a plan keeps in training, which graphs follow.
         stays: whether the schedule of the phase that runs keeps the unsharded parameters behind forward; None if none.
         companions: groups of the same module, on other meshes, that begin right behind this one.
         pinned: whether a user asked for the unsharded parameters (`unshard`), so that no forward gives them up.
     """
+
+    __slots__ = (
+        "__weakref__", "_gathers", "_in_flight", "_info", "_kept", "_members", "_offloads", "_runtime", "_small",
+        "_stamp", "_streams", "_transports", "away", "buckets", "companions", "extended", "fqn", "gather_bytes",
+        "grad_phase", "hooks_taken", "is_root", "params", "phase", "pinned", "reduces", "residents", "running",
+        "settings", "shards", "stays", "used_in", "was_gathered", "weight_bytes", "wraps",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -81,15 +89,12 @@ class ParamGroup:
         self.is_root = is_root
         self.running = self.used_in = 0
         self.companions: tuple[ParamGroup, ...] = ()
-        self.pinned = self.was_gathered = False
+        self.pinned = self.was_gathered = self.hooks_taken = False
         self.stays: bool | None = None
-        self._info = info
-        self._offloads = info.offloads
-        self._streams = runtime.gather_lane.streams
-        self._small = small
+        self._info, self._offloads, self._small = info, info.offloads, small
         self.settings = settings
         self._transports = transports
-        self._runtime = runtime
+        self._runtime, self._streams = runtime, runtime.gather_lane.streams
         self.phase, self.away = SHARDED, True
         self.grad_phase = GradPhase.NONE
         self._gathers: list[tuple[Bucket, Job[None]]] = []
@@ -110,12 +115,8 @@ class ParamGroup:
         how = self._info, self._transports.gather, self._runtime.pool, self._runtime.gather_lane
         self.buckets: list[Bucket] = []
         for (extended, dtype), members in by_kind.items():
-            params = [self.params[i] for i in members]
-            self.buckets.append(
-                ExtensionBucket(params, dtype, *how, options.mp_policy)
-                if extended
-                else GatherBucket(params, dtype, *how)
-            )
+            its = [self.params[i] for i in members], dtype, *how
+            self.buckets.append(ExtensionBucket(*its, options.mp_policy) if extended else GatherBucket(*its))
         self.extended = any(extended for extended, _ in by_kind)
         self.residents: list[Resident] = []
         self.gather_bytes = sum(bucket.gather_bytes for bucket in self.buckets)
@@ -318,7 +319,7 @@ class ParamGroup:
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 self._kept.add(index, gradient.to(self.options.reduce_dtype(self.params[index].dtype)))
-        if self._kept.any_unsharded:
+        if self._kept.whole:
             self._set_grads(GradPhase.KEPT)
 
     def take_kept(self, gradients: Gradients) -> list[torch.Tensor | None]:
@@ -337,9 +338,9 @@ class ParamGroup:
     @property
     def awaits_reduction(self) -> bool:
         """Whether gradients are kept that a backward must reduce, whether it uses the group or not."""
-        options = self.options
-        pending = self._kept.any_unsharded or (self._kept.any_partial and options.requires_all_reduce)
-        return pending and options.requires_gradient_sync
+        options, kept = self.settings.current, self._kept
+        pending = kept.whole or (kept.pieces and options.requires_all_reduce)
+        return bool(pending) and options.requires_gradient_sync
 
     def start_reduce(self, gradients: Gradients) -> Reduction:
         """Issue the reduction of unsharded gradients; None stands for zeros."""
@@ -391,8 +392,7 @@ class ParamGroup:
         found = GroupReduced(done, unused(done, reduction.missing) if asked else ())
         self._in_flight -= 1
         if self._in_flight == 0:
-            keeps = self._kept.any_unsharded or self._kept.any_partial
-            self._set_grads(GradPhase.KEPT if keeps else GradPhase.NONE)
+            self._set_grads(GradPhase.KEPT if self._kept.whole or self._kept.pieces else GradPhase.NONE)
         return found
 
     def __repr__(self) -> str:

@@ -18,63 +18,54 @@ class KeptGradients:
     """What one group keeps, by the index of the parameter.
 
     Attributes:
+        whole, pieces: the unsharded ones, and the pieces; others only look whether there are any.
         wanted: parameters that wanted gradients when some were kept, on all ranks alike. The next reduction is for
             them, too, should they be frozen by then.
     """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         self._params = params
-        self._whole: dict[int, torch.Tensor] = {}
-        self._owned: set[int] = set()  # those of `_whole` that nobody else holds
-        self._pieces: Partial = {}
+        self.whole: dict[int, torch.Tensor] = {}
+        self._owned: set[int] = set()  # those of `whole` that nobody else holds
+        self.pieces: Partial = {}
         self.wanted: set[int] = set()
 
     def note_wanted(self) -> None:
         """Gradients are about to be kept."""
         self.wanted.update(index for index, param in enumerate(self._params) if param.sharded.requires_grad)
 
-    @property
-    def any_unsharded(self) -> bool:
-        """Whether unsharded gradients are kept."""
-        return bool(self._whole)
-
-    @property
-    def any_partial(self) -> bool:
-        """Whether pieces are kept."""
-        return bool(self._pieces)
-
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Keep an unsharded gradient, in the dtype of reduction, on top of those of the same parameter."""
         kept = self._surviving(index)
         if kept is None:
-            self._whole[index] = gradient
+            self.whole[index] = gradient
             self._owned.discard(index)
         elif index in self._owned:
-            self._whole[index] = kept.add_(gradient)
+            self.whole[index] = kept.add_(gradient)
         else:  # the first one may be shared with others who hold it
-            self._whole[index] = kept + gradient
+            self.whole[index] = kept + gradient
             self._owned.add(index)
         self._params[index].mark_kept()
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """These unsharded gradients plus those that were kept, which are kept no longer."""
         total = list(gradients)
-        if not self._whole:
+        if not self.whole:
             return total
-        for index in list(self._whole):
+        for index in list(self.whole):
             kept = self._surviving(index)
             new = total[index]
             if kept is not None:
                 total[index] = kept if new is None else kept + new.to(kept.dtype)
-        self._whole.clear()
+        self.whole.clear()
         self._owned.clear()
         return total
 
     def add_partial(self, index: int, piece: torch.Tensor, used: torch.Tensor) -> None:
         """Keep a piece of a gradient that was reduced over the shard axis only."""
         self.wanted.add(index)
-        before = self._pieces.get(index)
-        self._pieces[index] = (piece, used) if before is None else (before[0] + piece, before[1] + used)
+        before = self.pieces.get(index)
+        self.pieces[index] = (piece, used) if before is None else (before[0] + piece, before[1] + used)
         self._params[index].mark_kept()
 
     def take_partial(self) -> Partial | None:
@@ -83,28 +74,28 @@ class KeptGradients:
         A reduction begins whose members are known.
         """
         self.wanted.clear()
-        if not self._pieces:
+        if not self.pieces:
             return None
-        taken = {i: (self._unless_voided(i, piece), used) for i, (piece, used) in self._pieces.items()}
-        self._pieces = {}
+        taken = {i: (self._unless_voided(i, piece), used) for i, (piece, used) in self.pieces.items()}
+        self.pieces = {}
         return {i: (piece, used) for i, (piece, used) in taken.items() if piece is not None}
 
     def forget(self) -> None:
         """Keep nothing any more."""
         self.wanted.clear()
-        self._whole.clear()
+        self.whole.clear()
         self._owned.clear()
-        self._pieces.clear()
+        self.pieces.clear()
 
     def _surviving(self, index: int) -> torch.Tensor | None:
-        kept = self._whole.get(index)
+        kept = self.whole.get(index)
         return None if kept is None else self._unless_voided(index, kept)
 
     def _unless_voided(self, index: int, kept: torch.Tensor) -> torch.Tensor | None:
         if self._params[index].kept_is_gone():
             return None
         # A rank whose piece is empty cannot see its own `.grad` cleared; a sibling's was cleared with it.
-        candidates = (index, *(i for i in (*self._whole, *self._pieces) if i != index))
+        candidates = (index, *(i for i in (*self.whole, *self.pieces) if i != index))
         told = (self._params[i].kept_survives() for i in candidates if not self._params[i].kept_is_gone())
         survives = next((t for t in told if t is not None), None)
         if survives is None:

@@ -144,9 +144,10 @@ def _is_torchs(call: Any) -> bool:
 
 def _has_hooks_of_others(module: nn.Module) -> bool:
     """Whether somebody else than we listens to the calls of a module."""
-    if len(module._forward_hooks) != 1 or len(module._forward_pre_hooks) != 1:
+    own = module.__dict__  # past `Module.__getattr__`
+    if len(own["_forward_hooks"]) != 1 or len(own["_forward_pre_hooks"]) != 1:
         return True
-    return bool(module._backward_hooks or module._backward_pre_hooks) or any_module_hooks()
+    return bool(own["_backward_hooks"] or own["_backward_pre_hooks"]) or any_module_hooks()
 
 
 def _call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ._group import ParamGroup
 from ._param import run_all
-from ._torch import Fate, apply_function, gradient_fates, node_will_run
+from ._torch import Fate, apply_function, called_directly, gradient_fates, node_will_run
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -195,6 +196,7 @@ class _Unshard(torch.autograd.Function):
         return _differentiated_once(ctx, *gradients) if torch.is_grad_enabled() else _backward(ctx, *gradients)
 
 
+called_directly(_Unshard)
 _attributes, _data = attrgetter("__dict__"), attrgetter("data")
 
 
@@ -211,8 +213,8 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
     """Create the node of `use` over the weights that its group has gathered.
 
     Returns:
-        the unsharded parameters: tensors of this graph that look like Parameters, with the attributes that users set
-        on the sharded ones.
+        the unsharded parameters: tensors of this graph that look like Parameters, with the attributes of the sharded
+        ones. They share them: what forward writes on a weight is there in the next one.
     """
     group = use.group
     weights = group.weights(for_use=True)
@@ -220,6 +222,6 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
     if group.wraps:
         outputs = tuple([p.parallel.wrap(o) if p.parallel else o for o, p in zip(outputs, group.params, strict=True)])
     # `_is_param` is among them: isinstance(out, nn.Parameter) holds.
-    run_all(map(dict.update, map(_attributes, outputs), map(_attributes, group.shards)))
+    run_all(map(setattr, outputs, repeat("__dict__"), map(_attributes, group.shards)))
     group.begin_use()
     return outputs

@@ -80,12 +80,7 @@ def paired(pieces: torch.Tensor, whole: torch.Tensor, layout: ParamLayout) -> li
 
 # Runs what `map` gives to its end: a loop over the parameters of a group that takes no bytecode.
 run_all = deque[Any](maxlen=0).extend
-_sharded, _grad, _hooks_taken = attrgetter("sharded"), attrgetter("grad"), attrgetter("hooks_taken")
-
-
-def hooks_taken(params: Sequence[ShardedParam]) -> bool:
-    """Whether hooks of any of them were taken from autograd and not given back."""
-    return any(map(_hooks_taken, params))
+_sharded, _grad = attrgetter("sharded"), attrgetter("grad")
 
 
 def any_gradient(shards: Sequence[torch.Tensor]) -> bool:
@@ -94,10 +89,14 @@ def any_gradient(shards: Sequence[torch.Tensor]) -> bool:
         return any(map(is_not, map(_grad, shards), repeat(None)))
 
 
-def accumulate(params: Sequence[ShardedParam], pieces: Mapping[int, torch.Tensor]) -> None:
-    """Add this rank's pieces of reduced gradients, by the index of the parameter, to `.grad`, and call the hooks."""
+def accumulate(params: Sequence[ShardedParam], pieces: Mapping[int, torch.Tensor], hooked: bool = True) -> None:
+    """Add this rank's pieces of reduced gradients, by the index of the parameter, to `.grad`, and call the hooks.
+
+    Args:
+        hooked: whether there may be hooks to call.
+    """
     theirs = list(map(params.__getitem__, pieces))
-    if not hooks_taken(theirs):
+    if not hooked:
         with without_torch_function():
             shards = list(map(_sharded, theirs))
             if all(map(is_, map(_grad, shards), repeat(None))):

@@ -74,7 +74,7 @@ class Kept(NamedTuple):
     generation: int
 
 
-_Tensor, _is_grad_enabled = torch.Tensor, torch.is_grad_enabled
+_Tensor, _data_ptr, _is_grad_enabled = torch.Tensor, torch.Tensor.data_ptr, torch.is_grad_enabled
 _new = tuple.__new__  # makes a named tuple at a third of the cost of calling its class
 
 
@@ -141,7 +141,7 @@ class _Hooks:
     def pack(self, tensor: torch.Tensor) -> Any:
         if type(tensor) in PLAIN:
             try:
-                address = tensor.data_ptr()
+                address = _data_ptr(tensor)
             except (RuntimeError, NotImplementedError):
                 address = 0
             pool = self._pool
@@ -182,7 +182,7 @@ class _Hooks:
         bucket: Any = slot.owner()
         if bucket is None:
             return None
-        if slot.outside:
+        if type(slot) is Outside:
             return Kept(bucket, tensor.detach(), self.owner(), self._keepers.get(bucket), bucket.generation)
         if bucket.dtype.is_complex and (tensor.is_conj() or tensor.is_neg()):
             copy = tensor.clone()  # a handle has no word for a lazy conjugate

@@ -301,13 +301,14 @@ class ShardState:
         group = self.bound.group
         if group is None:
             return
-        if self.declaration.modules > 1 and current_backward() < 0:
-            if group.running:
+        if self.declaration.modules > 1:
+            if current_backward() >= 0:
+                self._to_run = {module.__dict__[PLACE]}  # a recomputation may run any of the list alone
+            elif group.running:
                 return  # an earlier module of the list has begun for all of them
-            self._to_run = set(range(self.declaration.modules))
-            self._found.clear()  # of a forward in which some of the list did not run
-        else:
-            self._to_run = {module.__dict__[PLACE]}  # a recomputation may run any of the list alone
+            else:
+                self._to_run = set(range(self.declaration.modules))
+                self._found.clear()  # of a forward in which some of the list did not run
         self.entries.check_kept()
         self._found.append(self.bound.engine.before_forward(group, self.entries))
 
@@ -332,7 +333,8 @@ class ShardState:
         if self.bound.group is None or not self._found:
             return None
         found = self._found[-1]
-        self._to_run.discard(module.__dict__[PLACE])
+        if self._to_run:
+            self._to_run.discard(module.__dict__[PLACE])
         if not self._to_run:
             self._found.pop()
             self.bound.engine.after_forward(self.bound.group, copied)

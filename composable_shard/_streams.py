@@ -118,7 +118,9 @@ class Launched(Job[T]):
 
     def finish(self, on_host: bool = False) -> T:
         try:
-            self._advance()
+            handle, self._handle = self._handle, None
+            if handle is not None:
+                handle.wait()
             if self._event is not None:
                 self._event.wait()
                 if on_host:

@@ -45,9 +45,8 @@ def never_compile(code: types.CodeType) -> None:
     """
     frames: Any = torch._C._dynamo.eval_frame
     if hasattr(frames, "set_code_exec_strategy"):
-        frames.set_code_exec_strategy(
-            code, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-        )
+        skipped = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        frames.set_code_exec_strategy(code, skipped)
     else:
         frames.skip_code(code)
     for inner in code.co_consts:
@@ -55,9 +54,8 @@ def never_compile(code: types.CodeType) -> None:
             never_compile(inner)
 
 
-def has_side_effect(operator: Any) -> None:
-    """Keep calls of an operator in graphs though nothing reads their result."""
-    torch.fx.has_side_effect(operator)
+# Keeps calls of an operator in graphs though nothing reads their result.
+has_side_effect: Callable[[Any], Any] = torch.fx.has_side_effect
 
 
 def with_side_effects(function: Callable[[], None]) -> None:
@@ -156,6 +154,11 @@ def _fate(leaf_node: Any) -> Fate:
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> tuple[torch.Tensor, ...]:
     """`function.apply` without the search of its arguments for dead wrappers of functorch."""
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc, no-any-return]
+
+
+def called_directly(function: type[torch.autograd.Function]) -> None:
+    """Let autograd call a function's `backward` itself, past torch's look at which methods the class has."""
+    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
 
 
 def split(tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:

@@ -233,6 +233,7 @@ class Curious(nn.Module):
         assert weight.data_ptr() == weight[0].data_ptr() != 0
         assert weight.untyped_storage().data_ptr() != 0
         assert not isinstance(weight, DTensor)
+        weight.calls = getattr(weight, "calls", 0) + 1
         self.seen.append(
             (
                 [(n, tuple(p.shape), p.dtype, p.stride(), p.is_contiguous()) for n, p in self.named_parameters()],
@@ -241,6 +242,7 @@ class Curious(nn.Module):
                 sum(p.numel() for p in self.parameters()),
                 weight.device,
                 getattr(weight, "tag", None),
+                weight.calls,
                 same,
             )
         )
@@ -251,6 +253,7 @@ class Curious(nn.Module):
 def test_forward_sees_parameters_that_look_like_the_whole_ones(rank, world):
     models = models_of(lambda: nn.Sequential(Curious(), nn.Tanh(), nn.Linear(6, 2)))
     train_alike(models, lambda model, step: model(noise(3, 4)).square().mean())
+    assert models["ours"][0].weight.calls == models["plain"][0].weight.calls > 1  # forward's notes are not lost
     with torch.no_grad():
         for model in models.values():
             model(noise(3, 4))
