@@ -11,8 +11,10 @@ On a card both read the figures of torch's CUDA allocator, which do not tell kin
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,12 +99,17 @@ def launched(options: argparse.Namespace, world: int, **settings: Any) -> dict[s
 
 
 def living(size: str, options: argparse.Namespace) -> list[LiveResult]:
-    """Bytes by kind, for each simulated world."""
+    """Bytes by kind, for each simulated world. Counts are exact, so launches may run beside one another."""
     results: list[LiveResult] = []
+    sides = [(world, name) for world in options.world for name in options.engines]
+
+    def launch(side: tuple[int, str]) -> dict[str, Any]:
+        return launched(options, 1, part="live", size=size, simulated=side[0], engine=side[1])
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        of_side = dict(zip(sides, pool.map(launch, sides), strict=True))
     for world in options.world:
-        found = {
-            name: launched(options, 1, part="live", size=size, simulated=world, engine=name) for name in options.engines
-        }
+        found = {name: of_side[world, name] for name in options.engines}
         reference = found.get(REFERENCE)
 
         def over(name: str, sum_of: str, reference: Any = reference, found: Any = found) -> float | None:
@@ -289,6 +296,7 @@ def parse() -> argparse.Namespace:
     add("--ranks", type=int, default=2, help="processes of the resident part (default: %(default)s)")
     add("--steps", type=int, default=3, help="of the resident part (default: %(default)s)")
     add("--repeats", type=int, default=3, help="launches an engine, resident part (default: %(default)s)")
+    add("--jobs", type=int, default=os.cpu_count(), help="launches at a time, live part (default: %(default)s)")
     add("--timeout", type=float, default=600.0, help="seconds for each launch (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     return parser.parse_args()

@@ -70,7 +70,7 @@ class Actions:
         self.shown = Shown(groups, watch_leaf)
         self.owners = Owners(self.groups)
         self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
-        self._put_off: Sequence[ParamGroup] | None = None  # groups to gather behind the reductions
+        self._behind: Sequence[ParamGroup] | None = None  # groups to gather behind the reductions
         self._unset: dict[ParamGroup, GroupReduced] = {}  # reduced, `.grad` yet to be set
         self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}  # for hooks, which see all uses at once
         self.staying: set[ParamGroup] = set()
@@ -162,8 +162,7 @@ class Actions:
             self.shown.hide(group)
             self._act(Kind.SHRINK, group, group.shrink)
             self.history.lasted(group.weight_bytes)  # which were there beside the pieces
-            if (entries := self.shown.entries(group)) is not None and group not in self.shown.late:
-                entries.show(group.pieces())
+            self.shown.show_pieces(group)
 
     def drop_outdated(self, waiting: bool) -> bool:
         """A forward begins: adopt parameters that were replaced, and drop weights that are out of date.
@@ -271,7 +270,7 @@ class Actions:
         Where only waiting frees memory, these come behind the reductions in flight, and both when half of the weights
         that the use has saved were read: the reductions take the first half of its backward, the gathers the second.
         """
-        if self._put_off is not None:
+        if self._behind is not None:
             self.catch_up()
         group = use.group
         self.staying.discard(group)
@@ -281,7 +280,7 @@ class Actions:
         at_once = group.away or any(map(_away, missed))
         waits = waits and (at_once or any(map(_away, following)))
         if waits and at_once:
-            self._put_off = ()
+            self._behind = ()
             self.catch_up()
         if missed:
             self.prefetch(missed)
@@ -294,7 +293,7 @@ class Actions:
         if not waits:
             self.prefetch(following)
             return
-        self._put_off = following
+        self._behind = following
         if use.reads > 1:
             group.buckets[0].reads_left = use.reads // 2
         else:
@@ -312,15 +311,15 @@ class Actions:
         self.prefetch(following)
 
     def _settle_for(self, group: ParamGroup, gathers: Sequence[ParamGroup]) -> None:
-        """Do what was put off and, where only waiting frees memory for these, wait for all reductions."""
+        """`catch_up` and, where only waiting frees memory for these, wait for all reductions."""
         first = self.reduces_first or group.reduces_first
         if first and any(each.away for each in gathers):
-            self._put_off = self._put_off or ()
+            self._behind = self._behind or ()
         self.catch_up()
 
     def end_use(self, group: ParamGroup, following: ParamGroup | None) -> None:
         """The backward of a use is over: give its weights up, unless they are about to be needed again."""
-        if self._put_off is not None:
+        if self._behind is not None:
             self.catch_up()
         if group.running or (following is group and self.stays_for_next):
             self.staying.add(group)
@@ -330,8 +329,8 @@ class Actions:
             self.shown.hide(group)  # the weights stay, but what clips or steps must find the sharded parameters
 
     def catch_up(self) -> None:
-        """Do what was put off: wait for the reductions, then gather ahead."""
-        following, self._put_off = self._put_off, None
+        """If gathers wait behind reductions: wait for those, then gather ahead."""
+        following, self._behind = self._behind, None
         if following is None:
             return
         grad = torch.is_grad_enabled()  # with create_graph
@@ -378,7 +377,7 @@ class Actions:
         """Wait for all reductions and throw their results away."""
         self._sums.clear()
         self._unset.clear()
-        self._put_off = None
+        self._behind = None
         self.budget.end_backward()
         while self._reductions:
             self._finish_oldest()

@@ -197,7 +197,7 @@ class _Unshard(torch.autograd.Function):
 
 
 called_directly(_Unshard)
-_attributes, _data = attrgetter("__dict__"), attrgetter("data")
+_attributes, _data, _PLAIN = attrgetter("__dict__"), attrgetter("data"), {torch.Tensor}
 
 
 def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -214,14 +214,18 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
 
     Returns:
         the unsharded parameters: tensors of this graph that look like Parameters, with the attributes of the sharded
-        ones. They share them: what forward writes on a weight is there in the next one.
+        ones. Plain tensors share them: what forward writes on such a weight is there in the next one.
     """
     group = use.group
     weights = group.weights(for_use=True)
     outputs = apply_function(_Unshard, _Lifeline(owner, use), weights, owner.witness.leaf, *group.shards)
     if group.wraps:
         outputs = tuple([p.parallel.wrap(o) if p.parallel else o for o, p in zip(outputs, group.params, strict=True)])
-    # `_is_param` is among them: isinstance(out, nn.Parameter) holds.
-    run_all(map(setattr, outputs, repeat("__dict__"), map(_attributes, group.shards)))
+    # `_is_param` is among the attributes: isinstance(out, nn.Parameter) holds.
+    attributes = map(_attributes, group.shards)
+    if set(map(type, outputs)) == _PLAIN:
+        run_all(map(setattr, outputs, repeat("__dict__"), attributes))
+    else:  # subclasses keep some of their own there
+        run_all(map(dict.update, map(_attributes, outputs), attributes))
     group.begin_use()
     return outputs

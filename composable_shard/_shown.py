@@ -49,6 +49,11 @@ class Shown:
             if not group.running:
                 self.hide(group)
 
+    def show_pieces(self, group: ParamGroup) -> None:
+        """Let the modules of a group have what a few ranks keep of the weights, but not in the place of late ones."""
+        if (entries := self._entries[group]()) is not None and group not in self.late:
+            entries.show(group.pieces())
+
     def show_leaves(self, group: ParamGroup) -> None:
         """Let the modules of a group have unsharded leaves, without history."""
         if (entries := self._entries[group]()) is None:

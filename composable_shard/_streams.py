@@ -118,9 +118,7 @@ class Launched(Job[T]):
 
     def finish(self, on_host: bool = False) -> T:
         try:
-            handle, self._handle = self._handle, None
-            if handle is not None:
-                handle.wait()
+            self._advance()
             if self._event is not None:
                 self._event.wait()
                 if on_host:

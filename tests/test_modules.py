@@ -11,6 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+import composable_shard
 from _alike import models_of, noise, optimizers_of, shard_children, train_alike
 from _engines import fully_shard
 from _pool import distributed, more
@@ -184,8 +185,9 @@ def test_sparse_gradients_are_refused_by_name(rank, world, kind):
     fully_shard(model)
 
 
-@distributed(world=2)
-def test_a_sparse_gradient_that_comes_unforeseen_is_named(rank, world):
+@pytest.mark.parametrize("kept", [False, True])
+@distributed(world=(1, 2))
+def test_a_sparse_gradient_that_comes_unforeseen_is_named(rank, world, kept):
     class Own(nn.Module):
         def __init__(self):
             super().__init__()
@@ -196,7 +198,11 @@ def test_a_sparse_gradient_that_comes_unforeseen_is_named(rank, world):
 
     models = models_of(Own, shard_whole)
     tokens = torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(RuntimeError, match=r"parameter table: .*sparse"):
+    if kept:
+        models["ours"].set_requires_gradient_sync(False)
+        models["ours"](tokens).sum().backward()
+        models["ours"].set_requires_gradient_sync(True)
+    with pytest.raises(composable_shard.ShardConfigStateError, match=r"parameter table: .*sparse"):
         models["ours"](tokens).sum().backward()
 
 
