@@ -251,7 +251,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=_report.integers,
         help="parameters of a block, all small: the time for each of them (default: a norm and two layers, six)",
     )
-    parser.add_argument("--rounds", type=int, default=30, help="interleaved rounds (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=100, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--width", type=int, help="dim 0 of every parameter (default: 64, or the world if larger)")
     parser.add_argument(
         "--engines",
