@@ -70,7 +70,7 @@ class Actions:
         self.shown = Shown(groups, watch_leaf)
         self.owners = Owners(self.groups)
         self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
-        self._behind: Sequence[ParamGroup] | None = None  # groups to gather behind the reductions
+        self._gathers_behind: Sequence[ParamGroup] | None = None  # the reductions
         self._unset: dict[ParamGroup, GroupReduced] = {}  # reduced, `.grad` yet to be set
         self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}  # for hooks, which see all uses at once
         self.staying: set[ParamGroup] = set()
@@ -270,7 +270,7 @@ class Actions:
         Where only waiting frees memory, these come behind the reductions in flight, and both when half of the weights
         that the use has saved were read: the reductions take the first half of its backward, the gathers the second.
         """
-        if self._behind is not None:
+        if self._gathers_behind is not None:
             self.catch_up()
         group = use.group
         self.staying.discard(group)
@@ -280,7 +280,7 @@ class Actions:
         at_once = group.away or any(map(_away, missed))
         waits = waits and (at_once or any(map(_away, following)))
         if waits and at_once:
-            self._behind = ()
+            self._gathers_behind = ()
             self.catch_up()
         if missed:
             self.prefetch(missed)
@@ -293,7 +293,7 @@ class Actions:
         if not waits:
             self.prefetch(following)
             return
-        self._behind = following
+        self._gathers_behind = following
         if use.reads > 1:
             group.buckets[0].reads_left = use.reads // 2
         else:
@@ -314,12 +314,12 @@ class Actions:
         """`catch_up` and, where only waiting frees memory for these, wait for all reductions."""
         first = self.reduces_first or group.reduces_first
         if first and any(each.away for each in gathers):
-            self._behind = self._behind or ()
+            self._gathers_behind = self._gathers_behind or ()
         self.catch_up()
 
     def end_use(self, group: ParamGroup, following: ParamGroup | None) -> None:
         """The backward of a use is over: give its weights up, unless they are about to be needed again."""
-        if self._behind is not None:
+        if self._gathers_behind is not None:
             self.catch_up()
         if group.running or (following is group and self.stays_for_next):
             self.staying.add(group)
@@ -330,7 +330,7 @@ class Actions:
 
     def catch_up(self) -> None:
         """If gathers wait behind reductions: wait for those, then gather ahead."""
-        following, self._behind = self._behind, None
+        following, self._gathers_behind = self._gathers_behind, None
         if following is None:
             return
         grad = torch.is_grad_enabled()  # with create_graph
@@ -377,7 +377,7 @@ class Actions:
         """Wait for all reductions and throw their results away."""
         self._sums.clear()
         self._unset.clear()
-        self._behind = None
+        self._gathers_behind = None
         self.budget.end_backward()
         while self._reductions:
             self._finish_oldest()

@@ -66,6 +66,8 @@ class GradientFlow:
     def _reduce_or_keep(self, group: ParamGroup, gradients: Gradients) -> None:
         """As the settings say. A group without any gradient is left alone: its `.grad` stays None."""
         options = group.settings.current
+        if any(map(getattr, gradients, repeat("is_sparse"), repeat(False))):
+            raise _sparse(group, gradients)
         if options.reduce_unused:
             group.keep(gradients)  # other ranks may get those of other groups, or none: `finish` has one order for all
         elif all(map(is_, gradients, repeat(None))):
@@ -74,19 +76,9 @@ class GradientFlow:
             if group not in self._looked:  # its node did not run
                 self.take_hooks(group)
             self._reduced.add(group)
-            self._reduce(group, gradients)
+            self._do.reduce(group, group.take_kept(gradients))
         else:
             group.keep(gradients)
-
-    def _reduce(self, group: ParamGroup, gradients: Gradients) -> None:
-        """Issue the reduction of these gradients and of those that were kept."""
-        total = group.take_kept(gradients)
-        try:
-            self._do.reduce(group, total)
-        except RuntimeError as error:  # before anything was sent: a sparse gradient cannot be packed
-            if sparse := [p.fqn for p, g in zip(group.params, total, strict=True) if g is not None and g.is_sparse]:
-                raise _refused(sparse) from error
-            raise
 
     def returned(self, use: Use, fates: Sequence[Fate], wanted: Gradients, is_last: bool) -> list[torch.Tensor | None]:
         """Reduce at once; gives the pieces that the caller of `torch.autograd.grad` asked for, None for the others.
@@ -129,7 +121,7 @@ class GradientFlow:
             # Kept in earlier micro-batches and not used in this one, or not used at all where zeros are wanted.
             if group.awaits_reduction or (unused and group not in self._reduced):
                 self.take_hooks(group)
-                self._reduce(group, [None] * len(group.params))
+                self._do.reduce(group, group.take_kept([None] * len(group.params)))
             group.was_gathered = False
         self._strays.clear()
         self._reduced.clear()
@@ -168,8 +160,10 @@ def watch_leaf(owner: Callable[[], StrayOwner | None], leaf: torch.Tensor, group
     leaf.register_post_accumulate_grad_hook(hand_on)  # type: ignore[no-untyped-call]
 
 
-def _refused(sparse: Sequence[str]) -> ShardConfigStateError:
+def _sparse(group: ParamGroup, gradients: Gradients) -> ShardConfigStateError:
+    pairs = zip(group.params, gradients, strict=True)
+    names = ", ".join(param.fqn for param, gradient in pairs if gradient is not None and gradient.is_sparse)
     return ShardConfigStateError(
-        f"parameter {', '.join(sparse)}: got a sparse gradient, which cannot be reduced into shards; use sparse=False "
-        "in forward, or pass the parameter in ignored_params"
+        f"parameter {names}: got a sparse gradient, which cannot be reduced into shards; use sparse=False in forward, "
+        "or pass the parameter in ignored_params"
     )

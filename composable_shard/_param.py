@@ -89,7 +89,7 @@ def any_gradient(shards: Sequence[torch.Tensor]) -> bool:
         return any(map(is_not, map(_grad, shards), repeat(None)))
 
 
-def accumulate(params: Sequence[ShardedParam], pieces: Mapping[int, torch.Tensor], hooked: bool = True) -> None:
+def accumulate(params: Sequence[ShardedParam], pieces: Mapping[int, torch.Tensor], hooked: bool) -> None:
     """Add this rank's pieces of reduced gradients, by the index of the parameter, to `.grad`, and call the hooks.
 
     Args:

@@ -371,7 +371,7 @@ def unused(done: Sequence[tuple[list[int], Reduced]], asked: Sequence[int]) -> l
     found: list[int] = []
     for indices, reduced in done:
         ours = [index for index in asked if index in indices]
-        found += [index for index in ours if not reduced.parts().used[indices.index(index)].item() > 0]
+        found += [index for index in ours if reduced.parts().used[indices.index(index)].item() == 0]
     return found
 
 

@@ -86,10 +86,8 @@ class Slot:
         free_after: the events behind the last uses; whoever writes next waits for them.
         rivals: other slots of an arena that lie, in part, in the same memory.
         reach: the end of the one of them, or of this slot, that ends last.
-        outside: whether it is no memory of the pool.
     """
 
-    outside = False
     __slots__ = (
         "__weakref__",
         "_bytes",
@@ -140,10 +138,8 @@ class Outside:
     Attributes:
         begin, end, nbytes: where it lies.
         owner: who reads weights from it, weakly.
-        outside: whether it is no memory of the pool.
     """
 
-    outside = True
     __slots__ = ("begin", "end", "nbytes", "owner")
 
     def __init__(self, memory: torch.UntypedStorage, owner: Any) -> None:
