@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import repeat
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -197,7 +196,7 @@ class _Unshard(torch.autograd.Function):
 
 
 called_directly(_Unshard)
-_attributes, _data, _PLAIN = attrgetter("__dict__"), attrgetter("data"), {torch.Tensor}
+_attributes, _data = attrgetter("__dict__"), attrgetter("data")
 
 
 def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -221,11 +220,7 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
     outputs = apply_function(_Unshard, _Lifeline(owner, use), weights, owner.witness.leaf, *group.shards)
     if group.wraps:
         outputs = tuple([p.parallel.wrap(o) if p.parallel else o for o, p in zip(outputs, group.params, strict=True)])
-    # `_is_param` is among the attributes: isinstance(out, nn.Parameter) holds.
-    attributes = map(_attributes, group.shards)
-    if set(map(type, outputs)) == _PLAIN:  # at half the cost of an update
-        run_all(map(setattr, outputs, repeat("__dict__"), map(dict.copy, attributes)))
-    else:  # subclasses keep some of their own there
-        run_all(map(dict.update, map(_attributes, outputs), attributes))
+    # `_is_param` is among them: isinstance(out, nn.Parameter) holds.
+    run_all(map(dict.update, map(_attributes, outputs), map(_attributes, group.shards)))
     group.begin_use()
     return outputs
