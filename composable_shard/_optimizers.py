@@ -11,6 +11,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ._bucket import LEAF_OF
 from ._errors import ShardConfigStateError
 from ._param import SHARDED_IN
+from ._torch import never_trace
 
 
 class StepWatcher(Protocol):
@@ -28,6 +29,7 @@ def watch_steps(watcher: StepWatcher) -> None:
     _watchers.add(watcher)
 
 
+@never_trace
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     copies = [param.__dict__[LEAF_OF] for param in params if LEAF_OF in param.__dict__]

@@ -19,7 +19,7 @@ from ._policies import AllReduceHook, Comms, Options, division
 from ._pool import BufferPool
 from ._slots import Slot
 from ._streams import Job, Lane, Steps
-from ._torch import chunk_cat, split
+from ._torch import chunk_cat
 
 
 class _Member(NamedTuple):
@@ -279,11 +279,11 @@ class ReduceBucket:
 
     def cut(self, out: torch.Tensor, others: Mapping[torch.dtype, torch.Tensor]) -> Parts:
         """Cut a result; members that are stored in another dtype are cut from that of `others`."""
-        parts = split(out, self._sizes)
+        parts = list(torch.unsafe_split_with_sizes(out, self._sizes))  # the cheapest form of `split`
         used = parts[-1]
         found = parts[:-1] if len(self._own) == len(parts) - 1 else [parts[at] for at in self._own]
         for dtype, converted in others.items():
-            parts = split(converted, self._sizes)
+            parts = list(torch.unsafe_split_with_sizes(converted, self._sizes))
             ours = zip(found, self._own, self._members, strict=True)
             found = [parts[at] if m.stored is dtype else piece for piece, at, m in ours]
         for place, shaped in self._shaped:

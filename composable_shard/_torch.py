@@ -54,8 +54,13 @@ def never_compile(code: types.CodeType) -> None:
             never_compile(inner)
 
 
-# Keeps calls of an operator in graphs though nothing reads their result.
-has_side_effect: Callable[[Any], Any] = torch.fx.has_side_effect
+def never_trace(function: Callable[..., T]) -> Callable[..., T]:
+    """Decorate a function that Dynamo shall call between two graphs. `torch.compiler.disable` would load Dynamo."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+has_side_effect: Callable[[Any], Any] = torch.fx.has_side_effect  # keeps calls of an operator that nothing reads
 
 
 def with_side_effects(function: Callable[[], None]) -> None:
@@ -159,11 +164,6 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> tuple
 def called_directly(function: type[torch.autograd.Function]) -> None:
     """Let autograd call a function's `backward` itself, past torch's look at which methods the class has."""
     function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
-
-
-def split(tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
-    """Consecutive parts of a 1D tensor that share its memory; the cheapest form of `torch.split`."""
-    return list(torch.unsafe_split_with_sizes(tensor, sizes))
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn as nn
 from _alike import assert_alike, models_of, noise, optimizers_of, shard_children, stack, train_alike, whole
 from _engines import mesh_of
 from _pool import distributed
-from _stepping import shard_whole
+from _stepping import assert_at_rest, shard_whole
 from composable_shard import clip_grad_norm_
 
 # ---- precision and optimizers
@@ -236,3 +237,27 @@ def test_hooks_see_gradients_that_were_kept_from_earlier_micro_batches(rank, wor
             else:
                 model(noise(3, 4), both=False).square().mean().backward()
         assert sorted(calls["ours"]) == sorted(calls["fsdp2"]) == ["a.bias", "a.weight", "b.bias", "b.weight"]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@distributed(world=2)
+def test_a_compiled_step_is_the_step_and_gives_the_weights_up(rank, world, kind):
+    models = models_of(lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), reshard_after_forward=False)
+    warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")  # Dynamo's own import
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    for model in models.values():
+        torch._dynamo.reset()
+        optimizer = kind(model.parameters(), lr=0.1)
+        step = torch.compile(optimizer.step, backend=backend)
+        for _ in range(3):
+            model(noise(3, 4)).square().mean().backward()
+            step()
+            optimizer.zero_grad()
+    assert len(graphs) == len(models)
+    assert_alike(models, exact=False)
+    assert_at_rest(models["ours"])

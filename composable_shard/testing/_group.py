@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .._errors import ShardConfigValueError
-from .._torch import split, without_dispatch_modes
+from .._torch import without_dispatch_modes
 from ._network import Call, GroupKey, Issued, Network, Tensors, Work
 
 BACKEND = "simulated"
@@ -193,9 +193,9 @@ class SimulatedGroup(dist.ProcessGroup):
         input_sizes: Sequence[int],
         opts: Any = None,
     ) -> Work:
-        outputs = split(output.detach(), list(output_sizes)) if output_sizes else self._chunks(output)
-        inputs = split(input.detach(), list(input_sizes)) if input_sizes else self._chunks(input)
-        return self.alltoall(outputs, inputs)
+        outputs = torch.split(output.detach(), list(output_sizes)) if output_sizes else self._chunks(output)
+        inputs = torch.split(input.detach(), list(input_sizes)) if input_sizes else self._chunks(input)
+        return self.alltoall(list(outputs), list(inputs))
 
     def barrier(self, opts: Any = None) -> Work:
         return self._issue("barrier", [], [])
