@@ -70,7 +70,7 @@ class Actions:
         self.shown = Shown(groups, watch_leaf)
         self.owners = Owners(self.groups)
         self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
-        self._gathers_behind: Sequence[ParamGroup] | None = None  # the reductions
+        self._gathers_behind: Sequence[ParamGroup] | None = None  # ... the reductions in flight, to be issued
         self._unset: dict[ParamGroup, GroupReduced] = {}  # reduced, `.grad` yet to be set
         self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}  # for hooks, which see all uses at once
         self.staying: set[ParamGroup] = set()
