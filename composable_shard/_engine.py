@@ -111,6 +111,7 @@ class Engine:
 
     @apart_from_checkpoints
     def _begin_forward(self) -> None:
+        self._end_abandoned()
         if self._pass is not None:
             self._recover()
         waiting = self._iterations.begin()
@@ -137,13 +138,20 @@ class Engine:
 
     @apart_from_checkpoints
     def _end_forward(self, learn_order: bool) -> None:
-        for group in self.groups:
-            if group.running:  # a group of several modules, not all of which have run
-                group.running = 1
-                self.after_forward(group)
+        self._end_abandoned()  # groups of several modules, not all of which have run
         self._do.drop_after_forward()
         if learn_order:
             self.learning.end()
+
+    def _end_abandoned(self) -> None:
+        """No forward runs now: end those of which nobody has told the end.
+
+        Such are recomputations by a checkpoint around `super().__call__`, which end by an exception that no hook sees.
+        """
+        for group in self.groups:
+            if group.running:
+                group.running = 1
+                self.after_forward(group)
 
     def before_forward(self, group: ParamGroup, entries: Entries) -> tuple[Use, Outputs] | None:
         """Show the unsharded parameters to a module that is about to run; returns its use, if backward may follow."""
@@ -296,6 +304,8 @@ class Engine:
         if self.active.get(use.group) is use:
             del self.active[use.group]
             self._late.end(use.group)
+        if use.group.running and not self._depth:  # a recomputation that was stopped as soon as it had done enough
+            use.group.running = 0
         self._do.end_use(use.group, now.next_group())
 
     def _end_backward(self, token: Token) -> None:
@@ -304,6 +314,8 @@ class Engine:
             return
         self._do.compute_ended(Kind.BACKWARD)
         with torch.no_grad():
+            if not self._depth:
+                self._end_abandoned()
             self._do.catch_up()
             for use in list(self.active.values()):
                 self._complete(now, use, use.add([None] * len(use.group.params)))
@@ -321,11 +333,15 @@ class Engine:
     def reset(self) -> None:
         """Give up whatever a failed forward or backward has left behind, and all gradients that are kept."""
         self._depth = 0
+        self._forget_running()
+        for group in self.groups:
+            group.forget_gradients()
+        self._recover()
+
+    def _forget_running(self) -> None:
         for group in self.groups:
             group.running = 0
-            group.forget_gradients()
         self._open.clear()
-        self._recover()
 
     def _forget_pass(self) -> None:
         self._uses.forget(self._pass.forwards if self._pass is not None else ())
@@ -337,6 +353,8 @@ class Engine:
         """A pass has ended, or failed: then modules get their sharded parameters back; `_recover` does the rest."""
         if self._pass is not None and not self._pass.alive:
             self._late.clear()
+            if not self._depth:  # an interrupted recomputation tells nobody of its end
+                self._forget_running()
             self._do.shown.hide_idle()
 
     def _recover(self) -> None:

@@ -72,7 +72,8 @@ class FSDPModule(Methods):
         if torch.compiler.is_compiling():
             return _trace(self, partial(_call_whole, call), args, kwargs)  # type: ignore[arg-type]
         if self._compiled_call_impl is not None:  # type: ignore[attr-defined]
-            return _run_compiled(self, call, args, kwargs)  # type: ignore[arg-type]
+            _let_engine_surround_compiled_code(self)  # type: ignore[arg-type]
+            return _run(self, partial(_call_whole, call), args, kwargs)  # type: ignore[arg-type]
         if _is_torchs(call) and not _has_hooks_of_others(self):  # type: ignore[arg-type]
             return _run(self, _call_alone, args, kwargs)  # type: ignore[arg-type]
         return _run(self, partial(_call_whole, call), args, kwargs)  # type: ignore[arg-type]
@@ -106,7 +107,8 @@ class FSDPModule(Methods):
             for param in state.declaration.params:
                 copy.deepcopy(param, memo)  # before the modules that hold it
         made = memo[id(self)] = object.__new__(type(self))
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        compiled = {"_compiled_call_impl"}  # bound to this module; a copy of any module leaves it behind
+        made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in compiled}, memo))
         number(made)  # type: ignore[arg-type]
         return made
 
@@ -175,6 +177,7 @@ def _run(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str
     if bound.is_root:
         engine.check_thread()
     engine.enter()
+    depth = state.depth
     root_succeeded = False
     try:
         hooks = None
@@ -188,7 +191,7 @@ def _run(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str
         root_succeeded = bound.is_root
         return output
     except BaseException as error:
-        state.abort()
+        state.abort(depth)
         if refuses_saved_tensors_hooks(error) and not stays:
             name = bound.group.name if bound.group is not None else type(module).__name__
             raise ShardConfigStateError(
@@ -296,26 +299,44 @@ def _trace(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[s
     return output
 
 
-def _run_compiled(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One call of a sharded module on which `compile()` was called.
+def _let_engine_surround_compiled_code(module: nn.Module) -> None:
+    """Have the engine work around the compiled forward of a module on which `compile()` was called.
 
-    Torch compiles its forward then, and not its hooks. So the engine works around it as it does for eager modules, and
-    layers of one class share their code. Sharded modules within are part of the graph.
+    Torch compiles the forward then, hooks included, and runs that wherever the module is called: also in a checkpoint
+    that the class's own `__call__` makes, which runs it again in backward. So layers of one class share their code, and
+    sharded modules within are part of the graph.
     """
-    state: ShardState = module.__dict__[STATE]
-    before, state.way = state.way, Way.AROUND
-    try:
-        return _run(module, partial(_run_around, call), args, kwargs)
-    finally:
-        state.way = before
+    compiled = module._compiled_call_impl
+    if hasattr(compiled, "_surrounded"):
+        return
+    known = weakref.ref(module)
+
+    def surrounded(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return compiled(*args, **kwargs)  # type: ignore[misc]
+        there = known()
+        assert there is not None
+        return _run_around(compiled, there, args, kwargs)  # type: ignore[arg-type]
+
+    surrounded._surrounded = compiled  # type: ignore[attr-defined]
+    module._compiled_call_impl = surrounded
 
 
 def _run_around(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One call of a compiled forward, which gathers for the sharded modules within but not for the module itself."""
     state: ShardState = module.__dict__[STATE]
+    depth = state.depth
     state.begin(module)
-    with warnings.catch_warnings():  # Dynamo looks for a `.grad` of the unsharded parameters, which are no leaves
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-        output = call(*args, **kwargs)
+    before, state.way = state.way, Way.AROUND
+    try:
+        with warnings.catch_warnings():  # Dynamo looks for a `.grad` of the unsharded parameters, which are no leaves
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+            output = call(*args, **kwargs)
+    except BaseException:
+        state.abort(depth)
+        raise
+    finally:
+        state.way = before
     return _ended(module, state, output)
 
 

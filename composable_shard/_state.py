@@ -164,6 +164,11 @@ class ShardState:
         return made
 
     @property
+    def depth(self) -> int:
+        """How many calls of its module run inside of one another."""
+        return len(self._found)
+
+    @property
     def family(self) -> Iterator[ShardState]:
         """This and the others of the same call."""
         yield self
@@ -301,6 +306,8 @@ class ShardState:
         group = self.bound.group
         if group is None:
             return
+        if not group.running and self._found:
+            self._found.clear()  # of a forward in which some of a list did not run, or that was interrupted
         if self.declaration.modules > 1:
             if current_backward() >= 0:
                 self._to_run = {module.__dict__[PLACE]}  # a recomputation may run any of the list alone
@@ -308,7 +315,6 @@ class ShardState:
                 return  # an earlier module of the list has begun for all of them
             else:
                 self._to_run = set(range(self.declaration.modules))
-                self._found.clear()  # of a forward in which some of the list did not run
         self.entries.check_kept()
         self._found.append(self.bound.engine.before_forward(group, self.entries))
 
@@ -341,11 +347,15 @@ class ShardState:
         return found
 
     @apart_from_checkpoints
-    def abort(self) -> None:
-        """A module of the call has failed."""
+    def abort(self, depth: int) -> None:
+        """A module of the call has failed: end what it has begun.
+
+        Args:
+            depth: how many calls of it ran around the one that failed.
+        """
         for each in self.family:
             assert each.bound is not None
-            if each.bound.group is not None and each._found:
+            while each.bound.group is not None and len(each._found) > (depth if each.declaration.modules == 1 else 0):
                 each._found.pop()
                 each.bound.engine.after_forward(each.bound.group)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -228,3 +229,17 @@ def test_models_that_are_not_sharded_compile_as_ever():
     assert found == []
     assert config.post_grad_custom_post_pass is before
     assert not torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint
+
+
+@distributed(world=2)
+def test_a_copy_of_a_module_compiled_in_place_runs_its_own_weights(rank, world):
+    model = Stack()
+    shard_blocks(model, fully_shard)
+    model.blocks[0].compile(backend="aot_eager")
+    (x,) = vectors(rank, 0)
+    before = model(x).detach()
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)
+    torch.testing.assert_close(copied(x).detach(), before, rtol=0, atol=0)
