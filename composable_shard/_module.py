@@ -40,6 +40,7 @@ from ._torch import (
     tree_tensors,
     with_side_effects,
 )
+from ._torch_compile import put_rng_states_before_meshes
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -281,6 +282,7 @@ def _find_root(unknown: str) -> bool:
     Dynamo may trace a function several times before it is done, and must find the same way through it each time: so
     this is always called, and after the first time with an empty string.
     """
+    put_rng_states_before_meshes()
     if unknown:
         _bound(_modules[unknown], measure=False)  # a graph has collectives of its own
     return True

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
-from . import _copies, _functional
+from . import _copies, _functional, _torch_compile
 from ._copies import Gradients
 from ._functional import Axis
 from ._layout import BucketLayout, bucket_layout
@@ -35,7 +35,7 @@ from ._policies import Options, division
 from ._torch import has_side_effect
 
 _CODE = hashlib.sha256(
-    b"".join(Path(f).read_bytes() for f in (__file__, _copies.__file__, _functional.__file__))
+    b"".join(Path(f).read_bytes() for f in (__file__, _copies.__file__, _functional.__file__, _torch_compile.__file__))
 ).hexdigest()
 REDUCE, KEEP, TAKE = 0, 1, 2  # what becomes of the gradients; the last: reduce them with those that were kept
 

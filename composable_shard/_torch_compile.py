@@ -6,6 +6,7 @@ Each is loaded when it is called: they load the compiler, which takes seconds.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -80,3 +81,49 @@ def set_last_pass(found: Any) -> None:
     from torch._inductor import config
 
     config.post_grad_custom_post_pass = found
+
+
+@functools.cache  # once in a process
+def put_rng_states_before_meshes() -> None:
+    """Mend how graphs are cut that have sharded parameters and recompute a random operator, such as dropout.
+
+    Backward hands gradients out as DTensors, so torch saves the parameters' meshes for it, behind all tensors. Then it
+    appends the states of generators that recomputed operators need, which are tensors, behind the meshes, and fails
+    when the graph runs. Torch 2.11 saves no meshes, and where states stand before them nothing is changed.
+    """
+    from torch._functorch import partitioners
+
+    append: Callable[..., tuple[fx.GraphModule, fx.GraphModule]] = partitioners.functionalize_rng_ops
+
+    @functools.wraps(append)
+    def append_before_meshes(
+        joint: fx.GraphModule, forward: fx.GraphModule, backward: fx.GraphModule, sizes: int
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        known = set(backward.graph.find_nodes(op="placeholder"))
+        forward, backward = append(joint, forward, backward, sizes)
+        inputs = backward.graph.find_nodes(op="placeholder")
+        states = [node for node in inputs if node not in known and "rng_state_output" in node.name]
+        meshes: list[fx.Node] = []
+        for node in reversed(inputs[: inputs.index(states[0])] if states else []):
+            if not partitioners.is_opaque_node(node):
+                break
+            meshes.insert(0, node)
+        if meshes:
+            for state in states:
+                meshes[0].prepend(state)
+            _exchange_outputs(forward, len(meshes), len(states), sizes)
+            forward.recompile()
+            backward.recompile()
+        return forward, backward
+
+    if hasattr(partitioners, "is_opaque_node"):
+        partitioners.functionalize_rng_ops = append_before_meshes
+
+
+def _exchange_outputs(module: fx.GraphModule, first: int, second: int, last: int) -> None:
+    """Of a graph's outputs, which end with `first`, `second` and `last` ones, let the second come before the first."""
+    (output,) = module.graph.find_nodes(op="output")
+    values = list(output.args[0])
+    end = len(values) - last
+    middle, begin = end - second, end - second - first
+    output.args = ([*values[:begin], *values[middle:end], *values[begin:middle], *values[end:]],)

@@ -7,6 +7,7 @@ what it got as inputs. ``EXPECTTEST_ACCEPT=1`` rewrites the lines.
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -16,9 +17,11 @@ from expecttest import assert_expected_inline
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from _blocks import Transformer, next_token_loss, token_batch
 from _compiling import even, graphs_of, three_steps
-from _engines import mesh_of
+from _engines import fully_shard, mesh_of
 from _models import Block, Stack, shard_blocks, vectors
+from _pool import distributed, more
 
 
 def plain(rank, world, **options):
@@ -275,3 +278,78 @@ forward GwGmwGmmwmmm, saves 2784 bytes
 backward mmmmmmmmRmmmmmRwmRww
 """,
     )
+
+
+# ---- what checkpoints recompute with the same random numbers
+
+
+class Decoder(Transformer):
+    """Attention, norms, rotary embeddings and dropout, each block computed again in backward."""
+
+    def __init__(self, where="around", **kinds):
+        super().__init__(dropout=0.2)
+        self.kinds = {"use_reentrant": False, **kinds}
+        if where == "inside":
+            for block in self.blocks:
+                block.forward = functools.partial(checkpoint, block.forward, **self.kinds)
+        self.where = where
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            more = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
+            x = checkpoint(block, x, *more, **self.kinds) if self.where == "around" else block(x, *more)
+        return self.head(self.norm(x))
+
+
+KINDS = {"plain": {}, "selective": {"context_fn": selective}, "reentrant": {"use_reentrant": True}}
+
+
+def seeded_loss(model, rank, step):
+    torch.manual_seed(step + 10 * rank)
+    return next_token_loss(model, *token_batch(rank, step))
+
+
+def decoder(rank, world, where, kind):
+    def loss_of(model, step):
+        return seeded_loss(model, rank, step)
+
+    return three_steps(rank, Decoder(where, **KINDS[kind]), shard_blocks, None, loss_of=loss_of, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [("around", "plain"), more("inside", "plain"), more("around", "selective"), more("around", "reentrant")],
+)
+def test_checkpointed_attention_with_dropout_has_the_masks_of_forward_in_backward(where, kind):
+    graphs = graphs_of(decoder, where=where, kind=kind).splitlines()
+    assert [graph.split()[0] for graph in graphs] == ["forward", "backward"]
+    assert [graph.split()[1].count("G") for graph in graphs] == [3, 2]  # the root's own group stays unsharded
+
+
+@pytest.mark.parametrize("order", ["shard, torch.compile", more("torch.compile, shard"), "shard, m.compile()"])
+@pytest.mark.parametrize("backend", ["aot_eager", more("inductor"), more("composable_shard")])
+@distributed(world=2)
+def test_checkpointed_attention_with_dropout_compiles_as_the_unsharded_model_does(rank, world, order, backend):
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    plain = Decoder()
+    model = run = copy.deepcopy(plain)
+    if order == "torch.compile, shard":
+        run = torch.compile(model, backend=backend, fullgraph=True)
+    shard_blocks(model, fully_shard)
+    if order == "shard, torch.compile":
+        run = torch.compile(model, backend=backend, fullgraph=True)
+    elif order == "shard, m.compile()":
+        model.compile(backend=backend)
+    alone = torch.compile(plain, backend=backend, fullgraph=True)
+    for step in range(2):
+        losses = [seeded_loss(each, 0, step) for each in (alone, run)]
+        assert torch.allclose(*losses, rtol=1e-5), losses
+        for loss in losses:
+            loss.backward()
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad, msg=name)
+        for each in (plain, model):
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+            each.zero_grad()
