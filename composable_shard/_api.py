@@ -17,7 +17,7 @@ from ._errors import ShardConfigTypeError, ShardConfigValueError
 from ._extension import is_extended
 from ._facade import show_to_torch, state_facade
 from ._mesh import MeshInfo, default_mesh, mesh_info, small_mesh
-from ._module import FSDPModule, number, post_forward, pre_forward
+from ._module import FSDPModule, adopt_forward_methods, number, post_forward, pre_forward
 from ._param import SHARDED_IN, ShardedParam, shard_parameter
 from ._placement import Cut, PlacementFn, Placements
 from ._plan import ShardPlan
@@ -114,6 +114,7 @@ def fully_shard(
     _move_buffers(modules, info)
     for place, each in enumerate(modules):
         _attach(each, state, place)
+    show_to_torch(modules, state, adopt_forward_methods)
     return module
 
 
@@ -314,7 +315,6 @@ def _attach(module: nn.Module, state: ShardState, place: int) -> None:
     module.__class__ = _classes[of]
     module.__dict__[STATE] = state
     module.__dict__[PLACE] = place
-    show_to_torch(module, state)
     number(module)
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(post_forward)

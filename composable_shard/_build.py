@@ -109,13 +109,22 @@ def declared_plan(root: nn.Module) -> ShardPlan:
     return plan if found is None else found.asked.applied(plan)
 
 
-def _check_ready(root: nn.Module, found: Sequence[tuple[list[str], ShardState]]) -> None:
+def check_root(root: nn.Module) -> None:
+    """See that a module can run as the outermost one.
+
+    Raises:
+        ShardConfigStateError: it is one of a list.
+    """
     own = state_of(root)
     if own is not None and own.declaration.modules > 1:
-        names = ", ".join(next(names for names, state in found if state is own)) or type(root).__name__
         raise ShardConfigStateError(
-            f"modules of one list ({names}) cannot be the root; call fully_shard on the module that contains them too"
+            f"FSDP requires a single root module but got {type(root).__name__}, which is one of a list of "
+            f"{own.declaration.modules} modules; call fully_shard on the module that contains them too, and run that"
         )
+
+
+def _check_ready(root: nn.Module, found: Sequence[tuple[list[str], ShardState]]) -> None:
+    own = state_of(root)
     for listed, state in found:
         if state is not own and replace(state.asked, schedule="") != Asked():
             raise ShardConfigStateError(
@@ -161,12 +170,13 @@ def _group(fqn: str, state: ShardState, is_root: bool, transports: TransportCach
     return ParamGroup(fqn, asked.params, asked.info, asked.settings, is_root, *how)
 
 
-def build_engine(root: nn.Module, measure: bool = True) -> Engine:
+def build_engine(root: nn.Module, measure: bool = True, runs: bool = True) -> Engine:
     """Make the engine of a root out of the declarations at and below it.
 
     Args:
         root: the outermost sharded module.
         measure: find the fastest transports, where that is not known yet: a collective.
+        runs: whether it is about to run. Before that, an engine may serve a module that is not the outermost one.
 
     Raises:
         ShardConfigStateError: a list as root; a module below that has run as a root; parameters on the meta device; a
@@ -175,6 +185,8 @@ def build_engine(root: nn.Module, measure: bool = True) -> Engine:
         RankMismatchError: ranks have different plans.
     """
     found = list(named_states(root))
+    if runs:
+        check_root(root)
     _check_ready(root, found)
     for _, state in found:
         state.release()  # unsharded before the root was known
@@ -208,7 +220,7 @@ def build_engine(root: nn.Module, measure: bool = True) -> Engine:
         own.order_changed(engine.order)
     for _, state in found:
         state.traced.bind(groups.get(state), is_root=state in of_root)
-        state.bind(Bound(engine, groups.get(state), state in of_root))
+        state.bind(Bound(engine, groups.get(state), state in of_root, weakref.ref(root)))
     for _, state in found:
         state.link_prefetch()
     if own is not None:

@@ -91,6 +91,16 @@ class Engine:
         watch_steps(self)
 
     @property
+    def in_forward(self) -> bool:
+        """Whether a forward of a sharded module runs."""
+        return self._depth > 0
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward has begun that has not ended."""
+        return self._pass is not None
+
+    @property
     def last_record(self) -> Record | None:
         """What the last finished iteration did; None if there was none yet."""
         over = (not self._iterations.waiting or self._uses.all_fired()) and self._depth == 0 and self._pass is None

@@ -322,6 +322,10 @@ class ParamGroup:
         if self._kept.whole:
             self._set_grads(GradPhase.KEPT)
 
+    def kept_gradient(self, index: int) -> torch.Tensor | None:
+        """The unsharded gradient that is kept of a parameter."""
+        return self._kept.whole.get(index)
+
     def take_kept(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """These gradients plus those that were kept, which are kept no longer."""
         total = self._kept.take(gradients)

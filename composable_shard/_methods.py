@@ -309,7 +309,9 @@ class Methods(Planning):
         bound.engine.reset()
 
     def _get_fsdp_state(self) -> StateFacade:  # type: ignore[override]
-        return state_facade(self)  # type: ignore[arg-type]
+        found = state_facade(self)  # type: ignore[arg-type]
+        assert found is not None
+        return found
 
     def _own_state(self) -> ShardState:
         state: ShardState = self.__dict__[STATE]

@@ -228,7 +228,7 @@ def test_torch_finds_the_state_of_a_module_and_of_its_copy(rank, world):
         state = fsdp2.state(each)
         each(torch.ones(1, 2)).sum().backward()
         assert [type(found) for found in state._state_ctx.all_states] == [type(state)]
-        assert state._state is each._own_state()
+        assert state._own is each._own_state()
     assert fsdp2.state(nn.Linear(2, 2)) is None
     with pytest.raises(AssertionError, match="already been applied"):
         fsdp2(model)
