@@ -90,7 +90,7 @@ class ParamFacade(_View):
 
     @property
     def _param_fqn(self) -> str | None:
-        return None if self._group._own.bound is None else self._param.fqn
+        return None if self._group._of._root is None else self._param.fqn
 
     @property
     def _module_info(self) -> Any:
@@ -272,8 +272,8 @@ class GroupFacade(_View):
 
     @property
     def post_forward_mesh_info(self) -> Any:
-        asked, bound = self._own.declaration, self._own.bound
-        if not self._options.reshards(bound is not None and bound.is_root) or self._info.shard_group is None:
+        asked = self._own.declaration
+        if not self._options.reshards(self._of._is_root is True) or self._info.shard_group is None:
             return None
         return self.mesh_info if asked.small is None or not self._options.few_ranks else data_parallel_mesh_info(asked.small)
 
@@ -434,7 +434,8 @@ class GroupFacade(_View):
 
     def lazy_init(self) -> None:
         """Make the engine, if there is none yet."""
-        self._of._lazy_init()
+        if self._own.bound is None:
+            build_engine(self.modules[0], runs=False)
 
     def unshard(self, async_op: bool = False) -> None:
         """Issue the gather; `wait_for_unshard` makes the parameters readable."""
@@ -511,6 +512,7 @@ class StateFacade(_View):
     def _build(self, modules: Sequence[nn.Module], state: ShardState, adopt: Callable[[nn.Module], None]) -> None:
         self._hold(_own=state, _adopt=adopt, _known=[weakref.ref(module) for module in modules])
         own = [each for each in state.family if each.declaration.params]
+        self._hold(_initialised=False)
         groups = [GroupFacade(self, each, index) for index, each in enumerate(own)]
         self._hold(_fsdp_param_groups=groups, _comm=CommContextFacade(state))
 
@@ -541,8 +543,13 @@ class StateFacade(_View):
     @property
     def _root(self) -> StateFacade | None:
         """That of the root's module, once it is known which one that is."""
-        module = None if self._own.bound is None else self._own.bound.root()
-        return None if module is None else registered_state(module)
+        bound = self._own.bound
+        module = None if bound is None else bound.root()
+        found: StateFacade | None = None if module is None else registered_state(module)
+        if bound is None or found is None:
+            return None
+        # An engine that was made for `unshard` alone may get another root.
+        return found if found._initialised or bound.engine.has_run or bound.engine.in_forward else None
 
     @property
     def _root_module(self) -> nn.Module | None:
@@ -552,7 +559,7 @@ class StateFacade(_View):
 
     @property
     def _is_root(self) -> bool | None:
-        return None if self._own.bound is None else self._own.bound.is_root
+        return None if self._root is None else self._own.bound.is_root
 
     @property
     def _device(self) -> torch.device:
@@ -604,7 +611,8 @@ class StateFacade(_View):
     def _lazy_init(self) -> None:
         """Make the engine, with the module as its root, if there is none yet."""
         if self._own.bound is None:
-            build_engine(self._modules[0], runs=False)
+            build_engine(self._modules[0])
+            self._hold(_initialised=True)
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What torch's own `register_fsdp_forward_method` calls before the method, whose place ours takes.
