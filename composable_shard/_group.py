@@ -213,7 +213,7 @@ class ParamGroup:
         self._gathers = []
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
-        """After a forward with gradients: memory of which others keep views than these goes to nobody else."""
+        """After a forward: memory of which others keep views than these goes to nobody else."""
         for bucket in self.buckets:
             bucket.end_use(dropped)
 
