@@ -20,6 +20,7 @@ from ._param import ShardedParam
 from ._plan import GroupPlan, ParamPlan, ShardPlan
 from ._policies import Options
 from ._pool import BufferPool
+from ._profiled import follow_profiler
 from ._schedule import ROOT_NAME
 from ._state import Asked, Bound, ShardState, named_states, state_of
 from ._streams import has_streams, lane_for
@@ -133,8 +134,9 @@ def _check_ready(root: nn.Module, found: Sequence[tuple[list[str], ShardState]])
             )
         if state.bound is not None and state.bound.engine.has_run:
             raise ShardConfigStateError(
-                f"{', '.join(listed) or type(root).__name__}: has already run as a root of its own, and now runs "
-                f"inside of {type(root).__name__}; run the outermost sharded module first"
+                f"FSDP state has already been lazily initialized for {', '.join(listed) or type(root).__name__}\nFSDP "
+                f"requires running forward through the root module first: it has run as a root of its own, and now runs "
+                f"inside of {type(root).__name__}"
             )
 
 
@@ -150,17 +152,20 @@ def _check_materialised(found: Sequence[tuple[list[str], ShardState]]) -> None:
     meta = [p.fqn for _, state in found for p in state.declaration.params if p.sharded.is_meta]
     if meta:
         raise ShardConfigStateError(
-            f"parameters still on the meta device: {', '.join(meta)}; call model.to_empty(device=...), then initialise "
-            "or load them, before the first forward"
+            "FSDP parameters should be materialized from meta device before training, but the following were still on "
+            f"meta device: {meta}\nCall model.to_empty(device=...), then initialise or load them, before the first "
+            "forward"
         )
 
 
 def _check_offloaded(found: Sequence[tuple[list[str], ShardState]]) -> None:
     offloaded = [p for _, state in found if state.declaration.info.offloads for p in state.declaration.params]
-    moved = [p.fqn for p in offloaded if p.local.device.type not in ("cpu", "meta")]
+    moved = [(p.fqn, p.local.device) for p in offloaded if p.local.device.type not in ("cpu", "meta")]
     if moved:
         raise ShardConfigStateError(
-            f"offloaded parameters that are not on the CPU: {', '.join(moved)}; load them there or move them back"
+            "FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, load a CPU state "
+            'dict or call module.to_empty(device="cpu"). Found following parameters on non-CPU device: '
+            f"{moved}"
         )
 
 
@@ -213,7 +218,7 @@ def build_engine(root: nn.Module, measure: bool = True, runs: bool = True) -> En
         family = [groups[each] for each in state.family if each in groups]
         for place, group in enumerate(family):
             group.companions = tuple(family[place + 1 :]) or group.companions
-    engine = Engine([(group, state.entries) for state, group in groups.items()], plan, runtime, among)
+    engine = Engine([(group, state.entries) for state, group in groups.items()], plan, runtime, among, follow_profiler)
     if own is not None:
         engine.learning.given = own.asked.plan is not None
         engine.order.told = weakref.WeakMethod(own.order_changed)

@@ -130,6 +130,11 @@ class ParamGroup:
         return self.fqn or ROOT_NAME
 
     @property
+    def shard_size(self) -> int:
+        """Among how many ranks it is sharded."""
+        return self._info.shard_size
+
+    @property
     def options(self) -> Options:
         """The settings as they are now."""
         return self.settings.current

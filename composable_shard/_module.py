@@ -29,6 +29,7 @@ from ._guard import begin_trace, same_graph, say_broken
 from ._methods import Methods
 from ._node import Outputs, Use
 from ._phases import GATHERING
+from ._profiled import record
 from ._saved import PLAIN, saved_weights, weights_in_place
 from ._state import EAGER, STATE, TRACED, Bound, ShardState, Way, named_states
 from ._torch import (
@@ -371,6 +372,9 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     policy = state.declaration.settings.current.mp_policy
     if policy.param_dtype is None or not policy.cast_forward_inputs:
         return None
+    if way is EAGER and state.bound is not None and state.bound.engine.profiled:
+        with record("FSDP::cast_forward_inputs"):
+            return _cast(args, policy.param_dtype), _cast(kwargs, policy.param_dtype)
     return _cast(args, policy.param_dtype), _cast(kwargs, policy.param_dtype)
 
 
@@ -383,7 +387,12 @@ def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     elif way is EAGER and state.bound is not None:
         output = _ended(module, state, output)
     dtype = state.declaration.settings.current.mp_policy.output_dtype
-    return output if dtype is None else _cast(output, dtype)
+    if dtype is None:
+        return output
+    if way is EAGER and state.bound is not None and state.bound.engine.profiled:
+        with record("FSDP::cast_forward_outputs"):
+            return _cast(output, dtype)
+    return _cast(output, dtype)
 
 
 def _ended(module: nn.Module, state: ShardState, output: Any) -> Any:

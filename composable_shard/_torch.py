@@ -410,6 +410,10 @@ def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> An
     return _with_parts(leaf, changed) if changed else leaf
 
 
+# Whether torch's profiler runs.
+is_profiled: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
+
+
 def cuda_sleep(cycles: int) -> None:
     """Keep the current stream of a GPU busy for so many cycles of its clock."""
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]

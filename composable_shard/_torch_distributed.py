@@ -216,6 +216,11 @@ def symmetric_memory_gather(group: dist.ProcessGroup, backend: str) -> Any:
     return None if kind is None else kind(group, backend)
 
 
+def is_torchs_comm(comm: Any) -> bool:
+    """Whether a gather or a reduction is one that `process_group_allocation` or `symmetric_memory_gather` has made."""
+    return type(comm).__module__ == "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+
+
 def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
     """The axes of several submeshes of one mesh, one after the other, as one mesh."""
     with unset_fake_temporarily():  # a mesh holds the numbers of its ranks, also where other tensors are fake
