@@ -209,8 +209,8 @@ def _small(reshard: bool | int | None, info: MeshInfo) -> tuple[bool | int | Non
     if reshard < 1 or info.shard_size % reshard:
         raise ShardConfigValueError(
             f"If passing reshard_after_forward as an int, it should be a factor of {info.shard_size}, not {reshard}: "
-            "so many ranks of the shard axis keep a copy among them; give the number of accelerators of a node, say, or "
-            "True or False"
+            "so many ranks of the shard axis keep a copy among them; give the number of accelerators of a node, say, "
+            "or True or False"
         )
     if reshard == 1:
         warnings.warn("reshard_after_forward=1 keeps the unsharded parameters, as False does; say False", stacklevel=4)
@@ -251,9 +251,9 @@ def _check_unmanaged(name: str, param: nn.Parameter) -> None:
             "call fully_shard on inner modules before outer ones"
         )
     raise ShardConfigValueError(
-        f"Parameter '{name}' is shared with a parameter already managed by another FSDP group, {other}; tied parameters "
-        "must be sharded by one call: shard only the module that contains both, or pass the modules that use them as "
-        "one list"
+        f"Parameter '{name}' is shared with a parameter already managed by another FSDP group, {other}; tied "
+        "parameters must be sharded by one call: shard only the module that contains both, or pass the modules that "
+        "use them as one list"
     )
 
 

@@ -135,8 +135,8 @@ def _check_ready(root: nn.Module, found: Sequence[tuple[list[str], ShardState]])
         if state.bound is not None and state.bound.engine.has_run:
             raise ShardConfigStateError(
                 f"FSDP state has already been lazily initialized for {', '.join(listed) or type(root).__name__}\nFSDP "
-                f"requires running forward through the root module first: it has run as a root of its own, and now runs "
-                f"inside of {type(root).__name__}"
+                "requires running forward through the root module first: it has run as a root of its own, and now "
+                f"runs inside of {type(root).__name__}"
             )
 
 

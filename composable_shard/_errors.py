@@ -6,7 +6,8 @@
     │   ├── ShardConfigTypeError    ... of a wrong type                    (also a TypeError)
     │   ├── ShardConfigStateError   ... found out at the first forward     (also a RuntimeError)
     │   ├── ShardConfigAttributeError ... of a view that can only be read    (also an AttributeError)
-    │   └── PoolBudgetError         a budget of memory that a group does not fit into    (also a ValueError)
+    │   ├── PoolBudgetError         a budget of memory that a group does not fit into    (also a ValueError)
+    │   └── ...                     kinds of these that are also what torch's FSDP2 raises for the same mistake
     ├── RankMismatchError           ranks have different plans                               (also a RuntimeError)
     ├── StaleStateError             weights were changed between forward and backward        (also a RuntimeError)
     ├── SavedTensorModifiedError    a saved activation was written in place before backward (also a RuntimeError)

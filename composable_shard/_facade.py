@@ -260,7 +260,8 @@ class GroupFacade(_View):
         if root is None or root._root_module is None:
             return None
         own = self.modules
-        return ", ".join(name for name, module in root._root_module.named_modules() if any(module is m for m in own))
+        named = root._root_module.named_modules()
+        return ", ".join(name for name, module in named if any(module is each for each in own))
 
     @property
     def _num_param_groups(self) -> int:
@@ -275,7 +276,11 @@ class GroupFacade(_View):
         asked = self._own.declaration
         if not self._options.reshards(self._of._is_root is True) or self._info.shard_group is None:
             return None
-        return self.mesh_info if asked.small is None or not self._options.few_ranks else data_parallel_mesh_info(asked.small)
+        return (
+            self.mesh_info
+            if asked.small is None or not self._options.few_ranks
+            else data_parallel_mesh_info(asked.small)
+        )
 
     @property
     def _reshard_after_forward(self) -> bool:

@@ -167,7 +167,7 @@ def _info_of_dims(mesh: DeviceMesh, dims: Any, offload: OffloadPolicy | None) ->
         raise ShardConfigTypeError(f"dp_mesh_dims: expected DataParallelMeshDims, got {type(dims).__name__}")
     if mesh.mesh_dim_names is None:
         raise ShardConfigValueError(
-            f"dp_mesh_dims: mesh must have mesh_dim_names when dp_mesh_dims is provided, and the axes of {mesh} have none"
+            f"dp_mesh_dims: mesh must have mesh_dim_names when dp_mesh_dims is provided, and those of {mesh} have none"
         )
     wanted = [*_names(dims.shard), *_names(dims.replicate)]
     unknown = [name for name in wanted if name not in mesh.mesh_dim_names]

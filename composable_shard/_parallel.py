@@ -177,8 +177,8 @@ def parallel_of(name: str, param: torch.Tensor, info: MeshInfo) -> Parallel | No
     if param.device_mesh.device_type != info.mesh.device_type:
         raise ShardConfigValueError(
             f"{where}, of another device type than {info.mesh}. Requires DTensor to have mesh of the same type as the "
-            f"FSDP mesh but got {param.device_mesh.device_type} for DTensor and {info.mesh.device_type} for FSDP; build "
-            "both from one mesh"
+            f"FSDP mesh but got {param.device_mesh.device_type} for DTensor and {info.mesh.device_type} for FSDP; "
+            "build both from one mesh"
         )
     names = set(info.mesh.mesh_dim_names or ()), set(param.device_mesh.mesh_dim_names or ())
     if not all(names) or names[0] & names[1]:

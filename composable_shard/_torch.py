@@ -360,7 +360,8 @@ _ATOMS = (int, float, str, type(None), type, torch.dtype, torch.device, torch.nn
 def _parts(leaf: Any) -> dict[Any, Any]:
     """What is in a container that `torch.utils._pytree` takes for a leaf, by field, key or place."""
     if dataclasses.is_dataclass(leaf):
-        return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)}
+        names = [field.name for field in dataclasses.fields(leaf)]
+        return {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
     if isinstance(leaf, dict | UserDict):
         return dict(leaf.items())
     if isinstance(leaf, list | tuple | set | frozenset | UserList):

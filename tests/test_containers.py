@@ -280,3 +280,40 @@ class Chain(nn.Module):
             view, x = layer(x)
             views.append(view)
         return views, x
+
+
+@pytest.mark.parametrize("make", [Plain, Frozen], ids=["dataclass", "frozen dataclass"])
+@distributed(world=2)
+def test_compiled_modules_look_into_dataclasses_too(rank, world, make):
+    torch.manual_seed(3)
+    plain = Pipe(make)
+    eager, compiled = copy.deepcopy(plain), copy.deepcopy(plain)
+    for model in (eager, compiled):
+        for layer in (model.first, model.second):
+            fully_shard(layer, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32))
+        fully_shard(model)
+    graph = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+    assert torch.equal(graph(x), eager(x))
+    graph(x).sum().backward()
+    eager(x).sum().backward()
+    for (key, mine), other in zip(compiled.named_parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.to_local(), other.grad.to_local(), msg=lambda m, k=key: f"{k}: {m}")
+
+
+class Box(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.linear, self.make = nn.Linear(4, 4), make
+
+    def forward(self, given):
+        return self.make(self.linear(given.x))
+
+
+class Pipe(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.first, self.second, self.make = Box(make), Box(make), make
+
+    def forward(self, x):
+        return self.second(self.first(self.make(x))).x

@@ -117,7 +117,10 @@ def name_of(engine):
 FULL = ("a", "b")
 
 
-def full(dims, placements=(Replicate(), Replicate()), names=FULL):
+EVERYWHERE = (Replicate(), Replicate())
+
+
+def full(dims, placements=EVERYWHERE, names=FULL):
     def make(engine):
         mesh = named_mesh((1, 2), FULL) if names else init_device_mesh("cpu", (1, 2))
         model = nn.Linear(4, 4, bias=False)
@@ -134,9 +137,20 @@ def no_dims():
     return dims
 
 
+META = (
+    r"FSDP parameters should be materialized from meta device before training, but the following were still on meta "
+    r"device: \['0.weight', '0.bias', '1.weight', '1.bias'\]"
+)
+RESHARD = r"reshard_after_forward should be a bool or an int representing the group size to reshard to, not "
+RAN = r"been lazily initialized for 0\nFSDP requires running forward through the root module first"
+CUSTOM = r"cannot call set_allocate_memory_from_process_group\(\) when {} comm is custom: Comm"
+
 # By mistake: how to make it, and the words of torch that its tests look for.
 MISTAKES = {
-    "a container": (lambda e: e(nn.ModuleList([nn.Linear(2, 2)])), r"does not support containers that do not implement forward"),
+    "a container": (
+        lambda e: e(nn.ModuleList([nn.Linear(2, 2)])),
+        r"fully_shard does not support containers that do not implement forward",
+    ),
     "a dict of modules": (lambda e: e(nn.ModuleDict({"a": nn.Linear(2, 2)})), r"do not implement forward"),
     "a mesh of three axes": (
         lambda e: linear(e, mesh=init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("x", "y", "z"))),
@@ -148,48 +162,120 @@ MISTAKES = {
     ),
     "sharded twice": (lambda e: e(e(nn.Linear(2, 2))), r"has already been applied"),
     "sharded twice in a list": (lambda e: e([e(nn.Linear(2, 2)), nn.Linear(2, 2)]), r"has already been applied"),
-    "a scalar": (lambda e: e(Odd(torch.tensor(1.0))), r"doesn't support scalar parameters. Change odd to a 1D tensor with numel equal to 1"),
-    "a strided parameter": (lambda e: e(Odd(torch.ones(4, 6).t())), r"FSDP does not support non-contiguous parameters yet: param.shape=torch.Size\(\[6, 4\]\) param.stride\(\)=\(1, 6\)"),
-    "a dim that is not there": (lambda e: linear(e, shard_placement_fn=lambda p: Shard(2)), r"Shard dim 2 is invalid for 2D tensor: torch.Size\(\[4, 4\]\)"),
-    "an uneven dim": (lambda e: e(Odd(torch.ones(4, 3)), shard_placement_fn=lambda p: Shard(1)), r"FSDP does not support uneven sharding on dim 1: torch.Size\(\[4, 3\]\) \(world size: 2\)"),
+    "a scalar": (
+        lambda e: e(Odd(torch.tensor(1.0))),
+        r"doesn't support scalar parameters. Change odd to a 1D tensor with numel equal to 1",
+    ),
+    "a strided parameter": (
+        lambda e: e(Odd(torch.ones(4, 6).t())),
+        r"FSDP does not support non-contiguous parameters yet: param.shape=torch.Size\(\[6, 4\]\) param",
+    ),
+    "a dim that is not there": (
+        lambda e: linear(e, shard_placement_fn=lambda p: Shard(2)),
+        r"Shard dim 2 is invalid for 2D tensor: torch.Size\(\[4, 4\]\)",
+    ),
+    "an uneven dim": (
+        lambda e: e(Odd(torch.ones(4, 3)), shard_placement_fn=lambda p: Shard(1)),
+        r"FSDP does not support uneven sharding on dim 1: torch.Size\(\[4, 3\]\) \(world size: 2\)",
+    ),
     "no placement": (lambda e: linear(e, shard_placement_fn=lambda p: "0"), r"Invalid shard_placement_fn result: "),
-    "another placement": (lambda e: linear(e, shard_placement_fn=lambda p: Replicate()), r"Invalid shard_placement_fn result: "),
-    "reshard to three of two": (lambda e: linear(e, reshard_after_forward=3), r"If passing reshard_after_forward as an int, it should be a factor of 2, not 3"),
+    "another placement": (
+        lambda e: linear(e, shard_placement_fn=lambda p: Replicate()),
+        r"Invalid shard_placement_fn result: ",
+    ),
+    "reshard to three of two": (
+        lambda e: linear(e, reshard_after_forward=3),
+        r"If passing reshard_after_forward as an int, it should be a factor of 2, not 3",
+    ),
     "reshard to none": (lambda e: linear(e, reshard_after_forward=0), r"it should be a factor of 2, not 0"),
-    "reshard to a word": (lambda e: linear(e, reshard_after_forward="yes"), r"reshard_after_forward should be a bool or an int representing the group size to reshard to, not "),
-    "reshard set to a word": (lambda e: linear(e).set_reshard_after_forward("yes"), r"reshard_after_forward should be a bool, got <class 'str'>"),
-    "reshard set to a number": (lambda e: chain(e).set_reshard_after_forward(2), r"reshard_after_forward should be a bool, got <class 'int'>"),
+    "reshard to a word": (lambda e: linear(e, reshard_after_forward="yes"), RESHARD),
+    "reshard set to a word": (
+        lambda e: linear(e).set_reshard_after_forward("yes"),
+        r"reshard_after_forward should be a bool, got <class 'str'>",
+    ),
+    "reshard set to a number": (
+        lambda e: chain(e).set_reshard_after_forward(2),
+        r"reshard_after_forward should be a bool, got <class 'int'>",
+    ),
     "tied across calls": (tied, r"Parameter '.*' is shared with a parameter already managed by another FSDP group"),
-    "on meta": (on_meta, r"FSDP parameters should be materialized from meta device before training, but the following were still on meta device: \['0.weight', '0.bias', '1.weight', '1.bias'\]"),
+    "on meta": (on_meta, META),
     "a list as root": (list_as_root, r"FSDP requires a single root module but got "),
-    "a child that ran first": (ran_before, r"FSDP state has already been lazily initialized for 0\nFSDP requires running forward through the root module first"),
-    "of another device": (of_another_device, r"Requires DTensor to have mesh of the same type as the FSDP mesh but got meta"),
-    "half an extension": (extended(fsdp_pre_all_gather=lambda mesh: ((), None)), r"Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined"),
+    "a child that ran first": (ran_before, RAN),
+    "of another device": (
+        of_another_device,
+        r"Requires DTensor to have mesh of the same type as the FSDP mesh but got meta",
+    ),
+    "half an extension": (
+        extended(fsdp_pre_all_gather=lambda mesh: ((), None)),
+        r"Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined",
+    ),
     "an extension of two arguments": (
         extended(fsdp_pre_all_gather=lambda a, b: ((), None), fsdp_post_all_gather=lambda *a, **k: None),
         r"Invalid fsdp_pre_all_gather: ",
     ),
-    "too few buffers": (lambda e: linear(e).set_reduce_scatter_max_input_buffers(0), r"max_input_buffers must be a positive int, got 0"),
-    "buffers of another type": (lambda e: linear(e).set_reduce_scatter_max_input_buffers(True), r"max_input_buffers must be an int, got bool"),
+    "too few buffers": (
+        lambda e: linear(e).set_reduce_scatter_max_input_buffers(0),
+        r"max_input_buffers must be a positive int, got 0",
+    ),
+    "buffers of another type": (
+        lambda e: linear(e).set_reduce_scatter_max_input_buffers(True),
+        r"max_input_buffers must be an int, got bool",
+    ),
     "a stream among replicas": (
         lambda e: linear(e, mesh=named_mesh((1, 2), FULL)).set_all_reduce_hook(lambda t: None, stream=object()),
         r"stream cannot be set when using native HSDP",
     ),
-    "allocation of a custom gather": (with_comm("set_allocate_memory_from_process_group_for_comm", "set_custom_all_gather"), r"cannot call set_allocate_memory_from_process_group\(\) when all gather comm is custom: Comm"),
-    "allocation of a custom reduction": (with_comm("set_allocate_memory_from_process_group_for_comm", "set_custom_reduce_scatter"), r"cannot call set_allocate_memory_from_process_group\(\) when reduce scatter comm is custom: Comm"),
-    "symmetric memory of a custom gather": (with_comm("set_symm_mem_for_comm", "set_custom_all_gather"), r"cannot call set_symm_mem\(\) when all gather comm is custom: Comm"),
+    "allocation of a custom gather": (
+        with_comm("set_allocate_memory_from_process_group_for_comm", "set_custom_all_gather"),
+        CUSTOM.format("all gather"),
+    ),
+    "allocation of a custom reduction": (
+        with_comm("set_allocate_memory_from_process_group_for_comm", "set_custom_reduce_scatter"),
+        CUSTOM.format("reduce scatter"),
+    ),
+    "symmetric memory of a custom gather": (
+        with_comm("set_symm_mem_for_comm", "set_custom_all_gather"),
+        r"cannot call set_symm_mem\(\) when all gather comm is custom: Comm",
+    ),
     "a reset below the root": (reset_below, r"reset_iter_state must be called on the root FSDP module"),
-    "a method that is not there": (lambda e: name_of(e).register_fsdp_forward_method(linear(e), "generate"), r"does not have a method"),
-    "sharing of plain modules": (lambda e: name_of(e).share_comm_ctx([nn.Linear(2, 2)]), r"Expects list of FSDPModules but got Linear"),
-    "prefetch of plain modules": (lambda e: linear(e).set_modules_to_forward_prefetch([nn.Linear(2, 2)]), r"Expects FSDPModule but got <class 'torch.nn.modules.linear.Linear'>: Linear"),
-    "backward prefetch of plain modules": (lambda e: linear(e).set_modules_to_backward_prefetch([nn.Linear(2, 2)]), r"Expects FSDPModule but got "),
+    "a method that is not there": (
+        lambda e: name_of(e).register_fsdp_forward_method(linear(e), "generate"),
+        r"does not have a method",
+    ),
+    "sharing of plain modules": (
+        lambda e: name_of(e).share_comm_ctx([nn.Linear(2, 2)]),
+        r"Expects list of FSDPModules but got Linear",
+    ),
+    "prefetch of plain modules": (
+        lambda e: linear(e).set_modules_to_forward_prefetch([nn.Linear(2, 2)]),
+        r"Expects FSDPModule but got <class 'torch.nn.modules.linear.Linear'>: Linear",
+    ),
+    "backward prefetch of plain modules": (
+        lambda e: linear(e).set_modules_to_backward_prefetch([nn.Linear(2, 2)]),
+        r"Expects FSDPModule but got ",
+    ),
     "no axis": (lambda e: full(no_dims())(e), r"At least one of shard or replicate must be set in dp_mesh_dims"),
-    "an axis that is not there": (full(DataParallelMeshDims(shard="c")), r"Mesh dim name 'c' not found in mesh.mesh_dim_names \('a', 'b'\)"),
-    "dims of axes without names": (full(DataParallelMeshDims(shard="b"), names=None), r"mesh must have mesh_dim_names when dp_mesh_dims is provided"),
-    "a plain parameter on the full mesh": (full(DataParallelMeshDims(shard="b"), placements=None), r"When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh"),
-    "sharded where it shall be": (full(DataParallelMeshDims(shard="b"), (Replicate(), Shard(0))), r"Expected Replicate\(\) on DP shard dim 'b' \(index 1\) but got "),
-    "sharded where it shall be replicated": (full(DataParallelMeshDims(shard="b", replicate="a"), (Shard(0), Replicate())), r"Expected Replicate\(\) on DP replicate dim 'a' \(index 0\) but got "),
-}  # fmt: skip
+    "an axis that is not there": (
+        full(DataParallelMeshDims(shard="c")),
+        r"Mesh dim name 'c' not found in mesh.mesh_dim_names \('a', 'b'\)",
+    ),
+    "dims of axes without names": (
+        full(DataParallelMeshDims(shard="b"), names=None),
+        r"mesh must have mesh_dim_names when dp_mesh_dims is provided",
+    ),
+    "a plain parameter on the full mesh": (
+        full(DataParallelMeshDims(shard="b"), placements=None),
+        r"When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh",
+    ),
+    "sharded where it shall be": (
+        full(DataParallelMeshDims(shard="b"), (Replicate(), Shard(0))),
+        r"Expected Replicate\(\) on DP shard dim 'b' \(index 1\) but got ",
+    ),
+    "sharded where it shall be replicated": (
+        full(DataParallelMeshDims(shard="b", replicate="a"), (Shard(0), Replicate())),
+        r"Expected Replicate\(\) on DP replicate dim 'a' \(index 0\) but got ",
+    ),
+}
 
 
 def caught(make, engine):

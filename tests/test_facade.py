@@ -35,7 +35,7 @@ def shard_transformer(model, engine, **options):
     return engine(model, **options)
 
 
-def twins(shard=shard_transformer, make=functools.partial(Transformer, tied=False), **options):
+def twins(shard=shard_transformer, make=Transformer, **options):
     torch.manual_seed(3)
     plain = make()
     mesh = options.pop("mesh", mesh_of(dist.get_world_size()))
@@ -63,19 +63,54 @@ def same_name(model, other, mine, theirs):
     return names[0][id(mine)] == names[1][id(theirs)]
 
 
-PARAM = (
-    "_param_fqn orig_dtype param_dtype reduce_dtype sharded_size contiguous_sharded_stride _orig_size "
-    "_contiguous_orig_stride is_dtensor fsdp_placement offload_to_cpu pin_memory device sharded_state _sharding_spec "
-    "_spmd_mesh _spmd_placements shard_mesh mp_policy"
-).split()
-GROUP = (
-    "device _training_state _sharded_state is_sharded is_unsharded is_sharded_post_forward _module_fqn mp_policy "
-    "_reshard_after_forward _use_post_forward_mesh _is_hsdp _param_group_index _num_param_groups reduce_grads "
-    "all_reduce_grads reshard_after_backward gradient_divide_factor unshard_async_op unshard_in_backward "
-    "force_sum_reduction_for_comms _all_reduce_hook _all_reduce_hook_stream _all_gather_result"
-).split()
-STATE = "_is_root _device _mp_policy _auto_reshard_after_forward _training_state".split()
-CONTEXT = "iter_forward_root post_backward_final_callback_queued is_last_backward post_optim_event".split()
+PARAM = [
+    "_param_fqn",
+    "orig_dtype",
+    "param_dtype",
+    "reduce_dtype",
+    "sharded_size",
+    "contiguous_sharded_stride",
+    "_orig_size",
+    "_contiguous_orig_stride",
+    "is_dtensor",
+    "fsdp_placement",
+    "offload_to_cpu",
+    "pin_memory",
+    "device",
+    "sharded_state",
+    "_sharding_spec",
+    "_spmd_mesh",
+    "_spmd_placements",
+    "shard_mesh",
+    "mp_policy",
+]
+GROUP = [
+    "device",
+    "_training_state",
+    "_sharded_state",
+    "is_sharded",
+    "is_unsharded",
+    "is_sharded_post_forward",
+    "_module_fqn",
+    "mp_policy",
+    "_reshard_after_forward",
+    "_use_post_forward_mesh",
+    "_is_hsdp",
+    "_param_group_index",
+    "_num_param_groups",
+    "reduce_grads",
+    "all_reduce_grads",
+    "reshard_after_backward",
+    "gradient_divide_factor",
+    "unshard_async_op",
+    "unshard_in_backward",
+    "force_sum_reduction_for_comms",
+    "_all_reduce_hook",
+    "_all_reduce_hook_stream",
+    "_all_gather_result",
+]
+STATE = ["_is_root", "_device", "_mp_policy", "_auto_reshard_after_forward", "_training_state"]
+CONTEXT = ["iter_forward_root", "post_backward_final_callback_queued", "is_last_backward", "post_optim_event"]
 SINCE_LAZY_INIT = {"orig_dtype", "param_dtype", "reduce_dtype", "_orig_dtype", "_reduce_dtype"}
 
 
@@ -427,7 +462,7 @@ PATCHES = {
     "             'MixedPrecisionPolicy', 'OffloadPolicy', 'CPUOffloadPolicy'):\n"
     "    setattr(torch.distributed.fsdp, name, getattr(cs, name))\n"
     "torch.distributed.fsdp._fully_shard.fully_shard = cs.fully_shard",
-    "a function without __wrapped__": "torch.distributed.fsdp.fully_shard = lambda *args, **kw: cs.fully_shard(*args, **kw)",
+    "a function without __wrapped__": "torch.distributed.fsdp.fully_shard = lambda *a, **kw: cs.fully_shard(*a, **kw)",
     "nothing at all": "del torch.distributed.fsdp.fully_shard; torch.distributed.fsdp.fully_shard = None",
 }
 FIRST = {"a function of the user's": "import torch.distributed.fsdp\ntorch.distributed.fsdp.fully_shard = print"}

@@ -264,7 +264,9 @@ def check_schedule(name, kind, dp_ranks, reshard, engines):
     for engine in engines:
         stages = {i: shard(copy.deepcopy(plain[i]), engine, mesh["dp"], reshard) for i in own}
         sides.append((stages, build(name, stages, count, mesh)))
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, *(s for st, _ in sides for s in st.values()))]
+    optimizers = [
+        torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, *(s for st, _ in sides for s in st.values()))
+    ]
     for step in range(2):
         want = text_reference(plain, step, dp_ranks)
         for stages, schedule in sides:

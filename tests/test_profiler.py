@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-
 from torch.profiler import ProfilerActivity, profile
 
 from _blocks import Transformer, next_token_loss, token_batch

@@ -42,7 +42,9 @@ def train_all(models, plain, rank, world, call=next_token_loss):
             call(model, *token_batch(rank, step)).backward()
             for key, param in model.named_parameters():
                 found = whole(param.grad)
-                torch.testing.assert_close(found, want[key.removeprefix("module.")], msg=lambda m, k=key, n=name: f"{n} {k}: {m}")
+                torch.testing.assert_close(
+                    found, want[key.removeprefix("module.")], msg=lambda m, k=key, n=name: f"{n} {k}: {m}"
+                )
         for key, param in plain.named_parameters():
             param.grad = want[key]
         for optimizer in optimizers.values():
@@ -89,7 +91,9 @@ def test_sharding_leaves_replicated_children_alone(rank, world):
     train_all(models, plain, rank, world)
     for model in models.values():
         sharded = {n for n, p in model.named_parameters() if isinstance(p, DTensor)}
-        assert {n for n, _ in model.named_parameters()} - sharded == {n for n, _ in model.named_parameters() if n.startswith("blocks.0.")}
+        assert {n for n, _ in model.named_parameters()} - sharded == {
+            n for n, _ in model.named_parameters() if n.startswith("blocks.0.")
+        }
     assert_same_kinds(models)
 
 
