@@ -13,11 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from ._build import declared_plan
 from ._entries import ModuleEntries, check_use
-from ._errors import ShardConfigTypeError, ShardConfigValueError
+from ._errors import (
+    ShardConfigAssertionError,
+    ShardConfigTypeError,
+    ShardConfigTypeValueError,
+    ShardConfigValueError,
+)
 from ._extension import is_extended
 from ._facade import show_to_torch, state_facade
 from ._mesh import MeshInfo, default_mesh, mesh_info, small_mesh
-from ._module import FSDPModule, number, post_forward, pre_forward
+from ._module import FSDPModule, adopt_forward_methods, number, post_forward, pre_forward
 from ._param import SHARDED_IN, ShardedParam, shard_parameter
 from ._placement import Cut, PlacementFn, Placements
 from ._plan import ShardPlan
@@ -26,7 +31,7 @@ from ._record import Record
 from ._state import PLACE, STATE, Declaration, ShardState, named_states, state_of
 from ._state_dict import watch_state_dict
 from ._status import stats
-from ._torch_distributed import local_tensor
+from ._torch_distributed import is_replicated, local_tensor
 
 M = TypeVar("M", bound=nn.Module)
 _classes: dict[tuple[type, bool], type] = {}
@@ -114,6 +119,7 @@ def fully_shard(
     _move_buffers(modules, info)
     for place, each in enumerate(modules):
         _attach(each, state, place)
+    show_to_torch(modules, state, adopt_forward_methods)
     return module
 
 
@@ -154,11 +160,13 @@ def _modules(module: Any) -> list[nn.Module]:
             raise ShardConfigTypeError(f"module: expected an nn.Module or a list of them, got {type(each).__name__}")
         if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
             raise ShardConfigValueError(
-                f"module: a {type(each).__name__} has no forward to attach to; call fully_shard on each of its members"
+                "module: fully_shard does not support containers that do not implement forward, such as a "
+                f"{type(each).__name__}; call it on each of its members"
             )
         if state_of(each) is not None:
-            raise ShardConfigValueError(
-                f"module: this {type(each).__name__} is sharded already; call fully_shard once on each module"
+            raise ShardConfigAssertionError(
+                f"module: fully_shard has already been applied to this {type(each).__name__}; call it once on each "
+                "module"
             )
     inner = {id(child) for each in modules for child in each.modules() if child is not each}
     outermost = {id(each): each for each in modules if id(each) not in inner}
@@ -176,8 +184,9 @@ def _mesh_of(modules: list[nn.Module], mesh: DeviceMesh | None, offload: Offload
 
 def _check_arguments(reshard_after_forward: Any, placement_fn: Any, mp: Any, offload: Any, ignored_params: Any) -> None:
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
-        raise ShardConfigTypeError(
-            f"reshard_after_forward: expected True, False, None or a number of ranks, got {reshard_after_forward!r}"
+        raise ShardConfigTypeValueError(
+            "reshard_after_forward should be a bool or an int representing the group size to reshard to, not "
+            f"{reshard_after_forward!r}; or None, for False at the root and True elsewhere"
         )
     if placement_fn is not None and not callable(placement_fn):
         raise ShardConfigTypeError(f"shard_placement_fn: expected a function, got {type(placement_fn).__name__}")
@@ -199,8 +208,9 @@ def _small(reshard: bool | int | None, info: MeshInfo) -> tuple[bool | int | Non
         return reshard, None
     if reshard < 1 or info.shard_size % reshard:
         raise ShardConfigValueError(
-            f"reshard_after_forward: {reshard} ranks do not divide the {info.shard_size} of the shard axis; "
-            "give a divisor between, for example the number of accelerators of a node, or True or False"
+            f"If passing reshard_after_forward as an int, it should be a factor of {info.shard_size}, not {reshard}: "
+            "so many ranks of the shard axis keep a copy among them; give the number of accelerators of a node, say, "
+            "or True or False"
         )
     if reshard == 1:
         warnings.warn("reshard_after_forward=1 keeps the unsharded parameters, as False does; say False", stacklevel=4)
@@ -218,7 +228,7 @@ def _managed(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     to_do = [("", root)]
     while to_do:
         name, module = to_do.pop()
-        if id(module) in seen or state_of(module) is not None:
+        if id(module) in seen or state_of(module) is not None or is_replicated(module):
             continue
         seen.add(id(module))
         yield name, module
@@ -241,8 +251,9 @@ def _check_unmanaged(name: str, param: nn.Parameter) -> None:
             "call fully_shard on inner modules before outer ones"
         )
     raise ShardConfigValueError(
-        f"parameter {name}: is tied to {other}, which another call has sharded; tied parameters must be sharded by one "
-        "call: shard only the module that contains both, or pass the modules that use them as one list"
+        f"Parameter '{name}' is shared with a parameter already managed by another FSDP group, {other}; tied "
+        "parameters must be sharded by one call: shard only the module that contains both, or pass the modules that "
+        "use them as one list"
     )
 
 
@@ -314,7 +325,6 @@ def _attach(module: nn.Module, state: ShardState, place: int) -> None:
     module.__class__ = _classes[of]
     module.__dict__[STATE] = state
     module.__dict__[PLACE] = place
-    show_to_torch(module, state)
     number(module)
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(post_forward)

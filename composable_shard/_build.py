@@ -20,6 +20,7 @@ from ._param import ShardedParam
 from ._plan import GroupPlan, ParamPlan, ShardPlan
 from ._policies import Options
 from ._pool import BufferPool
+from ._profiled import follow_profiler
 from ._schedule import ROOT_NAME
 from ._state import Asked, Bound, ShardState, named_states, state_of
 from ._streams import has_streams, lane_for
@@ -109,13 +110,22 @@ def declared_plan(root: nn.Module) -> ShardPlan:
     return plan if found is None else found.asked.applied(plan)
 
 
-def _check_ready(root: nn.Module, found: Sequence[tuple[list[str], ShardState]]) -> None:
+def check_root(root: nn.Module) -> None:
+    """See that a module can run as the outermost one.
+
+    Raises:
+        ShardConfigStateError: it is one of a list.
+    """
     own = state_of(root)
     if own is not None and own.declaration.modules > 1:
-        names = ", ".join(next(names for names, state in found if state is own)) or type(root).__name__
         raise ShardConfigStateError(
-            f"modules of one list ({names}) cannot be the root; call fully_shard on the module that contains them too"
+            f"FSDP requires a single root module but got {type(root).__name__}, which is one of a list of "
+            f"{own.declaration.modules} modules; call fully_shard on the module that contains them too, and run that"
         )
+
+
+def _check_ready(root: nn.Module, found: Sequence[tuple[list[str], ShardState]]) -> None:
+    own = state_of(root)
     for listed, state in found:
         if state is not own and replace(state.asked, schedule="") != Asked():
             raise ShardConfigStateError(
@@ -124,8 +134,9 @@ def _check_ready(root: nn.Module, found: Sequence[tuple[list[str], ShardState]])
             )
         if state.bound is not None and state.bound.engine.has_run:
             raise ShardConfigStateError(
-                f"{', '.join(listed) or type(root).__name__}: has already run as a root of its own, and now runs "
-                f"inside of {type(root).__name__}; run the outermost sharded module first"
+                f"FSDP state has already been lazily initialized for {', '.join(listed) or type(root).__name__}\nFSDP "
+                "requires running forward through the root module first: it has run as a root of its own, and now "
+                f"runs inside of {type(root).__name__}"
             )
 
 
@@ -141,17 +152,20 @@ def _check_materialised(found: Sequence[tuple[list[str], ShardState]]) -> None:
     meta = [p.fqn for _, state in found for p in state.declaration.params if p.sharded.is_meta]
     if meta:
         raise ShardConfigStateError(
-            f"parameters still on the meta device: {', '.join(meta)}; call model.to_empty(device=...), then initialise "
-            "or load them, before the first forward"
+            "FSDP parameters should be materialized from meta device before training, but the following were still on "
+            f"meta device: {meta}\nCall model.to_empty(device=...), then initialise or load them, before the first "
+            "forward"
         )
 
 
 def _check_offloaded(found: Sequence[tuple[list[str], ShardState]]) -> None:
     offloaded = [p for _, state in found if state.declaration.info.offloads for p in state.declaration.params]
-    moved = [p.fqn for p in offloaded if p.local.device.type not in ("cpu", "meta")]
+    moved = [(p.fqn, p.local.device) for p in offloaded if p.local.device.type not in ("cpu", "meta")]
     if moved:
         raise ShardConfigStateError(
-            f"offloaded parameters that are not on the CPU: {', '.join(moved)}; load them there or move them back"
+            "FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, load a CPU state "
+            'dict or call module.to_empty(device="cpu"). Found following parameters on non-CPU device: '
+            f"{moved}"
         )
 
 
@@ -161,12 +175,13 @@ def _group(fqn: str, state: ShardState, is_root: bool, transports: TransportCach
     return ParamGroup(fqn, asked.params, asked.info, asked.settings, is_root, *how)
 
 
-def build_engine(root: nn.Module, measure: bool = True) -> Engine:
+def build_engine(root: nn.Module, measure: bool = True, runs: bool = True) -> Engine:
     """Make the engine of a root out of the declarations at and below it.
 
     Args:
         root: the outermost sharded module.
         measure: find the fastest transports, where that is not known yet: a collective.
+        runs: whether it is about to run. Before that, an engine may serve a module that is not the outermost one.
 
     Raises:
         ShardConfigStateError: a list as root; a module below that has run as a root; parameters on the meta device; a
@@ -175,6 +190,8 @@ def build_engine(root: nn.Module, measure: bool = True) -> Engine:
         RankMismatchError: ranks have different plans.
     """
     found = list(named_states(root))
+    if runs:
+        check_root(root)
     _check_ready(root, found)
     for _, state in found:
         state.release()  # unsharded before the root was known
@@ -201,14 +218,14 @@ def build_engine(root: nn.Module, measure: bool = True) -> Engine:
         family = [groups[each] for each in state.family if each in groups]
         for place, group in enumerate(family):
             group.companions = tuple(family[place + 1 :]) or group.companions
-    engine = Engine([(group, state.entries) for state, group in groups.items()], plan, runtime, among)
+    engine = Engine([(group, state.entries) for state, group in groups.items()], plan, runtime, among, follow_profiler)
     if own is not None:
         engine.learning.given = own.asked.plan is not None
         engine.order.told = weakref.WeakMethod(own.order_changed)
         own.order_changed(engine.order)
     for _, state in found:
         state.traced.bind(groups.get(state), is_root=state in of_root)
-        state.bind(Bound(engine, groups.get(state), state in of_root))
+        state.bind(Bound(engine, groups.get(state), state in of_root, weakref.ref(root)))
     for _, state in found:
         state.link_prefetch()
     if own is not None:

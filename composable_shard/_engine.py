@@ -20,7 +20,7 @@ What else it hears of: the end of a graph (`on_node_gone`), of the saved weights
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,7 @@ class Engine:
         plan: order and predictions.
         runtime: pool and lanes that the groups were built with.
         among: the process groups of the meshes, with their devices.
+        look: called with the engine when a forward or a backward begins, to see whether somebody profiles it.
 
     Attributes:
         active: by group, the use whose backward has begun and not ended.
@@ -64,11 +65,20 @@ class Engine:
         is_last_backward: whether backward waits, at its end, for the reductions that it has issued.
         ends_by_hand: whether the caller ends backward (`end_backward_by_hand`).
         changed_at: an event behind the last change of the parameters, from a user; good for one forward.
+        profiled: whether ranges for a profiler are put around what is done (see `_profiled`).
     """
 
+    profiled = False
+
     def __init__(
-        self, groups: Sequence[tuple[ParamGroup, Entries]], plan: ShardPlan, runtime: Runtime, among: Among
+        self,
+        groups: Sequence[tuple[ParamGroup, Entries]],
+        plan: ShardPlan,
+        runtime: Runtime,
+        among: Among,
+        look: Callable[[Engine], None],
     ) -> None:
+        self._look = look
         self.groups = [group for group, _ in groups]
         self.pool = runtime.pool
         self.witness = Witness()
@@ -90,6 +100,20 @@ class Engine:
         self.keepers: dict[Bucket, Keeper] = {}  # and what the handles of frozen ones hold
         watch_steps(self)
 
+    def parts(self) -> tuple[object, ...]:
+        """The engine itself, what issues actions for it, and what decides about gradients."""
+        return self, self._do, self._gradients
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward of a sharded module runs."""
+        return self._depth > 0
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward has begun that has not ended."""
+        return self._pass is not None
+
     @property
     def last_record(self) -> Record | None:
         """What the last finished iteration did; None if there was none yet."""
@@ -101,6 +125,7 @@ class Engine:
     def enter(self) -> None:
         """A sharded module is called. The outermost call begins a forward."""
         if self._depth == 0 and current_backward() < 0:
+            self._look(self)
             self._begin_forward()
         self._depth += 1
 
@@ -200,6 +225,8 @@ class Engine:
             ended.last = self._count
             ended.reads = group.buckets[0].saved
             group.end_use(copied)
+        elif not torch.is_grad_enabled():
+            group.end_use(copied)  # its outputs may hold views of weights in objects that nobody looks into
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)
         self._do.end_forward(group)
@@ -217,6 +244,7 @@ class Engine:
         if self._pass is not None and not self._pass.alive:
             self._recover()
         if self._pass is None:
+            self._look(self)
             token = Token()
             self._pass = BackwardPass(number, token, self._uses, weakref.WeakMethod(self.on_pass_gone), use)
             self._iterations.reach(self._pass.newest)

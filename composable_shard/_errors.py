@@ -5,7 +5,9 @@
     │   ├── ShardConfigValueError   ... of a right type and a wrong value  (also a ValueError)
     │   ├── ShardConfigTypeError    ... of a wrong type                    (also a TypeError)
     │   ├── ShardConfigStateError   ... found out at the first forward     (also a RuntimeError)
-    │   └── PoolBudgetError         a budget of memory that a group does not fit into    (also a ValueError)
+    │   ├── ShardConfigAttributeError ... of a view that can only be read    (also an AttributeError)
+    │   ├── PoolBudgetError         a budget of memory that a group does not fit into    (also a ValueError)
+    │   └── ...                     kinds of these that are also what torch's FSDP2 raises for the same mistake
     ├── RankMismatchError           ranks have different plans                               (also a RuntimeError)
     ├── StaleStateError             weights were changed between forward and backward        (also a RuntimeError)
     ├── SavedTensorModifiedError    a saved activation was written in place before backward (also a RuntimeError)
@@ -40,6 +42,33 @@ class ShardConfigTypeError(ShardConfigError, TypeError):
 
 class ShardConfigStateError(ShardConfigError, RuntimeError):
     """A model that turns out, at its first forward, not to be ready to run."""
+
+
+class ShardConfigAttributeError(ShardConfigError, AttributeError):
+    """An attribute that a module's state does not have, or that cannot be set there."""
+
+
+# Kinds of their own where torch's FSDP2 raises another one for the same mistake, so that code that catches that works.
+
+
+class ShardConfigAssertionError(ShardConfigValueError, AssertionError):
+    """A value for which torch's FSDP2 raises an AssertionError."""
+
+
+class ShardConfigUnsupportedError(ShardConfigValueError, NotImplementedError):
+    """A value for which torch's FSDP2 raises a NotImplementedError."""
+
+
+class ShardConfigTypeValueError(ShardConfigTypeError, ShardConfigValueError):
+    """A setting of the wrong type for which torch's FSDP2 raises a ValueError."""
+
+
+class ShardConfigTypeAssertionError(ShardConfigTypeError, AssertionError):
+    """A definition of the wrong type for which torch's FSDP2 raises an AssertionError."""
+
+
+class ShardConfigStateAssertionError(ShardConfigStateError, AssertionError):
+    """A call at the wrong time for which torch's FSDP2 raises an AssertionError."""
 
 
 class RankMismatchError(ComposableShardError, RuntimeError):

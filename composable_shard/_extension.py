@@ -21,7 +21,7 @@ from torch import nn
 
 from ._bucket import LEAF_OF, Bucket
 from ._collectives import Transport
-from ._errors import ShardConfigTypeError, ShardConfigValueError
+from ._errors import ShardConfigAssertionError, ShardConfigTypeAssertionError
 from ._layout import bucket_layout
 from ._mesh import MeshInfo
 from ._param import ShardedParam
@@ -39,12 +39,15 @@ def is_extended(param: ShardedParam) -> bool:
     """Whether a parameter says itself what is gathered.
 
     Raises:
-        ShardConfigTypeError: it has one of the two methods only, or one with other parameters than torch's.
+        ShardConfigTypeAssertionError: it has one of the two methods only, or one with other parameters than torch's.
     """
     has = [hasattr(param.local, name) for name in (_PRE, _POST)]
     if has[0] is not has[1]:
         there, missing = (_PRE, _POST) if has[0] else (_POST, _PRE)
-        raise ShardConfigTypeError(f"parameter {param.fqn}: its tensor has {there} but not {missing}; define both")
+        raise ShardConfigTypeAssertionError(
+            f"parameter {param.fqn}: Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using "
+            f"all-gather extensions: its tensor has {there} but not {missing}"
+        )
     if has[0]:
         _takes_all(param)
     return has[0]
@@ -54,9 +57,9 @@ def _takes_all(param: ShardedParam) -> bool:
     """Whether `fsdp_pre_all_gather` takes five arguments, and not the mesh alone."""
     signature = inspect.signature(param.local.fsdp_pre_all_gather)  # type: ignore[attr-defined]
     if len(signature.parameters) not in (1, 5):
-        raise ShardConfigTypeError(
-            f"parameter {param.fqn}: {_PRE}({', '.join(signature.parameters)}) must take (mesh) or (mesh, outer_size, "
-            "outer_stride, module, mp_policy)"
+        raise ShardConfigTypeAssertionError(
+            f"parameter {param.fqn}: Invalid fsdp_pre_all_gather: {signature}; it must take (mesh) or (mesh, "
+            "outer_size, outer_stride, module, mp_policy)"
         )
     return len(signature.parameters) == 5
 
@@ -138,10 +141,11 @@ class _Extended:
         rows = layout.rows_of(info.shard_rank)
         unpadded = torch.Size(layout.local_shape(info.shard_rank))
         if rows < layout.chunk and any(tensor.shape == unpadded for tensor in self.inputs):
-            raise ShardConfigValueError(
-                f"parameter {param.fqn}: {_PRE} gave tensors of {[tuple(t.shape) for t in self.inputs]}; its "
-                f"{param.shape[param.dim]} rows do not divide by {info.shard_size} ranks, so every rank must give them "
-                f"padded to {layout.chunk} rows"
+            raise ShardConfigAssertionError(
+                f"parameter {param.fqn}: When a parameter is unevenly sharded by FSDP (orig size="
+                f"{torch.Size(param.shape)}, FSDP world size={info.size}), fsdp_pre_all_gather must return all-gather "
+                f"inputs with the padded sharded size, of {layout.chunk} rows, on every rank, but got "
+                f"{[tuple(t.shape) for t in self.inputs]}"
             )
 
     def take(self) -> list[torch.UntypedStorage]:

@@ -1,79 +1,662 @@
-"""What other code of torch reads of the state of an FSDP module: names it relies on, and nothing more.
+"""What other code reads of the state of an FSDP module: torch's names, each computed from our own facts when asked.
 
 `torch.distributed.pipelining` runs backward without `Tensor.backward`, asks each group for its `post_backward` when the
-last micro-batch is through, and then ends the backward by hand.
+last micro-batch is through, and then ends the backward by hand. Tools look at a group's parameters, phases and meshes.
+All of it can be read; what may be set has a method of the module, which the error of an attempt names.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
 
-from ._errors import ShardConfigStateError
-from ._state import ShardState, named_states, state_of
-from ._torch_distributed import register_state
+from ._build import build_engine
+from ._engine import Engine
+from ._errors import ShardConfigAssertionError, ShardConfigAttributeError, ShardConfigStateError
+from ._group import ParamGroup
+from ._mesh import MeshInfo
+from ._param import ShardedParam
+from ._phases import GATHERING, RESIDENT, SHARDED, UNSHARDED, GradPhase
+from ._policies import CPUOffloadPolicy, HSDPMeshInfo, MixedPrecisionPolicy, OffloadPolicy, Options
+from ._state import ShardState, share_lanes, state_of
+from ._torch_distributed import (
+    ParamModuleInfo,
+    ShardedState,
+    TrainingState,
+    called_by_forward_method,
+    data_parallel_mesh_info,
+    register_state,
+    registered_state,
+)
+
+_SETTERS = {
+    "reduce_grads": "set_requires_gradient_sync",
+    "all_reduce_grads": "set_requires_all_reduce",
+    "reshard_after_backward": "set_reshard_after_backward",
+    "post_forward_mesh_info": "set_reshard_after_forward",
+    "gradient_divide_factor": "set_gradient_divide_factor",
+    "reduce_scatter_unused_params": "set_reduce_scatter_unused_params",
+    "reduce_scatter_max_input_buffers": "set_reduce_scatter_max_input_buffers",
+    "force_sum_reduction_for_comms": "set_force_sum_reduction_for_comms",
+    "unshard_in_backward": "set_unshard_in_backward",
+    "_all_reduce_hook": "set_all_reduce_hook",
+    "_all_gather_comm": "set_custom_all_gather",
+    "_reduce_scatter_comm": "set_custom_reduce_scatter",
+    "_states_to_forward_prefetch": "set_modules_to_forward_prefetch",
+    "_states_to_backward_prefetch": "set_modules_to_backward_prefetch",
+    "is_last_backward": "set_is_last_backward",
+    "post_optim_event": "set_post_optim_event",
+}
 
 
-class GroupFacade:
-    """A group of parameters."""
+class _View:
+    """Something that can be read, but not written."""
 
-    def post_backward(self) -> None:
+    def __getattr__(self, name: str) -> Any:
+        raise ShardConfigAttributeError(
+            f"{type(self).__name__} has no {name!r}: it shows what torch's FSDP2 state of a module and this library "
+            "have in common; composable_shard.stats and last_record tell more"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        found = getattr(type(self), name, None)
+        if isinstance(found, property) and found.fset is not None:
+            object.__setattr__(self, name, value)
+            return
+        use = f"; use the module's {_SETTERS[name]}" if name in _SETTERS else ""
+        raise ShardConfigAttributeError(f"{type(self).__name__}.{name}: can be read, but not set{use}")
+
+    def _hold(self, **facts: Any) -> None:
+        self.__dict__.update(facts)
+
+
+class ParamFacade(_View):
+    """A parameter, under the names of torch's `FSDPParam`."""
+
+    def __init__(self, group: GroupFacade, param: ShardedParam, index: int) -> None:
+        self._hold(_group=group, _param=param, _index=index)
+
+    def __repr__(self) -> str:
+        return f"FSDPParam(fqn={self._param_fqn}, orig_size={self._orig_size})"
+
+    @property
+    def _param_fqn(self) -> str | None:
+        return None if self._group._of._root is None else self._param.fqn
+
+    @property
+    def _module_info(self) -> Any:
+        holders = {id(m._parameters): m for each in self._group.modules for m in each.modules()}
+        places = self._group._own.entries.places
+        found = [(holders.get(id(names)), name) for names, name, index in places if index == self._index]
+        (module, name), *shared = [(m, name) for m, name in found if m is not None]
+        return ParamModuleInfo(module, name, [m for m, _ in shared], [name for _, name in shared])
+
+    # ---- sharded
+
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        return self._param.sharded  # type: ignore[no-any-return]
+
+    @property
+    def _sharded_local_tensor(self) -> torch.Tensor:
+        return self._param.local  # type: ignore[no-any-return]
+
+    @property
+    def _sharding_spec(self) -> Any:
+        return self._param.sharded._spec
+
+    @property
+    def _spmd_mesh(self) -> DeviceMesh:
+        return self._param.sharded.device_mesh  # type: ignore[no-any-return]
+
+    @property
+    def _spmd_placements(self) -> tuple[Placement, ...]:
+        return tuple(self._param.sharded.placements)
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        return self._group._info.shard_mesh  # type: ignore[no-any-return]
+
+    @property
+    def fsdp_placement(self) -> Shard:
+        return Shard(self._param.dim)
+
+    @property
+    def sharded_size(self) -> torch.Size:
+        return self._param.local.size()  # type: ignore[no-any-return]
+
+    @property
+    def contiguous_sharded_stride(self) -> tuple[int, ...]:
+        return _strides(self.sharded_size)
+
+    @property
+    def sharded_state(self) -> Any:
+        return self._group._sharded_state
+
+    # ---- unsharded
+
+    @property
+    def _orig_size(self) -> torch.Size:
+        return torch.Size(self._param.shape)
+
+    @property
+    def _contiguous_orig_stride(self) -> tuple[int, ...]:
+        return _strides(self._orig_size)
+
+    @property
+    def is_dtensor(self) -> bool:
+        return self._param.parallel is not None
+
+    @property
+    def unsharded_param(self) -> torch.Tensor:
+        group = self._group._group
+        if group is None or group.phase is not UNSHARDED:
+            raise ShardConfigAttributeError(f"parameter {self._param.fqn}: is not unsharded now; call unshard() first")
+        entries = self._group._own.entries
+        return entries.there(self._index) if entries.shown else group.leaves()[self._index]  # type: ignore[no-any-return]
+
+    @property
+    def _unsharded_param(self) -> torch.Tensor:
+        return self.unsharded_param
+
+    @property
+    def unsharded_accumulated_grad(self) -> torch.Tensor | None:
+        group = self._group._group
+        return None if group is None else group.kept_gradient(self._index)
+
+    # ---- dtypes, devices, meshes
+
+    @property
+    def orig_dtype(self) -> torch.dtype:
+        return self._param.dtype  # type: ignore[no-any-return]
+
+    @property
+    def param_dtype(self) -> torch.dtype | None:
+        computed: torch.dtype = self._param.compute_dtype(self._group._options)
+        return None if computed == self.orig_dtype else computed
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        policy = self.mp_policy
+        return None if policy.reduce_dtype == policy.param_dtype else policy.reduce_dtype
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        return self._group.mp_policy  # type: ignore[no-any-return]
+
+    @property
+    def offload_to_cpu(self) -> bool:
+        return self._group._info.offloads  # type: ignore[no-any-return]
+
+    @property
+    def pin_memory(self) -> bool:
+        return self._group._info.pins  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:
+        return self._group.device  # type: ignore[no-any-return]
+
+    @property
+    def mesh_info(self) -> Any:
+        return self._group.mesh_info
+
+    @property
+    def post_forward_mesh_info(self) -> Any:
+        return self._group.post_forward_mesh_info
+
+
+class GroupFacade(_View):
+    """A group of parameters, under the names of torch's `FSDPParamGroup`."""
+
+    def __init__(self, state: StateFacade, own: ShardState, index: int) -> None:
+        self._hold(_state=weakref.ref(state), _own=own, _param_group_index=index)
+        params = [ParamFacade(self, param, at) for at, param in enumerate(own.declaration.params)]
+        self._hold(fsdp_params=params)
+
+    def __repr__(self) -> str:
+        return f"FSDPParamGroup(fqn={self._module_fqn})"
+
+    @property
+    def _of(self) -> StateFacade:
+        state: StateFacade | None = self.__dict__["_state"]()
+        if state is None:
+            raise ShardConfigStateError("a group whose module is gone")
+        return state
+
+    @property
+    def _info(self) -> MeshInfo:
+        return self._own.declaration.info  # type: ignore[no-any-return]
+
+    @property
+    def _options(self) -> Options:
+        return self._own.declaration.settings.current  # type: ignore[no-any-return]
+
+    @property
+    def _group(self) -> ParamGroup | None:
+        return None if self._own.bound is None else self._own.bound.group
+
+    @property
+    def _engine(self) -> Engine | None:
+        return None if self._own.bound is None else self._own.bound.engine
+
+    # ---- what it is made of
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return self._of._modules
+
+    @property
+    def _module_fqn(self) -> str | None:
+        root = self._of._root
+        if root is None or root._root_module is None:
+            return None
+        own = self.modules
+        named = root._root_module.named_modules()
+        return ", ".join(name for name, module in named if any(module is each for each in own))
+
+    @property
+    def _num_param_groups(self) -> int:
+        return len(self._of._fsdp_param_groups)
+
+    @property
+    def mesh_info(self) -> Any:
+        return data_parallel_mesh_info(self._info)
+
+    @property
+    def post_forward_mesh_info(self) -> Any:
+        asked = self._own.declaration
+        if not self._options.reshards(self._of._is_root is True) or self._info.shard_group is None:
+            return None
+        return (
+            self.mesh_info
+            if asked.small is None or not self._options.few_ranks
+            else data_parallel_mesh_info(asked.small)
+        )
+
+    @property
+    def _reshard_after_forward(self) -> bool:
+        return self.post_forward_mesh_info is not None
+
+    @property
+    def _use_post_forward_mesh(self) -> bool:
+        return self._reshard_after_forward and self._options.few_ranks > 0
+
+    @property
+    def _is_hsdp(self) -> bool:
+        return isinstance(self.mesh_info, HSDPMeshInfo)
+
+    @property
+    def _all_gather_process_group(self) -> dist.ProcessGroup | None:
+        small = self._own.declaration.small
+        return small.shard_group if small is not None and self.is_sharded_post_forward else self._info.shard_group
+
+    @property
+    def _reduce_scatter_process_group(self) -> dist.ProcessGroup | None:
+        return self._options.comms.reduce_group or self._info.shard_group
+
+    @property
+    def _all_reduce_process_group(self) -> dist.ProcessGroup | None:
+        return self._info.replicate_group
+
+    @property
+    def device(self) -> torch.device:
+        return self._info.device
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        return self._options.mp_policy
+
+    @property
+    def offload_policy(self) -> OffloadPolicy:
+        return CPUOffloadPolicy(pin_memory=self._info.pins) if self._info.offloads else OffloadPolicy()
+
+    @property
+    def _orig_dtype(self) -> torch.dtype | None:
+        return self._uniform([p.orig_dtype for p in self._trained])
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype | None:
+        return self._uniform([p.reduce_dtype for p in self._trained])
+
+    @property
+    def _trained(self) -> list[ParamFacade]:
+        return [p for p in self.fsdp_params if p.sharded_param.requires_grad]
+
+    @staticmethod
+    def _uniform(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:
+        return dtypes[0] if len(set(dtypes)) == 1 else None
+
+    # ---- settings
+
+    @property
+    def reduce_grads(self) -> bool:
+        return self._options.requires_gradient_sync
+
+    @property
+    def all_reduce_grads(self) -> bool:
+        return self._options.requires_all_reduce
+
+    @property
+    def reshard_after_backward(self) -> bool:
+        return self._options.reshard_after_backward
+
+    @property
+    def unshard_in_backward(self) -> bool:
+        return self._options.unshard_in_backward
+
+    @property
+    def unshard_async_op(self) -> bool:
+        return False
+
+    @property
+    def gradient_divide_factor(self) -> float | None:
+        return self._options.divide_factor
+
+    @property
+    def reduce_scatter_unused_params(self) -> bool:
+        return self._options.reduce_unused
+
+    @property
+    def reduce_scatter_max_input_buffers(self) -> int:
+        return self._options.max_reductions or 1
+
+    @property
+    def force_sum_reduction_for_comms(self) -> bool:
+        return self._options.only_sums
+
+    @property
+    def _all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
+        return self._options.comms.all_reduce_hook
+
+    @property
+    def _all_reduce_hook_stream(self) -> Any:
+        return self._options.comms.hook_stream
+
+    @property
+    def _all_gather_comm(self) -> Any:
+        return self._options.comms.all_gather
+
+    @property
+    def _reduce_scatter_comm(self) -> Any:
+        return self._options.comms.reduce_scatter
+
+    # ---- where it is
+
+    @property
+    def _sharded_state(self) -> Any:
+        phase = SHARDED if self._group is None else self._group.phase
+        if phase is UNSHARDED:
+            return ShardedState.UNSHARDED
+        return ShardedState.SHARDED_POST_FORWARD if phase is RESIDENT else ShardedState.SHARDED
+
+    @property
+    def is_sharded(self) -> bool:
+        return self._sharded_state is ShardedState.SHARDED
+
+    @property
+    def is_sharded_post_forward(self) -> bool:
+        return self._sharded_state is ShardedState.SHARDED_POST_FORWARD
+
+    @property
+    def is_unsharded(self) -> bool:
+        return self._sharded_state is ShardedState.UNSHARDED
+
+    @property
+    def _all_gather_result(self) -> object | None:
+        """Something while a gather is on its way."""
+        return self._group if self._group is not None and self._group.phase is GATHERING else None
+
+    @property
+    def _training_state(self) -> Any:
+        group, engine = self._group, self._engine
+        if group is None or engine is None:
+            return TrainingState.IDLE
+        if group in engine.active:
+            return TrainingState.PRE_BACKWARD
+        if group.running:
+            return TrainingState.FORWARD
+        return TrainingState.POST_BACKWARD if group.grad_phase is GradPhase.REDUCING else TrainingState.IDLE
+
+    # ---- what it can be asked to do
+
+    @property
+    def comm_ctx(self) -> CommContextFacade:
+        """What its module shares with other roots; given one of another root, the module shares it."""
+        return self._of._comm_ctx
+
+    @comm_ctx.setter
+    def comm_ctx(self, context: CommContextFacade) -> None:
+        self._of._comm_ctx = context
+
+    def lazy_init(self) -> None:
+        """Make the engine, if there is none yet."""
+        if self._own.bound is None:
+            build_engine(self.modules[0], runs=False)
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Issue the gather; `wait_for_unshard` makes the parameters readable."""
+        self.lazy_init()
+        if self._engine is not None and self._group is not None:
+            self._engine.unshard(self._group, wait=False)
+
+    def wait_for_unshard(self) -> None:
+        """Make the parameters readable in the modules, if a gather was issued."""
+        if self._engine is not None and self._group is not None and self._group.phase is GATHERING:
+            self._engine.unshard(self._group, wait=True)
+
+    def reshard(self) -> None:
+        """Give the unsharded parameters up. Ignored while a forward reads them."""
+        if self._engine is not None and self._group is not None:
+            self._engine.reshard(self._group)
+
+    def post_backward(self, *unused: Any) -> None:
         """Nothing: what is kept is reduced in plan order, by `StateFacade._root_post_backward_final_callback`."""
 
 
-class ContextFacade:
+class CommContextFacade(_View):
+    """What roots can share: the streams of their communication."""
+
+    def __init__(self, state: ShardState) -> None:
+        self._hold(_own=state)
+
+
+class ContextFacade(_View):
     """What the states of one root share."""
 
-    def __init__(self, states: list[StateFacade]) -> None:
-        self.all_states = states
-
-
-class StateFacade:
-    """The state of a sharded module, which it holds weakly, for the module holds it."""
-
-    def __init__(self, module: nn.Module, state: ShardState) -> None:
-        self._module = weakref.ref(module)
-        self._state = state
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> StateFacade:
-        module = self._module()
-        assert module is not None
-        return StateFacade(copy.deepcopy(module, memo), copy.deepcopy(self._state, memo))
+    def __init__(self, root: StateFacade) -> None:
+        self._hold(_top=root)
 
     @property
-    def _fsdp_param_groups(self) -> list[GroupFacade]:
-        return [GroupFacade() for each in self._state.family if each.declaration.params]
+    def all_states(self) -> list[StateFacade]:
+        module = self._top._root_module
+        found = [] if module is None else [registered_state(each) for each in module.modules()]
+        return list(dict.fromkeys(state for state in found if isinstance(state, StateFacade)))
+
+    @property
+    def iter_forward_root(self) -> StateFacade | None:
+        engine = self._top._engine
+        return self._top if engine is not None and engine.in_forward else None
+
+    @property
+    def post_backward_final_callback_queued(self) -> bool:
+        engine = self._top._engine
+        return engine is not None and engine.in_backward
+
+    @property
+    def is_last_backward(self) -> bool:
+        engine = self._top._engine
+        return engine is None or engine.is_last_backward
+
+    @property
+    def post_optim_event(self) -> torch.Event | None:
+        engine = self._top._engine
+        return None if engine is None else engine.changed_at
+
+
+class StateFacade(_View):
+    """The state of the modules of one call, which it holds weakly, for they hold it; named as torch's `FSDPState`.
+
+    Args:
+        modules: of the call.
+        state: theirs.
+        adopt: makes what torch's own `register_fsdp_forward_method` has set on a module ours.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], state: ShardState, adopt: Callable[[nn.Module], None]) -> None:
+        self._build(modules, state, adopt)
+
+    def _build(self, modules: Sequence[nn.Module], state: ShardState, adopt: Callable[[nn.Module], None]) -> None:
+        self._hold(_own=state, _adopt=adopt, _known=[weakref.ref(module) for module in modules])
+        own = [each for each in state.family if each.declaration.params]
+        self._hold(_initialised=False)
+        groups = [GroupFacade(self, each, index) for index, each in enumerate(own)]
+        self._hold(_fsdp_param_groups=groups, _comm=CommContextFacade(state))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateFacade:
+        made = memo[id(self)] = object.__new__(StateFacade)
+        modules = [copy.deepcopy(module, memo) for module in self._modules]
+        made._build(modules, copy.deepcopy(self._own, memo), self._adopt)
+        return made
 
     @property
     def _fsdp_param_group(self) -> GroupFacade | None:
-        return next(iter(self._fsdp_param_groups), None)
+        groups: list[GroupFacade] = self._fsdp_param_groups
+        if len(groups) > 1:
+            raise ShardConfigAssertionError(
+                f"Expected at most 1 param group, but got {len(groups)}: the call has put parameters on several "
+                "meshes; read _fsdp_param_groups"
+            )
+        return groups[0] if groups else None
+
+    @property
+    def _modules(self) -> tuple[nn.Module, ...]:
+        return tuple(module for known in self._known if (module := known()) is not None)
+
+    @property
+    def _engine(self) -> Engine | None:
+        return None if self._own.bound is None else self._own.bound.engine
+
+    @property
+    def _root(self) -> StateFacade | None:
+        """That of the root's module, once it is known which one that is."""
+        bound = self._own.bound
+        module = None if bound is None else bound.root()
+        found: StateFacade | None = None if module is None else registered_state(module)
+        if bound is None or found is None:
+            return None
+        # An engine that was made for `unshard` alone may get another root.
+        return found if found._initialised or bound.engine.has_run or bound.engine.in_forward else None
+
+    @property
+    def _root_module(self) -> nn.Module | None:
+        """The module of a root: of a list, the one that was asked first."""
+        module = None if self._own.bound is None else self._own.bound.root()
+        return module if module is not None else next(iter(self._modules), None)
+
+    @property
+    def _is_root(self) -> bool | None:
+        return None if self._root is None else self._own.bound.is_root
+
+    @property
+    def _device(self) -> torch.device:
+        return self._own.declaration.info.device  # type: ignore[no-any-return]
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        return self._own.declaration.settings.current.mp_policy  # type: ignore[no-any-return]
+
+    @property
+    def _auto_reshard_after_forward(self) -> bool:
+        return self._own.declaration.settings.current.reshard_after_forward is None
+
+    @property
+    def _training_state(self) -> Any:
+        states = [group._training_state for group in self._fsdp_param_groups]
+        return next((state for state in states if state is not TrainingState.IDLE), TrainingState.IDLE)
+
+    @property
+    def _states_to_forward_prefetch(self) -> list[StateFacade]:
+        return self._prefetched(backward=False)
+
+    @property
+    def _states_to_backward_prefetch(self) -> list[StateFacade]:
+        return self._prefetched(backward=True)
+
+    def _prefetched(self, backward: bool) -> list[StateFacade]:
+        wanted = self._own.prefetched(backward)
+        by_state = {facade._own: facade for facade in self._state_ctx.all_states}
+        return [by_state[state] for state in wanted if state in by_state]
 
     @property
     def _state_ctx(self) -> ContextFacade:
-        module = self._module()
-        assert module is not None
-        return ContextFacade([StateFacade(module, state) for _, state in named_states(module)])
+        return ContextFacade(self._root or self)
+
+    @property
+    def _comm_ctx(self) -> CommContextFacade:
+        """What this module shares with other roots; given one of another root, it shares it."""
+        root = self._root
+        comm: CommContextFacade = (root or self).__dict__["_comm"]
+        return comm
+
+    @_comm_ctx.setter
+    def _comm_ctx(self, context: CommContextFacade) -> None:
+        if context is not self._comm_ctx:
+            share_lanes([context._own, self._own])
+            self._hold(_comm=context)
+
+    def _lazy_init(self) -> None:
+        """Make the engine, with the module as its root, if there is none yet."""
+        if self._own.bound is None:
+            build_engine(self._modules[0])
+            self._hold(_initialised=True)
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What torch's own `register_fsdp_forward_method` calls before the method, whose place ours takes.
+
+        Raises:
+            ShardConfigStateError: somebody else calls it.
+        """
+        if not called_by_forward_method():
+            raise ShardConfigStateError(
+                f"{type(module).__name__}: _pre_forward and _post_forward cannot be called apart, for a method that "
+                "fails between them would leave its weights unsharded; use register_fsdp_forward_method"
+            )
+        self._adopt(module)
+        return args, kwargs
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The end of `_pre_forward`."""
+        return output
+
+    def _reset_iter_state(self) -> None:
+        self._modules[0].reset_iter_state()  # type: ignore[operator]
 
     def _root_post_backward_final_callback(self) -> None:
-        if self._state.bound is not None:
-            self._state.bound.engine.end_backward_by_hand()
+        if self._engine is not None:
+            self._engine.end_backward_by_hand()
 
 
-def state_facade(module: nn.Module) -> StateFacade:
-    """The state of a sharded module, as `torch.distributed.fsdp.fully_shard.state` gives it.
-
-    Raises:
-        ShardConfigStateError: the module is not sharded.
-    """
-    state = state_of(module)
-    if state is None:
-        raise ShardConfigStateError(f"{type(module).__name__} is not sharded; call fully_shard on it first")
-    return StateFacade(module, state)
+def _strides(size: torch.Size) -> tuple[int, ...]:
+    return torch.empty(size, device="meta").stride()
 
 
-def show_to_torch(module: nn.Module, state: ShardState) -> None:
+def state_facade(module: nn.Module) -> StateFacade | None:
+    """The state of a sharded module, None of others; as `torch.distributed.fsdp.fully_shard.state` gives it."""
+    found = registered_state(module) if state_of(module) is not None else None
+    return found if isinstance(found, StateFacade) else None
+
+
+def show_to_torch(modules: Sequence[nn.Module], state: ShardState, adopt: Callable[[nn.Module], None]) -> None:
     """Let `torch.distributed.fsdp.fully_shard.state` find the state too: torch's own code knows no other way."""
-    register_state(module, StateFacade(module, state))
+    facade = StateFacade(modules, state, adopt)
+    for module in modules:
+        register_state(module, facade)

@@ -130,6 +130,11 @@ class ParamGroup:
         return self.fqn or ROOT_NAME
 
     @property
+    def shard_size(self) -> int:
+        """Among how many ranks it is sharded."""
+        return self._info.shard_size
+
+    @property
     def options(self) -> Options:
         """The settings as they are now."""
         return self.settings.current
@@ -213,7 +218,7 @@ class ParamGroup:
         self._gathers = []
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
-        """After a forward with gradients: memory of which others keep views than these goes to nobody else."""
+        """After a forward: memory of which others keep views than these goes to nobody else."""
         for bucket in self.buckets:
             bucket.end_use(dropped)
 
@@ -321,6 +326,10 @@ class ParamGroup:
                 self._kept.add(index, gradient.to(self.options.reduce_dtype(self.params[index].dtype)))
         if self._kept.whole:
             self._set_grads(GradPhase.KEPT)
+
+    def kept_gradient(self, index: int) -> torch.Tensor | None:
+        """The unsharded gradient that is kept of a parameter."""
+        return self._kept.whole.get(index)
 
     def take_kept(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """These gradients plus those that were kept, which are kept no longer."""

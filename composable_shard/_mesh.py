@@ -11,7 +11,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from ._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
+from ._errors import (
+    ShardConfigAssertionError,
+    ShardConfigStateError,
+    ShardConfigTypeError,
+    ShardConfigValueError,
+)
 from ._policies import CPUOffloadPolicy, OffloadPolicy
 from ._torch_distributed import (
     DataParallelMeshDims,
@@ -119,14 +124,14 @@ def mesh_info(mesh: DeviceMesh, offload: OffloadPolicy | None = None, dims: Any 
         return _info_of_dims(mesh, dims, offload)
     if mesh.ndim not in (1, 2):
         raise ShardConfigValueError(
-            f"mesh: expected 1 axis (shard) or 2 (replicate, shard), got {mesh.ndim}: {mesh}; "
+            f"mesh: fully_shard expects a 1D or 2D DeviceMesh but got {mesh}, of {mesh.ndim} axes; "
             "pass the submesh of the data-parallel axes, for example mesh['dp']; or, if the parameters are DTensors on "
             "all of it, name these axes by dp_mesh_dims"
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise ShardConfigValueError(
-            f"mesh: a 2D mesh needs names for its axes, got {mesh}; "
-            "use init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
+        raise ShardConfigAssertionError(
+            "mesh: Please init the 2D mesh for HSDP with mesh_dim_names specified: init_device_mesh(..., "
+            f"mesh_dim_names=('replicate', 'shard')); the axes of {mesh} have no names"
         )
     return _read(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None, offload)
 
@@ -161,14 +166,21 @@ def _info_of_dims(mesh: DeviceMesh, dims: Any, offload: OffloadPolicy | None) ->
     if not isinstance(dims, DataParallelMeshDims):
         raise ShardConfigTypeError(f"dp_mesh_dims: expected DataParallelMeshDims, got {type(dims).__name__}")
     if mesh.mesh_dim_names is None:
-        raise ShardConfigValueError(f"dp_mesh_dims: the axes of {mesh} have no names; give them mesh_dim_names")
+        raise ShardConfigValueError(
+            f"dp_mesh_dims: mesh must have mesh_dim_names when dp_mesh_dims is provided, and those of {mesh} have none"
+        )
     wanted = [*_names(dims.shard), *_names(dims.replicate)]
     unknown = [name for name in wanted if name not in mesh.mesh_dim_names]
-    if not wanted or unknown or len(set(wanted)) < len(wanted):
+    if not wanted:
         raise ShardConfigValueError(
-            f"dp_mesh_dims: {dims} names {unknown or 'no axis, or one twice'}; the axes of the mesh are "
-            f"{', '.join(mesh.mesh_dim_names)}"
+            f"dp_mesh_dims: {dims} names no axis. At least one of shard or replicate must be set in dp_mesh_dims"
         )
+    if unknown:
+        raise ShardConfigValueError(
+            f"dp_mesh_dims: Mesh dim name '{unknown[0]}' not found in mesh.mesh_dim_names {mesh.mesh_dim_names}"
+        )
+    if len(set(wanted)) < len(wanted):
+        raise ShardConfigValueError(f"dp_mesh_dims: {dims} names an axis twice; an axis shards or replicates")
     shard, replicate = (
         tuple(sorted(mesh.mesh_dim_names.index(name) for name in _names(given)))
         for given in (dims.shard, dims.replicate)

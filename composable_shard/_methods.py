@@ -13,11 +13,17 @@ import torch
 import torch.distributed as dist
 
 from ._engine import Engine
-from ._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
+from ._errors import (
+    ShardConfigStateAssertionError,
+    ShardConfigStateError,
+    ShardConfigTypeError,
+    ShardConfigTypeValueError,
+    ShardConfigValueError,
+)
 from ._facade import StateFacade, state_facade
 from ._planning import Planning
 from ._state import STATE, ShardState, named_states, share_lanes
-from ._torch_distributed import process_group_allocation, symmetric_memory_gather
+from ._torch_distributed import is_torchs_comm, process_group_allocation, symmetric_memory_gather
 
 
 class GradientReductionHandle:
@@ -152,9 +158,11 @@ class Methods(Planning):
             ShardConfigValueError: it is less than 1.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise ShardConfigTypeError(f"max_input_buffers: expected an int, got {max_input_buffers!r}")
+            raise ShardConfigTypeError(
+                f"max_input_buffers must be an int, got {type(max_input_buffers).__name__} ({max_input_buffers!r})"
+            )
         if max_input_buffers < 1:
-            raise ShardConfigValueError(f"max_input_buffers: must be at least 1, got {max_input_buffers}")
+            raise ShardConfigValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         _set(self, recurse, max_reductions=max_input_buffers)
 
     # ---- parameters
@@ -209,7 +217,7 @@ class Methods(Planning):
         Raises:
             ShardConfigValueError: one of them is not sharded.
         """
-        self._own_state().set_prefetch(False, _states_of(modules))
+        self._own_state().set_prefetch(False, _states_to_prefetch(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
         """Gather these modules' parameters when this one's backward begins, and not those of the next one to run.
@@ -217,7 +225,7 @@ class Methods(Planning):
         Raises:
             ShardConfigValueError: one of them is not sharded.
         """
-        self._own_state().set_prefetch(True, _states_of(modules))
+        self._own_state().set_prefetch(True, _states_to_prefetch(modules))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the gathers of the next forward wait for `event`, and not for all that precedes that forward.
@@ -251,7 +259,9 @@ class Methods(Planning):
         """
         infos = [state.declaration.info for state in self._own_state().family]
         if stream is not None and any(info.replicate_group is not None for info in infos):
-            raise ShardConfigValueError("stream: the hook runs behind the all-reduce over the replicas; leave it out")
+            raise ShardConfigValueError(
+                "stream cannot be set when using native HSDP: the hook runs behind the all-reduce over the replicas"
+            )
         _set_comms(self, all_reduce_hook=hook, hook_stream=stream)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
@@ -271,7 +281,7 @@ class Methods(Planning):
         Raises:
             ShardConfigStateError: custom communication is set, which allocates for itself.
         """
-        _refuse_custom(self)
+        _refuse_custom(self, "set_allocate_memory_from_process_group")
         for state, group in _shard_groups(self):
             gather, scatter = process_group_allocation(group) if enable else (None, None)
             _change_comms(state, all_gather=gather, reduce_scatter=scatter)
@@ -282,7 +292,7 @@ class Methods(Planning):
         Raises:
             ShardConfigStateError: custom communication is set, which allocates for itself; or torch has none.
         """
-        _refuse_custom(self)
+        _refuse_custom(self, "set_symm_mem")
         for state, group in _shard_groups(self):
             gather = symmetric_memory_gather(group, backend)
             if gather is None:
@@ -305,11 +315,15 @@ class Methods(Planning):
         if bound is None:
             return
         if not bound.is_root:
-            raise ShardConfigStateError("reset_iter_state: call it on the root, the module whose forward runs first")
+            raise ShardConfigStateError(
+                "reset_iter_state must be called on the root FSDP module, the one whose forward runs first"
+            )
         bound.engine.reset()
 
     def _get_fsdp_state(self) -> StateFacade:  # type: ignore[override]
-        return state_facade(self)  # type: ignore[arg-type]
+        found = state_facade(self)  # type: ignore[arg-type]
+        assert found is not None
+        return found
 
     def _own_state(self) -> ShardState:
         state: ShardState = self.__dict__[STATE]
@@ -318,7 +332,7 @@ class Methods(Planning):
 
 def _check_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise ShardConfigValueError(f"{name}: expected True or False, got {value!r}")
+        raise ShardConfigTypeValueError(f"{name} should be a bool, got {type(value)}: {value!r}")
 
 
 def _states(module: Methods, recurse: bool) -> list[ShardState]:
@@ -345,23 +359,30 @@ def _change_comms(state: ShardState, **changes: Any) -> None:
     state.comms_changed()
 
 
-def _refuse_custom(module: Methods) -> None:
+def _refuse_custom(module: Methods, what: str) -> None:
     comms = module._own_state().declaration.settings.current.comms
-    if comms.all_gather is not None or comms.reduce_scatter is not None:
-        raise ShardConfigStateError(
-            "custom communication is set on this module, and allocates for itself; set only one"
-        )
+    for kind, comm in (("all gather", comms.all_gather), ("reduce scatter", comms.reduce_scatter)):
+        if comm is not None and not is_torchs_comm(comm):
+            raise ShardConfigStateAssertionError(
+                f"cannot call {what}() when {kind} comm is custom: {type(comm).__name__}, which allocates for itself; "
+                "set only one"
+            )
 
 
-def _states_of(modules: list[Any]) -> list[ShardState]:
+def _states_of(modules: list[Any], expected: str = "list of FSDPModules but got {module}") -> list[ShardState]:
     states = []
     for module in modules:
         if not isinstance(module, Methods):
+            found = expected.format(module=module, kind=type(module))
             raise ShardConfigValueError(
-                f"modules: {type(module).__name__} is not sharded; call fully_shard on it first"
+                f"Expects {found}; {type(module).__name__} is not sharded, call fully_shard on it first"
             )
         states.append(module._own_state())
     return states
+
+
+def _states_to_prefetch(modules: list[Any]) -> list[ShardState]:
+    return _states_of(modules, "FSDPModule but got {kind}: {module}")
 
 
 def _shard_groups(module: Methods) -> list[tuple[ShardState, dist.ProcessGroup]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from ._build import build_engine
+from ._build import build_engine, check_root
 from ._engine import Engine
 from ._errors import ShardConfigStateError, ShardConfigValueError
 from ._group import ParamGroup
@@ -28,6 +29,7 @@ from ._guard import begin_trace, same_graph, say_broken
 from ._methods import Methods
 from ._node import Outputs, Use
 from ._phases import GATHERING
+from ._profiled import record
 from ._saved import PLAIN, saved_weights, weights_in_place
 from ._state import EAGER, STATE, TRACED, Bound, ShardState, Way, named_states
 from ._torch import (
@@ -41,6 +43,7 @@ from ._torch import (
     with_side_effects,
 )
 from ._torch_compile import put_rng_states_before_meshes
+from ._torch_distributed import registered_by_torch
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -57,10 +60,10 @@ class UnshardHandle(TorchUnshardHandle):
                 self._engine.unshard(group, wait=True)
 
 
-def _bound(module: nn.Module, measure: bool = True) -> Bound:
+def _bound(module: nn.Module, measure: bool = True, runs: bool = True) -> Bound:
     state: ShardState = module.__dict__[STATE]
     if state.bound is None:
-        build_engine(module, measure)
+        build_engine(module, measure, runs)
     assert state.bound is not None
     return state.bound
 
@@ -103,6 +106,7 @@ class FSDPModule(Methods):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:
         """A module with sharded parameters of its own, in the same mesh. It has run nothing yet."""
+        adopt_forward_methods(self)  # type: ignore[arg-type]  # torch's are bound to this module
         for _, state in named_states(self):  # type: ignore[arg-type]
             state.release()
             for param in state.declaration.params:
@@ -127,11 +131,11 @@ class FSDPModule(Methods):
         Args:
             async_op: return at once, with a handle whose `wait()` makes them readable.
         """
-        engine = _bound(self).engine  # type: ignore[arg-type]
+        engine = _bound(self, runs=False).engine  # type: ignore[arg-type]
         groups = self._own_state().groups
         for group in groups:
             engine.unshard(group, wait=not async_op)
-        return UnshardHandle(engine, groups) if async_op and groups else None
+        return UnshardHandle(engine, groups) if async_op else None
 
     def reshard(self) -> None:
         """Give the unsharded parameters of this module up. Ignored while its forward runs."""
@@ -176,6 +180,7 @@ def _run(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str
     state: ShardState = module.__dict__[STATE]
     stays = state.declaration.settings.current.keep_storage
     if bound.is_root:
+        check_root(module)
         engine.check_thread()
     engine.enter()
     depth = state.depth
@@ -215,10 +220,17 @@ def _saved_none(engine: Engine, group: ParamGroup | None) -> bool:
 
 
 class _ForwardMethod:
-    """A method of a sharded module that runs as a forward. It holds the module weakly, for the module holds it."""
+    """A method of a sharded module that runs as a forward. It holds the module weakly, for the module holds it.
 
-    def __init__(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, function)
+    Args:
+        module: the module.
+        name: under which it has the method.
+        method: what it has there: a method bound to it, or anything else that can be called.
+    """
+
+    def __init__(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
+        self._takes_module = getattr(method, "__self__", None) is module and hasattr(method, "__func__")
+        functools.update_wrapper(self, method.__func__ if self._takes_module else method)  # type: ignore[attr-defined]
         self._module = weakref.ref(module)
         self._name = name
 
@@ -226,20 +238,26 @@ class _ForwardMethod:
         module = self._module()
         if module is None:
             raise ShardConfigStateError(f"{self._name}: its module is gone")
-        return _forward_as(self.__wrapped__, module, args, kwargs)  # type: ignore[attr-defined]
+        return _forward_as(self.__wrapped__, self._takes_module, module, args, kwargs)  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardMethod:
         module = self._module()
         assert module is not None
-        return _ForwardMethod(copy.deepcopy(module, memo), self._name, self.__wrapped__)  # type: ignore[attr-defined]
+        made = copy.deepcopy(module, memo)
+        function: Any = self.__wrapped__  # type: ignore[attr-defined]
+        method = types.MethodType(function, made) if self._takes_module else copy.deepcopy(function, memo)
+        return _ForwardMethod(made, self._name, method)
 
 
-def _forward_as(function: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _forward_as(
+    function: Callable[..., Any], takes_module: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cast = pre_forward(module, args, kwargs)
         if cast is not None:
             args, kwargs = cast
-        return post_forward(module, args, function(module, *args, **kwargs))
+        output = function(module, *args, **kwargs) if takes_module else function(*args, **kwargs)
+        return post_forward(module, args, output)
 
     return (_trace if torch.compiler.is_compiling() else _run)(module, call, args, kwargs)
 
@@ -251,17 +269,39 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Args:
         module: the module.
-        method_name: name of the method, for example ``generate`` or ``encode``.
+        method_name: name of the method, for example ``generate`` or ``encode``. It may be one of the class, or a
+            function that was set on this module alone.
 
     Raises:
         ShardConfigValueError: the module has no such method.
     """
     if not isinstance(module, FSDPModule):
         return
-    function = getattr(type(module), method_name, None)
-    if not callable(function):
-        raise ShardConfigValueError(f"method_name: {type(module).__name__} has no method {method_name!r}")
-    module.__dict__[method_name] = _ForwardMethod(module, method_name, function)
+    adopt_forward_methods(module)
+    method = getattr(module, method_name, None)
+    if isinstance(method, _ForwardMethod) and method._module() is module:
+        return
+    if not callable(method) or isinstance(method, nn.Module):
+        raise ShardConfigValueError(
+            f"method_name: {type(module).__name__} does not have a method {method_name!r}; name one that it has"
+        )
+    module.__dict__[method_name] = _ForwardMethod(module, method_name, method)
+
+
+def adopt_forward_methods(module: nn.Module) -> None:
+    """Put ours in the place of the wrappers that torch's own `register_fsdp_forward_method` has set on a module.
+
+    A wrapper that runs right now has begun with the state's `_pre_forward` and goes on with the method under it: that
+    becomes ours, too, which does the whole of a forward, and ends it also when the method fails.
+    """
+    for name, value in list(module.__dict__.items()):
+        cell = registered_by_torch(value)
+        if cell is not None:
+            method = cell.cell_contents
+            while (inner := registered_by_torch(method)) is not None:
+                method = inner.cell_contents  # registered several times
+            ours = method if isinstance(method, _ForwardMethod) else _ForwardMethod(module, name, method)
+            cell.cell_contents = module.__dict__[name] = ours
 
 
 _numbers = itertools.count()
@@ -355,6 +395,9 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     policy = state.declaration.settings.current.mp_policy
     if policy.param_dtype is None or not policy.cast_forward_inputs:
         return None
+    if way is EAGER and state.bound is not None and state.bound.engine.profiled:
+        with record("FSDP::cast_forward_inputs"):
+            return _cast(args, policy.param_dtype), _cast(kwargs, policy.param_dtype)
     return _cast(args, policy.param_dtype), _cast(kwargs, policy.param_dtype)
 
 
@@ -367,7 +410,12 @@ def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     elif way is EAGER and state.bound is not None:
         output = _ended(module, state, output)
     dtype = state.declaration.settings.current.mp_policy.output_dtype
-    return output if dtype is None else _cast(output, dtype)
+    if dtype is None:
+        return output
+    if way is EAGER and state.bound is not None and state.bound.engine.profiled:
+        with record("FSDP::cast_forward_outputs"):
+            return _cast(output, dtype)
+    return _cast(output, dtype)
 
 
 def _ended(module: nn.Module, state: ShardState, output: Any) -> Any:

@@ -144,16 +144,17 @@ def _in_full(name: str, param: torch.Tensor, full: FullMesh) -> Parallel:
     if not isinstance(param, DTensor) or param.device_mesh != full.mesh:
         found = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else "a plain tensor"
         raise ShardConfigValueError(
-            f"parameter {name}: is {found}, but dp_mesh_dims is for parameters that are DTensors on all axes of "
-            f"{full.mesh}; distribute it (distribute_tensor, distribute_module), or pass the data-parallel submesh "
-            "without dp_mesh_dims"
+            "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh. Expected param's "
+            f"DTensor mesh to be the same mesh passed to fully_shard, {full.mesh}, but got {found} for parameter "
+            f"'{name.rpartition('.')[2]}' ({name}); distribute it (distribute_tensor, distribute_module), or pass the "
+            "data-parallel submesh without dp_mesh_dims"
         )
     for axis in (*full.shard, *full.replicate):
         if not isinstance(param.placements[axis], Replicate):
-            names = full.mesh.mesh_dim_names
+            names, role = full.mesh.mesh_dim_names, "shard" if axis in full.shard else "replicate"
             raise ShardConfigValueError(
-                f"parameter {name}: is placed as {param.placements[axis]} on axis {names[axis] if names else axis}, "
-                "which dp_mesh_dims names; it must be Replicate() there, for that axis is the one to shard over"
+                f"parameter {name}: Expected Replicate() on DP {role} dim '{names[axis] if names else axis}' (index "
+                f"{axis}) but got {param.placements[axis]}; dp_mesh_dims names that axis, so it is ours to use"
             )
     placed = param.device_mesh, tuple(param.placements), param.shape, param.stride()
     groups = tuple(map(weakref.ref, param.device_mesh.get_all_groups()))
@@ -174,7 +175,11 @@ def parallel_of(name: str, param: torch.Tensor, info: MeshInfo) -> Parallel | No
     found = Parallel(param.device_mesh, tuple(param.placements), param.shape, param.stride())
     where = f"parameter {name}: is a DTensor on {param.device_mesh}"
     if param.device_mesh.device_type != info.mesh.device_type:
-        raise ShardConfigValueError(f"{where}, of another device type than {info.mesh}; build both from one mesh")
+        raise ShardConfigValueError(
+            f"{where}, of another device type than {info.mesh}. Requires DTensor to have mesh of the same type as the "
+            f"FSDP mesh but got {param.device_mesh.device_type} for DTensor and {info.mesh.device_type} for FSDP; "
+            "build both from one mesh"
+        )
     names = set(info.mesh.mesh_dim_names or ()), set(param.device_mesh.mesh_dim_names or ())
     if not all(names) or names[0] & names[1]:
         raise ShardConfigValueError(

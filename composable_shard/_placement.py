@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from ._errors import ShardConfigTypeError, ShardConfigValueError
+from ._errors import (
+    ShardConfigAssertionError,
+    ShardConfigTypeError,
+    ShardConfigTypeValueError,
+    ShardConfigUnsupportedError,
+    ShardConfigValueError,
+)
 from ._mesh import MeshInfo, mesh_info_of_torch
 from ._parallel import Parallel, parallel_of
 from ._policies import MixedPrecisionPolicy, OffloadPolicy, overrides_of
@@ -118,13 +125,14 @@ def _check_can_shard(name: str, param: nn.Parameter, info: MeshInfo) -> None:
         )
     if param.ndim == 0:
         raise ShardConfigValueError(
-            f"parameter {name}: a scalar has no dim to shard; give it shape (1,), or pass it in ignored_params"
+            f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1, or "
+            "pass it in ignored_params"
         )
     whole = local_tensor(param) if isinstance(param, DTensor) else param
     if not whole.is_contiguous():
-        raise ShardConfigValueError(
-            f"parameter {name}: is not contiguous (shape {tuple(param.shape)}, stride {param.stride()}); "
-            "assign its .contiguous() copy before sharding"
+        raise ShardConfigUnsupportedError(
+            f"parameter {name}: FSDP does not support non-contiguous parameters yet: param.shape={param.shape} "
+            f"param.stride()={param.stride()}; assign its .contiguous() copy before sharding"
         )
     if param.device.type not in ("meta", "cpu") and param.device != info.device:
         raise ShardConfigValueError(
@@ -143,19 +151,20 @@ def _dim_of(name: str, param: nn.Parameter, placement: Any, info: MeshInfo) -> i
     if placement is None:
         return 0
     if not isinstance(placement, Shard):
-        raise ShardConfigTypeError(
-            f"shard_placement_fn: gave {placement!r} for parameter {name}; expected None, Shard(dim) or "
+        raise ShardConfigTypeValueError(
+            f"Invalid shard_placement_fn result: {placement!r} for parameter {name}; expected None, Shard(dim) or "
             "ShardPlacementResult"
         )
     shape = tuple((local_tensor(param) if isinstance(param, DTensor) else param).shape)
     dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < param.ndim:
-        raise ShardConfigValueError(
-            f"shard_placement_fn: gave {placement} for parameter {name}, which has shape {tuple(param.shape)}"
+        raise ShardConfigAssertionError(
+            f"shard_placement_fn: gave {placement} for parameter {name}. Shard dim {dim} is invalid for {param.ndim}D "
+            f"tensor: {param.shape}; give a dim that it has"
         )
     if dim > 0 and shape[dim] % info.shard_size:
-        raise ShardConfigValueError(
-            f"parameter {name}: its dim {dim} has size {shape[dim]}, which {info.shard_size} ranks cannot share "
-            "evenly, as they must along other dims than 0; choose another dim"
+        raise ShardConfigUnsupportedError(
+            f"parameter {name}: FSDP does not support uneven sharding on dim {dim}: {torch.Size(shape)} (world size: "
+            f"{info.shard_size}); choose dim 0, or one that divides"
         )
     return dim

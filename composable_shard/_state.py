@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -101,11 +102,18 @@ class Asked:
 
 @dataclass(frozen=True)
 class Bound:
-    """A module's part in an engine; `group` is None where the call found no parameter to shard."""
+    """A module's part in an engine.
+
+    Attributes:
+        group: None where the call found no parameter to shard.
+        is_root: whether it is the root's own, or one of its list.
+        root: the engine's root module, weakly.
+    """
 
     engine: Engine
     group: ParamGroup | None
     is_root: bool
+    root: weakref.ref[nn.Module]
 
 
 class Way(Enum):
@@ -221,6 +229,10 @@ class ShardState:
         except ShardConfigValueError:
             self._prefetch = before
             raise
+
+    def prefetched(self, backward: bool) -> Sequence[ShardState]:
+        """What `set_prefetch` was given last."""
+        return self._prefetch.get(backward, ())
 
     def link_prefetch(self) -> None:
         """Tell the engine; all states must be bound, or else it is too early."""
@@ -387,7 +399,7 @@ def share_lanes(states: Sequence[ShardState]) -> None:
         raise ShardConfigStateError("modules: one of them has run; share before the first forward")
     if states:
         device = states[0].declaration.info.device
-        lanes = lane_for(device), lane_for(device)
+        lanes = states[0].lanes or (lane_for(device), lane_for(device))
         for state in states:
             state.lanes = lanes
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
+import dataclasses
 import functools
 import types
-from collections import OrderedDict
+from collections import OrderedDict, UserDict, UserList
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import partial
@@ -339,10 +341,48 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 def tree_tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors in nested tuples, lists, dicts and other containers that torch knows."""
+    """The tensors in nested containers: those that torch knows, subclasses of Python's own, and dataclasses."""
     if isinstance(tree, torch.Tensor):
         return [tree]
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif not isinstance(leaf, _ATOMS):
+            for part in _parts(leaf).values():
+                found += tree_tensors(part)
+    return found
+
+
+_ATOMS = (int, float, str, type(None), type, torch.dtype, torch.device, torch.nn.Module)
+
+
+def _parts(leaf: Any) -> dict[Any, Any]:
+    """What is in a container that `torch.utils._pytree` takes for a leaf, by field, key or place."""
+    if dataclasses.is_dataclass(leaf):
+        names = [field.name for field in dataclasses.fields(leaf)]
+        return {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
+    if isinstance(leaf, dict | UserDict):
+        return dict(leaf.items())
+    if isinstance(leaf, list | tuple | set | frozenset | UserList):
+        return dict(enumerate(leaf))
+    return {}
+
+
+def _with_parts(leaf: Any, changed: dict[Any, Any]) -> Any:
+    """A copy of such a container with other things in some of its places."""
+    if isinstance(leaf, tuple | set | frozenset):
+        parts = (_parts(leaf) | changed).values()
+        return type(leaf)(*parts) if hasattr(leaf, "_fields") else type(leaf)(parts)
+    made = copy.copy(leaf)
+    for place, part in changed.items():
+        if not dataclasses.is_dataclass(leaf):
+            made[place] = part
+            continue
+        object.__setattr__(made, place, part)  # past `frozen`, and without `__init__`, which may want other things
+        if isinstance(leaf, dict) and place in leaf:  # as outputs of Transformers' models are
+            made[place] = part
+    return made
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -354,10 +394,25 @@ def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """The same tree with `function` applied to each of its tensors."""
+    """The same tree with `function` applied to each of its tensors; see `tree_tensors`."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
-    return pytree.tree_map_only(torch.Tensor, function, tree)
+    return pytree.tree_map(partial(_map_leaf, function), tree)
+
+
+def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return function(leaf)
+    if isinstance(leaf, _ATOMS):
+        return leaf
+    parts = _parts(leaf)
+    changed = {place: map_tensors(function, part) for place, part in parts.items() if tree_tensors(part)}
+    changed = {place: part for place, part in changed.items() if part is not parts[place]}
+    return _with_parts(leaf, changed) if changed else leaf
+
+
+# Whether torch's profiler runs.
+is_profiled: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
 
 
 def cuda_sleep(cycles: int) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import attrgetter
+from types import CellType, CodeType
 from typing import Any
 
 import torch
@@ -17,13 +19,18 @@ import torch.distributed as dist
 from torch import nn
 from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo as HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo as ParamModuleInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState as ShardedState
+from torch.distributed.fsdp._fully_shard._fully_shard import fully_shard as _torchs_fully_shard
+from torch.distributed.fsdp._fully_shard._fully_shard import register_fsdp_forward_method as _torchs_register
 from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -51,9 +58,61 @@ DataParallelMeshDims: Any = getattr(dist.fsdp, "DataParallelMeshDims", _MeshDims
 ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", _PlacementResult)
 
 
+# Torch's own, whatever users have put in its place since: it is the key under which torch's code looks for a state.
+_FULLY_SHARD: Any = _torchs_fully_shard.__wrapped__  # type: ignore[attr-defined]
+
+
 def register_state(module: nn.Module, state: Any) -> None:
-    """Have `torch.distributed.fsdp.fully_shard.state(module)` give `state`."""
-    module.__dict__.setdefault(STATE_KEY, {})[dist.fsdp.fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
+    """Have `torch.distributed.fsdp.fully_shard.state(module)` give `state`, and torch's other APIs know of it."""
+    module.__dict__.setdefault(STATE_KEY, {})[_FULLY_SHARD] = state
+    module.__dict__.setdefault(REGISTRY_KEY, {})[_FULLY_SHARD.__name__] = RegistryItem()
+
+
+def registered_state(module: nn.Module) -> Any:
+    """What `register_state` was given for a module; None if it was not."""
+    return module.__dict__.get(STATE_KEY, {}).get(_FULLY_SHARD)
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether torch's composable `replicate` has this module's parameters."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
+
+
+def registered_by_torch(method: Any) -> CellType | None:
+    """The cell that holds the method under a wrapper that torch's own `register_fsdp_forward_method` has made.
+
+    None if it is no such wrapper.
+    """
+    function: Any = getattr(method, "__func__", None)
+    if getattr(function, "__code__", None) is not _FORWARD_METHOD:
+        return None
+    cell: CellType = function.__closure__[_FORWARD_METHOD.co_freevars.index("orig_method")]
+    return cell
+
+
+def called_by_forward_method() -> bool:
+    """Whether such a wrapper has called the function that asks."""
+    return sys._getframe(2).f_code is _FORWARD_METHOD
+
+
+_FORWARD_METHOD: CodeType = next(
+    code for code in _torchs_register.__code__.co_consts if getattr(code, "co_name", None) == "wrapped_method"
+)
+
+
+def data_parallel_mesh_info(info: Any) -> Any:
+    """Torch's own description of a `MeshInfo`."""
+    full = info.full
+    extra: dict[str, Any] = {}
+    if full is not None:
+        names = full.mesh.mesh_dim_names
+        shard, replicate = (tuple(names[axis] for axis in axes) or None for axes in (full.shard, full.replicate))
+        extra = {"dp_mesh_dims": DataParallelMeshDims(shard=shard, replicate=replicate), "spmd_mesh": full.mesh}
+    if info.shard_group is None:
+        return _fsdp_common.DDPMeshInfo(info.mesh, replicate_mesh_dim=0, **extra)
+    if info.replicate_group is None:
+        return FSDPMeshInfo(info.mesh, shard_mesh_dim=0, **extra)
+    return HSDPMeshInfo(info.mesh, shard_mesh_dim=1, replicate_mesh_dim=0, **extra)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -155,6 +214,11 @@ def symmetric_memory_gather(group: dist.ProcessGroup, backend: str) -> Any:
 
     kind = getattr(collectives, "SymmMemAllGather", None)
     return None if kind is None else kind(group, backend)
+
+
+def is_torchs_comm(comm: Any) -> bool:
+    """Whether a gather or a reduction is one that `process_group_allocation` or `symmetric_memory_gather` has made."""
+    return type(comm).__module__ == "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 
 
 def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:

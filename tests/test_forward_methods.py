@@ -120,7 +120,7 @@ def test_modules_that_are_not_sharded_stay_as_they_are_and_missing_methods_are_n
     composable_shard.register_fsdp_forward_method(plain, "encode")
     assert "encode" not in vars(plain)
     model = fully_shard(Coder())
-    with pytest.raises(ValueError, match="FSDPCoder has no method 'decode'"):
+    with pytest.raises(ValueError, match="FSDPCoder does not have a method 'decode'"):
         composable_shard.register_fsdp_forward_method(model, "decode")
 
 

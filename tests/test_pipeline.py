@@ -10,18 +10,20 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
+from _blocks import TransformerBlock, rotary
 from _engines import fully_shard, named_mesh
 from _models import Block
-from _pool import distributed
+from _pool import distributed, more
 from _stepping import assert_at_rest
 from composable_shard import last_record
 from composable_shard._schedule import Kind
 
-DIM, MICROBATCHES = 8, 4
+DIM, MICROBATCHES, LENGTH = 8, 4, 5
 
 
 class Stage(nn.Module):
@@ -200,6 +202,124 @@ def test_stages_clip_by_one_norm_and_go_on_from_a_checkpoint(rank, world, tmp_pa
         assert torch.equal(p.to_local(), other.get_parameter(name).to_local()), name
 
 
+# ---- every schedule, beside FSDP2
+
+
+class Layers(nn.Module):
+    """A stage of transformer blocks without a weight of its own: all are those of sharded modules below it."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.blocks = nn.ModuleList(TransformerBlock(DIM, 2, 1, 12, dropout) for _ in range(2))
+        cos, sin = rotary(LENGTH, DIM // 2)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return x
+
+
+class Padded(Layers):
+    """The same with a weight of its own, around them, and one that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp, self.frozen = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        return super().forward(self.inp(x)) + self.frozen(x)
+
+
+def text_batch(dp_rank, step):
+    generator = torch.Generator().manual_seed(10 * step + dp_rank)
+    return torch.randn(2, MICROBATCHES, LENGTH, DIM, generator=generator)
+
+
+def text_reference(plain, step, dp_ranks):
+    """Losses of each data-parallel rank, and the mean gradient."""
+    sums, losses = [], []
+    for dp_rank in range(dp_ranks):
+        plain.zero_grad()
+        x, target = text_batch(dp_rank, step)
+        losses.append([loss_fn(plain(x), wanted) for x, wanted in zip(x.chunk(4), target.chunk(4), strict=True)])
+        for loss in losses[-1]:
+            loss.backward()
+        sums.append([p.grad for p in plain.parameters()])
+    for p, *grads in zip(plain.parameters(), *sums, strict=True):
+        p.grad = None if grads[0] is None else sum(grads) / dp_ranks / MICROBATCHES
+    return losses
+
+
+def check_schedule(name, kind, dp_ranks, reshard, engines):
+    """Two steps of training, each engine beside the unsharded model."""
+    mesh = named_mesh((2, dp_ranks), ("pp", "dp"))
+    dp_rank, places = mesh.get_local_rank("dp"), PLACES[name]
+    own, count = places[mesh.get_local_rank("pp")], 2 * len(places[0])
+    torch.manual_seed(3)
+    plain = nn.Sequential(*(kind() for _ in range(count)))
+    sides = []
+    for engine in engines:
+        stages = {i: shard(copy.deepcopy(plain[i]), engine, mesh["dp"], reshard) for i in own}
+        sides.append((stages, build(name, stages, count, mesh)))
+    optimizers = [
+        torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, *(s for st, _ in sides for s in st.values()))
+    ]
+    for step in range(2):
+        want = text_reference(plain, step, dp_ranks)
+        for stages, schedule in sides:
+            x, target = text_batch(dp_rank, step)
+            losses = [] if count - 1 in own else None
+            schedule.step(*((x,) if 0 in own else ()), target=target if losses is not None else None, losses=losses)
+            if losses is not None:
+                torch.testing.assert_close(torch.stack(losses), torch.stack(want[dp_rank]))
+            for i, stage in stages.items():
+                for key, param in plain[i].named_parameters():
+                    grad = stage.get_parameter(key).grad
+                    assert (grad is None) == (param.grad is None), f"{i}.{key}"
+                    if grad is not None:
+                        torch.testing.assert_close(grad.full_tensor(), param.grad, msg=lambda m, k=key: f"{k}: {m}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for stage in sides[0][0].values():
+        assert_at_rest(stage)
+
+
+def loses_gradients(name, reshard):
+    """Whether FSDP2 does, which the test below shows."""
+    return name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV") and reshard
+
+
+@pytest.mark.parametrize("kind", ["Layers", more("Padded")])
+@pytest.mark.parametrize("name", PLACES)
+@distributed(world=2)
+def test_stages_on_meshes_of_one_rank_train_by_every_schedule(rank, world, name, kind):
+    engines = [fully_shard] if loses_gradients(name, True) else [fully_shard, fsdp2]
+    check_schedule(name, {"Layers": Layers, "Padded": Padded}[kind], 1, True, engines)
+
+
+@pytest.mark.parametrize(("name", "reshard"), [("LoopedBFS", True), ("DualPipeV", False), *(more(*at) for at in ALL)])
+@distributed(world=4)
+def test_stages_without_a_weight_of_their_own_train_by_every_schedule(rank, world, name, reshard):
+    engines = [fully_shard] if loses_gradients(name, reshard) else [fully_shard, fsdp2]
+    check_schedule(name, Layers, 2, reshard, engines)
+
+
+@distributed(world=1)
+def test_an_asynchronous_unshard_gives_a_handle_also_for_a_module_without_parameters(rank, world):
+    for engine in (fully_shard, fsdp2):
+        stage = shard(Layers(), engine, named_mesh((1,), ("dp",)), True)
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                handle = module.unshard(async_op=True)
+                assert isinstance(handle, UnshardHandle)
+                handle.wait()
+        assert stage.unshard() is None
+
+
 @pytest.mark.matrix
 @distributed(world=4)
 def test_fsdp2_loses_gradients_in_zero_bubble_schedules_if_it_reshards_after_forward(rank, world):
@@ -228,7 +348,7 @@ def test_torch_finds_the_state_of_a_module_and_of_its_copy(rank, world):
         state = fsdp2.state(each)
         each(torch.ones(1, 2)).sum().backward()
         assert [type(found) for found in state._state_ctx.all_states] == [type(state)]
-        assert state._state is each._own_state()
+        assert state._own is each._own_state()
     assert fsdp2.state(nn.Linear(2, 2)) is None
     with pytest.raises(AssertionError, match="already been applied"):
         fsdp2(model)
