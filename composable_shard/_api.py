@@ -24,7 +24,7 @@ from ._plan import ShardPlan
 from ._policies import MixedPrecisionPolicy, OffloadPolicy, Options, Settings, without_overrides
 from ._record import Record
 from ._state import PLACE, STATE, Declaration, ShardState, named_states, state_of
-from ._state_dict import watch_state_dict
+from ._state_dict import StateDictOwner, watch_state_dict
 from ._status import stats
 from ._torch_distributed import local_tensor
 
@@ -131,15 +131,18 @@ def _shard(modules: list[nn.Module], placements: Placements, options: Options, i
     for info in dict.fromkeys([placements.info, *(cut.info for cut in cuts.values())]):
         asked[info] = _small(options.reshard_after_forward, info)
     settings = {info: Settings(replace(options, reshard_after_forward=reshard)) for info, (reshard, _) in asked.items()}
-    watched = [(name, m._parameters, m._modules) for name, m in managed]
+    tops = [(each._parameters, each._modules) for each in modules]
     state, *others = [
         ShardState(
             Declaration(len(modules), tuple(its.params), its.info, settings[its.info], asked[its.info][1], its.label),
-            ModuleEntries(its.spots, its.params, () if its.label else watched),
+            ModuleEntries(its.spots, its.params, () if its.label else tops),
         )
         for its in _shard_all(places, placements.info, cuts)
     ]
     state.others = tuple(others)
+    state.entries.others = tuple(other.entries for other in others)
+    for each in state.family:
+        each.entries.claim = StateDictOwner(state)
     for owner in {id(owner): owner for owner, _, _, _ in places}.values():
         watch_state_dict(owner, state)
     return state

@@ -55,6 +55,7 @@ class Engine:
         plan: order and predictions.
         runtime: pool and lanes that the groups were built with.
         among: the process groups of the meshes, with their devices.
+        without_group: the entries of sharded modules that have no parameters of their own.
 
     Attributes:
         active: by group, the use whose backward has begun and not ended.
@@ -67,12 +68,18 @@ class Engine:
     """
 
     def __init__(
-        self, groups: Sequence[tuple[ParamGroup, Entries]], plan: ShardPlan, runtime: Runtime, among: Among
+        self,
+        groups: Sequence[tuple[ParamGroup, Entries]],
+        plan: ShardPlan,
+        runtime: Runtime,
+        among: Among,
+        without_group: Sequence[Entries] = (),
     ) -> None:
         self.groups = [group for group, _ in groups]
         self.pool = runtime.pool
         self.witness = Witness()
         self._do = Actions(groups, runtime, partial(watch_leaf, weakref.ref(self)))
+        self._without_group = list(map(weakref.ref, without_group))
         self._late = LateUses(self._do.shown)
         self.order = Order(plan, self._do)
         self._gradients = GradientFlow(self._do)
@@ -120,6 +127,9 @@ class Engine:
             self._do.roll_record()
         self._do.parameters_changed(self.changed_at)
         self.changed_at = None
+        for known in self._without_group:
+            if (entries := known()) is not None:
+                entries.adopt()  # there is nothing to, but something may have been added
         if self._do.drop_outdated(waiting):
             self._do.rebuild(self.groups)
         elif not waiting:

@@ -293,6 +293,19 @@ class Methods(Planning):
 
     # ---- state
 
+    def allow_unmanaged_parameters(self, *, recurse: bool = True) -> None:
+        """Accept parameters that are added to this module, or anywhere below it, after `fully_shard`.
+
+        Nobody shards them or averages their gradients over the ranks: they train on each rank alone, as under torch's
+        FSDP2, unless you do that yourself (Transformers does so for adapters that were added late). Without this call
+        they are an error, for which the other remedy is to call `fully_shard` on the module that was added.
+
+        Args:
+            recurse: whether it also holds for what is added to the sharded modules that are below this one now.
+        """
+        for state in _states(self, recurse):
+            state.entries.allows_unmanaged = True
+
     def reset_iter_state(self) -> None:
         """Forget a forward or backward that an exception has ended. The next forward does so by itself.
 

@@ -122,6 +122,7 @@ class ShardedParam:
     """
 
     __slots__ = (
+        "__weakref__",
         "_kept_in",
         "_post_hooks",
         "_tensor_hooks",
@@ -155,6 +156,7 @@ class ShardedParam:
         self._tensor_hooks: list[dict[int, Hook]] = []
         self._post_hooks: list[dict[int, Hook]] = []
         self.hooks_taken = False
+        _all.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
         sharded = self.sharded
@@ -273,3 +275,11 @@ class ShardedParam:
         assert self.sharded.grad is not None
         first = local_tensor(self.sharded.grad).view(-1)[:1]
         return ((first != 0) | torch.signbit(first)) if first.numel() else None
+
+
+_all: weakref.WeakSet[ShardedParam] = weakref.WeakSet()
+
+
+def is_sharded_parameter(tensor: torch.Tensor) -> bool:
+    """Whether it is the sharded parameter of any group that lives."""
+    return any(param.sharded is tensor for param in _all)
