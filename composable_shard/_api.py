@@ -26,6 +26,7 @@ from ._record import Record
 from ._state import PLACE, STATE, Declaration, ShardState, named_states, state_of
 from ._state_dict import StateDictOwner, watch_state_dict
 from ._status import stats
+from ._torch import HANDLES
 from ._torch_distributed import local_tensor
 
 M = TypeVar("M", bound=nn.Module)
@@ -297,6 +298,7 @@ def _sharded(fqn: str, param: nn.Parameter, cut: Cut) -> ShardedParam:
     made = shard_parameter(param, cut.info, cut.dim, cut.parallel)
     sharded = ShardedParam(fqn, made, cut.dim, cut.parallel, tuple(whole.shape), cut.keeps_dtype)
     is_extended(sharded)  # refuses what could not be gathered
+    sharded.carry_hooks(param)
     return sharded
 
 
@@ -321,6 +323,7 @@ def _attach(module: nn.Module, state: ShardState, place: int) -> None:
     number(module)
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(post_forward)
+    HANDLES.ours += 2
 
 
 def make_plan(model: nn.Module) -> ShardPlan:

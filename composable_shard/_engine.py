@@ -38,7 +38,7 @@ from ._learning import Learning
 from ._node import Entries, Keeper, Outputs, Use, Witness, unshard
 from ._optimizers import watch_steps
 from ._order import Order
-from ._phases import SHARDED, UNSHARDED
+from ._phases import SHARDED, UNSHARDED, GradPhase
 from ._plan import ShardPlan
 from ._record import Record
 from ._schedule import Kind
@@ -407,3 +407,11 @@ class Engine:
                     self._gradients.settle()  # of a backward that was not the last one
                 group.stepped()
                 self.reshard(group)
+
+    def check_reduced(self, theirs: set[int]) -> None:
+        """An optimizer is about to read the gradients of these parameters, by id."""
+        for group in self.groups:
+            if group.grad_phase is not GradPhase.NONE and not theirs.isdisjoint(map(id, group.shards)):
+                if self._pass is None:
+                    self._gradients.settle()  # of a backward that was not the last one
+                group.check_reduced(theirs)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ._param import ShardedParam
 from ._state import ShardState
+from ._torch import HANDLES
 
 OWNED_BY = "_shard_owner"  # where a module keeps the state that manages its own parameters
 
@@ -24,6 +25,7 @@ def watch_state_dict(owner: nn.Module, state: ShardState) -> None:
     owner.__dict__[OWNED_BY] = StateDictOwner(state)
     owner.register_state_dict_post_hook(_after_save)  # type: ignore[no-untyped-call]
     owner.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
+    HANDLES.ours += 2
 
 
 class StateDictOwner:
