@@ -141,6 +141,28 @@ class Ballot:
         agree(self.plan, self._apart)
 
 
+class Roll:
+    """Whether all ranks of a process group have done the same in a forward, found as by a `Ballot`.
+
+    Only ranks that did otherwise than planned enter what they did; whoever did the same has entered it, too.
+
+    Args:
+        group: the process group, with its device.
+        key: names the engine, the forward, and what this rank has done.
+    """
+
+    def __init__(self, group: tuple[dist.ProcessGroup, torch.device], key: str) -> None:
+        self._group, self._device = group
+        self._key = f"composable_shard/rolls/{key}"
+        store_of(self._group).add(self._key, 1)
+
+    def is_full(self) -> bool:
+        """Whether every rank has entered it; to be asked when a collective has arrived that was issued since."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        return store_of(self._group).add(self._key, 0) >= self._group.size()
+
+
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 

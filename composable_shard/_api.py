@@ -29,8 +29,9 @@ from ._plan import ShardPlan
 from ._policies import MixedPrecisionPolicy, OffloadPolicy, Options, Settings, without_overrides
 from ._record import Record
 from ._state import PLACE, STATE, Declaration, ShardState, named_states, state_of
-from ._state_dict import watch_state_dict
+from ._state_dict import StateDictOwner, watch_state_dict
 from ._status import stats
+from ._torch import HANDLES
 from ._torch_distributed import is_replicated, local_tensor
 
 M = TypeVar("M", bound=nn.Module)
@@ -137,15 +138,18 @@ def _shard(modules: list[nn.Module], placements: Placements, options: Options, i
     for info in dict.fromkeys([placements.info, *(cut.info for cut in cuts.values())]):
         asked[info] = _small(options.reshard_after_forward, info)
     settings = {info: Settings(replace(options, reshard_after_forward=reshard)) for info, (reshard, _) in asked.items()}
-    watched = [(name, m._parameters, m._modules) for name, m in managed]
+    tops = [(each._parameters, each._modules) for each in modules]
     state, *others = [
         ShardState(
             Declaration(len(modules), tuple(its.params), its.info, settings[its.info], asked[its.info][1], its.label),
-            ModuleEntries(its.spots, its.params, () if its.label else watched),
+            ModuleEntries(its.spots, its.params, () if its.label else tops),
         )
         for its in _shard_all(places, placements.info, cuts)
     ]
     state.others = tuple(others)
+    state.entries.others = tuple(other.entries for other in others)
+    for each in state.family:
+        each.entries.claim = StateDictOwner(state)
     for owner in {id(owner): owner for owner, _, _, _ in places}.values():
         watch_state_dict(owner, state)
     return state
@@ -305,6 +309,7 @@ def _sharded(fqn: str, param: nn.Parameter, cut: Cut) -> ShardedParam:
     made = shard_parameter(param, cut.info, cut.dim, cut.parallel)
     sharded = ShardedParam(fqn, made, cut.dim, cut.parallel, tuple(whole.shape), cut.keeps_dtype)
     is_extended(sharded)  # refuses what could not be gathered
+    sharded.carry_hooks(param)
     return sharded
 
 
@@ -328,6 +333,7 @@ def _attach(module: nn.Module, state: ShardState, place: int) -> None:
     number(module)
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(post_forward)
+    HANDLES.ours += 2
 
 
 def make_plan(model: nn.Module) -> ShardPlan:

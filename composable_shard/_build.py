@@ -218,7 +218,9 @@ def build_engine(root: nn.Module, measure: bool = True, runs: bool = True) -> En
         family = [groups[each] for each in state.family if each in groups]
         for place, group in enumerate(family):
             group.companions = tuple(family[place + 1 :]) or group.companions
-    engine = Engine([(group, state.entries) for state, group in groups.items()], plan, runtime, among, follow_profiler)
+    without = [state.entries for _, state in found if state not in groups]
+    described = [(group, state.entries) for state, group in groups.items()]
+    engine = Engine(described, plan, runtime, among, follow_profiler, without)
     if own is not None:
         engine.learning.given = own.asked.plan is not None
         engine.order.told = weakref.WeakMethod(own.order_changed)

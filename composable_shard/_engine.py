@@ -38,7 +38,7 @@ from ._learning import Learning
 from ._node import Entries, Keeper, Outputs, Use, Witness, unshard
 from ._optimizers import watch_steps
 from ._order import Order
-from ._phases import SHARDED, UNSHARDED
+from ._phases import SHARDED, UNSHARDED, GradPhase
 from ._plan import ShardPlan
 from ._record import Record
 from ._schedule import Kind
@@ -56,6 +56,7 @@ class Engine:
         runtime: pool and lanes that the groups were built with.
         among: the process groups of the meshes, with their devices.
         look: called with the engine when a forward or a backward begins, to see whether somebody profiles it.
+        without_group: the entries of sharded modules that have no parameters of their own.
 
     Attributes:
         active: by group, the use whose backward has begun and not ended.
@@ -77,12 +78,14 @@ class Engine:
         runtime: Runtime,
         among: Among,
         look: Callable[[Engine], None],
+        without_group: Sequence[Entries] = (),
     ) -> None:
         self._look = look
         self.groups = [group for group, _ in groups]
         self.pool = runtime.pool
         self.witness = Witness()
         self._do = Actions(groups, runtime, partial(watch_leaf, weakref.ref(self)))
+        self._without_group = list(map(weakref.ref, without_group))
         self._late = LateUses(self._do.shown)
         self.order = Order(plan, self._do)
         self._gradients = GradientFlow(self._do)
@@ -146,6 +149,9 @@ class Engine:
             self._do.roll_record()
         self._do.parameters_changed(self.changed_at)
         self.changed_at = None
+        for known in self._without_group:
+            if (entries := known()) is not None:
+                entries.adopt()  # there is nothing to, but something may have been added
         if self._do.drop_outdated(waiting):
             self._do.rebuild(self.groups)
         elif not waiting:
@@ -443,3 +449,11 @@ class Engine:
                     self._gradients.settle()  # of a backward that was not the last one
                 group.stepped()
                 self.reshard(group)
+
+    def check_reduced(self, theirs: set[int]) -> None:
+        """An optimizer is about to read the gradients of these parameters, by id."""
+        for group in self.groups:
+            if group.grad_phase is not GradPhase.NONE and not theirs.isdisjoint(map(id, group.shards)):
+                if self._pass is None:
+                    self._gradients.settle()  # of a backward that was not the last one
+                group.check_reduced(theirs)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
 from operator import is_, setitem
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ._bucket import LEAF_OF
 from ._errors import ShardConfigStateError, ShardConfigValueError
-from ._param import ShardedParam, run_all
+from ._param import ShardedParam, is_sharded_parameter, run_all
 
 _setitem: Callable[[dict[str, Any], str, Any], None] = setitem
 
@@ -47,28 +49,29 @@ class ModuleEntries:
     Args:
         places: dictionary, name in it, and index of the parameter.
         params: the sharded parameters, tied ones once.
-        watched: name, `_parameters` and `_modules` of every module of the call: nothing may be added to them that
-            nobody shards.
+        tops: `_parameters` and `_modules` of the modules of the call: nothing may be added to them, or below, that
+            nobody shards. None for parameters of the call that are on another mesh: their first entries watch for all.
 
     Attributes:
         shown: whether other tensors are in the place of the sharded parameters.
+        others: the entries of the same call that watch nothing themselves.
+        allows_unmanaged: whether parameters may be added that nobody shards.
+        claim: called with a module that has got parameters of this group after the call, if set.
     """
 
     def __init__(
         self,
         places: Sequence[tuple[dict[str, nn.Parameter | None], str, int]],
         params: Sequence[ShardedParam],
-        watched: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = (),
+        tops: Sequence[Top] = (),
     ) -> None:
-        self.places = list(places)
         self.params = params
         self._shards = [param.sharded for param in params]
-        # The places by columns, for what looks at all of them in every forward.
-        self._dicts = [names for names, _, _ in places]
-        self._names = [name for _, name, _ in places]
-        self._indices = [index for _, _, index in places]
-        self._untied = self._indices == list(range(len(params)))
-        self._watched = [(name, own, _filled(own), children, dict(children)) for name, own, children in watched]
+        self._set_places(places)
+        self.others: tuple[ModuleEntries, ...] = ()
+        self.allows_unmanaged = False
+        self.claim: Callable[[nn.Module], None] | None = None
+        self._tops = list(tops)
         self._note_watched()
         self.converted = False
         self.shown = False
@@ -77,6 +80,14 @@ class ModuleEntries:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_lists": []}  # a copy finds those of its own modules
+
+    def _set_places(self, places: Sequence[tuple[dict[str, nn.Parameter | None], str, int]]) -> None:
+        self.places = list(places)
+        # By columns, for what looks at all of them in every forward.
+        self._dicts = [names for names, _, _ in places]
+        self._names = [name for _, name, _ in places]
+        self._indices = [index for _, _, index in places]
+        self._untied = self._indices == list(range(len(self.params)))
 
     def keep_lists(self, root: nn.Module) -> None:
         """Look for recurrent modules: they keep their parameters in lists, too, which shall follow the entries."""
@@ -191,36 +202,93 @@ class ModuleEntries:
 
     def _note_watched(self) -> None:
         """What `_check_added` looks at first, for it runs in every forward: sizes, and the children of each parent."""
-        self._sized = [entries for _, own, _, children, _ in self._watched for entries in (own, children)]
+        watched = [(own, children) for _, _, own, children in _below(self._tops)]
+        self._known = {id(own): _filled(own) for own, _ in watched}
+        self._sized = [entries for each in watched for entries in each]
         self._sizes = [len(entries) for entries in self._sized]
-        empty = [(own, name) for _, own, *_ in self._watched for name, value in own.items() if value is None]
+        empty = [(own, name) for own, _ in watched for name, value in own.items() if value is None]
         self._empty: tuple[list[Any], list[str]] = [own for own, _ in empty], [name for _, name in empty]
-        self._parents: list[Any] = [children for *_, children, _ in self._watched]
-        self._known = [child for *_, known in self._watched for child in known.values()]
+        self._parents: list[Any] = [children for _, children in watched]
+        self._children = [child for _, children in watched for child in children.values()]
 
     def _check_added(self) -> None:
         if (
             list(map(len, self._sized)) == self._sizes
-            and all(map(is_, chain.from_iterable(map(dict.values, self._parents)), self._known))
+            and all(map(is_, chain.from_iterable(map(dict.values, self._parents)), self._children))
             and all(map(is_, map(dict.get, *self._empty), repeat(None)))
         ):
             return
-        for at, (module, own, names, children, known) in enumerate(self._watched):
-            new = [(n, p) for n, p in own.items() if n not in names and p is not None]
-            for name, child in children.items():
-                if child is not None and child is not known.get(name):
-                    new += [(f"{name}.{n}", p) for n, p in child.named_parameters()]
-            plain = [f"{module}.{n}" if module else n for n, p in new if not isinstance(p, DTensor)]
-            if plain:
-                raise ShardConfigStateError(
-                    f"parameters {', '.join(plain)}: were added after fully_shard, so nobody shards them or reduces "
-                    "their gradients; build the whole module first, or shard what is added before adding it"
-                )
-            self._watched[at] = (module, own, _filled(own), children, dict(children))
+        self._look_anew()
+
+    def _look_anew(self) -> None:
+        """Modules have changed: find parameters of ours that have moved, and refuse those that nobody shards."""
+        family = [self, *self.others]
+        places = {(id(names), name) for each in family for names, name, _ in each.places}
+        added: list[str] = []
+        moved: list[tuple[ModuleEntries, int, nn.Module | None, dict[str, Any], str]] = []
+        for prefix, module, own, _ in _below(self._tops):
+            known = self._known.get(id(own), ())
+            for name, param in own.items():
+                if param is None or name in known or (id(own), name) in places:
+                    continue
+                ours = [(each, index) for each in family if (index := each._index_of(param)) is not None]
+                if ours:
+                    moved.append((*ours[0], module, own, name))
+                elif LEAF_OF not in param.__dict__ and not is_sharded_parameter(param):
+                    added.append(f"{prefix}{name}")
+        if added and not self.allows_unmanaged:
+            raise ShardConfigStateError(
+                f"parameters {', '.join(added)}: were added after fully_shard, so nobody shards them or reduces their "
+                "gradients; call fully_shard on the module that was added, or, if you average their gradients "
+                "yourself, allow_unmanaged_parameters() on the model"
+            )
+        for each, index, module, own, name in moved:
+            each._move(index, module, own, name)
+        for each in {id(each): each for each, *_ in moved}.values():
+            each.show(each._there) if each.shown else each._put_one_by_one(each._shards)
         self._note_watched()
 
+    def _index_of(self, tensor: torch.Tensor) -> int | None:
+        """Which of the parameters it is, or stands for while unsharded."""
+        copy_of = tensor.__dict__.get(LEAF_OF)
+        for index, param in enumerate(self.params):
+            if tensor is param.sharded or tensor is self.there(index) or param.fqn == copy_of:
+                return index
+        return None
 
-def _filled(entries: Mapping[str, Any]) -> set[str]:
+    def _move(self, index: int, module: nn.Module | None, own: dict[str, Any], name: str) -> None:
+        """A parameter was put into another module; it may have been taken out of the one that had it."""
+        param = self.params[index]
+        if module is not None:
+            check_use(module, name, param.fqn)
+            param.module = weakref.ref(module)
+            if self.claim is not None:
+                self.claim(module)
+        kept = [(names, at, of) for names, at, of in self.places if of != index or names.get(at) is not None]
+        self._set_places([*kept, (own, name, index)])
+
+
+Top = tuple[dict[str, Any], dict[str, Any]]  # a module's `_parameters` and `_modules`
+
+
+def _below(tops: Sequence[Top]) -> Iterator[tuple[str, nn.Module | None, dict[str, Any], dict[str, Any]]]:
+    """These modules (None) and those in them that no other call has sharded: prefix of names, module, and its `Top`."""
+    seen: set[int] = set()
+    to_do: list[tuple[str, nn.Module | None, Top]] = [("", None, top) for top in reversed(tops)]
+    while to_do:
+        prefix, module, (own, children) = to_do.pop()
+        if id(own) in seen:
+            continue
+        seen.add(id(own))
+        yield prefix, module, own, children
+        to_do += [
+            (f"{prefix}{name}.", child, (child._parameters, child._modules))
+            for name, child in reversed(children.items())
+            if child is not None and not isinstance(child, FSDPModule)
+        ]
+
+
+def _filled(entries: dict[str, Any]) -> set[str]:
     """Names of entries that are not None, which may become parameters later."""
     return {name for name, value in entries.items() if value is not None}
 

@@ -22,7 +22,7 @@ from ._errors import ShardConfigStateError
 from ._group import Gradients, ParamGroup
 from ._node import Use, added
 from ._phases import SHARDED
-from ._torch import Fate, any_gradient_hooks
+from ._torch import HANDLES, Fate, any_gradient_hooks
 
 
 class GradientFlow:
@@ -38,11 +38,9 @@ class GradientFlow:
     def take_hooks(self, group: ParamGroup) -> None:
         """Before autograd can call the hooks of a group's parameters: they see what is reduced, until the pass ends."""
         self._looked.add(group)
-        if any_gradient_hooks(group.shards):
+        if any_gradient_hooks(group.shards) or group.handles_seen != HANDLES.of_others():
             self._hooked.add(group)
-            group.hooks_taken = True
-            for param in group.params:
-                param.take_hooks()
+            group.take_hooks()
 
     def settle(self) -> None:
         """Wait for all reductions, set `.grad` and call the hooks, which are autograd's again then."""
@@ -51,9 +49,7 @@ class GradientFlow:
 
     def _give_hooks_back(self) -> None:
         for group in self._hooked:
-            for param in group.params:
-                param.give_hooks_back()
-            group.hooks_taken = any(param.hooks_taken for param in group.params)
+            group.give_hooks_back()
         self._hooked.clear()
 
     def take(self, now: BackwardPass, use: Use, gradients: Gradients) -> None:
@@ -158,6 +154,7 @@ def watch_leaf(owner: Callable[[], StrayOwner | None], leaf: torch.Tensor, group
             there.on_stray_gradient(of, index, gradient)
 
     leaf.register_post_accumulate_grad_hook(hand_on)  # type: ignore[no-untyped-call]
+    HANDLES.ours += 1
 
 
 def _sparse(group: ParamGroup, gradients: Gradients) -> ShardConfigStateError:

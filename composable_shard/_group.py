@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
 
@@ -16,6 +16,7 @@ import torch
 
 from ._bucket import Bucket, GatherBucket
 from ._collectives import Transports
+from ._errors import ShardConfigStateError
 from ._extension import ExtensionBucket, is_extended
 from ._kept import KeptGradients
 from ._mesh import MeshInfo
@@ -27,7 +28,7 @@ from ._reduction import GroupReduced, ReduceBucket, Reduction, reduce_buckets, u
 from ._resident import Resident
 from ._schedule import ROOT_NAME
 from ._streams import Job, Lane
-from ._torch import without_torch_function
+from ._torch import HANDLES, without_torch_function
 
 Gradients = Sequence[torch.Tensor | None]
 _requires_grad, _slot = attrgetter("requires_grad"), attrgetter("slot")
@@ -59,6 +60,7 @@ class ParamGroup:
         gather_bytes, weight_bytes: what a gather leases, and what of it stays when that is over.
         extended: whether any of them says itself what is gathered (see `_extension`).
         hooks_taken: whether hooks of its parameters were taken from autograd and not given back.
+        handles_seen: how many handles of hooks others had been given when nothing was found on any parameter's node.
         was_gathered: whether a gather was finished since the last backward ended; on all ranks alike.
         settings: the options, and what a plan keeps in training, which graphs follow.
         stays: whether the schedule of the phase that runs keeps the unsharded parameters behind forward; None if none.
@@ -69,7 +71,7 @@ class ParamGroup:
     __slots__ = (
         "__weakref__", "_gathers", "_in_flight", "_info", "_kept", "_members", "_offloads", "_runtime", "_small",
         "_stamp", "_streams", "_transports", "away", "buckets", "companions", "extended", "fqn", "gather_bytes",
-        "grad_phase", "hooks_taken", "is_root", "params", "phase", "pinned", "reduces", "residents", "running",
+        "grad_phase", "handles_seen", "hooks_taken", "is_root", "params", "phase", "pinned", "reduces", "residents", "running",
         "settings", "shards", "stays", "used_in", "was_gathered", "weight_bytes", "wraps",
     )  # fmt: skip
 
@@ -90,6 +92,7 @@ class ParamGroup:
         self.running = self.used_in = 0
         self.companions: tuple[ParamGroup, ...] = ()
         self.pinned = self.was_gathered = self.hooks_taken = False
+        self.handles_seen = min([p.handles_seen for p in self.params], default=-1)
         self.stays: bool | None = None
         self._info, self._offloads, self._small = info, info.offloads, small
         self.settings = settings
@@ -318,6 +321,21 @@ class ParamGroup:
 
     # ---- gradients
 
+    def take_hooks(self) -> None:
+        """Take over what users have registered on the parameters, before autograd can call it."""
+        seen = HANDLES.of_others()
+        for param in self.params:
+            param.take_hooks()
+        self.hooks_taken = any([param.hooks_taken for param in self.params])  # noqa: C419
+        if not any([param.has_node_hooks for param in self.params]):  # noqa: C419
+            self.handles_seen = seen
+
+    def give_hooks_back(self) -> None:
+        """A backward is over: let autograd have them again."""
+        for param in self.params:
+            param.give_hooks_back()
+        self.hooks_taken = any(param.hooks_taken for param in self.params)
+
     def keep(self, gradients: Gradients) -> None:
         """Add unsharded gradients to those that wait for a backward with gradient sync."""
         self._kept.note_wanted()
@@ -343,6 +361,20 @@ class ParamGroup:
         self._kept.forget()
         if self.grad_phase is GradPhase.KEPT:
             self._set_grads(GradPhase.NONE)
+
+    def check_reduced(self, theirs: Container[int]) -> None:
+        """An optimizer steps these parameters, by id: none of their gradients may still wait for its reduction.
+
+        Raises:
+            ShardConfigStateError: one does.
+        """
+        if names := self._kept.held(theirs):
+            setting = "set_requires_gradient_sync" if self._kept.whole else "set_requires_all_reduce"
+            raise ShardConfigStateError(
+                f"group {self.name}: the optimizer steps {', '.join(names)}, but gradients of a backward under "
+                f"{setting}(False) still wait for their reduction; run the last micro-batch before the step under "
+                f"{setting}(True), or call zero_grad() to drop them"
+            )
 
     @property
     def awaits_reduction(self) -> bool:

@@ -5,7 +5,7 @@ Both must vanish with `zero_grad`, in all its forms: `ShardedParam.mark_kept` ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 
@@ -80,6 +80,17 @@ class KeptGradients:
         self.pieces = {}
         return {i: (piece, used) for i, (piece, used) in taken.items() if piece is not None}
 
+    def held(self, theirs: Container[int]) -> list[str]:
+        """Names of the parameters among these, by id, of which something is kept that `zero_grad` has not voided."""
+        found = []
+        for index in dict.fromkeys((*self.whole, *self.pieces)):
+            param = self._params[index]
+            if id(param.sharded) in theirs and not param.kept_is_gone():
+                told = self._told(index)
+                if told is not None and told.item():  # a rank that cannot tell leaves it to the others
+                    found.append(param.fqn)
+        return found
+
     def forget(self) -> None:
         """Keep nothing any more."""
         self.wanted.clear()
@@ -94,12 +105,18 @@ class KeptGradients:
     def _unless_voided(self, index: int, kept: torch.Tensor) -> torch.Tensor | None:
         if self._params[index].kept_is_gone():
             return None
-        # A rank whose piece is empty cannot see its own `.grad` cleared; a sibling's was cleared with it.
-        candidates = (index, *(i for i in (*self.whole, *self.pieces) if i != index))
-        told = (self._params[i].kept_survives() for i in candidates if not self._params[i].kept_is_gone())
-        survives = next((t for t in told if t is not None), None)
+        survives = self._told(index)
         if survives is None:
             return kept
         if survives.device.type == "cpu":
             return kept if survives.item() else None
         return torch.where(survives.reshape(()), kept, torch.zeros_like(kept))  # without a host synchronisation
+
+    def _told(self, index: int) -> torch.Tensor | None:
+        """Whether a gradient was not set to zero since it was kept; None if this rank cannot tell.
+
+        A rank whose piece is empty cannot see its own `.grad` cleared; a sibling's was cleared with it.
+        """
+        candidates = (index, *(i for i in (*self.whole, *self.pieces) if i != index))
+        told = (self._params[i].kept_survives() for i in candidates if not self._params[i].kept_is_gone())
+        return next((t for t in told if t is not None), None)

@@ -12,6 +12,7 @@ goes its own way once changes no plan, its own neither, and no rank waits for an
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -19,17 +20,20 @@ from typing import Any
 import torch.distributed as dist
 
 from ._actions import Actions
-from ._agreement import Among, Ballot, Outcome, agree, names_in
+from ._agreement import Among, Ballot, Outcome, Roll, agree, names_in
 from ._drift import DriftLog, around_drift, drift, order_drift
 from ._errors import RankMismatchError
 from ._history import around
 from ._order import Order
+from ._phases import SHARDED
 from ._plan import Around, ShardPlan, replan
 from ._record import Record
-from ._schedule import AGAIN, NO_GRAD, NO_SYNC, TRAIN, Kind
+from ._schedule import AGAIN, NO_GRAD, NO_SYNC, ROOT_NAME, TRAIN, Kind
 
 # Votes of one engine: each makes a schedule and looks at the store.
 _FREE_BALLOTS, _FORWARDS_A_BALLOT = 16, 64
+# All of the first forwards that gather otherwise than planned are compared among ranks, and then one in so many.
+_FREE_ROLLS, _FORWARDS_A_ROLL = 256, 16
 
 
 def phase_of(grad: bool, sync: bool, waiting: bool) -> str:
@@ -72,7 +76,9 @@ class Learning:
         self._changed = self._may_differ = False  # by a user, since the last forward
         self._ballot: Ballot | None = None
         self._base: str | None = None  # digest of the plan that a vote would replace; None if its plan is in force
+        self._is_free = False  # whether only some ranks may want it
         self._ballots = 0
+        self._rolls: list[tuple[Roll, frozenset[str], str]] = []  # with the groups that are moved there, and an error
         self._most_bytes = 0
         self._has_warned = False
 
@@ -100,6 +106,8 @@ class Learning:
         self.forwards += 1
         began = self._do.history.seen[self._seen_from :]
         seen, inside = tuple([group.fqn for group in began]), around(began, self._do.history.seen_in[self._seen_from :])
+        if self._rolls:
+            self._call_rolls()
         if self._ballot is not None:
             self._count(self._ballot)
         if not self._has_learned and not self._phase.startswith(NO_GRAD):
@@ -109,7 +117,8 @@ class Learning:
         expected, known = self._order.expected(self._phase), self._order.plan.around_in(self._phase)
         if seen != expected or not set(known).issuperset(inside):
             self.log.add("order", self.forwards, order_drift(expected, seen) + around_drift(known, inside))
-            self._want(partial(self._with_order, seen, inside))
+            self._open_rolls(seen, expected)
+            self._want(partial(self._with_order, seen, inside), self._may_be_alone(seen, expected))
         elif self._phase not in self._order.phases:
             self._order.note(self._phase, seen)
 
@@ -119,10 +128,12 @@ class Learning:
         return replan(self._order.plan, Record((), (), seen, around=inside))
 
     def _learn_first(self, seen: tuple[str, ...], inside: Around) -> bool:
-        """All ranks come here once, so they can agree at once; not where ranks may use different modules."""
-        if any(group.options.reduce_unused for group in self._do.groups):
-            return False
+        """All ranks come here once, so they can agree at once; on what was gathered, where they may use other modules."""
         planned = self._order.plan
+        if any(group.options.reduce_unused for group in self._do.groups):
+            gathered = tuple(self._gathered_now())
+            agree(replan(planned, Record((), (), gathered)) if gathered else planned, self._among)
+            return False
         plan = replan(planned, Record((), (), seen, around=inside))
         agree(plan, self._among)
         if plan is not planned:
@@ -131,6 +142,53 @@ class Learning:
             self._follow(plan)
         self._order.note(self._phase, seen)
         return True
+
+    def _gathered_now(self) -> list[str]:
+        """The groups of which this forward has issued gathers, in order."""
+        done = self._do.history.done[self._done_from :]
+        return [fqn for kind, fqn in zip(done[::3], done[1::3], strict=True) if kind is Kind.UNSHARD]
+
+    # Ranks whose forwards issue different gathers have them meet one another's, and where these are of one size, each
+    # reads the weights of other modules. A rank that left the plan looks whether all have done so, and in the same way.
+
+    def _open_rolls(self, seen: tuple[str, ...], expected: tuple[str, ...]) -> None:
+        """This forward has left the plan: enter what it has gathered, where ranks that have not gather otherwise."""
+        if not self._among or (self.forwards > _FREE_ROLLS and self.forwards % _FORWARDS_A_ROLL):
+            return
+        gathered = self._gathered_now()
+        apart = self._gathers_apart(seen, expected, gathered)
+        for (group, device, fqns), name in zip(self._among, self._engine, strict=True):
+            if found := sorted(apart & fqns):
+                here = ", ".join(fqn or ROOT_NAME for fqn in gathered if fqn in fqns)
+                roll = Roll((group, device), f"{name}/{self.forwards}/{here}")
+                self._rolls.append((roll, fqns, _gathered_alone(self.forwards, found, here)))
+
+    def _gathers_apart(self, seen: Sequence[str], expected: Sequence[str], gathered: Sequence[str]) -> set[str]:
+        """The groups whose gathers are others on a rank that follows the plan. What was there before is on all."""
+        if self._order.explicit:
+            expected = [*expected, *(group.fqn for those in self._order.explicit.values() for group in those)]
+        there, ran, planned = set(gathered), Counter(seen), Counter(expected)
+        apart = {fqn for fqn in there if fqn in ran and fqn not in planned}
+        for group in self._do.groups:
+            fqn = group.fqn
+            if fqn in planned and fqn not in ran and fqn not in there and group.phase is SHARDED:
+                apart.add(fqn)
+            elif not self._order.explicit and fqn in there and group.reshard_after_forward:
+                apart |= {fqn} if planned[fqn] and ran[fqn] and ran[fqn] != planned[fqn] else set()
+        if not self._order.explicit:
+            first = [fqn for fqn in dict.fromkeys(gathered) if fqn in planned]
+            usual = [fqn for fqn in dict.fromkeys(expected) if fqn in there]
+            apart |= {one for one, other in zip(first, usual, strict=True) if one != other}
+        return apart
+
+    def _call_rolls(self) -> None:
+        """See whether all ranks have entered what this one has."""
+        arrived = _gathered(self._do.history.done[self._done_from :])
+        now = [each for each in self._rolls if each[1] & arrived]
+        self._rolls = [each for each in self._rolls if not each[1] & arrived]
+        for roll, _, error in now:
+            if not roll.is_full():
+                raise RankMismatchError(error)
 
     # ---- bytes
 
@@ -178,13 +236,25 @@ class Learning:
         self.settings_changed()
         if self._changed and self._among and self._has_learned:
             self._ballot = Ballot(self._order.plan, self._among, self._engine, self.forwards)
-            self._base = None
+            self._base, self._is_free = None, False
         self._changed = False
 
     # ---- a new plan
 
-    def _want(self, make: Callable[[], ShardPlan]) -> None:
-        """Follow another plan as soon as all ranks want it; it is not even made where there were many lately."""
+    def _may_be_alone(self, seen: Sequence[str], expected: Sequence[str]) -> bool:
+        """Whether a rank may leave the plan like this alone: the same is gathered in backward, and reduced at its end."""
+        ran, planned = Counter(seen), Counter(expected)
+        moved = ran == planned
+        differing = [group for group in self._do.groups if moved or ran[group.fqn] != planned[group.fqn]]
+        return all(group.options.reduce_unused and not group.resharding for group in differing)
+
+    def _want(self, make: Callable[[], ShardPlan], free: bool = False) -> None:
+        """Follow another plan as soon as all ranks want it; it is not even made where there were many lately.
+
+        Args:
+            make: gives it.
+            free: whether it is nothing to speak of if only some ranks do.
+        """
         if self._ballot is not None or self._ballots >= _FREE_BALLOTS + self.forwards // _FORWARDS_A_BALLOT:
             return
         plan = make()
@@ -195,21 +265,20 @@ class Learning:
             self._follow(plan)
         else:
             self._ballot = Ballot(plan, self._among, self._engine, self.forwards)
-            self._base = self._order.plan.digest
+            self._base, self._is_free = self._order.plan.digest, free
 
     def _count(self, ballot: Ballot) -> None:
         outcome = ballot.count(_gathered(self._do.history.done[self._done_from :]))
         if outcome is Outcome.OPEN:
             return
         self._ballot = None
-        free = any(group.options.reduce_unused for group in self._do.groups)
-        if outcome is Outcome.APART and not free:
+        if outcome is Outcome.APART and not self._is_free:
             ballot.explain()
         if self._base is None:
             if outcome is not Outcome.ALL:
                 raise RankMismatchError(_alone_with_change())
         elif outcome is not Outcome.ALL:
-            self._warn_alone(ballot.plan, free)
+            self._warn_alone(ballot.plan)
         elif self._order.plan.digest == self._base:
             self._follow(ballot.plan)
 
@@ -228,16 +297,16 @@ class Learning:
             )
             warnings.warn(text, stacklevel=2)
 
-    def _warn_alone(self, plan: ShardPlan, free: bool) -> None:
+    def _warn_alone(self, plan: ShardPlan) -> None:
         """Only some ranks have left the plan: said once, unless they may."""
-        if free or self._has_warned:
+        if self._is_free or self._has_warned:
             return
         self._has_warned = True
         warnings.warn(
             f"rank {dist.get_rank()}: a forward of the root left the plan, and not on all ranks alike "
             f"({self._order.plan.diff(plan).partition(chr(10))[0]}). All keep the plan that they have. Where ranks run "
-            "different modules in one step, their collectives meet those of other modules: run the same on all, or "
-            "call set_reduce_scatter_unused_params(True)",
+            "different modules in one step, their collectives meet those of other modules: run the same on all ranks, "
+            "or unshard() on all of them what only some will run and call set_reduce_scatter_unused_params(True)",
             stacklevel=2,
         )
 
@@ -252,6 +321,15 @@ def _gathered(done: Sequence[Any]) -> frozenset[str]:
         elif kind is Kind.WAIT and fqn in issued:
             arrived.add(fqn)
     return frozenset(arrived)
+
+
+def _gathered_alone(forward: int, apart: Sequence[str], gathered: str) -> str:
+    return (
+        f"rank {dist.get_rank()}: forward {forward} of the root left the plan at {apart[0] or ROOT_NAME} and gathered "
+        f"{gathered or 'nothing'}, and not all ranks did the same: their gathers met those of other modules, so that "
+        "weights and gradients since then are wrong. Run the same modules on all ranks, in one order, or unshard() "
+        "on all of them what only some will run"
+    )
 
 
 def _alone_with_change() -> str:

@@ -249,9 +249,12 @@ def ensure_process_group() -> None:
 
 
 def default_mesh() -> DeviceMesh:
-    """A 1D mesh over the default process group (initialised if needed), on the accelerator if there is one."""
+    """A 1D mesh over the default process group (initialised if needed), on the accelerator if there is one.
+
+    Its axis has no name, like that of torch's: PEFT takes weights on an axis of another name for tensor-parallel ones.
+    """
     ensure_process_group()
-    return init_device_mesh(default_device_type(), (dist.get_world_size(),), mesh_dim_names=("shard",))
+    return init_device_mesh(default_device_type(), (dist.get_world_size(),))
 
 
 def replicated_mesh(replicas: int) -> DeviceMesh:

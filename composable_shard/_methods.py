@@ -134,12 +134,14 @@ class Methods(Planning):
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether parameters that got no gradient in backward are given one of zeros.
 
-        Then every backward reduces every group, so that ranks may use different modules in a step. (Ranks that use
-        different parameters of a module need no setting.) Without it, as in FSDP2, a group of which a rank got no
+        Then every backward reduces every group, so that the losses of ranks may use different modules in a step. (Ranks
+        that use different parameters of a module need no setting.) Without it, as in FSDP2, a group of which a rank got no
         gradient at all is not reduced there: ranks that got one wait for it, for ever. So set it where a rank may use
         none of a group's experts, and on the module of the experts alone: its groups are reduced when backward is over,
-        in one order on all ranks, and until then their unsharded gradients are kept. Gathers remain those of the
-        modules that run: where ranks run different ones, `unshard` those on all ranks.
+        in one order on all ranks, and until then their unsharded gradients are kept.
+
+        Gathers remain those of the modules that run, and all ranks must run the same ones. Where they cannot, `unshard`
+        what only some will run on all ranks, before the forward, and let it stay (`reshard_after_forward=False`).
 
         Raises:
             ShardConfigValueError: the value is no bool.
@@ -302,6 +304,19 @@ class Methods(Planning):
             _change_comms(state, all_gather=gather)
 
     # ---- state
+
+    def allow_unmanaged_parameters(self, *, recurse: bool = True) -> None:
+        """Accept parameters that are added to this module, or anywhere below it, after `fully_shard`.
+
+        Nobody shards them or averages their gradients over the ranks: they train on each rank alone, as under torch's
+        FSDP2, unless you do that yourself (Transformers does so for adapters that were added late). Without this call
+        they are an error, for which the other remedy is to call `fully_shard` on the module that was added.
+
+        Args:
+            recurse: whether it also holds for what is added to the sharded modules that are below this one now.
+        """
+        for state in _states(self, recurse):
+            state.entries.allows_unmanaged = True
 
     def reset_iter_state(self) -> None:
         """Forget a forward or backward that an exception has ended. The next forward does so by itself.

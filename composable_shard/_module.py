@@ -33,6 +33,7 @@ from ._profiled import record
 from ._saved import PLAIN, saved_weights, weights_in_place
 from ._state import EAGER, STATE, TRACED, Bound, ShardState, Way, named_states
 from ._torch import (
+    HANDLES,
     address_of,
     any_module_hooks,
     map_tensors,
@@ -446,6 +447,7 @@ def _listen(engine: Engine, found: tuple[Use, Outputs], tensors: Sequence[torch.
         node = tensor.grad_fn
         if node is not None:
             node.register_prehook(partial(engine.before_backward, *found))
+            HANDLES.ours += 1
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from torch.distributed.tensor import DTensor
@@ -20,6 +22,9 @@ class StepWatcher(Protocol):
     def before_optimizer_step(self, theirs: set[int]) -> None:
         """An optimizer is about to step; `theirs` are the ids of its parameters."""
 
+    def check_reduced(self, theirs: set[int]) -> None:
+        """It is about to read their gradients, which must be what all ranks have together."""
+
 
 _watchers: weakref.WeakSet[StepWatcher] = weakref.WeakSet()
 
@@ -30,7 +35,7 @@ def watch_steps(watcher: StepWatcher) -> None:
 
 
 @never_trace
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     copies = [param.__dict__[LEAF_OF] for param in params if LEAF_OF in param.__dict__]
     if copies:
@@ -51,8 +56,32 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         _split_up(group)
     theirs = set(map(id, params))
+    args, kwargs, has_closure = _with_closure(args, kwargs, partial(_check_reduced, theirs))
+    if not has_closure:
+        _check_reduced(theirs)
     for watcher in list(_watchers):
         watcher.before_optimizer_step(theirs)
+    return (args, kwargs) if has_closure else None
+
+
+def _with_closure(args: Any, kwargs: Any, check: Callable[[], None]) -> tuple[Any, Any, bool]:
+    """The arguments of a step, and whether there is a closure: its gradients are those that count, when it has run."""
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], partial(_checked, args[1], check), *args[2:]), kwargs, True
+    if callable(closure := kwargs.get("closure")):
+        return args, {**kwargs, "closure": partial(_checked, closure, check)}, True
+    return args, kwargs, False
+
+
+def _checked(closure: Callable[[], Any], check: Callable[[], None]) -> Any:
+    loss = closure()
+    check()
+    return loss
+
+
+def _check_reduced(theirs: set[int]) -> None:
+    for watcher in list(_watchers):
+        watcher.check_reduced(theirs)
 
 
 def _split_up(group: dict[str, Any]) -> None:

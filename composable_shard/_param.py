@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_, is_not
 from typing import Any
@@ -19,7 +20,16 @@ from ._layout import ParamLayout, bucket_layout
 from ._mesh import MeshInfo
 from ._parallel import Parallel
 from ._policies import Options
-from ._torch import Hook, return_gradient_hooks, take_gradient_hooks, without_torch_function
+from ._torch import (
+    HANDLES,
+    Hook,
+    carry_gradient_hooks,
+    hooks_of_node,
+    leaf_node,
+    return_gradient_hooks,
+    take_gradient_hooks,
+    without_torch_function,
+)
 from ._torch_distributed import dtensor_like, dtensors_like, local_tensor
 
 SHARDED_IN = "_sharded_in"  # marks a parameter that was sharded, and the one that it became, with its name
@@ -106,6 +116,76 @@ def accumulate(params: Sequence[ShardedParam], pieces: Mapping[int, torch.Tensor
         param.accumulate(piece)
 
 
+class _AfterReduction:
+    """A hook of the node of a sharded parameter.
+
+    Autograd runs the node with nothing while the gradient is on its way, and calls in vain; what it hands on in a
+    compiled step is reduced.
+    """
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *gradients: Sequence[torch.Tensor | None]) -> Any:
+        return None if all(each is None for each in gradients[-1]) else self._hook(*gradients)
+
+
+class _NodeHooks:
+    """The hooks on the autograd node of one sharded parameter, to which torch's optimizers in backward belong.
+
+    They stay in the node's own dictionaries, so that handles are good for them at all times.
+    """
+
+    def __init__(self, leaf: torch.Tensor) -> None:
+        self._node = leaf_node(leaf)  # else it would go, with its hooks, when nobody else holds it
+        self._before, self._after = hooks_of_node(self._node)
+
+    def __bool__(self) -> bool:
+        return bool(self._before or self._after)
+
+    def take(self) -> None:
+        """From now on they are called with reduced gradients."""
+        for hooks in (self._before, self._after):
+            for key, hook in hooks.items():
+                if not isinstance(hook, _AfterReduction):
+                    hooks[key] = _AfterReduction(hook)
+
+    def are_of(self, leaf: torch.Tensor) -> bool:
+        """Whether the node is that of this leaf: a conversion gives it another one."""
+        return self._node.variable is leaf
+
+    def carry(self, others: _NodeHooks) -> None:
+        """Call these, too; handles stay good for them."""
+        if others._before:
+            self._node.register_prehook(partial(_call_before, others._before))
+        if others._after:
+            self._node.register_hook(partial(_call_after, others._after))
+
+    def before(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient after the hooks that run before the node."""
+        (gradient,) = _call_before(self._before, (gradient,))
+        return gradient
+
+    def after(self, gradient: torch.Tensor) -> None:
+        """Call the hooks that run after it."""
+        _call_after(self._after, (), (gradient,))
+
+
+def _call_before(
+    hooks: Mapping[int, Callable[..., Any]], gradients: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    for hook in tuple(hooks.values()):
+        changed = hook(gradients)
+        if changed is not None:
+            gradients = changed if isinstance(changed, tuple) else (changed,)
+    return gradients
+
+
+def _call_after(hooks: Mapping[int, Callable[..., Any]], *gradients: tuple[torch.Tensor, ...]) -> None:
+    for hook in tuple(hooks.values()):
+        hook(*gradients)
+
+
 class ShardedParam:
     """A parameter of a group.
 
@@ -118,15 +198,19 @@ class ShardedParam:
         parallel: how it was placed before, if it was a DTensor.
         keeps_dtype: whether it is gathered in the dtype in which it is stored, whatever the policy says of others.
         hooks_taken: whether hooks were taken from autograd and not given back.
+        handles_seen: how many handles of hooks others had been given when it was sharded.
         module: the module that holds it, weakly; known once the root is.
     """
 
     __slots__ = (
+        "__weakref__",
         "_kept_in",
+        "_node_hooks",
         "_post_hooks",
         "_tensor_hooks",
         "dim",
         "fqn",
+        "handles_seen",
         "hooks_taken",
         "keeps_dtype",
         "module",
@@ -154,7 +238,10 @@ class ShardedParam:
         self._kept_in: weakref.ref[torch.Tensor] | None = None
         self._tensor_hooks: list[dict[int, Hook]] = []
         self._post_hooks: list[dict[int, Hook]] = []
+        self._node_hooks: _NodeHooks | None = None
         self.hooks_taken = False
+        self.handles_seen = HANDLES.of_others()
+        _all.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
         sharded = self.sharded
@@ -197,9 +284,11 @@ class ShardedParam:
 
     def accumulate(self, gradient: torch.Tensor) -> None:
         """Add this rank's piece of a reduced gradient to `.grad`, and call the hooks."""
-        sharded = self.sharded
+        sharded, on_node = self.sharded, self._node_hooks
         if self._tensor_hooks:
             gradient = local_tensor(self.hooked(gradient))
+        if on_node:
+            gradient = local_tensor(on_node.before(dtensor_like(sharded, gradient)))
         grad = sharded.grad
         if grad is None:
             sharded.grad = dtensor_like(sharded, gradient)
@@ -208,6 +297,8 @@ class ShardedParam:
         for hooks in self._post_hooks:
             for hook in tuple(hooks.values()):
                 hook(self.sharded)
+        if on_node:
+            on_node.after(dtensor_like(sharded, gradient))
 
     # Autograd calls the hooks of a leaf when it hands a gradient on to it. Here the gradient is there only when its
     # reduction is done, so they are taken from autograd before it can call them, and called with what was reduced.
@@ -216,7 +307,19 @@ class ShardedParam:
     @property
     def has_hooks(self) -> bool:
         """Whether there are hooks to call."""
-        return any(self._tensor_hooks) or any(self._post_hooks)
+        return any(self._tensor_hooks) or any(self._post_hooks) or self.has_node_hooks
+
+    @property
+    def has_node_hooks(self) -> bool:
+        """Whether some of them are on its autograd node, in sight of autograd all the time."""
+        return bool(self._node_hooks)
+
+    def carry_hooks(self, before: torch.Tensor) -> None:
+        """Take over the hooks of the parameter as it was before sharding. They will see reduced pieces."""
+        carry_gradient_hooks(before, self.sharded)
+        if before.requires_grad and before.is_leaf and (theirs := _NodeHooks(before)):
+            self._node_hooks = _NodeHooks(self.sharded)
+            self._node_hooks.carry(theirs)
 
     def take_hooks(self) -> None:
         """Take over what users have registered on the parameter since the last call."""
@@ -225,7 +328,11 @@ class ShardedParam:
             self._tensor_hooks.append(tensor_hooks)
         if post_hooks is not None:
             self._post_hooks.append(post_hooks)
-        self.hooks_taken = bool(self._tensor_hooks or self._post_hooks)
+        if self._node_hooks is None or not self._node_hooks.are_of(self.sharded):
+            self._node_hooks = _NodeHooks(self.sharded) if self.sharded.requires_grad else None
+        if self._node_hooks:
+            self._node_hooks.take()
+        self.hooks_taken = bool(self._tensor_hooks or self._post_hooks or self._node_hooks)
 
     def give_hooks_back(self) -> None:
         """Let autograd have them again."""
@@ -273,3 +380,11 @@ class ShardedParam:
         assert self.sharded.grad is not None
         first = local_tensor(self.sharded.grad).view(-1)[:1]
         return ((first != 0) | torch.signbit(first)) if first.numel() else None
+
+
+_all: weakref.WeakSet[ShardedParam] = weakref.WeakSet()
+
+
+def is_sharded_parameter(tensor: torch.Tensor) -> bool:
+    """Whether it is the sharded parameter of any group that lives."""
+    return any(param.sharded is tensor for param in _all)

@@ -15,18 +15,20 @@ from torch.distributed.tensor import DTensor
 
 from ._param import ShardedParam
 from ._state import ShardState
+from ._torch import HANDLES
 
 OWNED_BY = "_shard_owner"  # where a module keeps the state that manages its own parameters
 
 
 def watch_state_dict(owner: nn.Module, state: ShardState) -> None:
     """Let `owner`, whose parameters `state` manages, save and load them rightly."""
-    owner.__dict__[OWNED_BY] = _Owner(state)
+    owner.__dict__[OWNED_BY] = StateDictOwner(state)
     owner.register_state_dict_post_hook(_after_save)  # type: ignore[no-untyped-call]
     owner.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
+    HANDLES.ours += 2
 
 
-class _Owner:
+class StateDictOwner:
     """A state, weakly, for it knows modules that hold this one; copied with it."""
 
     def __init__(self, state: ShardState) -> None:
@@ -34,7 +36,13 @@ class _Owner:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Owner:
         state = self.state()
-        return self if state is None else _Owner(copy.deepcopy(state, memo))
+        return self if state is None else StateDictOwner(copy.deepcopy(state, memo))
+
+    def __call__(self, module: nn.Module) -> None:
+        """This module has got some of its parameters."""
+        state = self.state()
+        if state is not None and OWNED_BY not in module.__dict__:
+            watch_state_dict(module, state)
 
 
 def _params(module: nn.Module) -> list[tuple[ShardState, str, ShardedParam]]:

@@ -20,6 +20,7 @@ import torch.utils.checkpoint
 from torch._subclasses import FakeTensor
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
@@ -324,6 +325,66 @@ def return_gradient_hooks(
     if post_hooks and not leaf._post_accumulate_grad_hooks:
         leaf._post_accumulate_grad_hooks, post_hooks = post_hooks[0], post_hooks[1:]
     return tensor_hooks, post_hooks
+
+
+class _Handles:
+    """Counts the handles of hooks of all kinds, to notice cheaply that somebody may have registered some.
+
+    Attributes:
+        ours: how many were given to this library, for hooks that it registers while a model is trained or sharded.
+    """
+
+    __slots__ = ("ours",)
+
+    def __init__(self) -> None:
+        self.ours = 0
+
+    def of_others(self) -> int:
+        """How many were given to others, since the process began."""
+        return RemovableHandle.next_id - self.ours
+
+
+HANDLES = _Handles()
+
+
+class _Behind(torch.autograd.Function):
+    """Gives a graph in which a leaf's node is next, without an operation on the leaf, which may be of any subclass."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> None:
+        return None
+
+
+def leaf_node(leaf: torch.Tensor) -> Any:
+    """The autograd node that adds gradients to a leaf's `.grad`; it lives as long as anybody holds it."""
+    with torch.inference_mode(False), torch.enable_grad():
+        made: Any = _Behind.apply(leaf)  # type: ignore[no-untyped-call]
+    return made.grad_fn.next_functions[0][0]
+
+
+def hooks_of_node(node: Any) -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
+    """The hooks that are registered on an autograd node, to run before it and after; later ones will be in there, too.
+
+    Only the handle of a hook knows where it is kept.
+    """
+    handles = node.register_prehook(print), node.register_hook(print)
+    HANDLES.ours += 2
+    before, after = (handle.hooks_dict_ref() for handle in handles)
+    for handle in handles:
+        handle.remove()
+    return before, after
+
+
+def carry_gradient_hooks(leaf: torch.Tensor, to: torch.Tensor) -> None:
+    """Let a leaf have the tensor hooks and the post-accumulate hooks of another; handles are good for both."""
+    if leaf._backward_hooks:
+        to._backward_hooks = leaf._backward_hooks
+    if leaf._post_accumulate_grad_hooks:
+        to._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
 
 
 def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:

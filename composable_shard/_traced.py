@@ -24,7 +24,7 @@ from ._operators import KEEP, REDUCE, TAKE, Layout, owners
 from ._optimizers import watch_steps
 from ._param import ShardedParam
 from ._policies import Comms, Options, Settings
-from ._torch import GRAPHS_GIVE_NONE, any_gradient_hooks, queue_backward_callback, with_side_effects
+from ._torch import GRAPHS_GIVE_NONE, HANDLES, any_gradient_hooks, queue_backward_callback, with_side_effects
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -165,14 +165,13 @@ class TracedGroup:
 
     def _set_hooks_aside(self) -> None:
         """Until this pass is over: autograd has no gradients for the parameters, and would call hooks with none."""
-        if any_gradient_hooks([param.sharded for param in self._params]):
-            for param in self._params:
-                param.take_hooks()
-            queue_backward_callback(self._give_hooks_back)
-
-    def _give_hooks_back(self) -> None:
-        for param in self._params:
-            param.give_hooks_back()
+        group = self._group() if self._group is not None else None
+        if group is None:
+            return
+        unseen = not group.hooks_taken and group.handles_seen != HANDLES.of_others()
+        if unseen or any_gradient_hooks(group.shards):
+            group.take_hooks()
+            queue_backward_callback(group.give_hooks_back)
 
     @property
     def zeros_for_unused(self) -> bool:
@@ -187,3 +186,6 @@ class TracedGroup:
         """
         if self.compiled and not theirs.isdisjoint([id(param.sharded) for param in self._params]):
             torch.autograd.graph.increment_version([param.local for param in self._params])
+
+    def check_reduced(self, theirs: set[int]) -> None:
+        """Nothing: the group of the eager runtime keeps gradients for graphs, too."""

@@ -149,6 +149,58 @@ def test_ranks_may_use_different_modules_where_all_gradients_are_reduced(rank, w
     assert cs.current_plan(model).order == order_of(0, 1, 2, 3)
 
 
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("mine", [((0, 1, 2, 3), (0, 1, 2, 2)), ((0, 1, 2, 3), (0, 2, 1, 3)), ((0, 1), (0, 2))])
+@distributed(world=2, limit_s=LIMIT_S)
+def test_ranks_that_gather_modules_of_one_size_for_one_another_are_told_so(rank, world, told, mine):
+    """Each reads weights that the other rank has sent of another module; `told`, as a warning once advised, or not."""
+    model = made(P.depth(0))
+    model.set_reduce_scatter_unused_params(told)
+    for at in range(3):
+        step(model, rank, at=at)
+    error = None
+    for _ in range(2):
+        try:
+            with torch.no_grad():  # a backward would not end on all
+                model(*vectors(rank, 0), mine[rank])
+        except cs.RankMismatchError as found:
+            error = str(found)
+            break
+    words = "rank 1: forward 4 of the root left the plan at blocks"
+    assert everywhere(world, error and error.startswith(words))[1]
+    if rank == 1:
+        assert "their gathers met those of other modules" in error
+        assert "or unshard() on all of them what only some will run" in error
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_ranks_whose_first_forwards_gather_differently_are_told_so_where_unused_gradients_are_reduced(rank, world):
+    model = made(P.depth(0))
+    model.set_reduce_scatter_unused_params(True)
+    with pytest.raises(cs.RankMismatchError, match=r"have different plans: order: forward \d is"):
+        model(*vectors(rank, 0), (0, 1, 2 + rank))
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_modules_that_all_ranks_have_unsharded_may_run_on_some_of_them(rank, world):
+    model = made(reshard_after_forward=False)
+    model.set_reduce_scatter_unused_params(True)
+    for at in range(4):
+        for block in model.blocks:
+            block.unshard()
+        step(model, rank, *((0, 1, 2, 3) if at == 0 else (0, 1 + rank, 3)), at=at)
+        for block in model.blocks:
+            block.reshard()
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_layers_that_all_ranks_leave_out_together_are_no_mismatch(rank, world):
+    model = made()
+    for at, taken in enumerate([(0, 1, 2, 3), (0, 2), (1, 3), (0, 1, 2, 3), (3,), (2, 1)]):
+        step(model, rank, *taken, at=at)
+    assert not model._shard_state.bound.engine.learning._rolls or at == 5
+
+
 @pytest.mark.parametrize("how", ["emptied", "converted"])
 @distributed(world=2, limit_s=LIMIT_S)
 def test_what_changes_no_plan_may_be_done_on_one_rank_alone(rank, world, how):

@@ -1,0 +1,227 @@
+"""Hooks on parameters: those registered before sharding, and those on the node that accumulates a gradient."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from _alike import whole
+from _blocks import Transformer, next_token_loss, token_batch
+from _engines import ENGINES, fully_shard
+from _pool import distributed, simulated
+from composable_shard import ShardConfigStateError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, which torch itself uses there
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+
+def shard(model, engine, **options):
+    for block in model.blocks:
+        engine(block, **options)
+    engine(model, **options)
+
+
+def plain_and_sharded(**options):
+    torch.manual_seed(0)
+    plain = Transformer()
+    model = copy.deepcopy(plain)
+    shard(model, fully_shard, **options)
+    return plain, model
+
+
+def loss_of(model, step=0):
+    return next_token_loss(model, *token_batch(0, step))
+
+
+def node_of(param):
+    return param.expand_as(param).grad_fn.next_functions[0][0]
+
+
+def assert_same_values(model, plain):
+    for (name, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine), other, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("before_forward", [True, False])
+@distributed(world=2)
+def test_torchs_optimizer_in_backward_steps_in_the_same_backward(rank, world, before_forward):
+    plain, model = plain_and_sharded()
+    torch.manual_seed(0)
+    theirs = Transformer()
+    shard(theirs, ENGINES["fsdp2"])
+    models = (plain, model, theirs)
+    if not before_forward:  # other hooks were looked for, and there were none
+        for each in models:
+            loss_of(each).backward()
+            each.zero_grad()
+    for each in models:
+        _apply_optimizer_in_backward(torch.optim.AdamW, each.parameters(), {"lr": 0.01, "foreach": False})
+    first = [param.detach().clone() for param in model.parameters()]
+    for step in range(3):
+        for each in (plain, model):
+            loss_of(each, step).backward()
+        assert all(param.grad is None for param in model.parameters())
+        assert_same_values(model, plain)
+    loss_of(theirs).backward()
+    for mine, other in zip(first, theirs.parameters(), strict=True):
+        assert torch.equal(mine.to_local(), other.to_local()), "FSDP2 takes no step in this backward"
+
+
+@distributed(world=2)
+def test_hooks_of_the_node_see_and_change_the_reduced_gradient_and_go_with_their_handles(rank, world):
+    plain, model = plain_and_sharded()
+    seen = {"plain": [], "ours": []}
+    handles, nodes = [], []
+    for name, each in (("plain", plain), ("ours", model)):
+        node = node_of(each.blocks[1].attention.q.weight)
+        nodes.append(node)
+
+        def twice(gradients, name=name):
+            seen[name].append(("before", whole(gradients[0]).clone()))
+            return (gradients[0] * 2,)
+
+        def after(_, gradients, name=name):
+            seen[name].append(("after", whole(gradients[0]).clone()))
+
+        handles.append((node.register_prehook(twice), node.register_hook(after)))
+    for step in range(2):
+        for each in (plain, model):
+            loss_of(each, step).backward()
+    assert [kind for kind, _ in seen["ours"]] == ["before", "after"] * 2
+    for (_, mine), (_, other) in zip(seen["ours"], seen["plain"], strict=True):
+        torch.testing.assert_close(mine, other)
+    for (before, after) in handles:
+        before.remove()
+        after.remove()
+    for each in (plain, model):
+        loss_of(each, 2).backward()
+    assert len(seen["ours"]) == 4
+    for (name, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.grad), other.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@simulated(world=2)
+def test_a_hook_of_a_node_runs_once_for_two_uses_and_at_the_reduction_of_kept_gradients(rank, world):
+    plain, model = plain_and_sharded()
+    calls = []
+    node = node_of(model.head.weight)
+    node.register_hook(lambda _, gradients: calls.append(gradients[0]))
+    (loss_of(model, 0) + loss_of(model, 1)).backward()
+    (loss_of(plain, 0) + loss_of(plain, 1)).backward()
+    assert len(calls) == 1
+    torch.testing.assert_close(whole(calls[0]), plain.head.weight.grad)
+    for each in (plain, model):
+        each.zero_grad()
+    model.set_requires_gradient_sync(False)
+    for each in (plain, model):
+        loss_of(each, 0).backward()
+    assert len(calls) == 1
+    model.set_requires_gradient_sync(True)
+    for each in (plain, model):
+        loss_of(each, 1).backward()
+    assert len(calls) == 2
+    torch.testing.assert_close(whole(calls[1]), plain.head.weight.grad)
+
+
+@distributed(world=2)
+def test_hooks_of_a_node_follow_a_conversion_of_the_model(rank, world):
+    _, model = plain_and_sharded()
+    loss_of(model).backward()
+    model.zero_grad()
+    node_of(model.head.weight).register_hook(lambda *_: pytest.fail("nobody holds this node"))
+    loss_of(model).backward()
+    model.zero_grad()
+    kept = node_of(model.head.weight)
+    old = []
+    kept.register_hook(lambda *_: old.append(1))
+    loss_of(model).backward()
+    assert old == [1]
+    model.double()
+    calls = []
+    node = node_of(model.head.weight)
+    node.register_hook(lambda _, gradients: calls.append(gradients[0].dtype))
+    next_token_loss(model, *token_batch(rank, 0)).backward()
+    assert calls == [torch.float64]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "post", "node"])
+@distributed(world=2)
+def test_hooks_from_before_sharding_see_reduced_gradients_and_go_with_their_handles(rank, world, kind):
+    torch.manual_seed(0)
+    plain = Transformer(tied=True)
+    models = {"plain": plain, "ours": copy.deepcopy(plain), "fsdp2": copy.deepcopy(plain)}
+    seen = {name: {} for name in models}
+    handles, nodes = [], []
+    for name, model in models.items():
+        for at, param in model.named_parameters():
+
+            def note(gradient, name=name, at=at):
+                seen[name].setdefault(at, []).append(whole(gradient).detach().clone())
+
+            if kind == "tensor":
+                handles.append(param.register_hook(note))
+            elif kind == "post":
+                handles.append(param.register_post_accumulate_grad_hook(lambda p, note=note: note(p.grad)))
+            else:
+                nodes.append(node_of(param))
+                handles.append(nodes[-1].register_hook(lambda _, gradients, note=note: note(gradients[0])))
+        if name != "plain":
+            shard(model, ENGINES[name])
+    for step in range(2):
+        for model in models.values():
+            loss_of(model, step).backward()
+            model.zero_grad()
+    assert not seen["fsdp2"], "FSDP2 drops them"
+    assert seen["ours"].keys() == seen["plain"].keys() == dict(plain.named_parameters()).keys()
+    for at, gradients in seen["plain"].items():
+        assert len(gradients) == len(seen["ours"][at]) == 2
+        torch.testing.assert_close(seen["ours"][at], gradients)
+    for handle in handles:
+        handle.remove()
+    for model in models.values():
+        loss_of(model, 2).backward()
+    assert {len(gradients) for gradients in seen["ours"].values()} == {2}
+    for (name, mine), other in zip(models["ours"].named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.grad), other.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@simulated(world=2)
+def test_a_hook_of_a_frozen_parameter_is_carried_for_when_it_trains(rank, world):
+    model = nn.Linear(4, 4)
+    calls = []
+    model.weight.register_hook(calls.append)
+    model.weight.requires_grad_(False)
+    fully_shard(model)
+    model(torch.ones(2, 4)).sum().backward()
+    assert not calls
+    model.weight.requires_grad_(True)
+    model(torch.ones(2, 4)).sum().backward()
+    assert len(calls) == 1
+    assert isinstance(calls[0], DTensor)
+
+
+@distributed(world=2)
+def test_torchs_optimizer_in_backward_of_before_sharding_is_refused_at_its_first_step(rank, world):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    fully_shard(model)
+    with pytest.raises(ShardConfigStateError, match="as they were before fully_shard"):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@distributed(world=2)
+def test_hooks_of_a_node_hold_in_compiled_steps(rank, world):
+    plain, model = plain_and_sharded()
+    for each in (plain, model):
+        _apply_optimizer_in_backward(torch.optim.SGD, each.parameters(), {"lr": 0.1, "foreach": False})
+    compiled = torch.compile(model, backend="aot_eager")
+    for step in range(3):
+        loss_of(plain, step).backward()
+        loss_of(compiled, step).backward()
+        assert_same_values(model, plain)
