@@ -216,9 +216,11 @@ def symmetric_memory_gather(group: dist.ProcessGroup, backend: str) -> Any:
     return None if kind is None else kind(group, backend)
 
 
-def is_torchs_comm(comm: Any) -> bool:
-    """Whether a gather or a reduction is one that `process_group_allocation` or `symmetric_memory_gather` has made."""
-    return type(comm).__module__ == "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+def is_torchs_comm(comm: Any, kind: str) -> bool:
+    """Whether a gather or a reduction is one of torch's, of its default kind or of another (``SymmMem``, say)."""
+    of = type(comm)
+    theirs = of.__module__ == "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+    return theirs and of.__name__.startswith(("Default", kind))
 
 
 def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
