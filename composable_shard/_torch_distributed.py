@@ -120,6 +120,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
 
 
+def spec_of(tensor: DTensor) -> Any:
+    """What a DTensor knows of its placement, as torch's own code passes it on."""
+    return tensor._spec
+
+
 def dtensor_like(reference: torch.Tensor, local: torch.Tensor) -> DTensor:
     """A DTensor over `local` with the layout of `reference`.
 
