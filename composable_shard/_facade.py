@@ -63,6 +63,9 @@ class _View:
     """Something that can be read, but not written."""
 
     def __getattr__(self, name: str) -> Any:
+        found = getattr(type(self), name, None)
+        if isinstance(found, property):  # it has raised an AttributeError, which says more
+            return found.__get__(self)
         raise ShardConfigAttributeError(
             f"{type(self).__name__} has no {name!r}: it shows what torch's FSDP2 state of a module and this library "
             "have in common; composable_shard.stats and last_record tell more"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
 import threading
@@ -78,26 +79,33 @@ def is_replicated(module: nn.Module) -> bool:
     return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
 
 
+# What torch's own `register_fsdp_forward_method` sets on a module, as compiled; None if it is made otherwise.
+_FORWARD_METHOD: CodeType | None = next(
+    (
+        it
+        for it in inspect.unwrap(_torchs_register).__code__.co_consts
+        if getattr(it, "co_name", "") == "wrapped_method"
+    ),
+    None,
+)
+
+
 def registered_by_torch(method: Any) -> CellType | None:
     """The cell that holds the method under a wrapper that torch's own `register_fsdp_forward_method` has made.
 
     None if it is no such wrapper.
     """
     function: Any = getattr(method, "__func__", None)
-    if getattr(function, "__code__", None) is not _FORWARD_METHOD:
+    code: Any = getattr(function, "__code__", None)
+    if code is None or code is not _FORWARD_METHOD:
         return None
-    cell: CellType = function.__closure__[_FORWARD_METHOD.co_freevars.index("orig_method")]
+    cell: CellType = function.__closure__[code.co_freevars.index("orig_method")]
     return cell
 
 
 def called_by_forward_method() -> bool:
     """Whether such a wrapper has called the function that asks."""
     return sys._getframe(2).f_code is _FORWARD_METHOD
-
-
-_FORWARD_METHOD: CodeType = next(
-    code for code in _torchs_register.__code__.co_consts if getattr(code, "co_name", None) == "wrapped_method"
-)
 
 
 def data_parallel_mesh_info(info: Any) -> Any:

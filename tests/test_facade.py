@@ -246,6 +246,8 @@ def test_what_cannot_be_set_is_refused_with_the_method_to_use(rank, world):
         group.reduce_grads = False
     with pytest.raises(AttributeError, match="can be read, but not set"):
         group.fsdp_params[0].sharded_param = None
+    with pytest.raises(AttributeError, match=r"parameter inp\.weight: is not unsharded now"):
+        print(group.fsdp_params[0].unsharded_param)
     with pytest.raises(AttributeError, match="has no 'all_gather_outputs'"):
         print(group.fsdp_params[0].all_gather_outputs)
     with pytest.raises(RuntimeError, match="use register_fsdp_forward_method"):
