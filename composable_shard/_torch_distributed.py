@@ -97,9 +97,9 @@ def registered_by_torch(method: Any) -> CellType | None:
     """
     function: Any = getattr(method, "__func__", None)
     code: Any = getattr(function, "__code__", None)
-    if code is None or code is not _FORWARD_METHOD:
+    if _FORWARD_METHOD is None or code is not _FORWARD_METHOD:
         return None
-    cell: CellType = function.__closure__[code.co_freevars.index("orig_method")]
+    cell: CellType = function.__closure__[_FORWARD_METHOD.co_freevars.index("orig_method")]
     return cell
 
 
