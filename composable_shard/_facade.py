@@ -86,15 +86,22 @@ class _View:
 class ParamFacade(_View):
     """A parameter, under the names of torch's `FSDPParam`."""
 
-    _group: GroupFacade
+    _known: weakref.ref[GroupFacade]  # which holds this
     _param: ShardedParam
     _index: int
 
     def __init__(self, group: GroupFacade, param: ShardedParam, index: int) -> None:
-        self._hold(_group=group, _param=param, _index=index)
+        self._hold(_known=weakref.ref(group), _param=param, _index=index)
 
     def __repr__(self) -> str:
         return f"FSDPParam(fqn={self._param_fqn}, orig_size={self._orig_size})"
+
+    @property
+    def _group(self) -> GroupFacade:
+        group = self._known()
+        if group is None:
+            raise ShardConfigStateError(f"parameter {self._param.fqn}: its module is gone")
+        return group
 
     @property
     def _param_fqn(self) -> str | None:
@@ -247,7 +254,7 @@ class GroupFacade(_View):
     def _of(self) -> StateFacade:
         state = self._state()
         if state is None:
-            raise ShardConfigStateError("a group whose module is gone")
+            raise ShardConfigStateError("the module of this group is gone")
         return state
 
     @property
