@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ._build import build_engine
@@ -36,6 +36,7 @@ from ._torch_distributed import (
     data_parallel_mesh_info,
     register_state,
     registered_state,
+    spec_of,
 )
 
 _SETTERS = {
@@ -62,6 +63,9 @@ class _View:
     """Something that can be read, but not written."""
 
     def __getattr__(self, name: str) -> Any:
+        found = getattr(type(self), name, None)
+        if isinstance(found, property):  # it has raised an AttributeError, which says more
+            return found.__get__(self)
         raise ShardConfigAttributeError(
             f"{type(self).__name__} has no {name!r}: it shows what torch's FSDP2 state of a module and this library "
             "have in common; composable_shard.stats and last_record tell more"
@@ -82,11 +86,22 @@ class _View:
 class ParamFacade(_View):
     """A parameter, under the names of torch's `FSDPParam`."""
 
+    _known: weakref.ref[GroupFacade]  # which holds this
+    _param: ShardedParam
+    _index: int
+
     def __init__(self, group: GroupFacade, param: ShardedParam, index: int) -> None:
-        self._hold(_group=group, _param=param, _index=index)
+        self._hold(_known=weakref.ref(group), _param=param, _index=index)
 
     def __repr__(self) -> str:
         return f"FSDPParam(fqn={self._param_fqn}, orig_size={self._orig_size})"
+
+    @property
+    def _group(self) -> GroupFacade:
+        group = self._known()
+        if group is None:
+            raise ShardConfigStateError(f"parameter {self._param.fqn}: its module is gone")
+        return group
 
     @property
     def _param_fqn(self) -> str | None:
@@ -103,28 +118,33 @@ class ParamFacade(_View):
     # ---- sharded
 
     @property
+    def _dtensor(self) -> DTensor:
+        sharded: Any = self._param.sharded
+        return sharded  # type: ignore[no-any-return]
+
+    @property
     def sharded_param(self) -> nn.Parameter:
-        return self._param.sharded  # type: ignore[no-any-return]
+        return self._param.sharded
 
     @property
     def _sharded_local_tensor(self) -> torch.Tensor:
-        return self._param.local  # type: ignore[no-any-return]
+        return self._param.local
 
     @property
     def _sharding_spec(self) -> Any:
-        return self._param.sharded._spec
+        return spec_of(self._dtensor)
 
     @property
     def _spmd_mesh(self) -> DeviceMesh:
-        return self._param.sharded.device_mesh  # type: ignore[no-any-return]
+        return self._dtensor.device_mesh
 
     @property
     def _spmd_placements(self) -> tuple[Placement, ...]:
-        return tuple(self._param.sharded.placements)
+        return tuple(self._dtensor.placements)
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        return self._group._info.shard_mesh  # type: ignore[no-any-return]
+        return self._group._info.shard_mesh
 
     @property
     def fsdp_placement(self) -> Shard:
@@ -132,7 +152,7 @@ class ParamFacade(_View):
 
     @property
     def sharded_size(self) -> torch.Size:
-        return self._param.local.size()  # type: ignore[no-any-return]
+        return self._param.local.size()
 
     @property
     def contiguous_sharded_stride(self) -> tuple[int, ...]:
@@ -162,7 +182,7 @@ class ParamFacade(_View):
         if group is None or group.phase is not UNSHARDED:
             raise ShardConfigAttributeError(f"parameter {self._param.fqn}: is not unsharded now; call unshard() first")
         entries = self._group._own.entries
-        return entries.there(self._index) if entries.shown else group.leaves()[self._index]  # type: ignore[no-any-return]
+        return entries.there(self._index) if entries.shown else group.leaves()[self._index]
 
     @property
     def _unsharded_param(self) -> torch.Tensor:
@@ -177,7 +197,7 @@ class ParamFacade(_View):
 
     @property
     def orig_dtype(self) -> torch.dtype:
-        return self._param.dtype  # type: ignore[no-any-return]
+        return self._param.dtype
 
     @property
     def param_dtype(self) -> torch.dtype | None:
@@ -191,19 +211,19 @@ class ParamFacade(_View):
 
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
-        return self._group.mp_policy  # type: ignore[no-any-return]
+        return self._group.mp_policy
 
     @property
     def offload_to_cpu(self) -> bool:
-        return self._group._info.offloads  # type: ignore[no-any-return]
+        return self._group._info.offloads
 
     @property
     def pin_memory(self) -> bool:
-        return self._group._info.pins  # type: ignore[no-any-return]
+        return self._group._info.pins
 
     @property
     def device(self) -> torch.device:
-        return self._group.device  # type: ignore[no-any-return]
+        return self._group.device
 
     @property
     def mesh_info(self) -> Any:
@@ -217,6 +237,11 @@ class ParamFacade(_View):
 class GroupFacade(_View):
     """A group of parameters, under the names of torch's `FSDPParamGroup`."""
 
+    _state: weakref.ref[StateFacade]
+    _own: ShardState
+    _param_group_index: int
+    fsdp_params: list[ParamFacade]
+
     def __init__(self, state: StateFacade, own: ShardState, index: int) -> None:
         self._hold(_state=weakref.ref(state), _own=own, _param_group_index=index)
         params = [ParamFacade(self, param, at) for at, param in enumerate(own.declaration.params)]
@@ -227,18 +252,18 @@ class GroupFacade(_View):
 
     @property
     def _of(self) -> StateFacade:
-        state: StateFacade | None = self.__dict__["_state"]()
+        state = self._state()
         if state is None:
-            raise ShardConfigStateError("a group whose module is gone")
+            raise ShardConfigStateError("the module of this group is gone")
         return state
 
     @property
     def _info(self) -> MeshInfo:
-        return self._own.declaration.info  # type: ignore[no-any-return]
+        return self._own.declaration.info
 
     @property
     def _options(self) -> Options:
-        return self._own.declaration.settings.current  # type: ignore[no-any-return]
+        return self._own.declaration.settings.current
 
     @property
     def _group(self) -> ParamGroup | None:
@@ -465,12 +490,16 @@ class GroupFacade(_View):
 class CommContextFacade(_View):
     """What roots can share: the streams of their communication."""
 
+    _own: ShardState
+
     def __init__(self, state: ShardState) -> None:
         self._hold(_own=state)
 
 
 class ContextFacade(_View):
     """What the states of one root share."""
+
+    _top: StateFacade
 
     def __init__(self, root: StateFacade) -> None:
         self._hold(_top=root)
@@ -511,6 +540,13 @@ class StateFacade(_View):
         adopt: makes what torch's own `register_fsdp_forward_method` has set on a module ours.
     """
 
+    _own: ShardState
+    _adopt: Callable[[nn.Module], None]
+    _known: list[weakref.ref[nn.Module]]
+    _initialised: bool
+    _fsdp_param_groups: list[GroupFacade]
+    _comm: CommContextFacade
+
     def __init__(self, modules: Sequence[nn.Module], state: ShardState, adopt: Callable[[nn.Module], None]) -> None:
         self._build(modules, state, adopt)
 
@@ -529,7 +565,7 @@ class StateFacade(_View):
 
     @property
     def _fsdp_param_group(self) -> GroupFacade | None:
-        groups: list[GroupFacade] = self._fsdp_param_groups
+        groups = self._fsdp_param_groups
         if len(groups) > 1:
             raise ShardConfigAssertionError(
                 f"Expected at most 1 param group, but got {len(groups)}: the call has put parameters on several "
@@ -564,15 +600,16 @@ class StateFacade(_View):
 
     @property
     def _is_root(self) -> bool | None:
-        return None if self._root is None else self._own.bound.is_root
+        bound = self._own.bound
+        return None if bound is None or self._root is None else bound.is_root
 
     @property
     def _device(self) -> torch.device:
-        return self._own.declaration.info.device  # type: ignore[no-any-return]
+        return self._own.declaration.info.device
 
     @property
     def _mp_policy(self) -> MixedPrecisionPolicy:
-        return self._own.declaration.settings.current.mp_policy  # type: ignore[no-any-return]
+        return self._own.declaration.settings.current.mp_policy
 
     @property
     def _auto_reshard_after_forward(self) -> bool:
@@ -603,9 +640,7 @@ class StateFacade(_View):
     @property
     def _comm_ctx(self) -> CommContextFacade:
         """What this module shares with other roots; given one of another root, it shares it."""
-        root = self._root
-        comm: CommContextFacade = (root or self).__dict__["_comm"]
-        return comm
+        return (self._root or self)._comm
 
     @_comm_ctx.setter
     def _comm_ctx(self, context: CommContextFacade) -> None:

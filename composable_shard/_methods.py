@@ -283,7 +283,7 @@ class Methods(Planning):
         Raises:
             ShardConfigStateError: custom communication is set, which allocates for itself.
         """
-        _refuse_custom(self, "set_allocate_memory_from_process_group")
+        _refuse_custom(self, "set_allocate_memory_from_process_group", "ProcessGroupAlloc")
         for state, group in _shard_groups(self):
             gather, scatter = process_group_allocation(group) if enable else (None, None)
             _change_comms(state, all_gather=gather, reduce_scatter=scatter)
@@ -294,7 +294,7 @@ class Methods(Planning):
         Raises:
             ShardConfigStateError: custom communication is set, which allocates for itself; or torch has none.
         """
-        _refuse_custom(self, "set_symm_mem")
+        _refuse_custom(self, "set_symm_mem", "SymmMem")
         for state, group in _shard_groups(self):
             gather = symmetric_memory_gather(group, backend)
             if gather is None:
@@ -374,10 +374,11 @@ def _change_comms(state: ShardState, **changes: Any) -> None:
     state.comms_changed()
 
 
-def _refuse_custom(module: Methods, what: str) -> None:
+def _refuse_custom(module: Methods, what: str, own: str) -> None:
+    """Refuse communication that a user has set, but for torch's own of the kind that `what` sets."""
     comms = module._own_state().declaration.settings.current.comms
     for kind, comm in (("all gather", comms.all_gather), ("reduce scatter", comms.reduce_scatter)):
-        if comm is not None and not is_torchs_comm(comm):
+        if comm is not None and not is_torchs_comm(comm, own):
             raise ShardConfigStateAssertionError(
                 f"cannot call {what}() when {kind} comm is custom: {type(comm).__name__}, which allocates for itself; "
                 "set only one"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
 import threading
@@ -78,13 +79,25 @@ def is_replicated(module: nn.Module) -> bool:
     return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
 
 
+# What torch's own `register_fsdp_forward_method` sets on a module, as compiled; None if it is made otherwise.
+_FORWARD_METHOD: CodeType | None = next(
+    (
+        it
+        for it in inspect.unwrap(_torchs_register).__code__.co_consts
+        if getattr(it, "co_name", "") == "wrapped_method"
+    ),
+    None,
+)
+
+
 def registered_by_torch(method: Any) -> CellType | None:
     """The cell that holds the method under a wrapper that torch's own `register_fsdp_forward_method` has made.
 
     None if it is no such wrapper.
     """
     function: Any = getattr(method, "__func__", None)
-    if getattr(function, "__code__", None) is not _FORWARD_METHOD:
+    code: Any = getattr(function, "__code__", None)
+    if _FORWARD_METHOD is None or code is not _FORWARD_METHOD:
         return None
     cell: CellType = function.__closure__[_FORWARD_METHOD.co_freevars.index("orig_method")]
     return cell
@@ -93,11 +106,6 @@ def registered_by_torch(method: Any) -> CellType | None:
 def called_by_forward_method() -> bool:
     """Whether such a wrapper has called the function that asks."""
     return sys._getframe(2).f_code is _FORWARD_METHOD
-
-
-_FORWARD_METHOD: CodeType = next(
-    code for code in _torchs_register.__code__.co_consts if getattr(code, "co_name", None) == "wrapped_method"
-)
 
 
 def data_parallel_mesh_info(info: Any) -> Any:
@@ -118,6 +126,11 @@ def data_parallel_mesh_info(info: Any) -> Any:
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor, without the autograd node and the copy that `to_local` makes."""
     return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
+
+
+def spec_of(tensor: DTensor) -> Any:
+    """What a DTensor knows of its placement, as torch's own code passes it on."""
+    return tensor._spec
 
 
 def dtensor_like(reference: torch.Tensor, local: torch.Tensor) -> DTensor:
@@ -216,9 +229,11 @@ def symmetric_memory_gather(group: dist.ProcessGroup, backend: str) -> Any:
     return None if kind is None else kind(group, backend)
 
 
-def is_torchs_comm(comm: Any) -> bool:
-    """Whether a gather or a reduction is one that `process_group_allocation` or `symmetric_memory_gather` has made."""
-    return type(comm).__module__ == "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+def is_torchs_comm(comm: Any, kind: str) -> bool:
+    """Whether a gather or a reduction is one of torch's, of its default kind or of another (``SymmMem``, say)."""
+    of = type(comm)
+    theirs = of.__module__ == "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+    return theirs and of.__name__.startswith(("Default", kind))
 
 
 def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:

@@ -266,7 +266,7 @@ def test_parameters_on_meta_are_named_when_the_model_is_compiled_first(rank, wor
     with torch.device("meta"):
         model = Stack(1)
     shard_blocks(model, fully_shard)
-    with pytest.raises(Exception, match=r"still on the meta device: .*blocks\.0\.up\.weight"):
+    with pytest.raises(Exception, match=r"still on meta device: .*blocks\.0\.up\.weight"):
         cs.compile(model, backend="aot_eager")(torch.randn(2, 4))
 
 

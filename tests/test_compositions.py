@@ -233,7 +233,7 @@ def test_meshes_that_cannot_serve_are_named_with_the_parameter(rank, world):
     refuses(where + r"shall be sharded on .*\(tp=2, rest=2\).*need names, all different", overlapping)
     where = r"parameter embed.weight of Text: mesh: "
     refuses(where + r".*\(gpu=4\).* is of device type cuda, which this process does not have", cuda)
-    refuses(where + r"a 2D mesh needs names for its axes, got DeviceMesh\(\(2, 2\)", unnamed)
+    refuses(where + r"Please init the 2D mesh .*mesh_dim_names.*DeviceMesh\(\(2, 2\)", unnamed)
     if rank > 1:
         refuses(where + rf"rank {rank} is not part of DeviceMesh\(\(some=2\)", some)
 

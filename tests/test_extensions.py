@@ -378,7 +378,7 @@ def test_mistakes_are_named(rank, world):
     if rank == 0:
         build_engine(model.blocks[0])  # all ranks agree on the plan there
     if rank == 1:  # the one whose shard is the smaller; the others would wait for it
-        with pytest.raises(ValueError, match=r"parameter weight: .*padded to 4 rows"):
+        with pytest.raises(ValueError, match=r"parameter weight: .*padded sharded size, of 4 rows"):
             model.blocks[0].unshard()
 
 

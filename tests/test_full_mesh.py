@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import composable_shard as cs
 from _compositions import distribute, mlps, shard_mlps
@@ -124,7 +125,7 @@ def test_no_gradient_is_reduced_twice_over_our_axes(rank, world):
     model = shard_mlps(distribute(make(), mesh), fully_shard, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     _, x = batch(mesh, 0)
     loss = model(x).square().mean()
-    with torch.distributed.tensor.debug.CommDebugMode() as comms:
+    with CommDebugMode() as comms:
         loss.backward()
     found = {str(op): count for op, count in comms.get_comm_counts().items()}
     assert found == {"c10d._allgather_base_": 2, "c10d.alltoall_base_": 2}, "more than a gather and a sum a group"
@@ -190,12 +191,16 @@ def test_mistakes_are_named(rank, world):
         assert [*map(id, before)] == [*map(id, model.parameters())]
 
     refuses(TypeError, "dp_mesh_dims: expected DataParallelMeshDims, got str", dims="dp")
-    refuses(ValueError, "dp_mesh_dims: the axes of .* have no names", mesh=unnamed, model=make())
-    refuses(ValueError, r"names \['pp'\]; the axes of the mesh are dp, tp", dims=DataParallelMeshDims(shard="pp"))
-    refuses(ValueError, "no axis, or one twice", dims=DataParallelMeshDims(shard="dp", replicate="dp"))
-    refuses(ValueError, "parameter 0.scale: is a plain tensor, but dp_mesh_dims is for", model=make())
-    refuses(ValueError, "parameter 0.scale: is a DTensor on .*distribute it", model=distribute(make(), other))
-    refuses(ValueError, "on axis tp, which dp_mesh_dims names; it must be Repl", dims=DataParallelMeshDims(shard="tp"))
+    refuses(ValueError, "mesh must have mesh_dim_names when dp_mesh_dims is provided", mesh=unnamed, model=make())
+    refuses(
+        ValueError,
+        r"dim name 'pp' not found in mesh.mesh_dim_names \('dp', 'tp'\)",
+        dims=DataParallelMeshDims(shard="pp"),
+    )
+    refuses(ValueError, "names an axis twice", dims=DataParallelMeshDims(shard="dp", replicate="dp"))
+    refuses(ValueError, r"must be DTensors .* but got a plain tensor for parameter .*\(0.scale\)", model=make())
+    refuses(ValueError, r"but got a DTensor on .*\(0.scale\); distribute it", model=distribute(make(), other))
+    refuses(ValueError, r"Replicate\(\) on DP shard dim 'tp'", dims=DataParallelMeshDims(shard="tp"))
     if TORCH_HAS_DIMS:
         with pytest.raises(ValueError, match="At least one"):
             DataParallelMeshDims()

@@ -89,11 +89,11 @@ def test_pieces_state_dict_and_plan_say_which_dim(rank, world):
 @pytest.mark.parametrize(
     ("placement", "kind", "words"),
     [
-        (1, TypeError, "shard_placement_fn: gave 1 for parameter weight; expected None, Shard"),
-        (Replicate(), TypeError, "shard_placement_fn: gave Replicate"),
-        (Shard(2), ValueError, r"gave S\(2\) for parameter weight, which has shape \(4, 3\)"),
-        (Shard(-3), ValueError, r"which has shape \(4, 3\)"),
-        (Shard(1), ValueError, "parameter weight: its dim 1 has size 3, which 2 ranks cannot share"),
+        (1, TypeError, "Invalid shard_placement_fn result: 1 for parameter weight; expected None, Shard"),
+        (Replicate(), TypeError, "Invalid shard_placement_fn result: Replicate"),
+        (Shard(2), ValueError, r"gave S\(2\) for parameter weight. Shard dim 2 is invalid for 2D tensor: .*\[4, 3\]"),
+        (Shard(-3), ValueError, r"gave S\(-3\) for parameter weight. Shard dim -1 is invalid for 2D tensor"),
+        (Shard(1), ValueError, r"parameter weight: .* uneven sharding on dim 1: .*\[4, 3\]\) \(world size: 2"),
     ],
 )
 @distributed(world=2)

@@ -33,7 +33,7 @@ def models_of(**options):
 
 def ranges_of(model, rank, steps=1, first=0):
     """The names of ranges, in order of their beginnings."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         for step in range(first, first + steps):
             next_token_loss(model, *token_batch(rank, step)).backward()
     found = [event for event in profiler.events() if event.name.startswith("FSDP::")]
@@ -87,7 +87,7 @@ def test_groups_of_a_module_on_several_meshes_are_told_apart_as_in_fsdp2(rank, w
         for layer in model:
             engine(layer, mesh=mesh, shard_placement_fn=place)
         engine(model, mesh=mesh)
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
             model(torch.ones(2, 4)).sum().backward()
         found[name] = {event.name for event in profiler.events() if "(0)" in event.name}
     assert "FSDP::pre_forward (0) [pg=2]" in found["fsdp2"]
@@ -98,12 +98,12 @@ def test_groups_of_a_module_on_several_meshes_are_told_apart_as_in_fsdp2(rank, w
 def test_a_profiler_that_begins_or_ends_within_a_step_sees_what_runs_with_it(rank, world):
     model = models_of()["ours"]
     loss = next_token_loss(model, *token_batch(rank, 0))
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         loss.backward()
     names = {event.name for event in profiler.events() if event.name.startswith("FSDP::")}
     assert {"FSDP::pre_backward (blocks.1)", "FSDP::root_post_backward_callback"} <= names
     assert "FSDP::pre_forward (blocks.1)" not in names
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         loss = next_token_loss(model, *token_batch(rank, 1))
     loss.backward()
     assert not any("backward" in event.name for event in profiler.events() if event.name.startswith("FSDP::"))
@@ -136,6 +136,6 @@ def test_without_a_profiler_no_range_is_made(rank, world):
 @distributed(world=1)
 def test_a_model_of_one_rank_is_profiled_too(rank, world):
     model = fully_shard(nn.Linear(2, 2))
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         model(torch.ones(1, 2)).sum().backward()
     assert "FSDP::pre_forward" in {event.name for event in profiler.events()}

@@ -254,7 +254,7 @@ def test_mistakes_are_named(rank, world):
     with pytest.raises(ValueError, match=r"gave S.*3\) for parameter weight"):
         fully_shard(nn.Linear(4, 4), mesh=dense, shard_placement_fn=lambda p: ShardPlacementResult(Shard(3), info))
     model = make()[0]
-    with pytest.raises(ValueError, match="4 ranks do not divide the 2"):
+    with pytest.raises(ValueError, match="a factor of 2, not 4"):
         fully_shard(model, mesh=dense, shard_placement_fn=experts_on(model, info), reshard_after_forward=4)
     assert not any(isinstance(p, DTensor) for p in model.parameters())
 
