@@ -84,6 +84,11 @@ def fully_shard(
     gradients are averaged by one reduce-scatter. So call it on the inner modules first (each block, say) and on the
     whole model last; whatever runs forward first is the root.
 
+    Attributes and gradient hooks of the parameters are carried over, with the handles of the hooks: these see reduced
+    gradients then, cut like their parameters. Parameters that are added later are an error at the next forward, unless
+    they are sharded by a call of their own, or `allow_unmanaged_parameters` was called; those that only move to other
+    modules of `module` are found there.
+
     Args:
         module: a module with a forward, or a list of modules that share one group.
         mesh: 1D: shard over it. 2D with named axes: replicate over the first, shard over the second (HSDP). By

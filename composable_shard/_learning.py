@@ -128,7 +128,7 @@ class Learning:
         return replan(self._order.plan, Record((), (), seen, around=inside))
 
     def _learn_first(self, seen: tuple[str, ...], inside: Around) -> bool:
-        """All ranks come here once, so they can agree at once; on what was gathered, where they may use other modules."""
+        """All ranks come here once, so they can agree at once; on the gathers alone, where they may run other modules."""
         planned = self._order.plan
         if any(group.options.reduce_unused for group in self._do.groups):
             gathered = tuple(self._gathered_now())
@@ -242,7 +242,7 @@ class Learning:
     # ---- a new plan
 
     def _may_be_alone(self, seen: Sequence[str], expected: Sequence[str]) -> bool:
-        """Whether a rank may leave the plan like this alone: the same is gathered in backward, and reduced at its end."""
+        """Whether a rank may leave the plan so alone: backward gathers nothing anew, and reduces all at its end."""
         ran, planned = Counter(seen), Counter(expected)
         moved = ran == planned
         differing = [group for group in self._do.groups if moved or ran[group.fqn] != planned[group.fqn]]

@@ -135,10 +135,10 @@ class Methods(Planning):
         """Whether parameters that got no gradient in backward are given one of zeros.
 
         Then every backward reduces every group, so that the losses of ranks may use different modules in a step. (Ranks
-        that use different parameters of a module need no setting.) Without it, as in FSDP2, a group of which a rank got no
-        gradient at all is not reduced there: ranks that got one wait for it, for ever. So set it where a rank may use
-        none of a group's experts, and on the module of the experts alone: its groups are reduced when backward is over,
-        in one order on all ranks, and until then their unsharded gradients are kept.
+        that use different parameters of a module need no setting.) Without it, as in FSDP2, a group of which a rank got
+        no gradient at all is not reduced there: ranks that got one wait for it, for ever. So set it where a rank may
+        use none of a group's experts, and on the module of the experts alone: its groups are reduced when backward is
+        over, in one order on all ranks, and until then their unsharded gradients are kept.
 
         Gathers remain those of the modules that run, and all ranks must run the same ones. Where they cannot, `unshard`
         what only some will run on all ranks, before the forward, and let it stay (`reshard_after_forward=False`).

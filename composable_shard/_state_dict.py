@@ -34,7 +34,7 @@ class StateDictOwner:
     def __init__(self, state: ShardState) -> None:
         self.state = weakref.ref(state)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Owner:
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateDictOwner:
         state = self.state()
         return self if state is None else StateDictOwner(copy.deepcopy(state, memo))
 

@@ -20,9 +20,9 @@ import torch.utils.checkpoint
 from torch._subclasses import FakeTensor
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -96,7 +96,7 @@ def test_hooks_of_the_node_see_and_change_the_reduced_gradient_and_go_with_their
     assert [kind for kind, _ in seen["ours"]] == ["before", "after"] * 2
     for (_, mine), (_, other) in zip(seen["ours"], seen["plain"], strict=True):
         torch.testing.assert_close(mine, other)
-    for (before, after) in handles:
+    for before, after in handles:
         before.remove()
         after.remove()
     for each in (plain, model):
