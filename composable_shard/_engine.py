@@ -191,6 +191,7 @@ class Engine:
         if ended is not None:
             ended.last = self._count
             ended.reads = group.buckets[0].saved
+        if ended is not None or not torch.is_grad_enabled():
             group.end_use(copied)
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)

@@ -19,7 +19,7 @@ from ._collectives import Transports
 from ._extension import ExtensionBucket, is_extended
 from ._kept import KeptGradients
 from ._mesh import MeshInfo
-from ._param import ShardedParam
+from ._param import ShardedParam, lend_attributes
 from ._phases import GATHERING, RESIDENT, SHARDED, TRANSITIONS, UNSHARDED, GradPhase, ParamPhase, illegal
 from ._policies import Options, Settings
 from ._pool import BufferPool
@@ -213,7 +213,7 @@ class ParamGroup:
         self._gathers = []
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
-        """After a forward with gradients: memory of which others keep views than these goes to nobody else."""
+        """After a forward: memory of which others keep views than these goes to nobody else."""
         for bucket in self.buckets:
             bucket.end_use(dropped)
 
@@ -270,16 +270,22 @@ class ParamGroup:
         """The unsharded parameters, in the order of `params`, without history; `begin_use` follows one for a use."""
         return self._in_order([b.weights_for_use() if for_use else b.weights for b in self.buckets])
 
-    def begin_use(self) -> None:
+    def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
         """All that a node shows of the weights is made."""
-        for bucket in self.buckets:
-            bucket.begin_use()
+        if len(self.buckets) == 1:
+            self.buckets[0].begin_use(outputs)
+            return
+        for bucket, members in zip(self.buckets, self._members, strict=True):
+            bucket.begin_use([outputs[index] for index in members])
 
     def leaves(self) -> list[torch.Tensor]:
         """The unsharded parameters as leaf Parameters that want gradients exactly where the sharded ones do."""
         leaves = self._in_order([b.leaves() for b in self.buckets])
         for leaf, param in zip(leaves, self.params, strict=True):
-            leaf.__dict__.update(param.sharded.__dict__)  # what users wrote on it
+            if self.extended:
+                lend_attributes(leaf, param.sharded)
+            else:
+                leaf.__dict__.update(param.sharded.__dict__)  # what users wrote on it
             if leaf.requires_grad != param.sharded.requires_grad:
                 leaf.requires_grad_(param.sharded.requires_grad)
         return leaves
