@@ -157,7 +157,7 @@ class Leaves:
         return bool(self.params[member]._version != self.versions[member])
 
     def give_up(self) -> None:
-        """Have autograd refuse to read what it has saved of them outside of a forward, where no handle stands for it."""
+        """Have autograd refuse what it has saved of them outside of a forward, where no handle stands for it."""
         torch.autograd.graph.increment_version(self.params)
         self.note_versions()
 
@@ -168,7 +168,7 @@ class Bucket(Protocol):
     Attributes:
         fqns: names of its members.
         dtype: in which they are used.
-        slot: what stands for the place where they are now, or will be when the gather is done; None if nowhere.
+        slot: where they are now, or will be when the gather is done; None if nowhere.
         readable: whether they are there.
         generation: how often an optimizer has changed the sharded parameters.
         shown: what the forward that runs now has been given of a node, by index; empty if that is leaves.
@@ -181,7 +181,7 @@ class Bucket(Protocol):
 
     fqns: list[str]
     dtype: torch.dtype
-    slot: object
+    slot: Slot | None
     readable: bool
     generation: int
     shown: Sequence[torch.Tensor]

@@ -70,17 +70,6 @@ def _inner_storages(tensor: torch.Tensor) -> list[torch.UntypedStorage] | None:
     return [part.untyped_storage() for part in parts] if told else None
 
 
-def follow(view: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Let a tensor that was made of an unsharded parameter have what that is made of now."""
-    if type(view) in (torch.Tensor, nn.Parameter) or not hasattr(view, "__tensor_flatten__"):
-        view.data = tensor
-        return
-    fresh: Any = tensor.detach()
-    view.__dict__.update(fresh.__dict__)
-    for name in fresh.__tensor_flatten__()[0]:
-        setattr(view, name, getattr(fresh, name))
-
-
 class _Memory:
     """Storages that come and go while the tensors over them stay."""
 
@@ -211,7 +200,7 @@ class ExtensionBucket(Bucket):
     ) -> None:
         self.fqns = [p.fqn for p in params]
         self.dtype = dtype
-        self.slot: object = None
+        self.slot = None
         self.shown: Sequence[torch.Tensor] = ()
         self.here: Leaves | None = None
         self.readable = self.edited = False
@@ -291,14 +280,14 @@ class ExtensionBucket(Bucket):
         self._claims = [Outside(storage, self, index) for storage, index in by_id.values()]
         self._pool.claim(self._claims)
         self.here = Leaves([member.leaf for member in self._members if member.leaf is not None])
-        self.slot, self.readable = object(), True
+        self.readable = True
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
         if self.here is not None:
             self.here.give_up()
         self._pool.unclaim(self._claims)
         self._claims = []
-        self.slot, self.here, self.readable, self.edited = None, None, False, False
+        self.here, self.readable, self.edited = None, False, False
         for member in self._members if not reserve else ():
             member.free()
 

@@ -249,7 +249,7 @@ def _weight(handle: Handle | Kept) -> torch.Tensor:
         bucket.reads_left -= 1
         if not bucket.reads_left and owner is not None:
             owner.halfway()
-    view: torch.Tensor = bucket.slot.views[place] if type(place) is Place else place  # type: ignore[attr-defined, assignment]
+    view: torch.Tensor = bucket.slot.views[place] if type(place) is Place else place  # type: ignore[union-attr, assignment]
     # With grad mode on (create_graph) autograd saves what it gets here once more, and then past these hooks.
     return view.clone() if _is_grad_enabled() else view
 
@@ -273,7 +273,7 @@ def _restored(packed: Any) -> torch.Tensor:
 
 def _edited(fqn: str) -> SavedTensorModifiedError:
     return SavedTensorModifiedError(
-        f"parameter {fqn}: its unsharded weights, saved in forward for backward, were modified by an in-place operation "
+        f"parameter {fqn}: unsharded weights, saved in forward for backward, were modified by an in-place operation "
         "afterwards. Change the sharded parameter instead, outside of forward and backward, or compute with a copy"
     )
 

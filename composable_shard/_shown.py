@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from ._extension import follow
 from ._group import ParamGroup
 from ._node import Entries, Outputs, Use
 from ._torch_distributed import local_tensor
@@ -71,11 +70,7 @@ class Shown:
         group = use.group
         if use.slots != group.slots:
             for out, weight in zip(outputs, group.weights(), strict=False):
-                there = local_tensor(out) if group.wraps and isinstance(out, DTensor) else out
-                if group.extended:
-                    follow(there, weight)
-                else:
-                    there.data = weight
+                (local_tensor(out) if group.wraps and isinstance(out, DTensor) else out).data = weight
             use.slots = group.slots
         entries = use.entries()
         if outputs and entries is not None:
