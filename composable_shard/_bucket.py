@@ -433,11 +433,10 @@ class GatherBucket(Bucket):
             return
         if self._sum is not None:
             self._check_unchanged(self.slot)
-        if self.here is not None:
-            self._leave(self.here)
+        kept = self.here is not None and self._leave(self.here)
         if self._lent:
             self._lent = [face for face in self._lent if face.users() > face.alone]
-        if reserve or self._lent:
+        if reserve or kept or self._lent:
             self._reserved, self.slot.owner = self.slot, None
             self._held_by_views = 0 if reserve else self.slot.nbytes
             self._pool.lent_bytes += self._held_by_views
@@ -446,15 +445,15 @@ class GatherBucket(Bucket):
             self._pool.release(self.slot, after)
         self.slot, self.here, self.readable, self.edited = None, None, False, False
 
-    def _leave(self, leaves: Leaves) -> None:
+    def _leave(self, leaves: Leaves) -> bool:
+        """Give the leaves up; whether somebody keeps views of them."""
         leaves.give_up()
-        face = leaves.face
+        face, dropped, self._dropped = leaves.face, self._dropped, []
         assert face is not None
-        if face.users() > face.alone and face not in self._lent:  # somebody keeps views of them, outside of a forward
-            going = sum(view() is not None for view in self._dropped)
-            if face.users() - going > face.alone:
-                self._lent.append(face)
-        self._dropped = []
+        views = face.users() - face.alone
+        if views and dropped:
+            views -= sum(view() is not None for view in dropped)
+        return views > 0
 
     def arrived(self) -> None:
         self.readable = True
