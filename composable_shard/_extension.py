@@ -4,8 +4,8 @@
     tensor, owned = shard.fsdp_post_all_gather(outputs, metadata, param_dtype)
     shard.fsdp_post_all_gather(outputs, metadata, param_dtype, out=tensor)  # from the second time on
 
-The unsharded tensor stays one object, as such subclasses expect: a leaf Parameter, which is what modules are given where
-there is no node. It lies in memory of its own and not the pool's: what is gathered (`outputs`) and what the shard hands
+The unsharded tensor stays one object, as such subclasses expect: a leaf Parameter, which modules are given where there
+is no node. It lies in memory of its own and not the pool's: what is gathered (`outputs`) and what the shard hands
 over with it (`owned`). The storage of both is emptied when the weights are given up; whatever else the tensor refers to
 is the shard's own and stays.
 """
