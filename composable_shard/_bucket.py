@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,12 +18,23 @@ from ._layout import BucketLayout, GatherLayout, ParamLayout, gather_layout
 from ._mesh import MeshInfo
 from ._param import ShardedParam, by_rank
 from ._pool import BufferPool
-from ._slots import Slot
+from ._slots import Place, Slot
 from ._streams import Job, Lane, Steps
 from ._torch import alias, has_memory, storage_id, storage_uses
 from ._torch_distributed import local_tensors
 
 LEAF_OF = "_unsharded_copy_of"  # marks a leaf, for whoever takes it for the parameter
+
+
+class _Members(dict[Place, int]):
+    """The index of the parameter that lies at a place, by the bytes at which each begins."""
+
+    def __init__(self, begins: list[int]) -> None:
+        self._begins = begins
+
+    def __missing__(self, place: Place) -> int:
+        index = self[place] = max(bisect_right(self._begins, place.offset) - 1, 0)
+        return index
 
 
 class _Views(NamedTuple):
@@ -112,6 +125,43 @@ def _landed(slot: Slot, dtype: torch.dtype, layout: BucketLayout, rank: int) -> 
         return _Landed(flat, chunks[rank], own, cut)
 
 
+_version = attrgetter("_version")
+
+
+class Leaves:
+    """The unsharded parameters in one place as leaf Parameters, the same whenever they are there.
+
+    Attributes:
+        params: the leaves.
+        versions: of each, as long as nobody has edited it since its weights were gathered.
+        face: over which they lie, if they lie in a slot.
+    """
+
+    __slots__ = ("face", "params", "versions")
+
+    def __init__(self, params: list[torch.nn.Parameter], face: _Face | None = None) -> None:
+        self.params = params
+        self.face = face
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """What they hold was gathered."""
+        self.versions: list[int] = list(map(_version, self.params))
+
+    def are_edited(self) -> bool:
+        """Whether any was edited since."""
+        return list(map(_version, self.params)) != self.versions
+
+    def is_edited(self, member: int) -> bool:
+        """Whether this one was."""
+        return bool(self.params[member]._version != self.versions[member])
+
+    def give_up(self) -> None:
+        """Have autograd refuse what it has saved of them outside of a forward, where no handle stands for it."""
+        torch.autograd.graph.increment_version(self.params)
+        self.note_versions()
+
+
 class Bucket(Protocol):
     """Parameters of one group that one collective gathers.
 
@@ -121,6 +171,9 @@ class Bucket(Protocol):
         slot: where they are now, or will be when the gather is done; None if nowhere.
         readable: whether they are there.
         generation: how often an optimizer has changed the sharded parameters.
+        shown: what the forward that runs now has been given of a node, by index; empty if that is leaves.
+        here: the leaves in the place of the weights, if any were made there.
+        edited: whether a leaf there was edited before the forward that runs now.
         saved: how many handles stand for its weights since the last forward began.
         gather_bytes: that a gather leases from the pool.
         reads_left: after how many reads of a handle the engine wants to hear that a use is half way; 0 if it does not.
@@ -131,6 +184,9 @@ class Bucket(Protocol):
     slot: Slot | None
     readable: bool
     generation: int
+    shown: Sequence[torch.Tensor]
+    here: Leaves | None
+    edited: bool
     saved: int
     reads_left: int
     gather_bytes: int
@@ -142,14 +198,14 @@ class Bucket(Protocol):
     def weights_for_use(self) -> list[torch.Tensor]:
         """The same for a forward that begins; `begin_use` follows when its node is made."""
 
-    def begin_use(self) -> None:
-        """All that a node shows of the weights is made."""
+    def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
+        """All that a node shows of the weights is made: its outputs."""
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
-        """After a forward with gradients, while the module still has what it was shown: notice who else keeps views.
+        """After a forward, while the module still has what it was shown: notice who else keeps views.
 
-        A selective checkpoint does, or a function that keeps them on its ``ctx``: no handle stands for those. They must
-        stay true as long as the graph lives.
+        A selective checkpoint does, or a function that keeps them on its ``ctx``, or a module that caches them: no
+        handle stands for those. They must stay true as long as they live.
 
         Args:
             dropped: views that will be gone at once.
@@ -174,6 +230,15 @@ class Bucket(Protocol):
         """Hold no view of any slot, while none is leased."""
         return
 
+    # A handle stands for what was gathered. What was edited before it was saved is saved as a copy, for the edit is
+    # lost when the weights are given up; what is edited afterwards, backward must not read.
+
+    def was_edited(self, index: int, version: int) -> bool:
+        """Whether a weight that is about to be saved is not what was gathered any more; `version` is that of a view."""
+        if self.shown or self.here is None:
+            return version > 0 or self.edited
+        return version != self.here.versions[index]
+
 
 class GatherBucket(Bucket):
     """Parameters that are gathered as they are, cast to one dtype, into a slot of the pool.
@@ -181,13 +246,14 @@ class GatherBucket(Bucket):
     Attributes:
         params: its members.
         for_weights, for_landing: what it asks the pool for, in forward and in backward.
+        members: by place, the index of the parameter that lies there.
     """
 
     __slots__ = (
-        "_copied", "_face", "_faces", "_held_by_views", "_landed", "_lane", "_layout", "_leaves",
+        "_copied", "_dropped", "_face", "_faces", "_held_by_views", "_landed", "_lane", "_layout", "_leaves",
         "_lent", "_offloads", "_pool", "_rank", "_reserved", "_seen", "_self", "_sharded", "_straight", "_sum",
-        "_transport", "dtype", "for_landing", "for_weights", "fqns", "gather_bytes", "generation", "nbytes", "params",
-        "readable", "reads_left", "saved", "slot",
+        "_transport", "dtype", "edited", "for_landing", "for_weights", "fqns", "gather_bytes", "generation", "here",
+        "members", "nbytes", "params", "readable", "reads_left", "saved", "shown", "slot",
     )  # fmt: skip
 
     def __init__(
@@ -227,7 +293,12 @@ class GatherBucket(Bucket):
         self._faces: dict[Slot, list[_Face]] = {}
         self._face: _Face | None = None  # what the forward that runs now reads
         self._lent: list[_Face] = []  # those of which somebody keeps views
-        self._leaves: dict[Slot, tuple[_Face, list[torch.nn.Parameter]]] = {}
+        self._leaves: dict[Slot, Leaves] = {}
+        self._dropped: list[weakref.ref[torch.Tensor]] = []  # views that are about to go
+        self.shown: Sequence[torch.Tensor] = ()
+        self.here: Leaves | None = None
+        self.edited = False
+        self.members = _Members([layout.places.world * at.offset * dtype.itemsize for at in layout.places.params])
 
     def _must_copy(self, index: int) -> bool:
         """Whether a shard itself cannot be sent: it must be cast, padded or moved first, or there is nobody else."""
@@ -261,21 +332,26 @@ class GatherBucket(Bucket):
             self._lent.remove(face)  # nobody has views of it any more
         return face.weights
 
-    def begin_use(self) -> None:
+    def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
         assert self._face is not None
         self._face.at_rest = self._face.users()
+        self.shown = outputs
+        if self.here is not None:
+            self.edited = self.here.are_edited()
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
-        face = self._face
+        self.shown, face = (), self._face
         if face is None or face.users() <= face.at_rest or face in self._lent:
             return
-        views = {id(t) for t in dropped if not isinstance(t, torch.nn.Parameter) and face.holds(t)}
+        views = {id(t): t for t in dropped if not isinstance(t, torch.nn.Parameter) and face.holds(t)}
         if face.users() - len(views) > face.at_rest:
             self._lent.append(face)
+        elif self.here is not None and face is self.here.face:
+            self._dropped = list(map(weakref.ref, views.values()))
 
     def leaves(self) -> list[torch.nn.Parameter]:
         assert self.slot is not None
-        found = self._leaves.get(self.slot)
+        found = self.here
         if found is None:
             with torch.inference_mode(False):
                 face = _Face(self.slot, self.dtype, self._layout.places)
@@ -287,9 +363,9 @@ class GatherBucket(Bucket):
             for leaf, fqn in zip(leaves, self.fqns, strict=True):
                 leaf.__dict__[LEAF_OF] = fqn
             face.alone = face.at_rest = face.users()
-            found = self._leaves[self.slot] = face, leaves
-        self._face = found[0]
-        return found[1]
+            found = self.here = self._leaves[self.slot] = Leaves(leaves, face)
+        self._face = found.face
+        return found.params
 
     def open(self) -> Slot:
         """Lease the slot into which weights will be gathered."""
@@ -300,6 +376,7 @@ class GatherBucket(Bucket):
             slot.owner = self._self
             self._taken_back()
         self.slot = slot
+        self.here = self._leaves.get(slot)
         return slot
 
     def _taken_back(self) -> None:
@@ -351,27 +428,32 @@ class GatherBucket(Bucket):
         return landed
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
-        """Give the slot back, or reserve it for the next gather, as also while others keep views of it.
-
-        Leaves over it can have been used, and saved, outside of a forward, where no handle stands for them: from now
-        on autograd refuses to read those.
-        """
+        """Give the slot back, or reserve it for the next gather, as also while others keep views of it."""
         if self.slot is None:
             return
         if self._sum is not None:
             self._check_unchanged(self.slot)
-        if self.slot in self._leaves:
-            torch.autograd.graph.increment_version(self._leaves[self.slot][1])
+        kept = self.here is not None and self._leave(self.here)
         if self._lent:
             self._lent = [face for face in self._lent if face.users() > face.alone]
-        if reserve or self._lent:
+        if reserve or kept or self._lent:
             self._reserved, self.slot.owner = self.slot, None
             self._held_by_views = 0 if reserve else self.slot.nbytes
             self._pool.lent_bytes += self._held_by_views
             self.slot.free_after = () if after is None else (after,)
         else:
             self._pool.release(self.slot, after)
-        self.slot, self.readable = None, False
+        self.slot, self.here, self.readable, self.edited = None, None, False, False
+
+    def _leave(self, leaves: Leaves) -> bool:
+        """Give the leaves up; whether somebody keeps views of them."""
+        leaves.give_up()
+        face, dropped, self._dropped = leaves.face, self._dropped, []
+        assert face is not None
+        views = face.users() - face.alone
+        if views and dropped:
+            views -= sum(view() is not None for view in dropped)
+        return views > 0
 
     def arrived(self) -> None:
         self.readable = True

@@ -230,6 +230,7 @@ class Engine:
         if ended is not None:
             ended.last = self._count
             ended.reads = group.buckets[0].saved
+        if ended is not None or not torch.is_grad_enabled():
             group.end_use(copied)
         elif not torch.is_grad_enabled():
             group.end_use(copied)  # its outputs may hold views of weights in objects that nobody looks into

@@ -4,9 +4,10 @@
     tensor, owned = shard.fsdp_post_all_gather(outputs, metadata, param_dtype)
     shard.fsdp_post_all_gather(outputs, metadata, param_dtype, out=tensor)  # from the second time on
 
-The unsharded tensor stays one object, as such subclasses expect, over memory of its own and not the pool's: what is
-gathered (`outputs`) and what the shard hands over with it (`owned`). The storage of both is emptied when the weights
-are given up; whatever else the tensor refers to is the shard's own and stays.
+The unsharded tensor stays one object, as such subclasses expect: a leaf Parameter, which modules are given where there
+is no node. It lies in memory of its own and not the pool's: what is gathered (`outputs`) and what the shard hands
+over with it (`owned`). The storage of both is emptied when the weights are given up; whatever else the tensor refers to
+is the shard's own and stays.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._bucket import LEAF_OF, Bucket
+from ._bucket import LEAF_OF, Bucket, Leaves
 from ._collectives import Transport
 from ._errors import ShardConfigAssertionError, ShardConfigTypeAssertionError
 from ._layout import bucket_layout
@@ -30,6 +31,7 @@ from ._pool import BufferPool
 from ._slots import Outside, Request, Slot
 from ._streams import Job, Lane, Steps
 from ._torch import plain_parts
+from ._torch_distributed import local_tensor
 
 _ALIGNMENT_BYTES = 16
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -93,14 +95,14 @@ class _Extended:
     """One such parameter.
 
     Attributes:
-        tensor: the unsharded parameter; None before the first gather.
+        leaf: the unsharded parameter, as torch's FSDP2 has it; None before the first gather.
         inputs: what this rank sends for it.
         outputs: where that of all ranks arrives, flat.
     """
 
     def __init__(self, param: ShardedParam, dtype: torch.dtype, info: MeshInfo, policy: MixedPrecisionPolicy) -> None:
         self.param = param
-        self.tensor: torch.Tensor | None = None
+        self.leaf: nn.Parameter | None = None
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
         self._dtype = dtype
@@ -114,7 +116,6 @@ class _Extended:
         self._sizes: list[torch.Size] = []
         self._arriving = _Memory([])  # of the outputs
         self._handed_over = _Memory([])  # what the shard has made, and gives to whoever gathers
-        self._reads_outputs = True  # whether the unsharded parameter lies in the outputs
 
     def ask(self) -> bool:
         """Learn what to send, and make room for what will arrive; whether that is of another kind than before."""
@@ -125,15 +126,15 @@ class _Extended:
         self._check_padded()
         self._sizes = [tensor.shape for tensor in self.inputs]
         kinds = [(tensor.numel() * info.shard_size, tensor.dtype) for tensor in self.inputs]
-        before = self.tensor
+        before = self.leaf
         if kinds != [(output.numel(), output.dtype) for output in self.outputs]:
             self._arriving.free()
             self._handed_over.free()
             self.outputs = [torch.empty(numel, dtype=dtype, device=info.device) for numel, dtype in kinds]
             self._arriving = _Memory([output.untyped_storage() for output in self.outputs])
-            self.tensor = None
+            self.leaf = None
         self._arriving.allocate()
-        return before is not None and self.tensor is None
+        return before is not None and self.leaf is None
 
     def _check_padded(self) -> None:
         param, info = self.param, self._info
@@ -152,24 +153,34 @@ class _Extended:
         """Make the unsharded parameter of what has arrived; returns the memory that will be freed with it."""
         local: Any = self.param.local
         outputs = tuple(output.view(-1, *size[1:]) for output, size in zip(self.outputs, self._sizes, strict=True))
-        if self.tensor is None:
+        if self.leaf is None:
             made, owned = local.fsdp_post_all_gather(outputs, self._metadata, self._dtype)
             self._handed_over = _Memory([tensor.untyped_storage() for tensor in owned])
-            lies_in = _inner_storages(made)
-            self._reads_outputs = lies_in is None or not {s._cdata for s in lies_in}.isdisjoint(self._arriving.ids)
-            shape = torch.Size(self.param.shape)
-            if made.shape != shape:  # padded rows at its end
-                made = torch.as_strided(made, shape, self._stride, 0)
-            self.tensor = made
+            self.leaf = self._leaf(made)
         else:
             self._handed_over.allocate()
-            local.fsdp_post_all_gather(outputs, self._metadata, self._dtype, out=self.tensor)
+            local.fsdp_post_all_gather(outputs, self._metadata, self._dtype, out=self.leaf)
         self.inputs, self._metadata = [], None
         kept = [self._handed_over, self._arriving]
-        if not self._reads_outputs:
+        lies_in = _inner_storages(self.leaf)
+        if lies_in is not None and {storage._cdata for storage in lies_in}.isdisjoint(self._arriving.ids):
             kept.remove(self._arriving)
             self._arriving.free()
         return [storage for memory in kept for storage, _ in memory.storages]
+
+    def _leaf(self, made: torch.Tensor) -> nn.Parameter:
+        shape, parallel = torch.Size(self.param.shape), self.param.parallel
+        if made.shape != shape:  # padded rows at its end
+            made = torch.as_strided(made, shape, self._stride, 0)
+        leaf = nn.Parameter(made if parallel is None else parallel.wrap(made), requires_grad=False)
+        leaf.__dict__[LEAF_OF] = self.param.fqn
+        return leaf
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The unsharded parameter, of one that was a DTensor its local tensor."""
+        assert self.leaf is not None
+        return self.leaf if self.param.parallel is None else local_tensor(self.leaf)
 
     def free(self) -> None:
         """Empty its memory."""
@@ -194,7 +205,9 @@ class ExtensionBucket(Bucket):
         self.fqns = [p.fqn for p in params]
         self.dtype = dtype
         self.slot = None
-        self.readable = False
+        self.shown: Sequence[torch.Tensor] = ()
+        self.here: Leaves | None = None
+        self.readable = self.edited = False
         self.generation = self.saved = self.reads_left = self.gather_bytes = 0
         self._members = [_Extended(p, dtype, info, policy) for p in params]
         self._info = info
@@ -203,41 +216,30 @@ class ExtensionBucket(Bucket):
         self._lane = lane
         self._for_landing: tuple[int, Request] | None = None  # bytes, and what to ask the pool for
         self._claims: list[Outside] = []
-        self._leaves: list[nn.Parameter] = []
 
     @property
     def weights(self) -> list[torch.Tensor]:
-        return [member.tensor for member in self._members if member.tensor is not None]
+        return [member.tensor for member in self._members]
 
     def weights_for_use(self) -> list[torch.Tensor]:
         return self.weights
 
-    def begin_use(self) -> None:
-        pass
+    def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
+        assert self.here is not None
+        self.shown, self.edited = outputs, self.here.are_edited()
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
-        pass  # views that others keep are of memory that is nobody else's
+        self.shown = ()  # views that others keep are of memory that is nobody else's
 
     def leaves(self) -> list[nn.Parameter]:
-        if len(self._leaves) != len(self._members):
-            with torch.inference_mode(False), torch.no_grad():
-                self._leaves = [self._leaf(member) for member in self._members]
-        return self._leaves
-
-    def _leaf(self, member: _Extended) -> nn.Parameter:
-        assert member.tensor is not None
-        parallel = member.param.parallel
-        data = parallel.wrap(member.tensor) if parallel is not None else member.tensor.detach()
-        leaf = nn.Parameter(data, requires_grad=False)
-        leaf.__dict__[LEAF_OF] = member.param.fqn
-        return leaf
+        assert self.here is not None
+        return self.here.params
 
     def start(self, after: torch.Event | None) -> Job[None]:
         if after is not None:  # what is sent is made here, of the parameters
             after.wait()
         with torch.inference_mode(False), torch.no_grad():
             if any([member.ask() for member in self._members]):  # noqa: C419 - all of them
-                self._leaves = []
                 self.generation += 1  # what was saved of the tensors before is gone
         inputs = [_bytes(tensor) for member in self._members for tensor in member.inputs]
         outputs = [_bytes(tensor) for member in self._members for tensor in member.outputs]
@@ -277,18 +279,19 @@ class ExtensionBucket(Bucket):
 
     def arrived(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            memory = [storage for member in self._members for storage in member.take()]
-        by_id = {storage._cdata: storage for storage in memory}
-        self._claims = [Outside(storage, self) for storage in by_id.values()]
+            memory = [(storage, index) for index, member in enumerate(self._members) for storage in member.take()]
+        by_id = {storage._cdata: (storage, index) for storage, index in memory}
+        self._claims = [Outside(storage, self, index) for storage, index in by_id.values()]
         self._pool.claim(self._claims)
+        self.here = Leaves([member.leaf for member in self._members if member.leaf is not None])
         self.readable = True
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
-        if self._leaves:  # as `GatherBucket` does
-            torch.autograd.graph.increment_version(self._leaves)
+        if self.here is not None:
+            self.here.give_up()
         self._pool.unclaim(self._claims)
         self._claims = []
-        self.readable = False
+        self.here, self.readable, self.edited = None, False, False
         for member in self._members if not reserve else ():
             member.free()
 

@@ -20,7 +20,7 @@ from ._errors import ShardConfigStateError
 from ._extension import ExtensionBucket, is_extended
 from ._kept import KeptGradients
 from ._mesh import MeshInfo
-from ._param import ShardedParam
+from ._param import ShardedParam, lend_attributes
 from ._phases import GATHERING, RESIDENT, SHARDED, TRANSITIONS, UNSHARDED, GradPhase, ParamPhase, illegal
 from ._policies import Options, Settings
 from ._pool import BufferPool
@@ -278,16 +278,22 @@ class ParamGroup:
         """The unsharded parameters, in the order of `params`, without history; `begin_use` follows one for a use."""
         return self._in_order([b.weights_for_use() if for_use else b.weights for b in self.buckets])
 
-    def begin_use(self) -> None:
+    def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
         """All that a node shows of the weights is made."""
-        for bucket in self.buckets:
-            bucket.begin_use()
+        if len(self.buckets) == 1:
+            self.buckets[0].begin_use(outputs)
+            return
+        for bucket, members in zip(self.buckets, self._members, strict=True):
+            bucket.begin_use([outputs[index] for index in members])
 
     def leaves(self) -> list[torch.Tensor]:
         """The unsharded parameters as leaf Parameters that want gradients exactly where the sharded ones do."""
         leaves = self._in_order([b.leaves() for b in self.buckets])
         for leaf, param in zip(leaves, self.params, strict=True):
-            leaf.__dict__.update(param.sharded.__dict__)  # what users wrote on it
+            if self.extended:
+                lend_attributes(leaf, param.sharded)
+            else:
+                leaf.__dict__.update(param.sharded.__dict__)  # what users wrote on it
             if leaf.requires_grad != param.sharded.requires_grad:
                 leaf.requires_grad_(param.sharded.requires_grad)
         return leaves

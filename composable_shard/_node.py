@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from ._group import ParamGroup
-from ._param import run_all
+from ._param import lend_attributes, run_all
 from ._torch import Fate, apply_function, called_directly, gradient_fates, node_will_run
 
 Outputs = tuple[torch.Tensor, ...]
@@ -221,6 +221,9 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
     if group.wraps:
         outputs = tuple([p.parallel.wrap(o) if p.parallel else o for o, p in zip(outputs, group.params, strict=True)])
     # `_is_param` is among them: isinstance(out, nn.Parameter) holds.
-    run_all(map(dict.update, map(_attributes, outputs), map(_attributes, group.shards)))
-    group.begin_use()
+    if group.extended:
+        run_all(map(lend_attributes, outputs, group.shards))
+    else:
+        run_all(map(dict.update, map(_attributes, outputs), map(_attributes, group.shards)))
+    group.begin_use(outputs)
     return outputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -65,8 +66,34 @@ def shard_parameter(
             _cut(whole, info, dim), mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
         )
     sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)
-    sharded.__dict__.update(param.__dict__)  # what users wrote on it (tags for optimizers, say)
+    lend_attributes(sharded, param)
     return sharded
+
+
+_PLAIN = (torch.Tensor, nn.Parameter, DTensor)  # they keep nothing of their own in `__dict__`
+
+
+def lend_attributes(tensor: torch.Tensor, param: torch.Tensor) -> None:
+    """Let a tensor have what users wrote on a parameter (tags for optimizers, say), and nothing that is a class's."""
+    written = param.__dict__
+    owned = _of_the_class(param) | _of_the_class(tensor)
+    tensor.__dict__.update({k: v for k, v in written.items() if k not in owned} if owned else written)
+
+
+def _of_the_class(tensor: torch.Tensor) -> set[str]:
+    """Names of what the class of a tensor keeps in its `__dict__`: inner tensors, what `__init__` sets, caches."""
+    kind: Any = type(tensor)
+    if kind in _PLAIN:
+        return set()
+    if hasattr(tensor, "__tensor_flatten__"):
+        inner, context = tensor.__tensor_flatten__()
+        parts = {name: getattr(tensor, name) for name in inner}
+        made = kind.__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+        owned = {*inner, *(context if isinstance(context, Mapping) else ())}
+    else:
+        made, owned = tensor.detach(), set()
+    found = {name: inspect.getattr_static(kind, name, None) for name in tensor.__dict__}
+    return {*owned, *made.__dict__, *(name for name, value in found.items() if hasattr(value, "__get__"))}
 
 
 def by_rank(whole: torch.Tensor, layout: ParamLayout) -> torch.Tensor:

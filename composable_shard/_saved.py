@@ -9,7 +9,7 @@ where there are none it is kept as torch would keep it, with its version, since 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -62,6 +62,8 @@ class Handle(NamedTuple):
     owner: WeightOwner | None  # who makes them readable
     keeper: object  # dies with the last handle of its use
     generation: int  # of the weights
+    shown: Sequence[torch.Tensor]  # in which the forward found them
+    member: int  # which of them it is
 
 
 class Kept(NamedTuple):
@@ -72,6 +74,8 @@ class Kept(NamedTuple):
     owner: WeightOwner | None
     keeper: object
     generation: int
+    shown: Sequence[torch.Tensor]
+    member: int
 
 
 _Tensor, _data_ptr, _is_grad_enabled = torch.Tensor, torch.Tensor.data_ptr, torch.is_grad_enabled
@@ -145,9 +149,12 @@ class _Hooks:
             except (RuntimeError, NotImplementedError):
                 address = 0
             pool = self._pool
-            if pool.first <= address < pool.end and (found := self._handle(tensor, address)) is not None:
+            if (
+                pool.first <= address < pool.end
+                and (found := self._handle(tensor, address, tensor._version)) is not None
+            ):
                 return found
-        elif (found := self._flattened(tensor)) is not None:
+        elif (found := self._flattened(tensor, tensor._version)) is not None:
             return found
         if self._outer is not None:
             return _Foreign(self._outer[0](tensor))
@@ -172,8 +179,14 @@ class _Hooks:
             return tensor  # type: ignore[no-any-return]
         return _restored(packed)
 
-    def _handle(self, tensor: torch.Tensor, address: int) -> Any:
-        """A handle for a view of weights that begins there; None if no weights lie there, or those are gone."""
+    def _handle(self, tensor: torch.Tensor, address: int, version: int) -> Any:
+        """A handle for a view of weights that begins there; None if no weights lie there, or those are gone.
+
+        Args:
+            tensor: the view.
+            address: where it begins.
+            version: of it, or of the tensor of a subclass that it is part of.
+        """
         slot = self._last
         if slot is None or not slot.begin <= address < slot.end or slot.owner is None:
             slot = self._last = self._pool.find(address)
@@ -182,24 +195,30 @@ class _Hooks:
         bucket: Any = slot.owner()
         if bucket is None:
             return None
-        if type(slot) is Outside:
-            return Kept(bucket, tensor.detach(), self.owner(), self._keepers.get(bucket), bucket.generation)
-        if bucket.dtype.is_complex and (tensor.is_conj() or tensor.is_neg()):
-            copy = tensor.clone()  # a handle has no word for a lazy conjugate
-            return copy, copy._version
-        place = self._pool.places[tensor.dtype, address - slot.begin, tensor.shape, tensor.stride()]
         keeper = self._keepers.get(bucket) if self._keepers else None
+        if type(slot) is Outside:
+            if (version or bucket.edited) and bucket.was_edited(slot.index, version):
+                return _copied(tensor)
+            kept = tensor.detach()
+            return Kept(bucket, kept, self.owner(), keeper, bucket.generation, bucket.shown, slot.index)
+        if bucket.dtype.is_complex and (tensor.is_conj() or tensor.is_neg()):
+            return _copied(tensor)  # a handle has no word for a lazy conjugate
+        place = self._pool.places[tensor.dtype, address - slot.begin, tensor.shape, tensor.stride()]
+        index = bucket.members[place]
+        if (version or bucket.edited) and bucket.was_edited(index, version):
+            return _copied(tensor)
         bucket.saved += 1
-        return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation))
+        return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation, bucket.shown, index))
 
-    def _flattened(self, tensor: Any) -> Any:
+    def _flattened(self, tensor: Any, version: int) -> Any:
         """What stands for a tensor of a subclass if any of its inner tensors lies among weights."""
         if type(tensor) in PLAIN or not hasattr(tensor, "__tensor_flatten__"):
-            return self._handle(tensor, address_of(tensor))
+            return self._handle(tensor, address_of(tensor), version)
         names, context = tensor.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}  # tensors, and a DTensor's mesh
         inner = {
-            name: self._flattened(part) if isinstance(part, torch.Tensor) else None for name, part in parts.items()
+            name: self._flattened(part, version) if isinstance(part, torch.Tensor) else None
+            for name, part in parts.items()
         }
         if all(found is None for found in inner.values()):
             return None
@@ -207,9 +226,15 @@ class _Hooks:
         return _Flattened(type(tensor), kept, context, tensor.shape, tensor.stride())
 
 
+def _copied(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A saved weight that is no handle."""
+    copy = tensor.detach().clone()
+    return copy, copy._version
+
+
 def _weight(handle: Handle | Kept) -> torch.Tensor:
     """The weight that a handle stands for, gathered again if need be."""
-    bucket, place, owner, _, generation = handle
+    bucket, place, owner, _, generation, shown, member = handle
     if generation != bucket.generation:
         raise StaleStateError(
             f"weights of the group with {', '.join(bucket.fqns)}: an optimizer or a load has changed them between "
@@ -218,6 +243,8 @@ def _weight(handle: Handle | Kept) -> torch.Tensor:
     if not bucket.readable:
         assert owner is not None
         owner.fetch(bucket)
+    if (shown and shown[member]._version) or (bucket.here is not None and bucket.here.is_edited(member)):
+        raise _edited(bucket.fqns[member])
     if bucket.reads_left:
         bucket.reads_left -= 1
         if not bucket.reads_left and owner is not None:
@@ -242,6 +269,13 @@ def _restored(packed: Any) -> torch.Tensor:
         return whole
     kept: torch.Tensor = packed[0] if type(packed) is tuple else packed
     return kept
+
+
+def _edited(fqn: str) -> SavedTensorModifiedError:
+    return SavedTensorModifiedError(
+        f"parameter {fqn}: unsharded weights, saved in forward for backward, were modified by an in-place operation "
+        "afterwards. Change the sharded parameter instead, outside of forward and backward, or compute with a copy"
+    )
 
 
 def _modified(tensor: torch.Tensor, version: int) -> SavedTensorModifiedError:

@@ -138,11 +138,13 @@ class Outside:
     Attributes:
         begin, end, nbytes: where it lies.
         owner: who reads weights from it, weakly.
+        index: of the parameter, among those of its owner.
     """
 
-    __slots__ = ("begin", "end", "nbytes", "owner")
+    __slots__ = ("begin", "end", "index", "nbytes", "owner")
 
-    def __init__(self, memory: torch.UntypedStorage, owner: Any) -> None:
+    def __init__(self, memory: torch.UntypedStorage, owner: Any, index: int) -> None:
+        self.index = index
         self.begin = memory.data_ptr()
         self.nbytes = memory.nbytes()
         self.end = self.begin + self.nbytes

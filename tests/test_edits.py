@@ -1,0 +1,279 @@
+"""Unsharded weights that are edited in place, and views of them that users keep: right, or an error, and never else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+
+from _alike import assert_alike, models_of, noise, optimizers_of
+from _blocks import Transformer, next_token_loss, token_batch
+from _engines import fully_shard
+from _pool import simulated
+from _stepping import pool_of
+
+MODIFIED = r"modified by an in-?place operation"
+
+
+class Edits(nn.Module):
+    """Two projections with one weight, which `edit` may change before, between and after."""
+
+    edit_at = -1
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.randn(6, 6)), nn.Linear(6, 6)
+
+    def edit(self):
+        with torch.no_grad():
+            self.weight.mul_(2)
+
+    def forward(self, x):
+        for at in range(3):
+            if at == self.edit_at:
+                self.edit()
+            if at < 2:
+                x = torch.tanh(self.other(x @ self.weight))
+        return x
+
+
+class ThroughAView(Edits):
+    def edit(self):
+        with torch.no_grad():
+            self.weight.t()[1:].add_(1)
+
+
+class ForEach(Edits):
+    def edit(self):
+        with torch.no_grad():
+            torch._foreach_mul_([self.weight, self.other.weight], 2)
+
+
+class AuxiliaryLoss(Edits):
+    """Of which backward reaches what was left on the module, and not the output."""
+
+    def forward(self, x):
+        self.left = torch.tanh(self.other(x) @ self.weight).sum()
+        self.edit()
+        return x
+
+
+def stack(kind):
+    return nn.Sequential(*[kind() for _ in range(2)])
+
+
+def shard_all(model, engine, reshard):
+    for block in model:
+        engine(block, reshard_after_forward=reshard)
+    engine(model, reshard_after_forward=reshard)
+
+
+def loss_of(model, step=0):
+    return model(noise(3, 6, seed=step)).square().mean()
+
+
+@pytest.mark.parametrize("kind", [Edits, ThroughAView, ForEach])
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("reshard", [True, False])
+@simulated(world=2)
+def test_an_edit_in_forward_after_a_weight_was_saved_is_an_error_as_without_sharding(rank, world, kind, at, reshard):
+    models = models_of(lambda: stack(kind), shard_all, reshard=reshard)
+    for model in models.values():
+        model[1].edit_at = at
+        loss = loss_of(model)
+        with pytest.raises(RuntimeError, match=MODIFIED):
+            loss.backward()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [Edits, ThroughAView, ForEach])
+@pytest.mark.parametrize("reshard", [True, False])
+@simulated(world=2)
+def test_backward_reads_an_edit_that_was_made_before_the_weight_was_saved(rank, world, kind, reshard):
+    """The edit itself is lost with the unsharded weights, unlike without sharding."""
+    models = models_of(lambda: stack(kind), shard_all, fsdp2=False, reshard=reshard)
+    for step in range(2):
+        before = [p.detach().clone() for p in models["plain"].parameters()]
+        for model in models.values():
+            for block in model:
+                block.edit_at = 0
+            loss_of(model, step).backward()
+        with torch.no_grad():
+            for param, value in zip(models["plain"].parameters(), before, strict=True):
+                param.copy_(value)
+        assert_alike(models)
+        for optimizer in optimizers_of(models).values():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@simulated(world=2)
+def test_an_edit_is_noticed_where_backward_does_not_pass_the_output(rank, world):
+    models = models_of(lambda: stack(AuxiliaryLoss), shard_all, reshard=True)
+    for model in models.values():
+        loss_of(model)
+        with pytest.raises(RuntimeError, match=MODIFIED):
+            model[0].left.backward()
+
+
+@pytest.mark.parametrize("how", ["weight", "view", "frozen"])
+@simulated(world=2)
+def test_an_edit_of_kept_weights_between_forward_and_backward_is_an_error(rank, world, how):
+    models = models_of(lambda: stack(Edits), shard_all, reshard=False)
+    for model in models.values():
+        if how == "frozen":
+            for param in model[1].parameters():
+                param.requires_grad_(False)
+        for step in range(3):  # errors leave no trace
+            loss = loss_of(model, step)
+            if step != 1:
+                loss.backward()
+                continue
+            with torch.no_grad():
+                (model[1].weight[0] if how == "view" else model[1].weight).mul_(2)
+            with pytest.raises(RuntimeError, match=MODIFIED):
+                loss.backward()
+            if model is models["plain"]:
+                with torch.no_grad():
+                    (model[1].weight[0] if how == "view" else model[1].weight).div_(2)
+
+
+@simulated(world=2)
+def test_an_edit_by_hand_before_forward_is_used_and_the_next_gather_knows_nothing_of_it(rank, world):
+    models = models_of(lambda: stack(Edits), shard_all, fsdp2=False, reshard=True)
+    for edits in (False, True, False):
+        for name, model in models.items():
+            if edits:
+                if name == "ours":
+                    model[0].unshard()
+                model[0].edit()
+            loss_of(model).backward()
+            if edits and name == "plain":
+                with torch.no_grad():
+                    model[0].weight.div_(2)
+        assert_alike(models)
+        for model in models.values():
+            model.zero_grad()
+
+
+class Caches(nn.Module):
+    """Keeps a view of its weight from the first forward on."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.weight, self.view, self.kept = nn.Parameter(torch.randn(6, 6)), view, None
+
+    def forward(self, x):
+        if self.kept is None:
+            self.kept = [self.view(self.weight)]
+        return torch.tanh(x @ self.weight)
+
+
+VIEWS = {
+    "transposed": torch.Tensor.t,
+    "row": lambda w: w[0],
+    "detached": torch.Tensor.detach,
+    "data": lambda w: w.data,
+}
+
+
+def overwrite(model):
+    """Whatever the pool would give to others."""
+    pool = pool_of(model)
+    others = [pool.lease(size) for size, free in list(pool._free.items()) for _ in list(free)]
+    others += [pool.lease_for(request) for request in list(pool._known) if request not in pool._live]
+    for slot in others:
+        slot.typed(torch.uint8, written=True).fill_(255)
+    for slot in others:
+        pool.release(slot)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@simulated(world=2)
+def test_a_view_of_a_weight_that_is_cached_without_gradients_is_never_of_other_memory(rank, world, mode, view):
+    torch.manual_seed(3)
+    model = nn.Sequential(*[Caches(VIEWS[view]) for _ in range(4)])
+    want = [VIEWS[view](block.weight.detach().clone()) for block in model]
+    shard_all(model, fully_shard, True)
+    with mode():
+        for step in range(3):
+            model(noise(3, 6, seed=step))
+            overwrite(model)
+            assert all(torch.equal(block.kept[0], it) for block, it in zip(model, want, strict=True))
+        for block in model:
+            block.kept = []
+        model(noise(3, 6))
+        model(noise(3, 6))
+    assert pool_of(model).live_bytes == 0, "memory is reserved for nobody"
+    model(noise(3, 6)).sum().backward()
+
+
+@simulated(world=2)
+def test_a_view_of_a_weight_that_was_unsharded_by_hand_is_never_of_other_memory(rank, world):
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)])
+    want = model[0].weight.detach().clone().t()
+    shard_all(model, fully_shard, True)
+    model(noise(3, 6)).sum().backward()
+    model[0].unshard()
+    kept = model[0].weight.t()
+    model[0].reshard()
+    for _ in range(2):
+        with torch.no_grad():
+            model(noise(3, 6))
+        overwrite(model)
+        assert torch.equal(kept, want)
+    del kept
+    with torch.no_grad():
+        model(noise(3, 6))
+    assert pool_of(model).live_bytes == 0
+
+
+@simulated(world=2)
+def test_outputs_that_are_views_of_weights_reserve_no_memory(rank, world):
+    class Gives(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 6))
+
+        def forward(self):
+            return self.weight[1:], {"all": self.weight.t()}
+
+    model = Gives()
+    want = model.weight.detach().clone()
+    fully_shard(model, reshard_after_forward=True)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            part, both = model()
+        assert pool_of(model).live_bytes == 0
+        overwrite(model)
+        assert torch.equal(part, want[1:])
+        assert torch.equal(both["all"], want.t())
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@simulated(world=2)
+def test_training_evaluation_and_training_again_find_no_edit_where_there_is_none(rank, world, reshard):
+    models = models_of(lambda: Transformer(dropout=0.1), shard_blocks, reshard=reshard)
+    optimizers = optimizers_of(models)
+    for step in range(4):
+        for name, model in models.items():
+            if name != "plain":
+                model.blocks[0].unshard()
+            torch.manual_seed(step)
+            next_token_loss(model, *token_batch(0, step)).backward()
+            with torch.no_grad():
+                next_token_loss(model, *token_batch(0, step))
+            for module in model.modules() if name != "plain" else ():  # FSDP2 keeps what an evaluation has gathered
+                if hasattr(module, "reshard"):
+                    module.reshard()
+        assert_alike(models)
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def shard_blocks(model, engine, reshard):
+    for block in model.blocks:
+        engine(block, reshard_after_forward=reshard)
+    engine(model, reshard_after_forward=reshard)
