@@ -71,8 +71,8 @@ class ParamGroup:
     __slots__ = (
         "__weakref__", "_gathers", "_in_flight", "_info", "_kept", "_members", "_offloads", "_runtime", "_small",
         "_stamp", "_streams", "_transports", "away", "buckets", "companions", "extended", "fqn", "gather_bytes",
-        "grad_phase", "handles_seen", "hooks_taken", "is_root", "params", "phase", "pinned", "reduces", "residents", "running",
-        "settings", "shards", "stays", "used_in", "was_gathered", "weight_bytes", "wraps",
+        "grad_phase", "handles_seen", "hooks_taken", "is_root", "params", "phase", "pinned", "reduces", "residents",
+        "running", "settings", "shards", "stays", "used_in", "was_gathered", "weight_bytes", "wraps",
     )  # fmt: skip
 
     def __init__(

@@ -128,7 +128,7 @@ class Learning:
         return replan(self._order.plan, Record((), (), seen, around=inside))
 
     def _learn_first(self, seen: tuple[str, ...], inside: Around) -> bool:
-        """All ranks come here once, so they can agree at once; on the gathers alone, where they may run other modules."""
+        """All ranks come here once, so they can agree at once; on gathers alone, where they may run other modules."""
         planned = self._order.plan
         if any(group.options.reduce_unused for group in self._do.groups):
             gathered = tuple(self._gathered_now())

@@ -233,6 +233,7 @@ class ShardedParam:
         "__weakref__",
         "_kept_in",
         "_node_hooks",
+        "_node_was_asked",
         "_post_hooks",
         "_tensor_hooks",
         "dim",
@@ -266,6 +267,7 @@ class ShardedParam:
         self._tensor_hooks: list[dict[int, Hook]] = []
         self._post_hooks: list[dict[int, Hook]] = []
         self._node_hooks: _NodeHooks | None = None
+        self._node_was_asked = False  # for hooks: then it is kept, for hooks of some kind are registered all the time
         self.hooks_taken = False
         self.handles_seen = HANDLES.of_others()
         _all.add(self)
@@ -357,6 +359,9 @@ class ShardedParam:
             self._post_hooks.append(post_hooks)
         if self._node_hooks is None or not self._node_hooks.are_of(self.sharded):
             self._node_hooks = _NodeHooks(self.sharded) if self.sharded.requires_grad else None
+            if not self._node_hooks and not self._node_was_asked:
+                self._node_hooks = None  # as long as it is there, autograd looks into empty dictionaries in each step
+            self._node_was_asked = True
         if self._node_hooks:
             self._node_hooks.take()
         self.hooks_taken = bool(self._tensor_hooks or self._post_hooks or self._node_hooks)
