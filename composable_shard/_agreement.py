@@ -17,7 +17,7 @@ from ._errors import RankMismatchError
 from ._mesh import MeshInfo
 from ._plan import ShardPlan
 from ._torch import without_dispatch_modes
-from ._torch_distributed import all_gather_options, all_reduce_options, backend_name, store_of
+from ._torch_distributed import all_reduce_options, backend_name, group_all_gather, store_of
 from ._transports import ALONE, SIMULATED
 
 Among = Sequence[
@@ -57,7 +57,7 @@ def agree(plan: ShardPlan, among: Among) -> None:
         with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes():
             there = own.to(device)
             found = there.repeat(group.size())  # a simulated process group may move nothing
-            group._allgather_base(found, there, all_gather_options()).wait()
+            group_all_gather(found, there, group).wait()
             digests = found.view(group.size(), -1)
             differ = (digests != digests[:1]).any(dim=1).nonzero().flatten().tolist()
         if differ:

@@ -21,12 +21,13 @@ class StepWatcher(Protocol):
         """An optimizer is about to step; `theirs` are the ids of its parameters."""
 
 
-_watchers: weakref.WeakSet[StepWatcher] = weakref.WeakSet()
+# By id: their weak references can be listed in one go while another thread adds one.
+_watchers: weakref.WeakValueDictionary[int, StepWatcher] = weakref.WeakValueDictionary()
 
 
 def watch_steps(watcher: StepWatcher) -> None:
     """Tell `watcher`, while it lives, of the steps of all optimizers: it looks for its own parameters."""
-    _watchers.add(watcher)
+    _watchers[id(watcher)] = watcher
 
 
 @never_trace
@@ -51,8 +52,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         _split_up(group)
     theirs = set(map(id, params))
-    for watcher in list(_watchers):
-        watcher.before_optimizer_step(theirs)
+    for ref in _watchers.valuerefs():
+        if (watcher := ref()) is not None:
+            watcher.before_optimizer_step(theirs)
 
 
 def _split_up(group: dict[str, Any]) -> None:

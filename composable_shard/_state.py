@@ -25,7 +25,7 @@ from ._param import ShardedParam
 from ._plan import ShardPlan
 from ._policies import PoolPolicy, PrefetchPolicy, Settings
 from ._streams import Lane, lane_for
-from ._torch import apart_from_checkpoints, current_backward, modes_in_force, with_side_effects
+from ._torch import apart_from_checkpoints, current_backward, has_memory, modes_in_force, with_side_effects
 from ._traced import TracedGroup
 from ._transports import TransportCache
 
@@ -62,7 +62,8 @@ class Declaration:
 
     def transports(self, made: TransportCache) -> Transports:
         """What moves its parameters and gradients now."""
-        return made.of(self.info, self.settings.current, self.piece_bytes(), self.small)
+        fake = not all(has_memory(param.local) for param in self.params)
+        return made.of(self.info, self.settings.current, self.piece_bytes(), self.small, fake)
 
 
 @dataclass(frozen=True)
