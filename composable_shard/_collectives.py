@@ -80,13 +80,24 @@ class Transport(Protocol):
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Process groups move and add real numbers."""
+    """Process groups add real numbers."""
     return torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor
 
 
-def _reals(tensors: Tensors) -> list[torch.Tensor]:
+# What every backend moves; gathers of others, which are copied and not added, move bytes.
+MOVED = frozenset(
+    (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64)
+)
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as a dtype that every backend moves."""
+    return tensor if tensor.dtype in MOVED else tensor.view(torch.uint8)
+
+
+def _all_gathered(tensors: Tensors) -> list[torch.Tensor]:
     """The same for tensors of one dtype."""
-    return [torch.view_as_real(t) for t in tensors] if tensors[0].dtype.is_complex else list(tensors)
+    return list(tensors) if tensors[0].dtype in MOVED else [t.view(torch.uint8) for t in tensors]
 
 
 class _All:
@@ -130,13 +141,13 @@ class Plain:
 
     route = Route(PLAIN)
 
-    def __init__(self, group: dist.ProcessGroup, averages: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, averages: bool = False) -> None:
         self.averages = averages
         self._group = group
 
     def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
         (whole,), (piece,) = wholes, pieces
-        handle: Awaitable | None = public_all_gather(_real(whole), _real(piece.view(-1)), self._group)
+        handle: Awaitable | None = public_all_gather(_gathered(whole), _gathered(piece.view(-1)), self._group)
         return _OVER if handle is None else handle
 
     def reduce_scatter(
@@ -167,7 +178,7 @@ class Packed:
 
     def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
         (whole,), (piece,) = wholes, pieces
-        handle: Awaitable = self._group._allgather_base(_real(whole), _real(piece), self._gather)
+        handle: Awaitable = self._group._allgather_base(_gathered(whole), _gathered(piece), self._gather)
         return handle
 
     def reduce_scatter(
@@ -187,8 +198,8 @@ class Direct(Packed):
     route = Route("direct", gather_from=0)
 
     def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
-        if wholes[0].dtype.is_complex:
-            wholes, pieces = _reals(wholes), _reals(pieces)
+        if wholes[0].dtype not in MOVED:
+            wholes, pieces = _all_gathered(wholes), _all_gathered(pieces)
         handle: Awaitable = self._group.allgather_into_tensor_coalesced(wholes, pieces, self._gather)
         return handle
 
@@ -216,7 +227,7 @@ class RankOrdered:
         self._exchange = all_to_all_options()
 
     def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
-        pairs = enumerate(zip(_reals(wholes), _reals(pieces), strict=True))
+        pairs = enumerate(zip(_all_gathered(wholes), _all_gathered(pieces), strict=True))
         return _All([handle for at, (whole, piece) in pairs for handle in self._gathered(at, whole, piece)])
 
     def _gathered(self, at: int, whole: torch.Tensor, piece: torch.Tensor) -> list[Awaitable]:
@@ -266,8 +277,8 @@ class RankOrderedDirect(RankOrdered):
     route = Route("direct", gather_from=0, sums=True)
 
     def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
-        flat = _reals([piece.view(-1) for piece in pieces])
-        handle: Awaitable = self._group.allgather_into_tensor_coalesced(_reals(wholes), flat, self._gather)
+        flat = _all_gathered([piece.view(-1) for piece in pieces])
+        handle: Awaitable = self._group.allgather_into_tensor_coalesced(_all_gathered(wholes), flat, self._gather)
         return handle
 
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -274,6 +275,15 @@ def fake_group(world_size: int, rank: int) -> None:
 
     _let_fake_tensors_gather()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    _played.add(dist.group.WORLD)
+
+
+_played: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def is_played() -> bool:
+    """Whether `fake_group` has made this world: there, fake tensors move as real ones do."""
+    return dist.group.WORLD in _played
 
 
 @functools.cache

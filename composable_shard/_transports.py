@@ -24,7 +24,7 @@ from ._mesh import MeshInfo
 from ._policies import Comms, Options
 from ._streams import Steps, lane_for
 from ._torch import without_dispatch_modes
-from ._torch_distributed import all_reduce_options, backend_name
+from ._torch_distributed import all_reduce_options, backend_name, is_played
 
 VARIABLE = "COMPOSABLE_SHARD_TRANSPORT"
 CLASS_LIMITS = (1 << 20, 8 << 20)  # bytes of a bucket at which the next size class begins
@@ -60,7 +60,7 @@ class TransportCache:
     ) -> Transports:
         """Transports for parameters of which a rank's pieces have so many bytes; None where an axis has one rank only.
 
-        Fake parameters go by torch's own functions: all of those know what to do with them.
+        Fake parameters go by torch's own functions, which all take them, but in a world that plays a real one.
 
         Raises:
             ShardConfigValueError: the environment names a transport that the backend does not have.
@@ -90,7 +90,7 @@ class TransportCache:
         made = self._all(group, info.device)
         name = (
             _forced(made, group, info.device)
-            or (PLAIN if fake else None)
+            or (PLAIN if fake and not is_played() else None)
             or _measured.get(group, {}).get(size_class(nbytes))
             or next(iter(made))
         )

@@ -15,6 +15,7 @@ from composable_shard._collectives import (
     Direct,
     OfFakeGroup,
     Packed,
+    Plain,
     PointToPoint,
     RankOrdered,
     RankOrderedDirect,
@@ -23,7 +24,7 @@ from composable_shard._collectives import (
 )
 
 ORDERED = {"rank-ordered": RankOrdered, "rank-ordered direct": RankOrderedDirect, "point-to-point": PointToPoint}
-TRANSPORTS = {"packed": Packed, "direct": Direct, **ORDERED}
+TRANSPORTS = {"packed": Packed, "direct": Direct, "torch": Plain, **ORDERED}
 LARGE = BROADCAST_FROM_BYTES // 4  # elements a rank: the whole bucket is then beyond the limits
 
 
@@ -179,16 +180,21 @@ def test_gloo_gets_rank_ordered_sums_by_any_name_and_others_their_own(rank, worl
         "packed": RankOrdered,
         "p2p": PointToPoint,
         "direct": RankOrderedDirect,
+        "torch": Plain,
     }
-    assert all(each.route.sums for each in made.values())
+    assert all(each.route.sums for name, each in made.items() if name != "torch")
     fake = dist.new_group(backend="fake")
     made = transports_of(fake, torch.device("cpu"))
-    assert {name: type(each) for name, each in made.items()} == {"direct": OfFakeGroup, "packed": Packed}
+    assert {name: type(each) for name, each in made.items()} == {
+        "direct": OfFakeGroup,
+        "packed": Packed,
+        "torch": Plain,
+    }
     assert not any(each.route.sums for each in made.values())
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("name", [name for name in TRANSPORTS if name != "packed"])
+@pytest.mark.parametrize("name", [name for name in TRANSPORTS if name not in ("packed", "torch")])
 @distributed(world=(2, 4))
 def test_a_gather_of_several_fills_every_whole_with_its_pieces(rank, world, name, in_place):
     shapes = [(3, 2), (5,), (ALONE_FROM_BYTES // 4, 1), (1, 2, 2)]
