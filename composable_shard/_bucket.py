@@ -167,6 +167,9 @@ class Bucket(Protocol):
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
         """Give the memory back, or reserve it for the next gather; nothing, if there is none."""
 
+    def lose(self) -> None:
+        """Give the weights up and leave their memory leased: a gather that nobody waits for may still write to it."""
+
     def forget(self) -> None:
         """Reserve nothing any more; this bucket will not be used again."""
 
@@ -372,6 +375,9 @@ class GatherBucket(Bucket):
         else:
             self._pool.release(self.slot, after)
         self.slot, self.readable = None, False
+
+    def lose(self) -> None:
+        self.slot, self.readable, self._sum = None, False, None
 
     def arrived(self) -> None:
         self.readable = True

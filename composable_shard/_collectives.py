@@ -101,7 +101,10 @@ def _all_gathered(tensors: Tensors) -> list[torch.Tensor]:
 
 
 class _All:
-    """Several handles as one, and what is left to do after them; it holds what they read."""
+    """Several handles as one, and what is left to do after them; it holds what they read.
+
+    Each handle is waited for once, whatever happens: gloo's messages know no second time, and let it wait for ever.
+    """
 
     __slots__ = ("_handles", "_held", "_rest")
 
@@ -113,17 +116,19 @@ class _All:
         self._held = held
 
     def wait(self) -> None:
+        handles, self._handles = self._handles, ()
         error: Exception | None = None
-        for handle in self._handles:
+        for handle in handles:
             try:
                 if handle is not None:
                     handle.wait()
-            except Exception as caught:  # the others still use their memory
+            except Exception as caught:  # the others still use their memory; an interrupt waits for nothing more
                 error = error or caught
         if error is not None:
             raise error
-        if self._rest is not None:
-            self._rest()
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            rest()
 
 
 class _Over:

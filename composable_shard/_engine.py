@@ -81,6 +81,7 @@ class Engine:
         self._uses = Uses()
         self.has_run, self.is_last_backward, self.ends_by_hand, self.under_hooks = False, True, False, False
         self.changed_at: torch.Event | None = None
+        self._was_interrupted = False
         self._count = 0
         self._iterations = Iterations()
         self._depth = 0  # forwards of sharded modules that run inside one another
@@ -101,7 +102,12 @@ class Engine:
     def enter(self) -> None:
         """A sharded module is called. The outermost call begins a forward."""
         if self._depth == 0 and current_backward() < 0:
-            self._begin_forward()
+            self._iterations.claim()
+            try:
+                self._begin_forward()
+            except BaseException:
+                self._iterations.release()
+                raise
         self._depth += 1
 
     def check_thread(self) -> None:
@@ -109,9 +115,14 @@ class Engine:
         if current_backward() < 0 and (self._depth or (self._pass is not None and self._pass.alive)):
             self._iterations.check_thread()
 
+    def interrupted(self) -> None:
+        """A forward ends by an interrupt (Ctrl-C), which waits for nothing: the next one clears up after it."""
+        self._was_interrupted = True
+
     @apart_from_checkpoints
     def _begin_forward(self) -> None:
-        if self._pass is not None:
+        if self._pass is not None or self._was_interrupted:
+            self._was_interrupted = False
             self._recover()
         waiting = self._iterations.begin()
         self._uses.begin_forward(waiting)
@@ -133,7 +144,10 @@ class Engine:
         """The call has ended; the order of its groups is learned if it was a whole forward of the root."""
         self._depth -= 1
         if not self._depth and current_backward() < 0:
-            self._end_forward(learn_order)
+            try:
+                self._end_forward(learn_order)
+            finally:
+                self._iterations.release()
 
     @apart_from_checkpoints
     def _end_forward(self, learn_order: bool) -> None:
@@ -141,7 +155,8 @@ class Engine:
             if group.running:  # a group of several modules, not all of which have run
                 group.running = 1
                 self.after_forward(group)
-        self._do.drop_after_forward()
+        if not self._was_interrupted:
+            self._do.drop_after_forward()
         if learn_order:
             self.learning.end()
 
@@ -321,6 +336,7 @@ class Engine:
     def reset(self) -> None:
         """Give up whatever a failed forward or backward has left behind, and all gradients that are kept."""
         self._depth = 0
+        self._iterations.release()
         for group in self.groups:
             group.running = 0
             group.forget_gradients()
