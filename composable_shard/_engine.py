@@ -20,7 +20,7 @@ What else it hears of: the end of a graph (`on_node_gone`), of the saved weights
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -379,6 +379,10 @@ class Engine:
         """A gradient came to an unsharded parameter that was read outside of its module's forward."""
         self._open_pass(current_backward())
         self._gradients.add_stray(group, index, gradient)
+
+    def before_first_reduction(self, ask: Callable[[], None]) -> None:
+        """Have this called before any gradient is reduced, until it succeeds."""
+        self._do.ask_first = ask
 
     # ---- what users ask for
 

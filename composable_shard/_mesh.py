@@ -237,9 +237,12 @@ def ensure_process_group() -> None:
 
 
 def default_mesh() -> DeviceMesh:
-    """A 1D mesh over the default process group (initialised if needed), on the accelerator if there is one."""
+    """A 1D mesh over the default process group (initialised if needed), on the accelerator if there is one.
+
+    Its axis has no name, as that of torch's FSDP2: it equals a mesh that a user makes of the world in one line.
+    """
     ensure_process_group()
-    return init_device_mesh(default_device_type(), (dist.get_world_size(),), mesh_dim_names=("shard",))
+    return init_device_mesh(default_device_type(), (dist.get_world_size(),))
 
 
 def replicated_mesh(replicas: int) -> DeviceMesh:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -217,6 +217,11 @@ class ShardState:
         except ShardConfigValueError:
             self._prefetch = before
             raise
+
+    @property
+    def prefetch_lists(self) -> Mapping[bool, list[ShardState]]:
+        """By direction (backward or not), what a user wants gathered ahead."""
+        return self._prefetch
 
     def link_prefetch(self) -> None:
         """Tell the engine; all states must be bound, or else it is too early."""
