@@ -201,9 +201,7 @@ def slowest(seconds: Sequence[float], groups: Sequence[tuple[dist.ProcessGroup, 
     return agreed
 
 
-def _mismatch(
-    plan: ShardPlan, settings: Settings, group: dist.ProcessGroup, differ: list[int]
-) -> RankMismatchError:
+def _mismatch(plan: ShardPlan, settings: Settings, group: dist.ProcessGroup, differ: list[int]) -> RankMismatchError:
     """The error, in the same words on all ranks."""
     found: list[Any] = [None] * group.size()
     with without_dispatch_modes():

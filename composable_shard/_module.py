@@ -43,7 +43,6 @@ from ._torch import (
     with_side_effects,
 )
 
-
 _BUILDER = "_shard_builder"  # where a root has the thread that builds its engine: `setdefault` is atomic
 
 

@@ -22,6 +22,7 @@ from composable_shard._collectives import (
     _All,
     transports_of,
 )
+from composable_shard._streams import Job, Launched
 
 ORDERED = {"rank-ordered": RankOrdered, "rank-ordered direct": RankOrderedDirect, "point-to-point": PointToPoint}
 TRANSPORTS = {"packed": Packed, "direct": Direct, "torch": Plain, **ORDERED}
@@ -234,6 +235,37 @@ def test_after_a_failure_all_other_handles_are_waited_for_and_nothing_else_is_do
         _All([None, Broken(), after], lambda: rest.append(1)).wait()
     assert after.done
     assert not rest
+
+
+class Counted:
+    """A handle that counts how often it was waited for, and ends as it is told."""
+
+    def __init__(self, error=None):
+        self.count, self.error = 0, error
+
+    def wait(self):
+        self.count += 1
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("lost"), KeyboardInterrupt()], ids=repr)
+def test_each_handle_is_waited_for_once_whatever_happens(error):
+    for make_job in (lambda handle: Job(iter_of(handle), None, False), lambda handle: Launched(handle, None, None)):
+        first, second, third = Counted(), Counted(error), Counted()
+        job = make_job(_All([first, second, third]))
+        for again in range(2):
+            if error is None:
+                job.finish()
+            else:  # what cleans up hears that it is lost, and waits for nothing
+                with pytest.raises(type(error) if not again else RuntimeError, match=None if not again else "lost|Int"):
+                    job.finish()
+        assert (first.count, second.count) == (1, 1)
+        assert third.count == (0 if isinstance(error, KeyboardInterrupt) else 1), "an interrupt waits for nothing more"
+
+
+def iter_of(handle):
+    yield handle
 
 
 @distributed(world=2)

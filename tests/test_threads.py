@@ -244,7 +244,7 @@ def test_of_threads_that_enter_a_model_at_the_same_moment_all_but_one_are_told(r
             thread.join(30)
     finally:
         setattr(*where, kept)
-    assert len(done) == 1 and len(told) == count - 1, (len(done), told)
+    assert (len(done), len(told)) == (1, count - 1), told
     assert all("let one thread at a time run a model" in text for text in told)
     assert model.most == 1
     done[0].sum().backward()
