@@ -49,6 +49,7 @@ class Actions:
         watch: times what is done, if anybody wants to know.
         shown: what modules find under the names of their parameters.
         owners: whose bucket is which.
+        ask_first: called before anything is reduced, until it succeeds once.
         history: what was done, and the record of that.
         staying: groups whose weights stay, a backward of theirs being over, for the next one.
     """
@@ -69,6 +70,7 @@ class Actions:
         self._runtime = runtime
         self.shown = Shown(groups, watch_leaf)
         self.owners = Owners(self.groups)
+        self.ask_first: Callable[[], None] | None = None  # before anything is reduced
         self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
         self._gathers_behind: Sequence[ParamGroup] | None = None  # ... the reductions in flight, to be issued
         self._unset: dict[ParamGroup, GroupReduced] = {}  # reduced, `.grad` yet to be set
@@ -234,6 +236,9 @@ class Actions:
             self._settle_oldest()
 
     def _start_reduce(self, group: ParamGroup, gradients: Gradients) -> None:
+        if self.ask_first is not None:
+            self.ask_first()
+            self.ask_first = None
         self._reductions.append((group, self._act(REDUCE, group, group.start_reduce, gradients)))
 
     def _finish_oldest(self) -> tuple[ParamGroup, GroupReduced]:

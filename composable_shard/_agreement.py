@@ -6,9 +6,12 @@ in that: it must neither follow it nor wait for the others, and votes (`Ballot`)
 
 from __future__ import annotations
 
+import hashlib
+import json
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +19,12 @@ import torch.distributed as dist
 from ._errors import RankMismatchError
 from ._mesh import MeshInfo
 from ._plan import ShardPlan
+from ._schedule import ROOT_NAME
 from ._torch import without_dispatch_modes
-from ._torch_distributed import all_gather_options, all_reduce_options, backend_name, store_of
+from ._torch_distributed import all_reduce_options, backend_name, group_all_gather, store_of
 from ._transports import ALONE, SIMULATED
 
+Settings = Mapping[str, Mapping[str, str]]  # by the FQN of a group: names of settings, and what they are set to
 Among = Sequence[
     tuple[dist.ProcessGroup, torch.device, frozenset[str]]
 ]  # with its device, and whose parameters it moves
@@ -28,8 +33,8 @@ Among = Sequence[
 def groups_of(meshes: Iterable[tuple[str, MeshInfo]]) -> Among:
     """The process groups over which groups of parameters, by FQN, are sharded, each once; not those of one rank.
 
-    Replicas are not among them: each may run a forward, or have transports, of its own. Nor are groups of which this
-    process has one rank, and there are no others.
+    Replicas are not among them: each may run a forward, or have transports, of its own (see `replicas_of`). Nor are
+    groups of which this process has one rank, and there are no others.
     """
     found: dict[int, tuple[dist.ProcessGroup, torch.device, set[str]]] = {}
     for fqn, info in meshes:
@@ -39,13 +44,31 @@ def groups_of(meshes: Iterable[tuple[str, MeshInfo]]) -> Among:
     return [(group, device, frozenset(fqns)) for group, device, fqns in found.values()]
 
 
+def replicas_of(meshes: Iterable[tuple[str, MeshInfo]]) -> Among:
+    """The process groups of replicas that share nothing else: over which whole parameters, by FQN, are reduced alone.
+
+    These ask when they first reduce: what went before they may do, or not do, each for itself.
+    """
+    found: dict[int, tuple[dist.ProcessGroup, torch.device, set[str]]] = {}
+    for fqn, info in meshes:
+        there = info.replicate_group
+        if there is not None and there.size() > 1 and info.shard_size == 1:
+            found.setdefault(id(there), (there, info.device, set()))[2].add(fqn)
+    return real([(group, device, frozenset(fqns)) for group, device, fqns in found.values()])
+
+
 def real(among: Among) -> Among:
     """Those without simulated worlds, which notice by themselves when ranks differ."""
     return [each for each in among if backend_name(each[0], each[1]) not in SIMULATED]
 
 
-def agree(plan: ShardPlan, among: Among) -> None:
+def agree(plan: ShardPlan, among: Among, settings: Settings | None = None) -> None:
     """See that all ranks of some process groups have the same plan of the parameters there. A collective in each.
+
+    Args:
+        plan: of this rank.
+        among: the process groups.
+        settings: by FQN, what users have set that is no part of a plan, by name.
 
     Raises:
         RankMismatchError: on all ranks of the first group in which plans differ; it names two ranks, and what is
@@ -53,15 +76,30 @@ def agree(plan: ShardPlan, among: Among) -> None:
     """
     for group, device, fqns in among:
         part = plan.part(fqns)
-        own = torch.frombuffer(bytearray.fromhex(part.digest), dtype=torch.uint8)
+        its = {fqn: settings[fqn] for fqn in sorted(fqns) if settings and settings.get(fqn)}
+        text = json.dumps([part.digest, its], sort_keys=True)
+        own = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
         with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes():
             there = own.to(device)
             found = there.repeat(group.size())  # a simulated process group may move nothing
-            group._allgather_base(found, there, all_gather_options()).wait()
+            group_all_gather(found, there, group).wait()
             digests = found.view(group.size(), -1)
             differ = (digests != digests[:1]).any(dim=1).nonzero().flatten().tolist()
         if differ:
-            raise _mismatch(part, group, differ)
+            raise _mismatch(part, its, group, differ)
+
+
+def _changes(old: Settings, new: Settings) -> list[str]:
+    """Settings that differ, a line each."""
+    lines = []
+    for fqn in dict.fromkeys([*old, *new]):
+        one, two = old.get(fqn, {}), new.get(fqn, {})
+        names = [name for name in dict.fromkeys([*one, *two]) if one.get(name) != two.get(name)]
+        lines += [
+            f"group {fqn or ROOT_NAME}: {name} {one.get(name, 'not set')} -> {two.get(name, 'not set')}"
+            for name in names
+        ]
+    return lines
 
 
 class Outcome(Enum):
@@ -185,14 +223,15 @@ def slowest(seconds: Sequence[float], groups: Sequence[tuple[dist.ProcessGroup, 
     return agreed
 
 
-def _mismatch(plan: ShardPlan, group: dist.ProcessGroup, differ: list[int]) -> RankMismatchError:
+def _mismatch(plan: ShardPlan, settings: Settings, group: dist.ProcessGroup, differ: list[int]) -> RankMismatchError:
     """The error, in the same words on all ranks."""
-    texts: list[str] = [""] * group.size()
-    dist.all_gather_object(texts, plan.to_json(), group)
-    plans = [ShardPlan.from_json(text) for text in texts]
+    found: list[Any] = [None] * group.size()
+    with without_dispatch_modes():
+        dist.all_gather_object(found, (plan.to_json(), settings), group)
     ranks = dist.get_process_group_ranks(group)
     first, other = ranks[0], ranks[differ[0]]
-    lines = plans[0].diff(plans[differ[0]]).splitlines()
+    (mine, own), (theirs, others) = found[0], found[differ[0]]
+    lines = ShardPlan.from_json(mine).diff(ShardPlan.from_json(theirs)).splitlines() + _changes(own, others)
     many = "" if len(differ) == 1 else f" (and {len(differ) - 1} more ranks differ from rank {first})"
     return RankMismatchError(
         f"ranks {first} and {other} have different plans{many}: {lines[0] if lines else 'they differ'}. Build and "

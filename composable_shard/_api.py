@@ -331,7 +331,7 @@ def _attach(module: nn.Module, state: ShardState, place: int) -> None:
     of = cls, hasattr(module, "stats")  # a common word: what users call so stays theirs
     if of not in _classes:
         names = {"__module__": cls.__module__} | ({} if of[1] else {"stats": stats})
-        _classes[of] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), names)
+        _classes.setdefault(of, type(f"FSDP{cls.__name__}", (FSDPModule, cls), names))  # threads get the same one
     module.__class__ = _classes[of]
     module.__dict__[STATE] = state
     module.__dict__[PLACE] = place

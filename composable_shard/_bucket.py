@@ -223,6 +223,9 @@ class Bucket(Protocol):
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
         """Give the memory back, or reserve it for the next gather; nothing, if there is none."""
 
+    def lose(self) -> None:
+        """Give the weights up and leave their memory leased: a gather that nobody waits for may still write to it."""
+
     def forget(self) -> None:
         """Reserve nothing any more; this bucket will not be used again."""
 
@@ -454,6 +457,9 @@ class GatherBucket(Bucket):
         if views and dropped:
             views -= sum(view() is not None for view in dropped)
         return views > 0
+
+    def lose(self) -> None:
+        self.slot, self.readable, self._sum = None, False, None
 
     def arrived(self) -> None:
         self.readable = True

@@ -6,10 +6,11 @@ import itertools
 import weakref
 from collections.abc import Container, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
-from ._agreement import agree, groups_of, real
+from ._agreement import Settings, agree, groups_of, real, replicas_of
 from ._collectives import Transports
 from ._engine import Engine
 from ._errors import ShardConfigStateError
@@ -110,6 +111,23 @@ def declared_plan(root: nn.Module) -> ShardPlan:
     return plan if found is None else found.asked.applied(plan)
 
 
+def _settings(root: nn.Module) -> Settings:
+    """What ranks must have set alike and plans do not say, in words."""
+    groups = _groups_of(root)
+    names = {state: fqn for fqn, state in groups}
+    found: dict[str, dict[str, str]] = {}
+    for fqn, state in groups:
+        options, its = state.declaration.settings.current, found.setdefault(fqn, {})
+        if options.divide_factor is not None:
+            its["gradient divide factor"] = str(options.divide_factor)
+        if options.only_sums:
+            its["only sums"] = "True"
+        for backward, states in state.prefetch_lists.items():
+            listed = [names[each] or ROOT_NAME for one in states for each in one.family if each in names]
+            its[f"{'backward' if backward else 'forward'} prefetch"] = ", ".join(listed) or "nothing"
+    return found
+
+
 def check_root(root: nn.Module) -> None:
     """See that a module can run as the outermost one.
 
@@ -201,9 +219,10 @@ def build_engine(root: nn.Module, measure: bool = True, runs: bool = True) -> En
     _check_materialised(found)
     _check_offloaded(found)
     transports = TransportCache()
-    among = groups_of((fqn, state.declaration.info) for fqn, state in _groups_of(root))
+    meshes = [(fqn, state.declaration.info) for fqn, state in _groups_of(root)]
+    among, settings = groups_of(meshes), _settings(root)
     if measure:
-        agree(declared_plan(root), real(among))
+        agree(declared_plan(root), real(among), settings)
         for _, state in found:
             transports.measure(state.declaration.info, state.declaration.piece_bytes())
     plan = declared_plan(root)
@@ -221,6 +240,8 @@ def build_engine(root: nn.Module, measure: bool = True, runs: bool = True) -> En
     without = [state.entries for _, state in found if state not in groups]
     described = [(group, state.entries) for state, group in groups.items()]
     engine = Engine(described, plan, runtime, among, follow_profiler, without)
+    if replicas := replicas_of(meshes):
+        engine.before_first_reduction(partial(agree, plan, replicas, settings))
     if own is not None:
         engine.learning.given = own.asked.plan is not None
         engine.order.told = weakref.WeakMethod(own.order_changed)

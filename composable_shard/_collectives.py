@@ -7,12 +7,14 @@ which parameters it takes alone:
     packed   one collective moves all that share a buffer
     direct   coalesced gathers, each parameter straight into its place
     p2p      on gloo: large parameters by sends and receives, the others packed
+    torch    packed, by the public functions of torch.distributed, as torch's FSDP2 does it: whoever patches or counts
+             those sees ours; what moves on backends that are not known here, and fake tensors
 
 Gradients are packed by all of them: so autograd's own can go while the collective runs.
 
 gloo's own all-gather and reduce-scatter make a temporary of the full size at every call, and beyond two ranks gloo adds
 in another order than that of the ranks, so that sums would not be equal, to the bit, to those of one process. There
-every transport is made of other primitives and adds in the order of the ranks; all give the same bits.
+every transport but `torch` is made of other primitives and adds in the order of the ranks; they give the same bits.
 """
 
 from __future__ import annotations
@@ -34,12 +36,18 @@ from ._torch_distributed import (
     all_to_all_options,
     backend_name,
     broadcast_options,
+    is_native,
+    public_all_gather,
+    public_reduce_scatter,
     reduce_scatter_options,
 )
 
 BROADCAST_FROM_BYTES = 512 * 1024  # of a bucket: smaller ones are faster with gloo's own all-gather
 ALONE_FROM_BYTES = 64 * 1024  # of a piece: smaller ones cost as much as messages of their own as all of them in one
 _AVERAGING = ("nccl", "xccl")  # backends that know a mean
+PLAIN = "torch"  # the name of the transport that any process group has
+OWN = ("simulated", "fabric")  # backends of this library
+_KNOWN = (*_AVERAGING, *OWN, "gloo", "fake")  # backends of which it is known that other calls than FSDP2's work
 _TAG = 0x5AD0_0000  # of messages; far from those that users number
 
 Tensors = list[torch.Tensor]
@@ -72,17 +80,31 @@ class Transport(Protocol):
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Process groups move and add real numbers."""
+    """Process groups add real numbers."""
     return torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor
 
 
-def _reals(tensors: Tensors) -> list[torch.Tensor]:
+# What every backend moves; gathers of others, which are copied and not added, move bytes.
+MOVED = frozenset(
+    (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64)
+)
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as a dtype that every backend moves."""
+    return tensor if tensor.dtype in MOVED else tensor.view(torch.uint8)
+
+
+def _all_gathered(tensors: Tensors) -> list[torch.Tensor]:
     """The same for tensors of one dtype."""
-    return [torch.view_as_real(t) for t in tensors] if tensors[0].dtype.is_complex else list(tensors)
+    return list(tensors) if tensors[0].dtype in MOVED else [t.view(torch.uint8) for t in tensors]
 
 
 class _All:
-    """Several handles as one, and what is left to do after them; it holds what they read."""
+    """Several handles as one, and what is left to do after them; it holds what they read.
+
+    Each handle is waited for once, whatever happens: gloo's messages know no second time, and let it wait for ever.
+    """
 
     __slots__ = ("_handles", "_held", "_rest")
 
@@ -94,17 +116,56 @@ class _All:
         self._held = held
 
     def wait(self) -> None:
+        handles, self._handles = self._handles, ()
         error: Exception | None = None
-        for handle in self._handles:
+        for handle in handles:
             try:
                 if handle is not None:
                     handle.wait()
-            except Exception as caught:  # the others still use their memory
+            except Exception as caught:  # the others still use their memory; an interrupt waits for nothing more
                 error = error or caught
         if error is not None:
             raise error
-        if self._rest is not None:
-            self._rest()
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            rest()
+
+
+class _Over:
+    """A handle of what is over: `torch.distributed` gives none where somebody has made a call of it synchronous."""
+
+    def wait(self) -> None:
+        return
+
+
+_OVER = _Over()
+
+
+class Plain:
+    """The public functions of `torch.distributed`, looked up at each call, with the arguments of torch's FSDP2."""
+
+    route = Route(PLAIN)
+
+    def __init__(self, group: dist.ProcessGroup, averages: bool = False) -> None:
+        self.averages = averages
+        self._group = group
+
+    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
+        (whole,), (piece,) = wholes, pieces
+        handle: Awaitable | None = public_all_gather(_gathered(whole), _gathered(piece.view(-1)), self._group)
+        return _OVER if handle is None else handle
+
+    def reduce_scatter(
+        self, out: torch.Tensor, bucket: torch.Tensor, scratch: torch.Tensor | None, mean: bool = False
+    ) -> Awaitable:
+        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        handle: Awaitable | None = public_reduce_scatter(_real(out), _real(bucket), self._group, op)
+        return _OVER if handle is None else handle
+
+    def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Awaitable:
+        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        handle: Awaitable | None = dist.all_reduce(_real(tensor), group=self._group, op=op, async_op=True)
+        return _OVER if handle is None else handle
 
 
 class Packed:
@@ -122,7 +183,7 @@ class Packed:
 
     def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
         (whole,), (piece,) = wholes, pieces
-        handle: Awaitable = self._group._allgather_base(_real(whole), _real(piece), self._gather)
+        handle: Awaitable = self._group._allgather_base(_gathered(whole), _gathered(piece), self._gather)
         return handle
 
     def reduce_scatter(
@@ -142,8 +203,8 @@ class Direct(Packed):
     route = Route("direct", gather_from=0)
 
     def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
-        if wholes[0].dtype.is_complex:
-            wholes, pieces = _reals(wholes), _reals(pieces)
+        if wholes[0].dtype not in MOVED:
+            wholes, pieces = _all_gathered(wholes), _all_gathered(pieces)
         handle: Awaitable = self._group.allgather_into_tensor_coalesced(wholes, pieces, self._gather)
         return handle
 
@@ -171,7 +232,7 @@ class RankOrdered:
         self._exchange = all_to_all_options()
 
     def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
-        pairs = enumerate(zip(_reals(wholes), _reals(pieces), strict=True))
+        pairs = enumerate(zip(_all_gathered(wholes), _all_gathered(pieces), strict=True))
         return _All([handle for at, (whole, piece) in pairs for handle in self._gathered(at, whole, piece)])
 
     def _gathered(self, at: int, whole: torch.Tensor, piece: torch.Tensor) -> list[Awaitable]:
@@ -221,8 +282,8 @@ class RankOrderedDirect(RankOrdered):
     route = Route("direct", gather_from=0, sums=True)
 
     def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
-        flat = _reals([piece.view(-1) for piece in pieces])
-        handle: Awaitable = self._group.allgather_into_tensor_coalesced(_reals(wholes), flat, self._gather)
+        flat = _all_gathered([piece.view(-1) for piece in pieces])
+        handle: Awaitable = self._group.allgather_into_tensor_coalesced(_all_gathered(wholes), flat, self._gather)
         return handle
 
 
@@ -301,15 +362,18 @@ def _copy(to: torch.Tensor, frm: torch.Tensor) -> None:
 def transports_of(group: dist.ProcessGroup, device: torch.device) -> dict[str, Transport]:
     """The transports of a process group by name; the first is the one to take without a measurement."""
     name = backend_name(group, device)
+    plain = Plain(group, averages=device.type != "mtia")  # which knows sums only; all others are asked for means
     found: list[Transport]
-    if name == "gloo":
-        found = [RankOrdered(group), RankOrderedDirect(group)]
+    if name not in _KNOWN or not (is_native(group) or name in OWN):
+        found = [plain]
+    elif name == "gloo":
+        found = [RankOrdered(group), RankOrderedDirect(group), plain]
         if device.type == "cpu":  # gloo sends no memory of a device
             found.insert(1, PointToPoint(group))
     elif name == "fake":
-        found = [OfFakeGroup(group), Packed(group)]
+        found = [OfFakeGroup(group), Packed(group), plain]
     else:
-        found = [Direct(group, name in _AVERAGING), Packed(group, name in _AVERAGING)]
+        found = [Direct(group, name in _AVERAGING), Packed(group, name in _AVERAGING), plain]
     return {each.route.name: each for each in found}
 
 

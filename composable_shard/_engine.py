@@ -94,6 +94,7 @@ class Engine:
         self._uses = Uses()
         self.has_run, self.is_last_backward, self.ends_by_hand, self.under_hooks = False, True, False, False
         self.changed_at: torch.Event | None = None
+        self._was_interrupted = False
         self._count = 0
         self._iterations = Iterations()
         self._depth = 0  # forwards of sharded modules that run inside one another
@@ -128,8 +129,13 @@ class Engine:
     def enter(self) -> None:
         """A sharded module is called. The outermost call begins a forward."""
         if self._depth == 0 and current_backward() < 0:
-            self._look(self)
-            self._begin_forward()
+            self._iterations.claim()
+            try:
+                self._look(self)
+                self._begin_forward()
+            except BaseException:
+                self._iterations.release()
+                raise
         self._depth += 1
 
     def check_thread(self) -> None:
@@ -137,10 +143,15 @@ class Engine:
         if current_backward() < 0 and (self._depth or (self._pass is not None and self._pass.alive)):
             self._iterations.check_thread()
 
+    def interrupted(self) -> None:
+        """A forward ends by an interrupt (Ctrl-C), which waits for nothing: the next one clears up after it."""
+        self._was_interrupted = True
+
     @apart_from_checkpoints
     def _begin_forward(self) -> None:
         self._end_abandoned()
-        if self._pass is not None:
+        if self._pass is not None or self._was_interrupted:
+            self._was_interrupted = False
             self._recover()
         waiting = self._iterations.begin()
         self._uses.begin_forward(waiting)
@@ -165,12 +176,16 @@ class Engine:
         """The call has ended; the order of its groups is learned if it was a whole forward of the root."""
         self._depth -= 1
         if not self._depth and current_backward() < 0:
-            self._end_forward(learn_order)
+            try:
+                self._end_forward(learn_order)
+            finally:
+                self._iterations.release()
 
     @apart_from_checkpoints
     def _end_forward(self, learn_order: bool) -> None:
         self._end_abandoned()  # groups of several modules, not all of which have run
-        self._do.drop_after_forward()
+        if not self._was_interrupted:
+            self._do.drop_after_forward()
         if learn_order:
             self.learning.end()
 
@@ -368,6 +383,7 @@ class Engine:
     def reset(self) -> None:
         """Give up whatever a failed forward or backward has left behind, and all gradients that are kept."""
         self._depth = 0
+        self._iterations.release()
         self._forget_running()
         for group in self.groups:
             group.forget_gradients()
@@ -416,6 +432,10 @@ class Engine:
         """A gradient came to an unsharded parameter that was read outside of its module's forward."""
         self._open_pass(current_backward())
         self._gradients.add_stray(group, index, gradient)
+
+    def before_first_reduction(self, ask: Callable[[], None]) -> None:
+        """Have this called before any gradient is reduced, until it succeeds."""
+        self._do.ask_first = ask
 
     # ---- what users ask for
 

@@ -295,6 +295,9 @@ class ExtensionBucket(Bucket):
         for member in self._members if not reserve else ():
             member.free()
 
+    def lose(self) -> None:
+        self.release(None)  # what gathers write to is theirs, and no memory of the pool
+
     def forget(self) -> None:
         for member in self._members:
             member.free()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ._collectives import transports_of
+from ._collectives import MOVED, transports_of
 
 _ops = torch.ops._c10d_functional
 
@@ -46,6 +46,8 @@ def all_gather(chunk: torch.Tensor, axis: Axis) -> torch.Tensor:
     if chunk.is_complex():
         pairs = all_gather(torch.view_as_real(chunk).reshape(-1), axis)
         return torch.view_as_complex(pairs.view(-1, 2))
+    if chunk.dtype not in MOVED:
+        return all_gather(chunk.view(torch.uint8), axis).view(chunk.dtype)
     return _wait(_ops.all_gather_into_tensor(chunk, axis.size, axis.group))
 
 

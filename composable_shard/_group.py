@@ -206,6 +206,12 @@ class ParamGroup:
         for bucket in self.buckets:
             bucket.release(after)
 
+    def _leave_gathers(self) -> None:
+        """The wait was interrupted, and nothing more is waited for: what is still written to goes to nobody else."""
+        self._gathers, self.pinned = [], False
+        for bucket in self.buckets:
+            bucket.lose()
+
     def finish_gather(self) -> None:
         """Wait until the weights can be read."""
         self._set_params(UNSHARDED)
@@ -213,8 +219,11 @@ class ParamGroup:
             for bucket, job in self._gathers:
                 job.finish()
                 bucket.arrived()
-        except BaseException:
-            self._give_up_gathers()
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._give_up_gathers()
+            else:
+                self._leave_gathers()
             self._set_params(SHARDED)
             raise
         self.was_gathered = True

@@ -11,6 +11,15 @@ import threading
 from ._errors import ShardConfigStateError
 
 _MOST_WAITING = 256  # forwards of one iteration that wait for a backward
+_FORWARD = "forward"
+
+
+def two_threads(where: str) -> ShardConfigStateError:
+    """The error of a thread that calls a model while another one is there."""
+    return ShardConfigStateError(
+        f"thread {threading.current_thread().name!r}: calls a sharded model while another thread is in {where}; let "
+        "one thread at a time run a model, or give each its own"
+    )
 
 
 class Iterations:
@@ -23,6 +32,7 @@ class Iterations:
     def __init__(self) -> None:
         self.forward = 0
         self._thread = 0  # in which it began
+        self._inside: dict[str, int] = {}  # the thread of the forward that runs now: `setdefault` is atomic
         self._awaited = 0  # the last forward that a backward can go through
         self._reached = 0  # ... and the last one that one has gone through
 
@@ -40,13 +50,24 @@ class Iterations:
         self._thread = threading.get_ident()
         return waiting
 
+    def claim(self) -> None:
+        """A forward is about to begin in this thread, and no other one shall until it is over (`release`).
+
+        Raises:
+            ShardConfigStateError: one has, however short the time between them.
+        """
+        here = threading.get_ident()
+        if self._inside.setdefault(_FORWARD, here) != here:
+            raise two_threads(f"forward {self.forward} of it, or in its backward")
+
+    def release(self) -> None:
+        """The forward is over."""
+        self._inside.pop(_FORWARD, None)
+
     def check_thread(self) -> None:
         """Raises ShardConfigStateError if the forward began in another thread than this one."""
         if threading.get_ident() != self._thread:
-            raise ShardConfigStateError(
-                f"thread {threading.current_thread().name!r}: calls a sharded model while another thread is in forward "
-                f"{self.forward} of it, or in its backward; let one thread at a time run a model, or give each its own"
-            )
+            raise two_threads(f"forward {self.forward} of it, or in its backward")
 
     def await_backward(self, forward: int) -> None:
         """Parameters that want gradients are used in this forward; 0 is none."""

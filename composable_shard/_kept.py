@@ -10,6 +10,7 @@ from collections.abc import Container, Sequence
 import torch
 
 from ._param import ShardedParam
+from ._torch import has_memory
 
 Partial = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by index: a piece, and how many ranks had a gradient
 
@@ -108,7 +109,7 @@ class KeptGradients:
         survives = self._told(index)
         if survives is None:
             return kept
-        if survives.device.type == "cpu":
+        if survives.device.type == "cpu" and has_memory(survives):
             return kept if survives.item() else None
         return torch.where(survives.reshape(()), kept, torch.zeros_like(kept))  # without a host synchronisation
 

@@ -251,7 +251,8 @@ def ensure_process_group() -> None:
 def default_mesh() -> DeviceMesh:
     """A 1D mesh over the default process group (initialised if needed), on the accelerator if there is one.
 
-    Its axis has no name, like that of torch's: PEFT takes weights on an axis of another name for tensor-parallel ones.
+    Its axis has no name, as that of torch's FSDP2: so it equals a mesh that a user makes of the world in one line. PEFT
+    takes weights on an axis with another name than ``fsdp`` for tensor-parallel ones.
     """
     ensure_process_group()
     return init_device_mesh(default_device_type(), (dist.get_world_size(),))

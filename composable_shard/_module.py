@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import threading
 import types
 import warnings
 import weakref
@@ -26,6 +27,7 @@ from ._engine import Engine
 from ._errors import ShardConfigStateError, ShardConfigValueError
 from ._group import ParamGroup
 from ._guard import begin_trace, same_graph, say_broken
+from ._iterations import two_threads
 from ._methods import Methods
 from ._node import Outputs, Use
 from ._phases import GATHERING
@@ -46,6 +48,8 @@ from ._torch import (
 from ._torch_compile import put_rng_states_before_meshes
 from ._torch_distributed import registered_by_torch
 
+_BUILDER = "_shard_builder"  # where a root has the thread that builds its engine: `setdefault` is atomic
+
 
 class UnshardHandle(TorchUnshardHandle):
     """An unshard that was issued and not yet waited for."""
@@ -64,7 +68,14 @@ class UnshardHandle(TorchUnshardHandle):
 def _bound(module: nn.Module, measure: bool = True, runs: bool = True) -> Bound:
     state: ShardState = module.__dict__[STATE]
     if state.bound is None:
-        build_engine(module, measure, runs)
+        here = threading.get_ident()
+        if module.__dict__.setdefault(_BUILDER, here) != here:
+            raise two_threads("its first forward")
+        try:
+            if state.bound is None:  # or another thread has built it in the meantime
+                build_engine(module, measure, runs)
+        finally:
+            module.__dict__.pop(_BUILDER, None)
     assert state.bound is not None
     return state.bound
 
@@ -198,6 +209,8 @@ def _run(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str
         root_succeeded = bound.is_root
         return output
     except BaseException as error:
+        if not isinstance(error, Exception):
+            engine.interrupted()
         state.abort(depth)
         if refuses_saved_tensors_hooks(error) and not stays:
             name = bound.group.name if bound.group is not None else type(module).__name__

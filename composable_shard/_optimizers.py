@@ -26,12 +26,13 @@ class StepWatcher(Protocol):
         """It is about to read their gradients, which must be what all ranks have together."""
 
 
-_watchers: weakref.WeakSet[StepWatcher] = weakref.WeakSet()
+# By id: their weak references can be listed in one go while another thread adds one.
+_watchers: weakref.WeakValueDictionary[int, StepWatcher] = weakref.WeakValueDictionary()
 
 
 def watch_steps(watcher: StepWatcher) -> None:
     """Tell `watcher`, while it lives, of the steps of all optimizers: it looks for its own parameters."""
-    _watchers.add(watcher)
+    _watchers[id(watcher)] = watcher
 
 
 @never_trace
@@ -59,7 +60,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     args, kwargs, has_closure = _with_closure(args, kwargs, partial(_check_reduced, theirs))
     if not has_closure:
         _check_reduced(theirs)
-    for watcher in list(_watchers):
+    for watcher in _living():
         watcher.before_optimizer_step(theirs)
     return (args, kwargs) if has_closure else None
 
@@ -80,8 +81,12 @@ def _checked(closure: Callable[[], Any], check: Callable[[], None]) -> Any:
 
 
 def _check_reduced(theirs: set[int]) -> None:
-    for watcher in list(_watchers):
+    for watcher in _living():
         watcher.check_reduced(theirs)
+
+
+def _living() -> list[StepWatcher]:
+    return [watcher for ref in _watchers.valuerefs() if (watcher := ref()) is not None]
 
 
 def _split_up(group: dict[str, Any]) -> None:

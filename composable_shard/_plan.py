@@ -267,7 +267,9 @@ class ShardPlan:
         edges = self.edges()
 
         def those(of: Edges) -> Edges:
-            return tuple((at, tuple(fqn for fqn in ahead if fqn in fqns)) for at, ahead in of if at in fqns)
+            cut = [(at, tuple(fqn for fqn in ahead if fqn in fqns)) for at, ahead in of if at in fqns]
+            tell = {at for at, ahead in cut if ahead}  # of the others it makes no difference whether they are listed
+            return tuple(each for each in cut if each[0] in tell)
 
         schedule = replace(
             edges,

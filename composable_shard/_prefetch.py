@@ -53,8 +53,8 @@ def _searched(
 ) -> Schedule:
     """The schedule of `auto`, searched for once."""
     asked = tuple((step, sizes[step.fqn], times[step.fqn]) for step in steps), budget
-    found = _made.pop(asked, None)
-    _made[asked] = Auto(steps, sizes, times, budget).best().schedule if found is None else found
+    found = _made.pop(asked, None) or Auto(steps, sizes, times, budget).best().schedule
+    _made[asked] = found
     while len(_made) > _KEPT:
         _made.popitem(last=False)
-    return _made[asked]
+    return found

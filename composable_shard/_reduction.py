@@ -19,7 +19,7 @@ from ._policies import AllReduceHook, Comms, Options, division
 from ._pool import BufferPool
 from ._slots import Slot
 from ._streams import Job, Lane, Steps
-from ._torch import chunk_cat
+from ._torch import chunk_cat, has_memory
 
 
 class _Member(NamedTuple):
@@ -371,7 +371,10 @@ def unused(done: Sequence[tuple[list[int], Reduced]], asked: Sequence[int]) -> l
     found: list[int] = []
     for indices, reduced in done:
         ours = [index for index in asked if index in indices]
-        found += [index for index in ours if reduced.parts().used[indices.index(index)].item() == 0]
+        used = reduced.parts().used
+        seen = [used[indices.index(index)] for index in ours]
+        # Fake ones do not say what other ranks had: then this rank's own word counts.
+        found += [index for index, mark in zip(ours, seen, strict=True) if not has_memory(mark) or mark.item() == 0]
     return found
 
 

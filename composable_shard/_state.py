@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -26,7 +26,7 @@ from ._param import ShardedParam
 from ._plan import ShardPlan
 from ._policies import PoolPolicy, PrefetchPolicy, Settings
 from ._streams import Lane, lane_for
-from ._torch import apart_from_checkpoints, current_backward, modes_in_force, with_side_effects
+from ._torch import apart_from_checkpoints, current_backward, has_memory, modes_in_force, with_side_effects
 from ._traced import TracedGroup
 from ._transports import TransportCache
 
@@ -63,7 +63,8 @@ class Declaration:
 
     def transports(self, made: TransportCache) -> Transports:
         """What moves its parameters and gradients now."""
-        return made.of(self.info, self.settings.current, self.piece_bytes(), self.small)
+        fake = not all(has_memory(param.local) for param in self.params)
+        return made.of(self.info, self.settings.current, self.piece_bytes(), self.small, fake)
 
 
 @dataclass(frozen=True)
@@ -233,6 +234,11 @@ class ShardState:
     def prefetched(self, backward: bool) -> Sequence[ShardState]:
         """What `set_prefetch` was given last."""
         return self._prefetch.get(backward, ())
+
+    @property
+    def prefetch_lists(self) -> Mapping[bool, list[ShardState]]:
+        """By direction (backward or not), what a user wants gathered ahead."""
+        return self._prefetch
 
     def link_prefetch(self) -> None:
         """Tell the engine; all states must be bound, or else it is too early."""

@@ -28,6 +28,22 @@ class Awaitable(Protocol):
     def wait(self) -> Any: ...
 
 
+class Lost:
+    """In the place of a handle whose wait has failed or was interrupted: nobody waits for that again.
+
+    Args:
+        error: in words; the error itself would hold all that was at hand.
+    """
+
+    __slots__ = ("_error",)
+
+    def __init__(self, error: str) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise RuntimeError(f"a collective has failed before: {self._error}")
+
+
 _HIGH_PRIORITY = -1
 Steps = Generator[Awaitable, None, T]
 Events = Iterable[torch.Event | None]
@@ -61,7 +77,11 @@ class Job(Generic[T]):
     def _advance(self) -> None:
         """Wait for the handle at hand and run on to the next one, or to the end."""
         if self._handle is not None:
-            self._handle.wait()
+            try:
+                self._handle.wait()
+            except BaseException as error:
+                self._handle = Lost(repr(error))
+                raise
         assert self._steps is not None
         grad = torch.is_grad_enabled()
         if grad:  # switched off here, for a generator cannot hold it across a yield
@@ -113,7 +133,11 @@ class Launched(Job[T]):
 
     def _advance(self) -> None:
         if self._handle is not None:
-            self._handle.wait()
+            try:
+                self._handle.wait()
+            except BaseException as error:
+                self._handle = Lost(repr(error))
+                raise
             self._handle = None
 
     def finish(self, on_host: bool = False) -> T:

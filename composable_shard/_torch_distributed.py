@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -163,7 +164,41 @@ def store_of(group: dist.ProcessGroup) -> c10d.Store:
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Name of the backend (``gloo``, ``nccl``, ...) that serves `device` in a process group."""
-    return group._get_backend(device).name().lower()
+    try:
+        return group._get_backend(device).name().lower()
+    except (RuntimeError, NotImplementedError):
+        if is_native(group):
+            raise
+        return group.name().lower()  # one that is made in Python has no backends within
+
+
+def is_native(group: dist.ProcessGroup) -> bool:
+    """Whether a process group is torch's own, which hands all that it is asked for to its backends.
+
+    One of a class made in Python may look the same, and do less, or something else.
+    """
+    return type(group) is dist.ProcessGroup
+
+
+# What torch's FSDP2 calls, by the names of the version that is installed: the older ones warn where there are newer.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+def public_all_gather(whole: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """The asynchronous all-gather of `torch.distributed`, whatever stands there now."""
+    return getattr(dist, _ALL_GATHER)(output_tensor=whole, input_tensor=piece, group=group, async_op=True)
+
+
+def public_reduce_scatter(out: torch.Tensor, bucket: torch.Tensor, group: dist.ProcessGroup, op: Any) -> Any:
+    """The asynchronous reduce-scatter of `torch.distributed`, whatever stands there now."""
+    return getattr(dist, _REDUCE_SCATTER)(output=out, input=bucket, group=group, op=op, async_op=True)
+
+
+def group_all_gather(whole: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """The asynchronous all-gather of any process group, its own method: no payload, and nothing that tools count."""
+    gather = getattr(group, _ALL_GATHER, None) or group._allgather_base
+    return gather(whole, piece, all_gather_options())
 
 
 def all_gather_options() -> Any:
@@ -319,6 +354,15 @@ def fake_group(world_size: int, rank: int) -> None:
 
     _let_fake_tensors_gather()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    _played.add(dist.group.WORLD)
+
+
+_played: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def is_played() -> bool:
+    """Whether `fake_group` has made this world: there, fake tensors move as real ones do."""
+    return dist.group.WORLD in _played
 
 
 @functools.cache

@@ -12,18 +12,19 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from ._collectives import Custom, Transport, Transports, transports_of
+from ._collectives import PLAIN, Custom, Transport, Transports, transports_of
 from ._errors import ShardConfigValueError
 from ._layout import GatherLayout, gather_layout
 from ._mesh import MeshInfo
 from ._policies import Comms, Options
 from ._streams import Steps, lane_for
 from ._torch import without_dispatch_modes
-from ._torch_distributed import all_reduce_options, backend_name
+from ._torch_distributed import all_reduce_options, backend_name, is_played
 
 VARIABLE = "COMPOSABLE_SHARD_TRANSPORT"
 CLASS_LIMITS = (1 << 20, 8 << 20)  # bytes of a bucket at which the next size class begins
@@ -49,8 +50,17 @@ class TransportCache:
         self._made: dict[dist.ProcessGroup, dict[str, Transport]] = {}
         self._custom: dict[tuple[dist.ProcessGroup, Comms, str], Transport] = {}
 
-    def of(self, info: MeshInfo, options: Options, pieces: Sequence[int], small: MeshInfo | None = None) -> Transports:
+    def of(
+        self,
+        info: MeshInfo,
+        options: Options,
+        pieces: Sequence[int],
+        small: MeshInfo | None = None,
+        fake: bool = False,
+    ) -> Transports:
         """Transports for parameters of which a rank's pieces have so many bytes; None where an axis has one rank only.
+
+        Fake parameters go by torch's own functions, which all take them, but in a world that plays a real one.
 
         Raises:
             ShardConfigValueError: the environment names a transport that the backend does not have.
@@ -58,21 +68,29 @@ class TransportCache:
         comms = options.comms
         custom = comms if comms.all_gather is not None or comms.reduce_scatter is not None else None
         nbytes = sum(pieces) * info.shard_size
+        get = partial(self._get, fake)
         return Transports(
-            gather=self._get(info.shard_group, info.shard_size, info, nbytes, custom),
-            reduce=self._get(comms.reduce_group or info.shard_group, info.shard_size, info, nbytes, custom),
-            replicate=self._get(info.replicate_group, info.replicate_size, info, sum(pieces)),
-            small=None if small is None else self._get(small.shard_group, small.shard_size, small, nbytes),
+            gather=get(info.shard_group, info.shard_size, info, nbytes, custom),
+            reduce=get(comms.reduce_group or info.shard_group, info.shard_size, info, nbytes, custom),
+            replicate=get(info.replicate_group, info.replicate_size, info, sum(pieces)),
+            small=None if small is None else get(small.shard_group, small.shard_size, small, nbytes),
         )
 
     def _get(
-        self, group: dist.ProcessGroup | None, size: int, info: MeshInfo, nbytes: int, comms: Comms | None = None
+        self,
+        fake: bool,
+        group: dist.ProcessGroup | None,
+        size: int,
+        info: MeshInfo,
+        nbytes: int,
+        comms: Comms | None = None,
     ) -> Transport | None:
         if group is None or size == 1:
             return None
         made = self._all(group, info.device)
         name = (
-            _forced(made, _words(group, info.device))
+            _forced(made, group, info.device)
+            or (PLAIN if fake and not is_played() else None)
             or _measured.get(group, {}).get(size_class(nbytes))
             or next(iter(made))
         )
@@ -98,9 +116,10 @@ class TransportCache:
             return
         found, at = _measured.setdefault(group, {}), size_class(sum(pieces) * info.shard_size)
         made = self._all(group, info.device)
-        if at in found or _forced(made, _words(group, info.device)) or backend_name(group, info.device) in SIMULATED:
+        if at in found or _forced(made, group, info.device) or backend_name(group, info.device) in SIMULATED:
             return
-        candidates = [name for name in made if name in _CANDIDATES.get(backend_name(group, info.device), made)]
+        ours = [name for name in made if name != PLAIN]
+        candidates = [name for name in ours if name in _CANDIDATES.get(backend_name(group, info.device), ours)]
         takes = {_takes_alone(made[name], pieces) for name in candidates}
         if len(takes) > 1:
             with without_dispatch_modes():
@@ -111,11 +130,11 @@ class TransportCache:
 _CANDIDATES = {"gloo": ("packed", "p2p")}
 
 
-def _forced(made: dict[str, Transport], where: str) -> str | None:
+def _forced(made: dict[str, Transport], group: dist.ProcessGroup, device: torch.device) -> str | None:
     wanted = os.environ.get(VARIABLE, "").strip().lower()
     if wanted and wanted not in made:
         raise ShardConfigValueError(
-            f"{VARIABLE}={wanted}: {where} has no such transport; it has {', '.join(made)}. Unset the "
+            f"{VARIABLE}={wanted}: {_words(group, device)} has no such transport; it has {', '.join(made)}. Unset the "
             "variable to let a measurement decide"
         )
     return wanted or None

@@ -15,15 +15,17 @@ from composable_shard._collectives import (
     Direct,
     OfFakeGroup,
     Packed,
+    Plain,
     PointToPoint,
     RankOrdered,
     RankOrderedDirect,
     _All,
     transports_of,
 )
+from composable_shard._streams import Job, Launched
 
 ORDERED = {"rank-ordered": RankOrdered, "rank-ordered direct": RankOrderedDirect, "point-to-point": PointToPoint}
-TRANSPORTS = {"packed": Packed, "direct": Direct, **ORDERED}
+TRANSPORTS = {"packed": Packed, "direct": Direct, "torch": Plain, **ORDERED}
 LARGE = BROADCAST_FROM_BYTES // 4  # elements a rank: the whole bucket is then beyond the limits
 
 
@@ -179,16 +181,21 @@ def test_gloo_gets_rank_ordered_sums_by_any_name_and_others_their_own(rank, worl
         "packed": RankOrdered,
         "p2p": PointToPoint,
         "direct": RankOrderedDirect,
+        "torch": Plain,
     }
-    assert all(each.route.sums for each in made.values())
+    assert all(each.route.sums for name, each in made.items() if name != "torch")
     fake = dist.new_group(backend="fake")
     made = transports_of(fake, torch.device("cpu"))
-    assert {name: type(each) for name, each in made.items()} == {"direct": OfFakeGroup, "packed": Packed}
+    assert {name: type(each) for name, each in made.items()} == {
+        "direct": OfFakeGroup,
+        "packed": Packed,
+        "torch": Plain,
+    }
     assert not any(each.route.sums for each in made.values())
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("name", [name for name in TRANSPORTS if name != "packed"])
+@pytest.mark.parametrize("name", [name for name in TRANSPORTS if name not in ("packed", "torch")])
 @distributed(world=(2, 4))
 def test_a_gather_of_several_fills_every_whole_with_its_pieces(rank, world, name, in_place):
     shapes = [(3, 2), (5,), (ALONE_FROM_BYTES // 4, 1), (1, 2, 2)]
@@ -228,6 +235,37 @@ def test_after_a_failure_all_other_handles_are_waited_for_and_nothing_else_is_do
         _All([None, Broken(), after], lambda: rest.append(1)).wait()
     assert after.done
     assert not rest
+
+
+class Counted:
+    """A handle that counts how often it was waited for, and ends as it is told."""
+
+    def __init__(self, error=None):
+        self.count, self.error = 0, error
+
+    def wait(self):
+        self.count += 1
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("lost"), KeyboardInterrupt()], ids=repr)
+def test_each_handle_is_waited_for_once_whatever_happens(error):
+    for make_job in (lambda handle: Job(iter_of(handle), None, False), lambda handle: Launched(handle, None, None)):
+        first, second, third = Counted(), Counted(error), Counted()
+        job = make_job(_All([first, second, third]))
+        for again in range(2):
+            if error is None:
+                job.finish()
+            else:  # what cleans up hears that it is lost, and waits for nothing
+                with pytest.raises(type(error) if not again else RuntimeError, match=None if not again else "lost|Int"):
+                    job.finish()
+        assert (first.count, second.count) == (1, 1)
+        assert third.count == (0 if isinstance(error, KeyboardInterrupt) else 1), "an interrupt waits for nothing more"
+
+
+def iter_of(handle):
+    yield handle
 
 
 @distributed(world=2)

@@ -7,12 +7,14 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from _engines import mesh_of
 from _pool import distributed
-from composable_shard import ShardConfigValueError
+from composable_shard import ShardConfigValueError, fully_shard
 from composable_shard._mesh import (
     compute_device,
     default_device_type,
@@ -66,6 +68,36 @@ def test_the_default_mesh_is_one_axis_over_all_ranks(rank, world):
     assert mesh.mesh.tolist() == [0, 1]
     assert mesh.mesh_dim_names is None, "as torch's: PEFT goes by it"
     assert mesh.device_type == default_device_type()
+
+
+@distributed(world=2)
+def test_the_default_mesh_is_that_of_fsdp2_and_equals_the_users_own(rank, world):
+    for shard in (fsdp2, fully_shard):
+        torch.manual_seed(0)
+        one, two, three = (nn.Linear(4, 4) for _ in range(3))
+        shard(one)
+        shard(two, mesh=init_device_mesh("cpu", (world,)))
+        fsdp2(three)
+        assert one.weight.device_mesh == two.weight.device_mesh == three.weight.device_mesh
+        assert one.weight.device_mesh.mesh_dim_names is None
+        mixed = (one.weight + two.weight - three.weight).full_tensor()
+        torch.manual_seed(0)
+        first, second, third = (nn.Linear(4, 4) for _ in range(3))
+        assert torch.equal(mixed, first.weight + second.weight - third.weight)
+        two(one(torch.ones(1, 4))).sum().backward()
+        second(first(torch.ones(1, 4))).sum().backward()
+        norm = nn.utils.clip_grad_norm_([*one.parameters(), *two.parameters()], 1.0).full_tensor()
+        want = nn.utils.clip_grad_norm_([*first.parameters(), *second.parameters()], 1.0)
+        torch.testing.assert_close(norm, want)
+
+
+@distributed(world=2)
+def test_a_users_mesh_of_one_axis_may_have_any_name_and_keeps_it(rank, world):
+    for name in ("shard", "fsdp", "anything"):
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=(name,))
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+        model(torch.ones(1, 4)).sum().backward()
+        assert model.weight.device_mesh == mesh == model.weight.grad.device_mesh
 
 
 @pytest.mark.parametrize(("replicas", "shape"), [(1, (1, 4)), (2, (2, 2)), (4, (4, 1))])

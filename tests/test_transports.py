@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import composable_shard
+from _engines import mesh_of
 from _parity import Case, check_parity
-from _pool import distributed
+from _pool import distributed, more
 from composable_shard import _transports
 from composable_shard._errors import ShardConfigValueError
 from composable_shard._transports import VARIABLE, size_class
@@ -248,7 +252,10 @@ def test_the_plan_shows_what_is_forced_and_another_name_is_an_error_that_lists_t
         with forced(name):
             line = next(line for line in str(composable_shard.make_plan(sharded())).splitlines() if "blocks.0" in line)
             assert line.endswith(f"  {shown}"), line
-    with forced("pigeon"), pytest.raises(ShardConfigValueError, match=r"TRANSPORT=pigeon: .* has packed, p2p, direct"):
+    with (
+        forced("pigeon"),
+        pytest.raises(ShardConfigValueError, match="=pigeon: .* has packed, p2p, direct, torch"),
+    ):
         sharded()(*rows(rank, 0))
 
 
@@ -295,3 +302,77 @@ def test_ranks_take_the_slowest_ranks_times(rank, world):
 
 def test_size_classes():
     assert [size_class(n) for n in (0, (1 << 20) - 1, 1 << 20, (8 << 20) - 1, 8 << 20, 1 << 40)] == [0, 0, 1, 1, 2, 2]
+
+
+EXACT = [name for name in ("bool", "int8", "int16", "uint16", "uint32", "int64", "uint64") if hasattr(torch, name)]
+EIGHT_BITS = [name for name in ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu") if hasattr(torch, name)]
+
+
+def all_bits(dtype, shape, seed):
+    """Every pattern of bits that a dtype can have, NaNs among them."""
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), generator=generator, dtype=torch.uint8)
+    return (raw % 2).bool() if dtype == torch.bool else raw.view(dtype)
+
+
+class Quantised(nn.Module):
+    """Frozen weights of a narrow dtype, uneven at any world, beside others."""
+
+    def __init__(self, dtype, mixed):
+        super().__init__()
+        for name, shape in {"tall": (7, 3), "wide": (5, 8), "one": (1, 6), "large": (130, 520)}.items():
+            self.register_parameter(name, nn.Parameter(all_bits(dtype, shape, len(name)), requires_grad=False))
+        self.scale = nn.Linear(3, 3) if mixed else nn.Identity()
+        self.read = {}
+
+    def forward(self, x):
+        self.read = {name: param.detach().clone() for name, param in self.named_parameters() if "scale" not in name}
+        return self.scale(x)
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "alone"])
+@pytest.mark.parametrize("dtype", [*EIGHT_BITS, *EXACT])
+@distributed(world=(2, more(4)))
+def test_weights_of_any_dtype_are_gathered_bit_for_bit(rank, world, dtype, mixed):
+    dtype = getattr(torch, dtype)
+
+    def cut(param):
+        return Shard(1) if param.shape == (5, 8) else None
+
+    torch.manual_seed(0)
+    base = Quantised(dtype, mixed)
+    want = {name: param.detach() for name, param in base.named_parameters() if "scale" not in name}
+    engines = dict.fromkeys((*NAMES, "torch"), composable_shard.fully_shard)
+    outputs = {}
+    for name, shard in (({"fsdp2": fsdp2} if mixed else {}) | engines).items():
+        # gloo does not know these dtypes, and FSDP2 moves them only where there are several in one gather
+        model = shard(copy.deepcopy(base), mesh=mesh_of(world), shard_placement_fn=cut)
+        with forced(name) if name in engines else nullcontext():
+            out = model(torch.ones(2, 3, requires_grad=True))
+            out.sum().backward()
+        for key, value in want.items():
+            assert model.read[key].dtype is dtype
+            assert torch.equal(as_bytes(model.read[key]), as_bytes(value)), f"{name}: {key}"
+        outputs[name] = out.detach()
+        if mixed:
+            outputs[name] = torch.cat([out.detach(), model.scale.weight.grad.full_tensor()])
+    first = next(iter(outputs.values()))
+    assert all(torch.equal(first, each) for each in outputs.values())
+
+
+@distributed(world=2)
+def test_weights_of_eight_bits_are_gathered_in_compiled_graphs_as_well(rank, world):
+    class Scaled(Quantised):
+        def forward(self, x):
+            return self.scale(x) * self.wide.float().nan_to_num(0.0, 0.0, 0.0).sum()
+
+    torch.manual_seed(0)
+    base = Scaled(torch.float8_e4m3fn, mixed=True)
+    x = torch.ones(2, 3)
+    want = base(x)
+    model = composable_shard.fully_shard(copy.deepcopy(base), mesh=mesh_of(world))
+    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), want)
