@@ -76,7 +76,19 @@ class FSDPModule(Methods):
             return _run_compiled(self, call, args, kwargs)  # type: ignore[arg-type]
         if _is_torchs(call) and not _has_hooks_of_others(self):  # type: ignore[arg-type]
             return _run(self, _call_alone, args, kwargs)  # type: ignore[arg-type]
-        return _run(self, partial(_call_whole, call), args, kwargs)  # type: ignore[arg-type]
+        return _run(self, partial(_call_past, call), args, kwargs)  # type: ignore[arg-type]
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """What torch's own call leads to; it was not ours if somebody holds it from before the module was sharded.
+
+        `torch.compile` does.
+        """
+        state: ShardState = self.__dict__[STATE]
+        if state.called:
+            state.called = False
+        elif state.way is EAGER:
+            return self(*args, **kwargs)
+        return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         state: ShardState = self.__dict__[STATE]
@@ -140,7 +152,9 @@ class FSDPModule(Methods):
 def _is_torchs(call: Any) -> bool:
     """Whether a module's call is torch's own: a class may have another, and torch.fx puts one in its place."""
     torchs = nn.Module._wrapped_call_impl
-    return getattr(call, "__func__", None) is torchs and type(call.__self__)._call_impl is nn.Module._call_impl
+    if getattr(call, "__func__", None) is not torchs:
+        return False
+    return super(FSDPModule, call.__self__)._call_impl.__func__ is nn.Module._call_impl  # type: ignore[misc, no-any-return]
 
 
 def _has_hooks_of_others(module: nn.Module) -> bool:
@@ -162,6 +176,16 @@ def _call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _call_whole(call: Callable[..., Any], _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Torch's own call of a module, or what somebody has put in its place."""
     return call(*args, **kwargs)
+
+
+def _call_past(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same in eager steps, where it leads to `FSDPModule._call_impl` and is to go on from there."""
+    state: ShardState = module.__dict__[STATE]
+    state.called = True
+    try:
+        return call(*args, **kwargs)
+    finally:
+        state.called = False
 
 
 _Call = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -241,6 +265,10 @@ def _forward_as(function: Callable[..., Any], module: nn.Module, args: tuple[Any
     return (_trace if torch.compiler.is_compiling() else _run)(module, call, args, kwargs)
 
 
+def _call_compiled_method(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return getattr(module._orig_mod, name)(*args, **kwargs)
+
+
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let another method of a sharded module run as its forward does: on unsharded parameters, and with a backward.
 
@@ -256,6 +284,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not isinstance(module, FSDPModule):
         return
     function = getattr(type(module), method_name, None)
+    if function is None and callable(getattr(module._modules.get("_orig_mod"), method_name, None)):
+        function = partial(_call_compiled_method, method_name)  # `torch.compile` has wrapped the module that has it
     if not callable(function):
         raise ShardConfigValueError(f"method_name: {type(module).__name__} has no method {method_name!r}")
     module.__dict__[method_name] = _ForwardMethod(module, method_name, function)

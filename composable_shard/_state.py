@@ -127,6 +127,7 @@ class ShardState:
     Attributes:
         others: those of the parameters on other meshes.
         way: how the call that runs now does.
+        called: whether an eager call has begun and not yet reached torch's own.
         lists: on the root, once it is known: the states below that several modules share.
         asked: what users want of the plan, if this is the root's.
         left: while Dynamo traces a list: its modules that have not run yet, by their place in it.
@@ -144,6 +145,7 @@ class ShardState:
         self._to_run: set[int] = set()
         self.lanes: tuple[Lane, Lane] | None = None  # those of other roots, to be shared
         self.way = Way.EAGER
+        self.called = False
         self.asked = Asked()
         self.lists: tuple[ShardState, ...] = ()
         self.left: set[int] = set()
