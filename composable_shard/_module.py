@@ -33,6 +33,7 @@ from ._state import EAGER, STATE, TRACED, Bound, ShardState, Way, named_states
 from ._torch import (
     address_of,
     any_module_hooks,
+    apart_from_checkpoints,
     map_tensors,
     plain_parts,
     refuses_saved_tensors_hooks,
@@ -60,7 +61,7 @@ class UnshardHandle(TorchUnshardHandle):
 def _bound(module: nn.Module, measure: bool = True) -> Bound:
     state: ShardState = module.__dict__[STATE]
     if state.bound is None:
-        build_engine(module, measure)
+        apart_from_checkpoints(build_engine)(module, measure)
     assert state.bound is not None
     return state.bound
 

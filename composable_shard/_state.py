@@ -25,7 +25,7 @@ from ._param import ShardedParam
 from ._plan import ShardPlan
 from ._policies import PoolPolicy, PrefetchPolicy, Settings
 from ._streams import Lane, lane_for
-from ._torch import apart_from_checkpoints, current_backward, modes_in_force, with_side_effects
+from ._torch import apart_from_checkpoints, current_backward, current_transform, modes_in_force, with_side_effects
 from ._traced import TracedGroup
 from ._transports import TransportCache
 
@@ -288,7 +288,7 @@ class ShardState:
 
     def begin(self, module: nn.Module) -> None:
         """A module of the call is about to run."""
-        if self.others or modes_in_force():
+        if self.others or modes_in_force() or current_transform() is not None:
             self._begin_family(module)
         else:
             self._begin(module)
@@ -320,7 +320,7 @@ class ShardState:
         Returns:
             the uses whose backward will pass through its outputs.
         """
-        if self.others or modes_in_force():
+        if self.others or modes_in_force() or current_transform() is not None:
             return self._end_family(module, copied)
         own = self._end(module, copied)
         return () if own is None else (own,)
