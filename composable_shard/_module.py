@@ -155,7 +155,7 @@ def _is_torchs(call: Any) -> bool:
     torchs = nn.Module._wrapped_call_impl
     if getattr(call, "__func__", None) is not torchs:
         return False
-    return super(FSDPModule, call.__self__)._call_impl.__func__ is nn.Module._call_impl  # type: ignore[misc, no-any-return]
+    return super(FSDPModule, call.__self__)._call_impl.__func__ is nn.Module._call_impl
 
 
 def _has_hooks_of_others(module: nn.Module) -> bool:

@@ -247,7 +247,7 @@ def give_way_to_transforms(ours: _Match) -> None:
         return refuse(error_message)
 
     disable_saved_tensors_hooks._gives_way = True  # type: ignore[attr-defined]
-    torch.autograd.graph.disable_saved_tensors_hooks = disable_saved_tensors_hooks
+    torch.autograd.graph.disable_saved_tensors_hooks = disable_saved_tensors_hooks  # type: ignore[assignment]
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -91,8 +92,7 @@ def put_rng_states_before_meshes() -> None:
     appends the states of generators that recomputed operators need, which are tensors, behind the meshes, and fails
     when the graph runs. Torch 2.11 saves no meshes, and where states stand before them nothing is changed.
     """
-    from torch._functorch import partitioners
-
+    partitioners: Any = importlib.import_module("torch._functorch.partitioners")
     append: Callable[..., tuple[fx.GraphModule, fx.GraphModule]] = partitioners.functionalize_rng_ops
 
     @functools.wraps(append)
