@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -20,7 +21,7 @@ from ._param import ShardedParam, by_rank
 from ._pool import BufferPool
 from ._slots import Place, Slot
 from ._streams import Job, Lane, Steps
-from ._torch import alias, has_memory, storage_id, storage_uses
+from ._torch import alias, has_memory, plainly, storage_id, storage_uses
 from ._torch_distributed import local_tensors
 
 LEAF_OF = "_unsharded_copy_of"  # marks a leaf, for whoever takes it for the parameter
@@ -65,32 +66,39 @@ class _Landed(NamedTuple):
 
 
 class _Face:
-    """The unsharded parameters in one slot, to read, over a storage of their own: so it is known who else reads there.
+    """The unsharded parameters in one slot, to read, over storages of their own: so it is known who else reads there.
+
+    Each has its own: operators such as `torch.cond` take no tensors that share one.
 
     Attributes:
         weights: the unsharded parameters, without autograd history.
-        alone: how many tensors share the storage while nobody uses the face.
+        alone: how many tensors share the storages while nobody uses the face.
         at_rest: likewise, while only the outputs of a node do.
-        users: gives how many tensors share the storage now; those that are fake are not counted.
     """
 
-    __slots__ = ("_storage", "alone", "at_rest", "users", "weights")
+    __slots__ = ("_storages", "alone", "at_rest", "weights")
 
     def __init__(self, slot: Slot, dtype: torch.dtype, layout: BucketLayout) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            flat = alias(slot.typed(torch.uint8)).view(dtype)  # bytes: not every dtype can be exchanged
-            starts = [layout.world * at.offset for at in layout.params]
+        with plainly():
+            flat = slot.typed(torch.uint8)  # bytes: not every dtype can be exchanged
+            size = dtype.itemsize
+            starts = [size * layout.world * at.offset for at in layout.params]
             self.weights = [
-                flat[begin : begin + at.numel].view(at.shape) for begin, at in zip(starts, layout.params, strict=True)
+                alias(flat[begin : begin + size * at.numel]).view(dtype).view(at.shape)
+                for begin, at in zip(starts, layout.params, strict=True)
             ]
-        self._storage = storage_id(flat) if has_memory(flat) else 0
-        self.users: Callable[[], int] = functools.partial(storage_uses, self._storage) if self._storage else int
-        del flat
+        self._storages = [storage_id(weight) for weight in self.weights if has_memory(weight)]
         self.alone = self.at_rest = self.users()
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is among them."""
-        return storage_id(tensor) == self._storage
+    def users(self) -> list[int]:
+        """How many tensors share each storage now; those that are fake are not counted."""
+        return list(map(storage_uses, self._storages))
+
+    def others(self, users: list[int], dropped: Iterable[torch.Tensor]) -> bool:
+        """Whether others than the outputs of a node, and than these views, are among the users."""
+        gone = Counter(map(storage_id, dropped))
+        counts = zip(users, self.at_rest, self._storages, strict=True)
+        return any(now - gone[storage] > at_rest for now, at_rest, storage in counts)
 
 
 def _own(row: torch.Tensor, param: ParamLayout, rank: int) -> torch.Tensor:
@@ -99,7 +107,7 @@ def _own(row: torch.Tensor, param: ParamLayout, rank: int) -> torch.Tensor:
 
 
 def _views(slot: Slot, dtype: torch.dtype, layout: GatherLayout, rank: int, copied: Sequence[int]) -> _Views:
-    with torch.inference_mode(False), torch.no_grad():
+    with plainly():
         flat, params = slot.typed(dtype, written=True), layout.places.params
         world = layout.places.world
         regions = [flat[world * at.offset :][: world * at.piece] for at in params]
@@ -113,7 +121,7 @@ def _views(slot: Slot, dtype: torch.dtype, layout: GatherLayout, rank: int, copi
 
 
 def _landed(slot: Slot, dtype: torch.dtype, layout: BucketLayout, rank: int) -> _Landed:
-    with torch.inference_mode(False), torch.no_grad():
+    with plainly():
         flat = slot.typed(dtype, written=True)[: layout.total]
         chunks = flat.view(layout.world, layout.numel)
         pieces = [chunks[:, at.offset : at.offset + at.piece] for at in layout.params]
@@ -344,10 +352,10 @@ class GatherBucket(Bucket):
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
         self.shown, face = (), self._face
-        if face is None or face.users() <= face.at_rest or face in self._lent:
+        if face is None or (users := face.users()) == face.at_rest or face in self._lent:
             return
-        views = {id(t): t for t in dropped if not isinstance(t, torch.nn.Parameter) and face.holds(t)}
-        if face.users() - len(views) > face.at_rest:
+        views = {id(t): t for t in dropped if not isinstance(t, torch.nn.Parameter)}
+        if face.others(users, views.values()):
             self._lent.append(face)
         elif self.here is not None and face is self.here.face:
             self._dropped = list(map(weakref.ref, views.values()))
@@ -356,7 +364,7 @@ class GatherBucket(Bucket):
         assert self.slot is not None
         found = self.here
         if found is None:
-            with torch.inference_mode(False):
+            with plainly():
                 face = _Face(self.slot, self.dtype, self._layout.places)
                 # `.data` gives each a version counter of its own, which `release` moves.
                 leaves = [
@@ -438,7 +446,7 @@ class GatherBucket(Bucket):
             self._check_unchanged(self.slot)
         kept = self.here is not None and self._leave(self.here)
         if self._lent:
-            self._lent = [face for face in self._lent if face.users() > face.alone]
+            self._lent = [face for face in self._lent if face.users() != face.alone]
         if reserve or kept or self._lent:
             self._reserved, self.slot.owner = self.slot, None
             self._held_by_views = 0 if reserve else self.slot.nbytes
@@ -453,10 +461,8 @@ class GatherBucket(Bucket):
         leaves.give_up()
         face, dropped, self._dropped = leaves.face, self._dropped, []
         assert face is not None
-        views = face.users() - face.alone
-        if views and dropped:
-            views -= sum(view() is not None for view in dropped)
-        return views > 0
+        users = face.users()
+        return users != face.alone and face.others(users, [view for ref in dropped if (view := ref()) is not None])
 
     def lose(self) -> None:
         self.slot, self.readable, self._sum = None, False, None

@@ -98,8 +98,8 @@ def aot_eager() -> Callable[..., Any]:
 def keep_from_dynamo(modules: Mapping[str, ModuleType], package: str) -> None:
     """Have none of the runtime's functions compiled when they are called under compiled code.
 
-    Saved-tensor hooks, for one, are called by autograd while a compiled part of a module runs. The only function that
-    is compiled is the call of a sharded module; whatever that needs of the runtime is traced with it.
+    Saved-tensor hooks, for one, are called by autograd while a compiled part of a module runs. The only functions
+    that are compiled are those that call a sharded module; whatever that needs of the runtime is traced with it.
     """
     for name, module in list(modules.items()):
         if name == package or name.startswith(f"{package}."):
@@ -114,5 +114,5 @@ def _keep(value: object) -> None:
     elif isinstance(value, type):
         for member in list(vars(value).values()):
             function = getattr(member, "fget", None) or getattr(member, "__func__", member)
-            if isinstance(function, FunctionType) and function is not FSDPModule.__call__:
+            if isinstance(function, FunctionType) and function not in (FSDPModule.__call__, FSDPModule._call_impl):
                 never_compile(function.__code__)

@@ -38,6 +38,8 @@ from ._torch import (
     HANDLES,
     address_of,
     any_module_hooks,
+    apart_from_checkpoints,
+    current_backward,
     map_tensors,
     plain_parts,
     refuses_saved_tensors_hooks,
@@ -73,7 +75,7 @@ def _bound(module: nn.Module, measure: bool = True, runs: bool = True) -> Bound:
             raise two_threads("its first forward")
         try:
             if state.bound is None:  # or another thread has built it in the meantime
-                build_engine(module, measure, runs)
+                apart_from_checkpoints(build_engine)(module, measure, runs)
         finally:
             module.__dict__.pop(_BUILDER, None)
     assert state.bound is not None
@@ -92,7 +94,17 @@ class FSDPModule(Methods):
             return _run(self, partial(_call_whole, call), args, kwargs)  # type: ignore[arg-type]
         if _is_torchs(call) and not _has_hooks_of_others(self):  # type: ignore[arg-type]
             return _run(self, _call_alone, args, kwargs)  # type: ignore[arg-type]
-        return _run(self, partial(_call_whole, call), args, kwargs)  # type: ignore[arg-type]
+        return _run(self, partial(_call_past, call), args, kwargs)  # type: ignore[arg-type]
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """What torch's own call leads to, and `torch.compile` holds from before the module was sharded.
+
+        A recomputation by a checkpoint around `super().__call__` comes here, too, and goes on.
+        """
+        state: ShardState = self.__dict__[STATE]
+        if state.way is EAGER and not state.calls and (torch.compiler.is_compiling() or current_backward() < 0):
+            return self(*args, **kwargs)
+        return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         state: ShardState = self.__dict__[STATE]
@@ -158,7 +170,9 @@ class FSDPModule(Methods):
 def _is_torchs(call: Any) -> bool:
     """Whether a module's call is torch's own: a class may have another, and torch.fx puts one in its place."""
     torchs = nn.Module._wrapped_call_impl
-    return getattr(call, "__func__", None) is torchs and type(call.__self__)._call_impl is nn.Module._call_impl
+    if getattr(call, "__func__", None) is not torchs:
+        return False
+    return super(FSDPModule, call.__self__)._call_impl.__func__ is nn.Module._call_impl
 
 
 def _has_hooks_of_others(module: nn.Module) -> bool:
@@ -180,6 +194,16 @@ def _call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _call_whole(call: Callable[..., Any], _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Torch's own call of a module, or what somebody has put in its place."""
     return call(*args, **kwargs)
+
+
+def _call_past(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same in eager steps, where it leads to `FSDPModule._call_impl` and is to go on from there."""
+    state: ShardState = module.__dict__[STATE]
+    state.calls += 1
+    try:
+        return call(*args, **kwargs)
+    finally:
+        state.calls -= 1
 
 
 _Call = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]

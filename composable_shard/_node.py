@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ._group import ParamGroup
 from ._param import lend_attributes, run_all
-from ._torch import Fate, apply_function, called_directly, gradient_fates, node_will_run
+from ._torch import Fate, apply_function, called_directly, gradient_fates, node_will_run, plainly
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -159,7 +159,7 @@ class Witness:
     """
 
     def __init__(self) -> None:
-        with torch.inference_mode(False), torch.enable_grad():
+        with plainly(), torch.enable_grad():
             self.leaf = torch.zeros((), requires_grad=True)  # on the CPU: its node belongs to no stream
             self._node = get_gradient_edge(self.leaf).node
         self._adds_all = -1  # number of a pass that does

@@ -25,6 +25,7 @@ from ._errors import ShardConfigValueError
 from ._layout import slot_bytes
 from ._slots import Events, Outside, Places, Request, Slot
 from ._streams import Lane
+from ._torch import plainly
 
 
 class BufferPool:
@@ -181,7 +182,7 @@ class BufferPool:
         offsets = pack([request.nbytes for request in known], meets, [request.name for request in known])
         nbytes = max(at + request.nbytes for at, request in zip(offsets, known, strict=True))
         fresh = self._fresh()
-        with torch.inference_mode(False), torch.no_grad():
+        with plainly():
             memory = self._allocate(nbytes)
             places = dict.fromkeys((at, request.nbytes) for at, request in zip(offsets, known, strict=True))
             made = {(at, size): Slot(memory[at : at + size], fresh) for at, size in places}
@@ -270,7 +271,7 @@ class BufferPool:
 
     def _make(self, nbytes: int) -> Slot:
         # Made in inference mode, it could never be used for training.
-        with torch.inference_mode(False), torch.no_grad():
+        with plainly():
             slot = Slot(self._allocate(nbytes), self._fresh())
         insort(self._slots, slot)
         self._slots_changed()

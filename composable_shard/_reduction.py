@@ -19,7 +19,7 @@ from ._policies import AllReduceHook, Comms, Options, division
 from ._pool import BufferPool
 from ._slots import Slot
 from ._streams import Job, Lane, Steps
-from ._torch import chunk_cat, has_memory
+from ._torch import chunk_cat, has_memory, plainly
 
 
 class _Member(NamedTuple):
@@ -294,7 +294,7 @@ class ReduceBucket:
         """A slot as the bucket, flat and as (world, chunk)."""
         views = self._seen.get(slot)
         if views is None:
-            with torch.inference_mode(False), torch.no_grad():
+            with plainly():
                 numel = self._world * self._layout.numel
                 flat = slot.typed(self.dtype, written=True)[:numel]
                 views = self._seen[slot] = (flat, flat.view(self._world, -1))

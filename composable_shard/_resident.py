@@ -20,6 +20,7 @@ from ._param import ShardedParam, paired
 from ._pool import BufferPool
 from ._slots import Slot
 from ._streams import Job, Lane, Steps
+from ._torch import plainly
 
 
 class Resident:
@@ -83,7 +84,7 @@ class Resident:
         assert self._slot is not None
         found = self._shown.get(self._slot)
         if found is None:
-            with torch.inference_mode(False), torch.no_grad():
+            with plainly():
                 locals_ = zip(self._pieces(self._slot), self._bucket.params, strict=True)
                 found = self._shown[self._slot] = [
                     nn.Parameter(self._dtensor(local, param), requires_grad=False) for local, param in locals_

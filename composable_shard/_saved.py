@@ -24,6 +24,7 @@ from ._torch import (
     SavedTensorsHooks,
     active_saved_tensors_hooks,
     address_of,
+    give_way_to_transforms,
     passed_by_checkpoints,
     saved_tensors_hooks_set_aside,
 )
@@ -113,6 +114,13 @@ def saved_weights(owner: WeightOwner) -> AbstractContextManager[Any] | None:
 def _ours(hooks: SavedTensorsHooks | None) -> _Hooks | None:
     found = None if hooks is None else getattr(hooks[0], "__self__", None)
     return found if isinstance(found, _Hooks) else None
+
+
+def _are_ours(hooks: SavedTensorsHooks) -> bool:
+    return _ours(hooks) is not None
+
+
+give_way_to_transforms(_are_ours)
 
 
 def weights_in_place(owner: WeightOwner) -> AbstractContextManager[None] | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._torch import address_of
+from ._torch import address_of, plainly
 
 Events = tuple[torch.Event, ...]
 PlaceKey = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
@@ -48,7 +48,7 @@ class _SlotViews(dict[Place, torch.Tensor]):
     def __missing__(self, place: Place) -> torch.Tensor:
         slot = self._slot()
         assert slot is not None
-        with torch.inference_mode(False), torch.no_grad():
+        with plainly():
             flat = slot.typed(place.dtype)
             begin = flat.storage_offset() + place.offset // place.dtype.itemsize
             view = self[place] = flat.as_strided(place.shape, place.stride, begin)
@@ -127,7 +127,7 @@ class Slot:
         """
         view = self._typed.get((dtype, written))
         if view is None:
-            with torch.inference_mode(False), torch.no_grad():
+            with plainly():
                 view = self._typed[dtype, written] = self._bytes[written].view(dtype)
         return view
 

@@ -26,7 +26,14 @@ from ._param import ShardedParam
 from ._plan import ShardPlan
 from ._policies import PoolPolicy, PrefetchPolicy, Settings
 from ._streams import Lane, lane_for
-from ._torch import apart_from_checkpoints, current_backward, has_memory, modes_in_force, with_side_effects
+from ._torch import (
+    apart_from_checkpoints,
+    current_backward,
+    current_transform,
+    has_memory,
+    modes_in_force,
+    with_side_effects,
+)
 from ._traced import TracedGroup
 from ._transports import TransportCache
 
@@ -136,6 +143,7 @@ class ShardState:
     Attributes:
         others: those of the parameters on other meshes.
         way: how the call that runs now does.
+        calls: how many eager calls of its modules run that lead to torch's own.
         lists: on the root, once it is known: the states below that several modules share.
         asked: what users want of the plan, if this is the root's.
         left: while Dynamo traces a list: its modules that have not run yet, by their place in it.
@@ -153,6 +161,7 @@ class ShardState:
         self._to_run: set[int] = set()
         self.lanes: tuple[Lane, Lane] | None = None  # those of other roots, to be shared
         self.way = Way.EAGER
+        self.calls = 0
         self.asked = Asked()
         self.lists: tuple[ShardState, ...] = ()
         self.left: set[int] = set()
@@ -309,7 +318,7 @@ class ShardState:
 
     def begin(self, module: nn.Module) -> None:
         """A module of the call is about to run."""
-        if self.others or modes_in_force():
+        if self.others or modes_in_force() or current_transform() is not None:
             self._begin_family(module)
         else:
             self._begin(module)
@@ -342,7 +351,7 @@ class ShardState:
         Returns:
             the uses whose backward will pass through its outputs.
         """
-        if self.others or modes_in_force():
+        if self.others or modes_in_force() or current_transform() is not None:
             return self._end_family(module, copied)
         own = self._end(module, copied)
         return () if own is None else (own,)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 import torch.utils.checkpoint
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses import FakeTensor
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
@@ -228,6 +229,39 @@ def saved_tensors_hooks_set_aside() -> Iterator[None]:
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
+_Match = Callable[[SavedTensorsHooks], bool]
+
+
+def give_way_to_transforms(ours: _Match) -> None:
+    """From now on, set our saved-tensor hooks aside where a transform of `torch.func` would refuse to run under any.
+
+    For as long as it runs. Others' hooks are refused as before.
+    """
+    refuse = torch.autograd.graph.disable_saved_tensors_hooks
+    if hasattr(refuse, "_gives_way"):
+        return
+
+    @functools.wraps(refuse)
+    def disable_saved_tensors_hooks(error_message: str) -> contextlib.AbstractContextManager[None]:
+        if not torch.compiler.is_compiling():
+            active = active_saved_tensors_hooks()
+            if active is not None and ours(active):
+                return _without_ours(ours, partial(refuse, error_message))
+        return refuse(error_message)
+
+    disable_saved_tensors_hooks._gives_way = True  # type: ignore[attr-defined]
+    torch.autograd.graph.disable_saved_tensors_hooks = disable_saved_tensors_hooks  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def _without_ours(ours: _Match, refusing: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        while (active := active_saved_tensors_hooks()) is not None and ours(active):
+            stack.enter_context(saved_tensors_hooks_set_aside())
+        stack.enter_context(refusing())
+        yield
+
+
 def refuses_saved_tensors_hooks(error: BaseException) -> bool:
     """Whether a transform of `torch.func` has raised this error because there are saved-tensor hooks."""
     return type(error) is RuntimeError and "torch.func" in str(error) and "saved tensor hooks" in str(error)
@@ -254,14 +288,21 @@ def passed_by_checkpoints(pack: Callable[[torch.Tensor], Any], outer: SavedTenso
 modes_in_force: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
+# The innermost transform of `torch.func` that runs, None outside of all.
+current_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+
+
 def apart_from_checkpoints(method: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
-    """A method whose operations selective checkpoints around it do not see: they are not run when it recomputes."""
+    """A method whose operations selective checkpoints around it do not see: they are not run when it recomputes.
+
+    Nor are they transformed, as by `torch.func.vmap`: sharded parameters are constants to every transform around.
+    """
 
     @functools.wraps(method)
     def run(*args: *Ts) -> T:
-        if not modes_in_force():
+        if not modes_in_force() and current_transform() is None:
             return method(*args)
-        with checkpoints_set_aside():
+        with temporarily_clear_interpreter_stack(), checkpoints_set_aside():
             return method(*args)
 
     return run
@@ -385,6 +426,21 @@ def carry_gradient_hooks(leaf: torch.Tensor, to: torch.Tensor) -> None:
         to._backward_hooks = leaf._backward_hooks
     if leaf._post_accumulate_grad_hooks:
         to._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
+
+
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """What is made within is an ordinary tensor without a history, to be kept, whatever is in force around it.
+
+    Inference mode, transforms of `torch.func` and dispatch modes (fake tensors, selective checkpoints) are set aside.
+    """
+    with (
+        temporarily_clear_interpreter_stack(),
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
+        yield
 
 
 def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:

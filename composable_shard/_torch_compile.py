@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -91,8 +92,10 @@ def put_rng_states_before_meshes() -> None:
     appends the states of generators that recomputed operators need, which are tensors, behind the meshes, and fails
     when the graph runs. Torch 2.11 saves no meshes, and where states stand before them nothing is changed.
     """
-    from torch._functorch import partitioners
-
+    partitioners: Any = importlib.import_module("torch._functorch.partitioners")
+    is_opaque = getattr(partitioners, "is_opaque_node", None)
+    if is_opaque is None:
+        return
     append: Callable[..., tuple[fx.GraphModule, fx.GraphModule]] = partitioners.functionalize_rng_ops
 
     @functools.wraps(append)
@@ -105,7 +108,7 @@ def put_rng_states_before_meshes() -> None:
         states = [node for node in inputs if node not in known and "rng_state_output" in node.name]
         meshes: list[fx.Node] = []
         for node in reversed(inputs[: inputs.index(states[0])] if states else []):
-            if not partitioners.is_opaque_node(node):
+            if not is_opaque(node):
                 break
             meshes.insert(0, node)
         if meshes:
@@ -116,8 +119,7 @@ def put_rng_states_before_meshes() -> None:
             backward.recompile()
         return forward, backward
 
-    if hasattr(partitioners, "is_opaque_node"):
-        partitioners.functionalize_rng_ops = append_before_meshes
+    partitioners.functionalize_rng_ops = append_before_meshes
 
 
 def _exchange_outputs(module: fx.GraphModule, first: int, second: int, last: int) -> None:

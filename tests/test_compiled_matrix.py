@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from _blocks import Transformer, next_token_loss, token_batch
-from _compiling import even, graphs_of, three_steps
+from _compiling import even, graphs_of, quiet, three_steps
 from _engines import fully_shard, mesh_of
 from _models import Block, Stack, shard_blocks, vectors
 from _pool import distributed, more
@@ -332,6 +333,7 @@ def test_checkpointed_attention_with_dropout_has_the_masks_of_forward_in_backwar
 @distributed(world=2)
 def test_checkpointed_attention_with_dropout_compiles_as_the_unsharded_model_does(rank, world, order, backend):
     torch._dynamo.reset()
+    quiet(lambda: importlib.import_module("torch._inductor.compile_fx"))
     torch.manual_seed(3)
     plain = Decoder()
     model = run = copy.deepcopy(plain)

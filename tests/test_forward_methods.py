@@ -124,6 +124,33 @@ def test_modules_that_are_not_sharded_stay_as_they_are_and_missing_methods_are_n
         composable_shard.register_fsdp_forward_method(model, "decode")
 
 
+@pytest.mark.parametrize("order", ["torch.compile, shard", "m.compile(), shard", "shard, m.compile()"])
+@distributed(world=2)
+def test_methods_of_compiled_modules_run_as_their_forward_does(rank, world, order):
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    plain = Coder()
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    for at, name in enumerate(ENGINES):
+        shard, register = ENGINES[name], REGISTER[name]
+        if order.startswith("torch.compile"):
+            models[at] = torch.compile(models[at], backend="aot_eager")
+        elif order.startswith("m.compile"):
+            models[at].compile(backend="aot_eager")
+        shard(models[at])
+        if order.startswith("shard"):
+            models[at].compile(backend="aot_eager")
+        register(models[at], "encode")
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        for model in (plain, *models):
+            model.encode(x).square().mean().backward()
+        for model in models:
+            for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+                grad = None if param.grad is None else param.grad.full_tensor()
+                torch.testing.assert_close(grad, expected.grad)
+
+
 @distributed(world=2)
 def test_roots_may_share_their_streams(rank, world):
     torch.manual_seed(3)

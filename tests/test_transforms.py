@@ -1,0 +1,167 @@
+"""Transforms of `torch.func`, and operators that take functions, in the forward of sharded modules and around it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.autograd import forward_ad
+
+from _blocks import SwiGLU
+from _engines import ENGINES
+from _pool import distributed, more
+from composable_shard import StaleStateError
+
+func = torch.func
+
+
+def jvp(layer, x):
+    return sum(func.jvp(layer.body, (x,), (torch.ones_like(x),)))
+
+
+def vmap(layer, x):
+    return func.vmap(layer.body)(x)
+
+
+def grad(layer, x):
+    return layer.body(x) + func.grad(lambda v: layer.body(v).tanh().sum())(x)
+
+
+def vjp(layer, x):
+    out, back = func.vjp(layer.body, x)
+    return out + back(torch.ones_like(out))[0]
+
+
+def jacrev(layer, x):
+    return layer.body(x) + func.vmap(func.jacrev(layer.body))(x).sum(1)
+
+
+def jacfwd(layer, x):
+    return layer.body(x) + func.vmap(func.jacfwd(layer.body))(x).sum(1)
+
+
+def hessian(layer, x):
+    return layer.body(x) + func.vmap(func.hessian(lambda v: layer.body(v).square().sum()))(x).sum(1)
+
+
+def of_weights(layer, x):
+    weight = layer.mlp.up.weight
+    slope = func.grad(lambda w: (x @ w.T).tanh().sum())(weight)
+    return layer.body(x) + x @ slope.T.tanh().sum(1, keepdim=True)
+
+
+def forward_mode(layer, x):
+    with forward_ad.dual_level():
+        return sum(forward_ad.unpack_dual(layer.body(forward_ad.make_dual(x, torch.ones_like(x)))))
+
+
+def cond(layer, x):
+    return torch.cond(x.sum() > 0, layer.body, lambda v: layer.mlp(v) - layer.mlp.down(layer.mlp.up(v)), (x,))
+
+
+def while_loop(layer, x):
+    with torch.no_grad():
+        _, turned = torch.while_loop(lambda i, v: i < 2, lambda i, v: (i + 1, layer.mlp(v)), (torch.tensor(0), x))
+    return layer.body(x) + turned
+
+
+WAYS = {
+    f.__name__: f for f in (jvp, vmap, grad, vjp, jacrev, jacfwd, hessian, of_weights, forward_mode, cond, while_loop)
+}
+
+
+class Layer(nn.Module):
+    way = None
+
+    def __init__(self, dim=6):
+        super().__init__()
+        self.norm, self.mlp = nn.RMSNorm(dim), SwiGLU(dim, 10)
+
+    def body(self, x):
+        return x + self.mlp(self.norm(x))
+
+    def forward(self, x):
+        return torch.tanh(self.body(x) if self.way is None else self.way(x))
+
+
+def sides(layers=3):
+    """The same model unsharded, under FSDP2 and under ours."""
+    torch.manual_seed(3)
+    plain = nn.Sequential(*(Layer() for _ in range(layers)), nn.Linear(6, 2))
+    for param in plain.parameters():
+        nn.init.normal_(param, std=0.4)
+    found = {"plain": plain} | {name: copy.deepcopy(plain) for name in ENGINES}
+    for name, shard in ENGINES.items():
+        for layer in found[name]:
+            shard(layer)
+        shard(found[name])
+    return found
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def step(model, number, call=None):
+    """Forward, backward and the optimizer's step; returns what came of it."""
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number)).requires_grad_()
+    out = model(x) if call is None else call(model, x)
+    out.square().mean().backward()
+    grads = [None if p.grad is None else full(p.grad).clone() for p in model.parameters()]
+    torch.optim.SGD(model.parameters(), lr=0.05).step()
+    model.zero_grad()
+    return [out.detach(), x.grad, *grads]
+
+
+def check(found, number, call=None):
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides it
+    warnings.filterwarnings("ignore", category=DeprecationWarning, message="`torch.jit")  # torch's own, where it loads
+    expected, *others = [step(model, number, call) for model in found.values()]
+    assert all(g is None or g.isfinite().all() for g in expected)
+    for other in others:
+        torch.testing.assert_close(other, expected)
+
+
+@pytest.mark.parametrize("name", [name if name in ("jvp", "hessian", "cond") else more(name) for name in WAYS])
+@distributed(world=2)
+def test_a_forward_may_transform_itself_and_ordinary_steps_follow(rank, world, name):
+    torch._dynamo.reset()
+    found = sides()
+    for number in range(6):
+        for model in found.values():
+            for layer in model[:-1]:
+                layer.way = WAYS[name].__get__(layer) if number < 4 else None
+        check(found, number)
+
+
+AROUND = {
+    "jvp": lambda model, x: sum(func.jvp(model, (x,), (torch.ones_like(x),))),
+    "vmap": lambda model, x: func.vmap(model)(x),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.parametrize("warm", [0, more(2)])
+@distributed(world=2)
+def test_a_transform_around_a_sharded_model_leaves_nothing_of_itself_behind(rank, world, name, warm):
+    found = sides()
+    for number in range(6):
+        check(found, number, AROUND[name] if warm <= number < warm + 2 else None)
+
+
+@distributed(world=2)
+def test_weights_that_a_transform_has_saved_are_not_read_after_they_changed(rank, world):
+    model = sides()["ours"]
+    for number in range(3):
+        for layer in model[:-1]:
+            layer.way = vjp.__get__(layer)
+        step(model, number)
+    loss = model(torch.randn(4, 6)).mean()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    torch.optim.SGD(model.parameters(), lr=0.05).step()
+    with pytest.raises((StaleStateError, RuntimeError), match=r"changed|modified"):
+        loss.backward()
