@@ -1,0 +1,158 @@
+"""Tensor parallelism first, then sharding over the other axis of the mesh."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from contract._ways import PROCESSES, REAL, contract
+
+NAMES = ("dp", "tp")
+
+
+class MLP(nn.Module):
+    def __init__(self, dim=8):
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 2 * dim, bias=False), nn.Linear(2 * dim, dim, bias=False)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+def mlps():
+    return nn.Sequential(MLP(), MLP())
+
+
+def parallel(t, model, mesh, **options):
+    for block in model:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        t.fully_shard(block, mesh=mesh["dp"], **options)
+    return t.fully_shard(model, mesh=mesh["dp"], **options)
+
+
+def batch(t, mesh, step=0):
+    """Numbers that differ along the data axis alone."""
+    generator = torch.Generator().manual_seed(100 * step + mesh.get_local_rank("dp"))
+    return torch.randn(3, 8, generator=generator)
+
+
+@contract(world=4)
+def test_placements_of_both_kinds_are_combined(t):
+    mesh = t.mesh(2, 2, names=NAMES)
+    model = parallel(t, mlps(), mesh)
+    up, down = model[0].up.weight, model[0].down.weight
+    assert up.device_mesh.mesh_dim_names == NAMES
+    assert isinstance(up.placements[0], _StridedShard | Shard)
+    assert up.placements[0].dim == 0
+    assert up.placements[1] == Shard(0)
+    assert down.placements == (Shard(0), Shard(1))
+    assert up.shape == (16, 8)
+    assert up.to_local().shape == (4, 8)
+    assert down.to_local().shape == (4, 8)
+
+
+@contract(world=4)
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_it_trains_as_the_plain_model(t, reshard, offload):
+    mesh = t.mesh(2, 2, names=NAMES)
+    plain, model = t.pair(mlps)
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
+    parallel(t, model, mesh, reshard_after_forward=reshard, **options)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(2):
+        for each in (plain, model):
+            each.zero_grad()
+            each(batch(t, mesh, step)).sum().backward()
+        t.average_grads(plain)
+        t.same_params(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+    t.same_params(model, plain)
+
+
+@contract(world=4, ways=REAL)
+def test_its_gradients_are_clipped_by_the_norm_of_the_whole(t):
+    mesh = t.mesh(2, 2, names=NAMES)
+    plain, model = t.pair(mlps)
+    parallel(t, model, mesh)
+    for each in (plain, model):
+        each(10 * batch(t, mesh)).sum().backward()
+    t.average_grads(plain)
+    norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (plain, model)]
+    t.same(norms[1], norms[0])
+    t.same_params(model, plain)
+
+
+@contract(world=4)
+def test_weights_are_parallel_tensors_in_forward(t):
+    mesh = t.mesh(2, 2, names=NAMES)
+    seen = []
+    model = t.build(mlps)
+    parallel(t, model, mesh)
+    model[0].register_forward_pre_hook(lambda m, a: seen.append(m.up.weight))
+    model(batch(t, mesh)).sum().backward()
+    (weight,) = seen
+    assert isinstance(weight, DTensor)
+    assert weight.placements == (Shard(0),)
+    assert weight.device_mesh == mesh["tp"]
+
+
+@contract(world=4, ways=PROCESSES)
+def test_its_whole_state_dict_is_gathered_and_loaded(t):
+    mesh = t.mesh(2, 2, names=NAMES)
+    plain, model = t.pair(mlps)
+    parallel(t, model, mesh)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    for name, tensor in plain.state_dict().items():
+        t.same(state[name], tensor)
+    changed = {name: tensor + 1 for name, tensor in state.items()}
+    set_model_state_dict(model, copy.deepcopy(changed), options=StateDictOptions(full_state_dict=True))
+    for name, param in model.named_parameters():
+        t.same(param, changed[name])
+
+
+@contract(world=4)
+def test_low_precision(t):
+    mesh = t.mesh(2, 2, names=NAMES)
+    model = t.build(mlps)
+    parallel(t, model, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    out = model(batch(t, mesh))
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@contract(world=4)
+def test_a_model_of_which_only_a_part_is_parallel(t):
+    mesh = t.mesh(2, 2, names=NAMES)
+    plain, model = t.pair(lambda: nn.Sequential(MLP(), nn.LayerNorm(8), MLP()))
+    for place in (0, 2):
+        parallelize_module(model[place], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for layer in model:
+        t.fully_shard(layer, mesh=mesh["dp"])
+    t.fully_shard(model, mesh=mesh["dp"])
+    assert model[1].weight.placements == (Shard(0),)
+    for each in (plain, model):
+        each(batch(t, mesh)).sum().backward()
+    dist.barrier()
+    t.average_grads(plain)
+    t.same_params(model, plain)
+
+
+@contract(world=4)
+def test_replicated_parallel_parameters_are_cut_too(t):
+    mesh = t.mesh(2, 2, names=NAMES)
+    model = parallelize_module(nn.Linear(8, 8), mesh["tp"], RowwiseParallel())
+    t.fully_shard(model, mesh=mesh["dp"])
+    assert model.weight.placements == (Shard(0), Shard(1))
+    assert model.bias.placements == (Shard(0), Replicate())
