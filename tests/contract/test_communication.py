@@ -69,6 +69,27 @@ def test_parameters_that_stay_after_backward_are_not_gathered_again(t):
         assert found.get(c10d._allgather_base_, 0) == (0 if step else 2)
 
 
+@contract(ways=("processes", "fake"), transport="torch")
+def test_reshard_by_hand_after_forward_has_backward_gather_again(t):
+    model = shard(t, t.build(layers), reshard_after_forward=False)
+    out = []
+    assert counts(lambda: out.append(model(t.randn(2, 8)).sum())) == {c10d._allgather_base_: 2}
+    for layer in model:
+        layer.reshard()
+    assert counts(lambda: out[0].backward()) == {c10d._allgather_base_: 2, c10d._reduce_scatter_base_: 2}
+
+
+@contract(ways=("processes", "fake"), transport="torch")
+@pytest.mark.parametrize("recurse", [True, False])
+def test_set_reshard_after_forward_changes_what_backward_gathers(t, recurse):
+    model = shard(t, t.build(layers), reshard_after_forward=True)
+    model.set_reshard_after_forward(False, recurse=recurse)
+    out = []
+    assert counts(lambda: out.append(model(t.randn(2, 8)).sum())) == {c10d._allgather_base_: 2}
+    found = counts(lambda: out[0].backward())
+    assert found.get(c10d._allgather_base_, 0) == (0 if recurse else 2)
+
+
 @contract(world=1, ways=("processes", "fake"), transport="torch")
 def test_one_rank_communicates_nothing(t):
     model = shard(t, t.build(layers))

@@ -71,7 +71,9 @@ def test_hooks_of_modules_see_whole_parameters_and_run_once(t):
     model = t.build(layers)
     calls = []
     for place, layer in enumerate(model):
-        layer.register_forward_pre_hook(lambda m, a, i=place: calls.append((i, "pre", isinstance(m[0].weight, DTensor))))
+        layer.register_forward_pre_hook(
+            lambda m, a, i=place: calls.append((i, "pre", isinstance(m[0].weight, DTensor)))
+        )
     shard(t, model)
     for place, layer in enumerate(model):
         layer.register_forward_hook(lambda m, a, o, i=place: calls.append((i, "post", o.shape)))
@@ -271,3 +273,79 @@ def test_ranks_may_use_different_parameters_if_those_without_a_gradient_are_redu
             param.grad = torch.zeros_like(param)
     t.average_grads(plain)
     t.same_params(model, plain)
+
+
+@contract()
+def test_after_an_exception_in_backward_and_a_reset_training_goes_on(t):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise KeyError("for the test")
+
+    plain, model = t.pair(layers)
+    shard(t, model)
+    handle = model[1].register_forward_hook(lambda m, a, out: Fails.apply(out))
+    with pytest.raises(KeyError):
+        model(t.randn(2, 8)).sum().backward()
+    handle.remove()
+    model.reset_iter_state()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    model.zero_grad()
+    t.train(plain, model, lambda step: t.randn(2, 8, step=step), steps=2)
+
+
+@contract()
+def test_recurrent_layers(t):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.out = nn.GRU(8, 6, batch_first=True), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.out(self.rnn(x)[0]).relu()
+
+    plain, model = t.pair(Recurrent)
+    t.fully_shard(model, mesh=t.mesh())
+    t.train(plain, model, lambda step: t.randn(2, 4, 8, step=step), steps=2)
+
+
+@contract()
+def test_attention_of_torch(t):
+    make = lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)  # noqa: E731
+    plain, model = t.pair(make)
+    t.fully_shard(model.self_attn, mesh=t.mesh())
+    t.fully_shard(model, mesh=t.mesh())
+    t.train(plain, model, lambda step: t.randn(2, 4, 8, step=step), steps=2)
+
+
+@contract()
+def test_forward_hooks_with_kwargs_and_always_called(t):
+    model = t.build(layers)
+    calls = []
+    model[0].register_forward_pre_hook(lambda m, args, kwargs: calls.append("pre") or (args, kwargs), with_kwargs=True)
+    model[0].register_forward_hook(lambda m, args, kwargs, out: calls.append("post"), with_kwargs=True)
+    model[1].register_forward_hook(lambda m, args, out: calls.append("always"), always_call=True)
+    shard(t, model)
+    model(t.randn(2, 8)).sum().backward()
+    assert calls == ["pre", "post", "always"]
+
+
+@contract()
+def test_a_hook_on_a_parameter_sees_its_reduced_gradient(t):
+    plain, model = t.pair(layers)
+    for layer in model:
+        t.fully_shard(layer, mesh=t.mesh())
+    t.fully_shard(model, mesh=t.mesh())
+    seen = []
+    model[0][0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.placements))
+    for micro in range(2):
+        model.set_requires_gradient_sync(micro == 1)
+        for each in (plain, model):
+            each(t.randn(2, 8, step=micro)).sum().backward()
+    t.average_grads(plain)
+    t.same_params(model, plain)
+    assert len(seen) == 1

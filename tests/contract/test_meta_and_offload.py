@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from contract._ways import contract
+from contract._ways import REAL, contract
 
 
 def layers(dim=8):
@@ -95,3 +96,19 @@ def test_offloaded_shards_with_accumulation(t):
             each(t.randn(2, 8, step=micro)).sum().backward()
     t.average_grads(plain)
     t.same_params(model, plain)
+
+
+@contract(ways=REAL)
+def test_rank_0_has_the_values_and_sends_them_to_ranks_that_have_a_model_on_meta(t):
+    plain = t.build(layers)
+    with torch.device("meta"):
+        model = layers()
+    shard(t, model)
+    state = {}
+    for name, param in model.state_dict().items():
+        value = plain.state_dict()[name].clone() if t.rank == 0 else torch.empty(param.shape)
+        dist.broadcast(value, src=0)
+        state[name] = nn.Parameter(distribute_tensor(value, param.device_mesh, param.placements))
+    model.load_state_dict(state, strict=True, assign=True)
+    t.parity(plain, model)
+    t.train(plain, model, lambda step: t.randn(2, 8, step=step), steps=2)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from contract._ways import PROCESSES, REAL, contract
+from contract._ways import PROCESSES, REAL, common_fsdp, contract
 
 NAMES = ("dp", "tp")
 
@@ -25,7 +27,7 @@ class MLP(nn.Module):
         self.up, self.down = nn.Linear(dim, 2 * dim, bias=False), nn.Linear(2 * dim, dim, bias=False)
 
     def forward(self, x):
-        return self.down(self.up(x).relu())
+        return self.down(self.up(x).relu()).tanh()  # not the view that parallel layers give
 
 
 def mlps():
@@ -144,7 +146,6 @@ def test_a_model_of_which_only_a_part_is_parallel(t):
     assert model[1].weight.placements == (Shard(0),)
     for each in (plain, model):
         each(batch(t, mesh)).sum().backward()
-    dist.barrier()
     t.average_grads(plain)
     t.same_params(model, plain)
 
@@ -156,3 +157,95 @@ def test_replicated_parallel_parameters_are_cut_too(t):
     t.fully_shard(model, mesh=mesh["dp"])
     assert model.weight.placements == (Shard(0), Shard(1))
     assert model.bias.placements == (Shard(0), Replicate())
+
+
+@contract(world=4)
+def test_both_kinds_may_cut_different_dims(t):
+    mesh = t.mesh(2, 2, names=NAMES)
+    plain, model = t.pair(mlps)
+
+    def other(param):
+        cut = {p.dim for p in param.placements if isinstance(p, Shard)}
+        return Shard(next(dim for dim in range(param.ndim) if dim not in cut))
+
+    parallel(t, model, mesh, shard_placement_fn=other)
+    assert model[0].up.weight.placements == (Shard(1), Shard(0))
+    assert model[0].down.weight.placements == (Shard(0), Shard(1))
+    for each in (plain, model):
+        each(batch(t, mesh)).sum().backward()
+    t.average_grads(plain)
+    t.same_params(model, plain)
+
+
+@contract(world=4, ways=PROCESSES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2)])
+def test_torchs_stack_of_layers_on_a_mesh_of_three_axes(t, shape, sequence, checkpointing):
+    helpers = common_fsdp()
+    mesh = t.mesh(*shape, names=("replicate", "shard", "tp"))
+    dim = 8
+    plain, model = t.pair(lambda: helpers.MLPStack(dim, with_seq_parallel=sequence))
+    data = mesh["replicate", "shard"]
+    with mock.patch.object(helpers, "fully_shard", t.fully_shard):
+        model.parallelize(mesh["tp"], data, checkpointing, reshard_after_forward=True)
+    generator = torch.Generator().manual_seed(t.rank // 2)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (plain, model)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's warns of views, which parallel layers return
+        for _ in range(2):
+            x = torch.randn(2, 4, dim, generator=generator)
+            losses = []
+            for each in (plain, model):
+                each.zero_grad()
+                losses.append(each(x).sum())
+                losses[-1].backward()
+            t.average_grads(plain)
+            if not sequence:
+                t.same(losses[1], losses[0])
+            t.same_params(model, plain)
+            for optimizer in optimizers:
+                optimizer.step()
+
+
+@contract(world=4)
+@pytest.mark.parametrize("replicas", [False, True])
+def test_parameters_on_the_whole_mesh_are_sharded_over_the_axes_that_are_named(t, replicas):
+    names = ("dp", "tp") if not replicas else ("rep", "dp")
+    mesh = t.mesh(2, 2, names=names)
+    plain, model = t.pair(lambda: nn.Linear(8, 8, bias=False))
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate(), Replicate()]))
+    dims = DataParallelMeshDims(shard="dp", replicate="rep" if replicas else None)
+    t.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+    assert model.weight.placements == ((Replicate(), Shard(0)) if replicas else (Shard(0), Replicate()))
+    assert model.weight.to_local().shape == (4, 8)
+    generator = torch.Generator().manual_seed(t.rank if replicas else t.rank // 2)
+    x = torch.randn(2, 8, generator=generator)
+    plain(x).square().sum().backward()
+    t.average_grads(plain)
+    given = DTensor.from_local(x, mesh, [Replicate(), Replicate()], run_check=False)
+    out = model(given)
+    out.to_local().square().sum().backward()
+    t.same(model.weight.grad, plain.weight.grad)
+
+
+@contract(world=4)
+def test_parameters_of_one_call_may_be_cut_on_meshes_of_their_own(t):
+    mesh = t.mesh(2, 2, names=("replicate", "shard"))
+    plain, model = t.pair(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
+    experts = set(model[2].parameters())
+    small = FSDPMeshInfo(mesh=mesh["shard"], shard_mesh_dim=0)
+    whole = FSDPMeshInfo(mesh=t.mesh(4), shard_mesh_dim=0)
+    t.fully_shard(
+        model,
+        mesh=t.mesh(4),
+        shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), small if p in experts else whole),
+    )
+    assert model[0].weight.to_local().shape == (2, 8)
+    assert model[2].weight.to_local().shape == (4, 8)
+    for each in (plain, model):
+        each(t.randn(2, 8)).sum().backward()
+    for layer, group in ((plain[0], None), (plain[2], mesh.get_group("shard"))):
+        t.average_grads(layer, group)
+    t.same(model[0].weight.grad, plain[0].weight.grad)
+    t.same(model[2].weight.grad, plain[2].weight.grad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method, share_comm_ctx
 from torch.distributed.tensor import DTensor, Shard
 
 from _blocks import Transformer, next_token_loss, token_batch
-from contract._ways import REAL, common_fsdp, contract
+from contract._ways import PROCESSES, REAL, common_fsdp, contract
 
 
 def mlps(count=3, dim=8):
@@ -379,14 +380,23 @@ def test_convolutions_and_batch_norm(t):
     t.same(model[1].running_mean, plain[1].running_mean)
 
 
+OPTIMIZERS = {
+    "SGD": {"momentum": 0.9},
+    "Adam": {"foreach": True},
+    "AdamW": {"fused": True},
+    "Adagrad": {"foreach": False},
+    "RMSprop": {},
+    "Adamax": {},
+}
+
+
 @contract(ways=REAL)
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adamax"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers_keep_sharded_state(t, optimizer):
     plain, model = t.pair(lambda: mlps(1))
     shard_children(t, model)
-    make = getattr(torch.optim, optimizer)
-    optimizers = [make(each.parameters(), lr=1e-2, **({"momentum": 0.9} if optimizer == "SGD" else {})) for each in
-                  (plain, model)]
+    make = functools.partial(getattr(torch.optim, optimizer), lr=1e-2, **OPTIMIZERS[optimizer])
+    optimizers = [make(each.parameters()) for each in (plain, model)]
     for step in range(2):
         for each, o in zip((plain, model), optimizers, strict=True):
             o.zero_grad()
@@ -434,3 +444,97 @@ def test_a_copy_that_was_made_before_sharding_is_not_changed(t):
     shard_children(t, model)
     assert not any(isinstance(p, DTensor) for p in other.parameters())
     other(t.randn(2, 8)).sum().backward()
+
+
+@contract(ways=PROCESSES)
+def test_data_parallel_parts_beside_a_sharded_one(t):
+    from torch.nn.parallel import DistributedDataParallel
+
+    plain, model = t.pair(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)))
+    ignored = {*model[0].parameters(), *model[2].parameters()}
+    model[0], model[2] = DistributedDataParallel(model[0]), DistributedDataParallel(model[2])
+    t.fully_shard(model, mesh=t.mesh(), ignored_params=ignored)
+    for step in range(2):
+        for each in (plain, model):
+            each.zero_grad()
+            each(t.randn(2, 8, step=step)).square().sum().backward()
+        t.average_grads(plain)
+        for (name, param), reference in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert isinstance(param, DTensor) == name.startswith("1"), name
+            t.same(param.grad, reference.grad)
+
+
+@contract()
+@pytest.mark.parametrize("all_used", [True, False])
+def test_a_group_of_two_modules_of_which_the_second_runs_in_chunks_after_the_models_forward(t, all_used):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.norm, self.head = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 5)
+
+        def forward(self, x):
+            x = self.norm(self.body(x))
+            return self.head(x) if all_used else x
+
+    plain, model = t.pair(Model)
+    t.fully_shard(model.body, mesh=t.mesh())
+    t.fully_shard([model.norm, model.head], mesh=t.mesh())
+    t.fully_shard(model, mesh=t.mesh())
+    for step in range(2):
+        losses = []
+        for each in (plain, model):
+            out = each(t.randn(4, 8, step=step))
+            chunks = [out] if all_used else [each.head(chunk) for chunk in out.chunk(2)]
+            losses.append(sum(chunk.square().sum() for chunk in chunks))
+            losses[-1].backward()
+        t.same(losses[1], losses[0])
+        t.average_grads(plain)
+        t.same_params(model, plain)
+        for each in (plain, model):
+            each.zero_grad()
+
+
+@contract(ways=PROCESSES)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_compiled_blocks(t, reshard):
+    plain, model = t.pair(Transformer)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+        t.fully_shard(block, mesh=t.mesh(), reshard_after_forward=reshard)
+    t.fully_shard(model, mesh=t.mesh(), reshard_after_forward=reshard)
+    train_tokens(t, plain, model, steps=2)
+
+
+@contract()
+def test_local_shards_may_be_written_to_between_steps(t):
+    plain, model = t.pair(mlps)
+    shard_children(t, model)
+    x = t.randn(2, 8)
+    model(x).sum().backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.to_local().fill_(0.01)
+            param.grad = None
+        for param in plain.parameters():
+            param.fill_(0.01)
+    t.train(plain, model, lambda step: t.randn(2, 8, step=step), steps=2)
+
+
+@contract()
+def test_gradients_may_be_changed_and_replaced_before_the_optimizer_steps(t):
+    plain, model = t.pair(mlps)
+    shard_children(t, model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(3):
+        for each in (plain, model):
+            each(t.randn(2, 8, step=step)).sum().backward()
+        t.average_grads(plain)
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            for param in each.parameters():
+                if step == 0:
+                    param.grad.mul_(0.5)
+                else:
+                    param.grad = param.grad * 0.25
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step != 1)
+        t.same_params(model, plain)

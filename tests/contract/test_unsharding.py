@@ -181,3 +181,19 @@ def test_a_gathered_model_reads_its_weights_outside_of_forward(t):
         if hasattr(module, "reshard"):
             module.reshard()
     assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+@contract()
+def test_the_next_gathers_may_wait_for_an_event_behind_the_optimizer(t):
+    plain, model = t.pair(layers)
+    shard(t, model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(3):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(t.randn(2, 8, step=step)).sum().backward()
+            if each is plain:
+                t.average_grads(plain)
+            optimizer.step()
+        model.set_post_optim_event(torch.cpu.current_stream().record_event())
+        t.same_params(model, plain)
