@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -124,7 +125,7 @@ def test_a_checkpointed_model_with_tied_weights_and_prefetching(t):
         t.fully_shard(block, mesh=t.mesh())
     t.fully_shard(model, mesh=t.mesh())
     blocks = list(model.blocks)
-    for a, b in zip(blocks, blocks[1:], strict=False):
+    for a, b in itertools.pairwise(blocks):
         a.set_modules_to_forward_prefetch([b])
         b.set_modules_to_backward_prefetch([a])
     train(t, plain, model)

@@ -137,8 +137,7 @@ def test_the_whole_state_dict_of_rank_0_reaches_all_ranks(t):
 
 @contract(ways=REAL)
 def test_optimizer_state_is_gathered_and_loaded_by_torchs_functions(t):
-    plain, model = t.pair(layers)
-    shard(t, model)
+    model = shard(t, t.build(layers))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     model(t.randn(3, 8)).sum().backward()
     optimizer.step()

@@ -57,7 +57,7 @@ def test_only_parameters_that_no_inner_call_has_taken_belong_to_the_outer_one(t)
     inner = list(model[0].parameters())
     assert not isinstance(model[2].weight, DTensor)
     t.fully_shard(model, mesh=t.mesh())
-    assert list(model[0].parameters())[0] is inner[0]
+    assert next(iter(model[0].parameters())) is inner[0]
     assert all(isinstance(param, DTensor) for param in model.parameters())
 
 

@@ -91,7 +91,7 @@ def test_explicit_prefetching_of_one_and_more_modules(t, ahead):
         layer.set_modules_to_forward_prefetch([model[i] for i in range(place + 1, min(place + 1 + ahead, len(model)))])
         layer.set_modules_to_backward_prefetch([model[i] for i in range(place - 1, max(place - 1 - ahead, -1), -1)])
     t.train(plain, model, lambda step: t.randn(2, 8, step=step))
-    with pytest.raises(ValueError, match="FSDPModule|sharded"):
+    with pytest.raises(ValueError, match=r"FSDPModule|sharded"):
         model[0].set_modules_to_forward_prefetch([nn.Linear(2, 2)])
 
 
