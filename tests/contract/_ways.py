@@ -4,9 +4,9 @@
     def test_parameters_are_cut_along_dim_0(t): ...
 
 makes six tests of it: with torch's `fully_shard` and with ours, each on ranks that are threads (torch's threaded
-process group), on ranks that are processes (gloo), and as one rank of torch's fake group. The body has the same asserts in all
-of them. In a fake group no value is right, so `t.same` compares what a tensor is, and not what is in it; a body that
-needs values is run in the ways of `REAL` alone.
+process group), on ranks that are processes (gloo), and as one rank of torch's fake group. The body has the same
+asserts in all of them. In a fake group no value is right, so `t.same` compares what a tensor is, and not what is in it;
+a body that needs values is run in the ways of `REAL` alone.
 """
 
 from __future__ import annotations
