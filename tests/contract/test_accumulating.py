@@ -22,8 +22,7 @@ def shard(t, model, mesh=None, **options):
 
 
 @contract()
-@pytest.mark.parametrize("recurse", [True, False])
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(("recurse", "reshard"), [(True, True), (False, False)])
 def test_gradients_are_reduced_with_the_last_microbatch_alone(t, recurse, reshard):
     plain, model = t.pair(layers)
     shard(t, model, reshard_after_forward=reshard)

@@ -119,7 +119,7 @@ def test_collectives_may_only_add(t, shape):
     shard(t, model, mesh=t.mesh(*shape))
     for module in (model, *model):
         module.set_force_sum_reduction_for_comms(True)
-    t.train(plain, model, lambda step: t.randn(2, 8, step=step), steps=2)
+    t.train(plain, model, lambda step: t.randn(2, 8, step=step))
 
 
 class Gathers:
@@ -155,7 +155,7 @@ def test_gathers_and_reductions_of_the_users_own(t):
     for layer in model:
         layer.set_custom_all_gather(gathers)
         layer.set_custom_reduce_scatter(scatters)
-    t.train(plain, model, lambda step: t.randn(2, 8, step=step), steps=2)
+    t.train(plain, model, lambda step: t.randn(2, 8, step=step))
     assert gathers.called == 8
     assert scatters.called == 4
     assert gathers.allocated >= 4
@@ -182,7 +182,7 @@ def test_reductions_may_have_a_group_of_their_own(t):
     if not hasattr(model, "set_separate_reduce_scatter_group"):
         return
     model.set_separate_reduce_scatter_group()
-    t.train(plain, model, lambda step: t.randn(2, 8, step=step), steps=2)
+    t.train(plain, model, lambda step: t.randn(2, 8, step=step))
 
 
 @contract()
@@ -195,4 +195,4 @@ def test_the_number_of_reductions_in_flight_is_checked(t):
         with pytest.raises(kind, match="max_input_buffers"):
             model.set_reduce_scatter_max_input_buffers(value)
     model.set_reduce_scatter_max_input_buffers(2)
-    t.train(plain, model, lambda step: t.randn(2, 8, step=step), steps=2)
+    t.train(plain, model, lambda step: t.randn(2, 8, step=step))

@@ -100,7 +100,7 @@ def test_a_forward_hook_may_change_inputs_and_outputs(t):
     for each in (plain, model):
         each[1].register_forward_pre_hook(lambda m, args: (args[0] * 2,))
         each[1].register_forward_hook(lambda m, args, out: out + 1)
-    t.train(plain, model, lambda step: t.randn(2, 8, step=step), steps=2)
+    t.train(plain, model, lambda step: t.randn(2, 8, step=step))
 
 
 @contract()
@@ -230,7 +230,7 @@ def test_after_an_exception_in_forward_and_a_reset_training_goes_on(t):
         model(t.randn(2, 8))
     handle.remove()
     model.reset_iter_state()
-    t.train(plain, model, lambda step: t.randn(2, 8, step=step), steps=2)
+    t.train(plain, model, lambda step: t.randn(2, 8, step=step))
 
 
 @contract()
@@ -293,7 +293,7 @@ def test_after_an_exception_in_backward_and_a_reset_training_goes_on(t):
     model.reset_iter_state()
     assert all(isinstance(p, DTensor) for p in model.parameters())
     model.zero_grad()
-    t.train(plain, model, lambda step: t.randn(2, 8, step=step), steps=2)
+    t.train(plain, model, lambda step: t.randn(2, 8, step=step))
 
 
 @contract()
@@ -308,7 +308,7 @@ def test_recurrent_layers(t):
 
     plain, model = t.pair(Recurrent)
     t.fully_shard(model, mesh=t.mesh())
-    t.train(plain, model, lambda step: t.randn(2, 4, 8, step=step), steps=2)
+    t.train(plain, model, lambda step: t.randn(2, 4, 8, step=step))
 
 
 @contract()
@@ -316,7 +316,7 @@ def test_attention_of_torch(t):
     make = lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)  # noqa: E731
     plain, model = t.pair(make)
     t.fully_shard(model, mesh=t.mesh())
-    t.train(plain, model, lambda step: t.randn(2, 4, 8, step=step), steps=2)
+    t.train(plain, model, lambda step: t.randn(2, 4, 8, step=step))
 
 
 @contract()

@@ -185,7 +185,7 @@ def test_a_placement_function_chooses_the_dim_that_is_cut(t):
     assert model.bias.placements == (Shard(0),)
     assert torch.equal(model.weight.to_local(), plain.weight.detach().chunk(2, 1)[t.rank])
     assert model.weight.to_local().is_contiguous()
-    t.train(plain, model, lambda step: t.randn(3, 6, step=step), steps=2)
+    t.train(plain, model, lambda step: t.randn(3, 6, step=step))
 
 
 @contract()
@@ -239,7 +239,7 @@ def test_the_mesh_may_come_from_a_process_group(t):
     plain, model = t.pair(mlp)
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
     t.fully_shard(model, mesh=mesh)
-    t.train(plain, model, lambda step: t.randn(3, 8, step=step), steps=2)
+    t.train(plain, model, lambda step: t.randn(3, 8, step=step))
 
 
 @contract(world=4)
@@ -250,7 +250,7 @@ def test_a_mesh_of_two_axes_may_come_from_process_groups(t):
     made = DeviceMesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=("dp_replicate", "dp_shard"))
     t.fully_shard(model, mesh=made)
     assert model[0].weight.placements == (Replicate(), Shard(0))
-    t.train(plain, model, lambda step: t.randn(3, 8, step=step), steps=2)
+    t.train(plain, model, lambda step: t.randn(3, 8, step=step))
 
 
 @contract()

@@ -35,7 +35,7 @@ def shard_blocks(t, model, mesh=None, **options):
     return t.fully_shard(model, mesh=mesh, **options)
 
 
-def train_tokens(t, plain, model, steps=3):
+def train_tokens(t, plain, model, steps=2):
     """Steps of next-token prediction on both."""
 
     class Loss(nn.Module):
@@ -391,7 +391,7 @@ OPTIMIZERS = {
 }
 
 
-@contract(ways=REAL)
+@contract(ways=PROCESSES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers_keep_sharded_state(t, optimizer):
     plain, model = t.pair(lambda: mlps(1))
@@ -505,7 +505,7 @@ def test_compiled_blocks(t, reshard):
     t.fully_shard(model, mesh=t.mesh(), reshard_after_forward=reshard)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Dynamo asks for the gradients of torch's unsharded parameters
-        train_tokens(t, plain, model, steps=2)
+        train_tokens(t, plain, model)
 
 
 @contract()
@@ -520,7 +520,7 @@ def test_local_shards_may_be_written_to_between_steps(t):
             param.grad = None
         for param in plain.parameters():
             param.fill_(0.01)
-    t.train(plain, model, lambda step: t.randn(2, 8, step=step), steps=2)
+    t.train(plain, model, lambda step: t.randn(2, 8, step=step))
 
 
 @contract()
