@@ -208,7 +208,7 @@ def contract(
 
 
 def _cases(ways: tuple[str, ...]) -> list[Any]:
-    """Torch's implementation in one way, which shows that the asserts are right; in the others `make matrix` runs it."""
+    """Torch's implementation in one way, which shows that the asserts are right; in the others with `make matrix`."""
     first = "processes" if "processes" in ways else ways[0]
     return [("torch", way) if way == first else more("torch", way) for way in ways] + [("ours", way) for way in ways]
 
