@@ -1,0 +1,114 @@
+"""Models that are made without memory, and shards that live on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from contract._ways import REAL, contract
+
+
+def layers(dim=8):
+    return nn.Sequential(nn.Linear(dim, 12), nn.LayerNorm(12), nn.Linear(12, dim))
+
+
+def shard(t, model, mesh=None, **options):
+    for layer in model:
+        t.fully_shard(layer, mesh=mesh or t.mesh(), **options)
+    return t.fully_shard(model, mesh=mesh or t.mesh(), **options)
+
+
+@contract(world=4)
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_a_model_on_meta_is_sharded_given_memory_and_initialised(t, shape):
+    with torch.device("meta"):
+        model = layers()
+    shard(t, model, mesh=t.mesh(*shape))
+    for param in model.parameters():
+        assert isinstance(param, DTensor)
+        assert param.is_meta
+        assert param.to_local().is_meta
+    model.to_empty(device="cpu")
+    for module in model:
+        for param in module.parameters():
+            nn.init.constant_(param, 0.25)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = layers()
+    for param in plain.parameters():
+        nn.init.constant_(param, 0.25)
+    x = t.randn(2, 8)
+    for each in (plain, model):
+        each(x).square().sum().backward()
+    t.average_grads(plain)
+    t.same_params(model, plain)
+    optimizer.step()
+
+
+@contract()
+def test_parameters_reset_themselves_after_sharding(t):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+    shard(t, model)
+    model.to_empty(device="cpu")
+    model[0].reset_parameters()
+    t.same(model[0].weight, torch.ones(8))
+    t.same(model[0].bias, torch.zeros(8))
+
+
+@contract()
+def test_parameters_that_are_still_on_meta_at_the_first_forward_are_named(t):
+    with torch.device("meta"):
+        model = layers()
+    shard(t, model)
+    with pytest.raises(RuntimeError, match=r"meta[\s\S]*0\.weight"):
+        model(t.randn(2, 8))
+
+
+@contract()
+def test_buffers_get_memory_with_the_parameters(t):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    shard(t, model)
+    model.to_empty(device="cpu")
+    assert model[1].running_mean.device.type == "cpu"
+    assert model[1].running_mean.shape == (8,)
+
+
+@contract()
+def test_offloaded_shards_train_as_others(t):
+    plain, model = t.pair(layers)
+    shard(t, model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    t.train(plain, model, lambda step: t.randn(2, 8, step=step))
+    assert all(p.device.type == "cpu" and p.grad.device.type == "cpu" for p in model.parameters())
+
+
+@contract()
+def test_offloaded_shards_with_accumulation(t):
+    plain, model = t.pair(layers)
+    shard(t, model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    for micro in range(3):
+        model.set_requires_gradient_sync(micro == 2)
+        for each in (plain, model):
+            each(t.randn(2, 8, step=micro)).sum().backward()
+    t.average_grads(plain)
+    t.same_params(model, plain)
+
+
+@contract(ways=REAL)
+def test_rank_0_has_the_values_and_sends_them_to_ranks_that_have_a_model_on_meta(t):
+    plain = t.build(layers)
+    with torch.device("meta"):
+        model = layers()
+    shard(t, model)
+    state = {}
+    for name, param in model.state_dict().items():
+        value = plain.state_dict()[name].clone() if t.rank == 0 else torch.empty(param.shape)
+        dist.broadcast(value, src=0)
+        state[name] = nn.Parameter(distribute_tensor(value, param.device_mesh, param.placements))
+    model.load_state_dict(state, strict=True, assign=True)
+    t.parity(plain, model)
+    t.train(plain, model, lambda step: t.randn(2, 8, step=step))
