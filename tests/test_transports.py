@@ -254,7 +254,7 @@ def test_the_plan_shows_what_is_forced_and_another_name_is_an_error_that_lists_t
             assert line.endswith(f"  {shown}"), line
     with (
         forced("pigeon"),
-        pytest.raises(ShardConfigValueError, match="=pigeon: .* has packed, p2p, direct, torch"),
+        pytest.raises(ShardConfigValueError, match=r"=pigeon: .* has packed, p2p, direct, torch"),
     ):
         sharded()(*rows(rank, 0))
 
