@@ -140,8 +140,10 @@ class Engine:
 
     def check_thread(self) -> None:
         """The root is called: not while another thread is in it. (A checkpoint around it calls it within backward.)"""
-        if current_backward() < 0 and (self._depth or (self._pass is not None and self._pass.alive)):
-            self._iterations.check_thread()
+        if current_backward() < 0:
+            if self._pass is not None and self._pass.alive:
+                self._iterations.check_thread()
+            self._iterations.claim()
 
     def interrupted(self) -> None:
         """A forward ends by an interrupt (Ctrl-C), which waits for nothing: the next one clears up after it."""

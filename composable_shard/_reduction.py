@@ -371,8 +371,7 @@ def unused(done: Sequence[tuple[list[int], Reduced]], asked: Sequence[int]) -> l
     found: list[int] = []
     for indices, reduced in done:
         ours = [index for index in asked if index in indices]
-        used = reduced.parts().used
-        seen = [used[indices.index(index)] for index in ours]
+        seen = [reduced.parts().used[indices.index(index)] for index in ours]
         # Fake ones do not say what other ranks had: then this rank's own word counts.
         found += [index for index, mark in zip(ours, seen, strict=True) if not has_memory(mark) or mark.item() == 0]
     return found
