@@ -297,6 +297,8 @@ class Engine:
         if self.active.get(use.group) is use:
             del self.active[use.group]
             self._late.end(use.group)
+        for bucket in use.group.buckets:
+            bucket.unedited = None
         self._do.end_use(use.group, now.next_group())
 
     def _end_backward(self, token: Token) -> None:
