@@ -160,10 +160,6 @@ class Leaves:
         """Whether any was edited since."""
         return list(map(_version, self.params)) != self.versions
 
-    def is_edited(self, member: int) -> bool:
-        """Whether this one was."""
-        return bool(self.params[member]._version != self.versions[member])
-
     def give_up(self) -> None:
         """Have autograd refuse what it has saved of them outside of a forward, where no handle stands for it."""
         torch.autograd.graph.increment_version(self.params)
@@ -182,6 +178,7 @@ class Bucket(Protocol):
         shown: what the forward that runs now has been given of a node, by index; empty if that is leaves.
         here: the leaves in the place of the weights, if any were made there.
         edited: whether a leaf there was edited before the forward that runs now.
+        unedited: what a forward was shown, if the backward that runs now has found that nobody has edited it since.
         saved: how many handles stand for its weights since the last forward began.
         gather_bytes: that a gather leases from the pool.
         reads_left: after how many reads of a handle the engine wants to hear that a use is half way; 0 if it does not.
@@ -195,6 +192,7 @@ class Bucket(Protocol):
     shown: Sequence[torch.Tensor]
     here: Leaves | None
     edited: bool
+    unedited: Sequence[torch.Tensor] | None
     saved: int
     reads_left: int
     gather_bytes: int
@@ -250,6 +248,18 @@ class Bucket(Protocol):
             return version > 0 or self.edited
         return version != self.here.versions[index]
 
+    def find_edited(self, shown: Sequence[torch.Tensor]) -> set[int]:
+        """The weights that were edited since a forward that was shown these began, or since they were gathered.
+
+        A backward that has found none looks no more: to look costs as much as the rest of reading a saved weight.
+        """
+        found = {index for index, out in enumerate(shown) if out._version} if any(map(_version, shown)) else set()
+        if self.here is not None and self.here.are_edited():
+            now = zip(self.here.params, self.here.versions, strict=True)
+            found |= {index for index, (leaf, version) in enumerate(now) if leaf._version != version}
+        self.unedited = None if found else shown
+        return found
+
 
 class GatherBucket(Bucket):
     """Parameters that are gathered as they are, cast to one dtype, into a slot of the pool.
@@ -264,7 +274,7 @@ class GatherBucket(Bucket):
         "_copied", "_dropped", "_face", "_faces", "_held_by_views", "_landed", "_lane", "_layout", "_leaves",
         "_lent", "_offloads", "_pool", "_rank", "_reserved", "_seen", "_self", "_sharded", "_straight", "_sum",
         "_transport", "dtype", "edited", "for_landing", "for_weights", "fqns", "gather_bytes", "generation", "here",
-        "members", "nbytes", "params", "readable", "reads_left", "saved", "shown", "slot",
+        "members", "nbytes", "params", "readable", "reads_left", "saved", "shown", "slot", "unedited",
     )  # fmt: skip
 
     def __init__(
@@ -309,6 +319,7 @@ class GatherBucket(Bucket):
         self.shown: Sequence[torch.Tensor] = ()
         self.here: Leaves | None = None
         self.edited = False
+        self.unedited: Sequence[torch.Tensor] | None = None
         self.members = _Members([layout.places.world * at.offset * dtype.itemsize for at in layout.places.params])
 
     def _must_copy(self, index: int) -> bool:
@@ -454,7 +465,8 @@ class GatherBucket(Bucket):
             self.slot.free_after = () if after is None else (after,)
         else:
             self._pool.release(self.slot, after)
-        self.slot, self.here, self.readable, self.edited = None, None, False, False
+        self.slot = self.here = self.unedited = None
+        self.readable = self.edited = False
 
     def _leave(self, leaves: Leaves) -> bool:
         """Give the leaves up; whether somebody keeps views of them."""

@@ -358,6 +358,8 @@ class Engine:
             self._late.end(use.group)
         if use.group.running and not self._depth:  # a recomputation that was stopped as soon as it had done enough
             use.group.running = 0
+        for bucket in use.group.buckets:
+            bucket.unedited = None
         self._do.end_use(use.group, now.next_group())
 
     def _end_backward(self, token: Token) -> None:

@@ -207,6 +207,7 @@ class ExtensionBucket(Bucket):
         self.slot = None
         self.shown: Sequence[torch.Tensor] = ()
         self.here: Leaves | None = None
+        self.unedited: Sequence[torch.Tensor] | None = None
         self.readable = self.edited = False
         self.generation = self.saved = self.reads_left = self.gather_bytes = 0
         self._members = [_Extended(p, dtype, info, policy) for p in params]
@@ -291,7 +292,8 @@ class ExtensionBucket(Bucket):
             self.here.give_up()
         self._pool.unclaim(self._claims)
         self._claims = []
-        self.here, self.readable, self.edited = None, False, False
+        self.here = self.unedited = None
+        self.readable = self.edited = False
         for member in self._members if not reserve else ():
             member.free()
 

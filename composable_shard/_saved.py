@@ -64,19 +64,17 @@ class Handle(NamedTuple):
     keeper: object  # dies with the last handle of its use
     generation: int  # of the weights
     shown: Sequence[torch.Tensor]  # in which the forward found them
-    member: int  # which of them it is
 
 
 class Kept(NamedTuple):
     """A saved view of a weight in memory that is not the pool's: the view is kept, and its memory comes back."""
 
     bucket: Bucket
-    view: torch.Tensor
+    view: tuple[torch.Tensor, int]  # and which weight it is a view of
     owner: WeightOwner | None
     keeper: object
     generation: int
     shown: Sequence[torch.Tensor]
-    member: int
 
 
 _Tensor, _data_ptr, _is_grad_enabled = torch.Tensor, torch.Tensor.data_ptr, torch.is_grad_enabled
@@ -207,16 +205,15 @@ class _Hooks:
         if type(slot) is Outside:
             if (version or bucket.edited) and bucket.was_edited(slot.index, version):
                 return _copied(tensor)
-            kept = tensor.detach()
-            return Kept(bucket, kept, self.owner(), keeper, bucket.generation, bucket.shown, slot.index)
+            kept = tensor.detach(), slot.index
+            return Kept(bucket, kept, self.owner(), keeper, bucket.generation, bucket.shown)
         if bucket.dtype.is_complex and (tensor.is_conj() or tensor.is_neg()):
             return _copied(tensor)  # a handle has no word for a lazy conjugate
         place = self._pool.places[tensor.dtype, address - slot.begin, tensor.shape, tensor.stride()]
-        index = bucket.members[place]
-        if (version or bucket.edited) and bucket.was_edited(index, version):
+        if (version or bucket.edited) and bucket.was_edited(bucket.members[place], version):
             return _copied(tensor)
         bucket.saved += 1
-        return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation, bucket.shown, index))
+        return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation, bucket.shown))
 
     def _flattened(self, tensor: Any, version: int) -> Any:
         """What stands for a tensor of a subclass if any of its inner tensors lies among weights."""
@@ -242,7 +239,7 @@ def _copied(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def _weight(handle: Handle | Kept) -> torch.Tensor:
     """The weight that a handle stands for, gathered again if need be."""
-    bucket, place, owner, _, generation, shown, member = handle
+    bucket, place, owner, _, generation, shown = handle
     if generation != bucket.generation:
         raise StaleStateError(
             f"weights of the group with {', '.join(bucket.fqns)}: an optimizer or a load has changed them between "
@@ -251,13 +248,15 @@ def _weight(handle: Handle | Kept) -> torch.Tensor:
     if not bucket.readable:
         assert owner is not None
         owner.fetch(bucket)
-    if (shown and shown[member]._version) or (bucket.here is not None and bucket.here.is_edited(member)):
-        raise _edited(bucket.fqns[member])
+    if shown is not bucket.unedited and bucket.find_edited(shown):
+        member = bucket.members[place] if type(bucket) is GatherBucket else place[1]  # type: ignore[index]
+        if member in bucket.find_edited(shown):
+            raise _edited(bucket.fqns[member])
     if bucket.reads_left:
         bucket.reads_left -= 1
         if not bucket.reads_left and owner is not None:
             owner.halfway()
-    view: torch.Tensor = bucket.slot.views[place] if type(place) is Place else place  # type: ignore[union-attr, assignment]
+    view: torch.Tensor = bucket.slot.views[place] if type(place) is Place else place[0]  # type: ignore[union-attr, index]
     # With grad mode on (create_graph) autograd saves what it gets here once more, and then past these hooks.
     return view.clone() if _is_grad_enabled() else view
 
