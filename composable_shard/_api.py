@@ -174,8 +174,8 @@ def _modules(module: Any) -> list[nn.Module]:
             )
         if state_of(each) is not None:
             raise ShardConfigAssertionError(
-                f"module: fully_shard has already been applied to this {type(each).__name__}; it can only be applied to a "
-                "module once"
+                f"module: fully_shard has already been applied to this {type(each).__name__}; "
+                "it can only be applied to a module once"
             )
     inner = {id(child) for each in modules for child in each.modules() if child is not each}
     outermost = {id(each): each for each in modules if id(each) not in inner}

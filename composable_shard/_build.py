@@ -122,9 +122,10 @@ def _settings(root: nn.Module) -> Settings:
             its["gradient divide factor"] = str(options.divide_factor)
         if options.only_sums:
             its["only sums"] = "True"
-        for backward, states in state.prefetch_lists.items():
-            listed = [names[each] or ROOT_NAME for one in states for each in one.family if each in names]
-            its[f"{'backward' if backward else 'forward'} prefetch"] = ", ".join(listed) or "nothing"
+        for direction, states in (("forward", state.prefetched(False)), ("backward", state.prefetched(True))):
+            if states is not None:
+                listed = [names[each] or ROOT_NAME for one in states for each in one.family if each in names]
+                its[f"{direction} prefetch"] = ", ".join(listed) or "nothing"
     return found
 
 

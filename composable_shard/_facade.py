@@ -629,7 +629,7 @@ class StateFacade(_View):
         return self._prefetched(backward=True)
 
     def _prefetched(self, backward: bool) -> list[StateFacade]:
-        wanted = self._own.prefetched(backward)
+        wanted = self._own.prefetched(backward) or ()
         by_state = {facade._own: facade for facade in self._state_ctx.all_states}
         return [by_state[state] for state in wanted if state in by_state]
 

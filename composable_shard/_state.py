@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -240,14 +240,9 @@ class ShardState:
             self._prefetch = before
             raise
 
-    def prefetched(self, backward: bool) -> Sequence[ShardState]:
-        """What `set_prefetch` was given last."""
-        return self._prefetch.get(backward, ())
-
-    @property
-    def prefetch_lists(self) -> Mapping[bool, list[ShardState]]:
-        """By direction (backward or not), what a user wants gathered ahead."""
-        return self._prefetch
+    def prefetched(self, backward: bool) -> Sequence[ShardState] | None:
+        """What `set_prefetch` was given last; None if it was never called."""
+        return self._prefetch.get(backward)
 
     def link_prefetch(self) -> None:
         """Tell the engine; all states must be bound, or else it is too early."""
