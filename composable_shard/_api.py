@@ -330,7 +330,8 @@ def _attach(module: nn.Module, state: ShardState, place: int) -> None:
     cls = type(module)
     of = cls, hasattr(module, "stats")  # a common word: what users call so stays theirs
     if of not in _classes:
-        names = {"__module__": cls.__module__} | ({} if of[1] else {"stats": stats})
+        names = {"__module__": cls.__module__, "_leads_to_torchs": cls._call_impl is nn.Module._call_impl}
+        names |= {} if of[1] else {"stats": stats}
         _classes.setdefault(of, type(f"FSDP{cls.__name__}", (FSDPModule, cls), names))  # threads get the same one
     module.__class__ = _classes[of]
     module.__dict__[STATE] = state

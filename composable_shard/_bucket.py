@@ -72,8 +72,8 @@ class _Face:
 
     Attributes:
         weights: the unsharded parameters, without autograd history.
-        alone: how many tensors share the storages while nobody uses the face.
-        at_rest: likewise, while only the outputs of a node do.
+        alone: how many tensors share each storage while nobody uses the face.
+        at_rest: likewise, while only the outputs of a node do, of which there is one set at a time.
     """
 
     __slots__ = ("_storages", "alone", "at_rest", "weights")
@@ -88,7 +88,13 @@ class _Face:
                 for begin, at in zip(starts, layout.params, strict=True)
             ]
         self._storages = [storage_id(weight) for weight in self.weights if has_memory(weight)]
-        self.alone = self.at_rest = self.users()
+        self.alone = self.users()
+        self.at_rest: list[int] = []  # as counted when they are made for the first time
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether a node shows it: its outputs come and go together, so one tells of all."""
+        return bool(self._storages) and storage_uses(self._storages[0]) != self.alone[0]
 
     def users(self) -> list[int]:
         """How many tensors share each storage now; those that are fake are not counted."""
@@ -339,7 +345,7 @@ class GatherBucket(Bucket):
         assert self.slot is not None
         faces = self._faces.setdefault(self.slot, [])
         for face in faces:
-            if face.users() == face.alone:
+            if not face.has_outputs and (face not in self._lent or face.users() == face.alone):
                 return face
         faces.append(_Face(self.slot, self.dtype, self._layout.places))
         return faces[-1]
@@ -356,7 +362,8 @@ class GatherBucket(Bucket):
 
     def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
         assert self._face is not None
-        self._face.at_rest = self._face.users()
+        if not self._face.at_rest:
+            self._face.at_rest = self._face.users()
         self.shown = outputs
         if self.here is not None:
             self.edited = self.here.are_edited()

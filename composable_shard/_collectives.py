@@ -365,7 +365,11 @@ def transports_of(group: dist.ProcessGroup, device: torch.device) -> dict[str, T
     plain = Plain(group, averages=device.type != "mtia")  # which knows sums only; all others are asked for means
     found: list[Transport]
     if name not in _KNOWN or not (is_native(group) or name in OWN):
-        found = [plain]
+        found = [
+            plain,
+            Direct(group),
+            Packed(group),
+        ]  # the others are for who knows that they work there, and names one
     elif name == "gloo":
         found = [RankOrdered(group), RankOrderedDirect(group), plain]
         if device.type == "cpu":  # gloo sends no memory of a device

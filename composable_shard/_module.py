@@ -85,6 +85,8 @@ def _bound(module: nn.Module, measure: bool = True, runs: bool = True) -> Bound:
 class FSDPModule(Methods):
     """Base of the class of every sharded module; use it for `isinstance` and for the methods below."""
 
+    _leads_to_torchs: bool  # whether the class that was sharded has torch's own `_call_impl`
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = super().__call__  # type: ignore[misc]
         if torch.compiler.is_compiling():
@@ -169,10 +171,7 @@ class FSDPModule(Methods):
 
 def _is_torchs(call: Any) -> bool:
     """Whether a module's call is torch's own: a class may have another, and torch.fx puts one in its place."""
-    torchs = nn.Module._wrapped_call_impl
-    if getattr(call, "__func__", None) is not torchs:
-        return False
-    return super(FSDPModule, call.__self__)._call_impl.__func__ is nn.Module._call_impl
+    return getattr(call, "__func__", None) is nn.Module._wrapped_call_impl and type(call.__self__)._leads_to_torchs
 
 
 def _has_hooks_of_others(module: nn.Module) -> bool:

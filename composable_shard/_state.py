@@ -29,8 +29,8 @@ from ._streams import Lane, lane_for
 from ._torch import (
     apart_from_checkpoints,
     current_backward,
-    current_transform,
     has_memory,
+    is_transforming,
     modes_in_force,
     with_side_effects,
 )
@@ -313,7 +313,7 @@ class ShardState:
 
     def begin(self, module: nn.Module) -> None:
         """A module of the call is about to run."""
-        if self.others or modes_in_force() or current_transform() is not None:
+        if self.others or modes_in_force() or is_transforming():
             self._begin_family(module)
         else:
             self._begin(module)
@@ -346,7 +346,7 @@ class ShardState:
         Returns:
             the uses whose backward will pass through its outputs.
         """
-        if self.others or modes_in_force() or current_transform() is not None:
+        if self.others or modes_in_force() or is_transforming():
             return self._end_family(module, copied)
         own = self._end(module, copied)
         return () if own is None else (own,)

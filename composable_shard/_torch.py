@@ -288,8 +288,16 @@ def passed_by_checkpoints(pack: Callable[[torch.Tensor], Any], outer: SavedTenso
 modes_in_force: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
-# The innermost transform of `torch.func` that runs, None outside of all.
-current_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+# Whether a transform of `torch.func` runs. To ask functorch itself makes a state in each thread, which autograd then
+# copies for every node that it runs.
+is_transforming: Callable[[], bool] = partial(
+    torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+)
+
+
+def transforms_set_aside() -> contextlib.AbstractContextManager[Any]:
+    """Without the transforms of `torch.func` that run."""
+    return temporarily_clear_interpreter_stack() if is_transforming() else contextlib.nullcontext()
 
 
 def apart_from_checkpoints(method: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
@@ -300,9 +308,9 @@ def apart_from_checkpoints(method: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
 
     @functools.wraps(method)
     def run(*args: *Ts) -> T:
-        if not modes_in_force() and current_transform() is None:
+        if not modes_in_force() and not is_transforming():
             return method(*args)
-        with temporarily_clear_interpreter_stack(), checkpoints_set_aside():
+        with transforms_set_aside(), checkpoints_set_aside():
             return method(*args)
 
     return run
@@ -432,14 +440,9 @@ def carry_gradient_hooks(leaf: torch.Tensor, to: torch.Tensor) -> None:
 def plainly() -> Iterator[None]:
     """What is made within is an ordinary tensor without a history, to be kept, whatever is in force around it.
 
-    Inference mode, transforms of `torch.func` and dispatch modes (fake tensors, selective checkpoints) are set aside.
+    Inference mode, transforms of `torch.func` and selective checkpoints are set aside.
     """
-    with (
-        temporarily_clear_interpreter_stack(),
-        _disable_current_modes(),
-        torch.inference_mode(False),
-        torch.no_grad(),
-    ):
+    with transforms_set_aside(), checkpoints_set_aside(), torch.inference_mode(False), torch.no_grad():
         yield
 
 

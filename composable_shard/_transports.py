@@ -116,7 +116,12 @@ class TransportCache:
             return
         found, at = _measured.setdefault(group, {}), size_class(sum(pieces) * info.shard_size)
         made = self._all(group, info.device)
-        if at in found or _forced(made, group, info.device) or backend_name(group, info.device) in SIMULATED:
+        if (
+            next(iter(made)) == PLAIN
+            or at in found
+            or _forced(made, group, info.device)
+            or backend_name(group, info.device) in SIMULATED
+        ):
             return
         ours = [name for name in made if name != PLAIN]
         candidates = [name for name in ours if name in _CANDIDATES.get(backend_name(group, info.device), ours)]
