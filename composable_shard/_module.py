@@ -32,7 +32,7 @@ from ._methods import Methods
 from ._node import Outputs, Use
 from ._phases import GATHERING
 from ._profiled import record
-from ._saved import PLAIN, saved_weights, weights_in_place
+from ._saved import PLAIN, let_transforms_run, saved_weights, weights_in_place
 from ._state import EAGER, STATE, TRACED, Bound, ShardState, Way, named_states
 from ._torch import (
     HANDLES,
@@ -70,6 +70,7 @@ class UnshardHandle(TorchUnshardHandle):
 def _bound(module: nn.Module, measure: bool = True, runs: bool = True) -> Bound:
     state: ShardState = module.__dict__[STATE]
     if state.bound is None:
+        let_transforms_run()
         here = threading.get_ident()
         if module.__dict__.setdefault(_BUILDER, here) != here:
             raise two_threads("its first forward")
@@ -218,7 +219,7 @@ def _run(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str
         check_root(module)
         engine.check_thread()
     engine.enter()
-    depth = state.depth
+    depth = len(state.open_calls)
     root_succeeded = False
     try:
         hooks = None
@@ -404,7 +405,7 @@ def _let_engine_surround_compiled_code(module: nn.Module) -> None:
 def _run_around(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One call of a compiled forward, which gathers for the sharded modules within but not for the module itself."""
     state: ShardState = module.__dict__[STATE]
-    depth = state.depth
+    depth = len(state.open_calls)
     state.begin(module)
     before, state.way = state.way, Way.AROUND
     try:

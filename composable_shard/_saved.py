@@ -118,7 +118,12 @@ def _are_ours(hooks: SavedTensorsHooks) -> bool:
     return _ours(hooks) is not None
 
 
-give_way_to_transforms(_are_ours)
+def let_transforms_run() -> None:
+    """From now on, transforms of `torch.func` in a forward run although saved-tensor hooks are set, where those are ours.
+
+    To be called before the first forward; a second call changes nothing.
+    """
+    give_way_to_transforms(_are_ours)
 
 
 def weights_in_place(owner: WeightOwner) -> AbstractContextManager[None] | None:

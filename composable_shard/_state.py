@@ -143,6 +143,7 @@ class ShardState:
     Attributes:
         others: those of the parameters on other meshes.
         way: how the call that runs now does.
+        open_calls: of each call that runs, what its forward was given, if a backward may follow.
         calls: how many eager calls of its modules run that lead to torch's own.
         lists: on the root, once it is known: the states below that several modules share.
         asked: what users want of the plan, if this is the root's.
@@ -157,7 +158,7 @@ class ShardState:
         self.others: tuple[ShardState, ...] = ()
         self.traced = TracedGroup(declaration.params, declaration.info, declaration.settings)
         self.bound: Bound | None = None
-        self._found: list[tuple[Use, Outputs] | None] = []
+        self.open_calls: list[tuple[Use, Outputs] | None] = []
         self._to_run: set[int] = set()
         self.lanes: tuple[Lane, Lane] | None = None  # those of other roots, to be shared
         self.way = Way.EAGER
@@ -180,11 +181,6 @@ class ShardState:
         made.asked = replace(self.asked, schedule="")  # which its own engine will tell
         made._prefetch = copy.deepcopy(self._prefetch, memo)
         return made
-
-    @property
-    def depth(self) -> int:
-        """How many calls of its module run inside of one another."""
-        return len(self._found)
 
     @property
     def family(self) -> Iterator[ShardState]:
@@ -328,8 +324,8 @@ class ShardState:
         group = self.bound.group
         if group is None:
             return
-        if not group.running and self._found:
-            self._found.clear()  # of a forward in which some of a list did not run, or that was interrupted
+        if not group.running and self.open_calls:
+            self.open_calls.clear()  # of a forward in which some of a list did not run, or that was interrupted
         if self.declaration.modules > 1:
             if current_backward() >= 0:
                 self._to_run = {module.__dict__[PLACE]}  # a recomputation may run any of the list alone
@@ -338,7 +334,7 @@ class ShardState:
             else:
                 self._to_run = set(range(self.declaration.modules))
         self.entries.check_kept()
-        self._found.append(self.bound.engine.before_forward(group, self.entries))
+        self.open_calls.append(self.bound.engine.before_forward(group, self.entries))
 
     def end(self, module: nn.Module, copied: Sequence[torch.Tensor]) -> Sequence[tuple[Use, Outputs]]:
         """It has run; of its outputs, these were views of weights.
@@ -358,13 +354,13 @@ class ShardState:
 
     def _end(self, module: nn.Module, copied: Sequence[torch.Tensor]) -> tuple[Use, Outputs] | None:
         assert self.bound is not None
-        if self.bound.group is None or not self._found:
+        if self.bound.group is None or not self.open_calls:
             return None
-        found = self._found[-1]
+        found = self.open_calls[-1]
         if self._to_run:
             self._to_run.discard(module.__dict__[PLACE])
         if not self._to_run:
-            self._found.pop()
+            self.open_calls.pop()
             self.bound.engine.after_forward(self.bound.group, copied)
         return found
 
@@ -377,8 +373,10 @@ class ShardState:
         """
         for each in self.family:
             assert each.bound is not None
-            while each.bound.group is not None and len(each._found) > (depth if each.declaration.modules == 1 else 0):
-                each._found.pop()
+            while each.bound.group is not None and len(each.open_calls) > (
+                depth if each.declaration.modules == 1 else 0
+            ):
+                each.open_calls.pop()
                 each.bound.engine.after_forward(each.bound.group)
 
     def overwritten(self) -> None:

@@ -142,7 +142,7 @@ def assert_nothing_is_left(model):
         if isinstance(module, cs.FSDPModule):
             state = module._own_state()
             for each in state.family:
-                assert len(each._found) <= 1, "it grows with every step"
+                assert len(each.open_calls) <= 1, "it grows with every step"
             for group in state.groups:
                 assert group.running == 0
                 assert group.phase.value == "sharded"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import subprocess
+import sys
 import types
 
 import pytest
@@ -55,3 +57,22 @@ def test_the_core_methods_are_our_own_with_the_signatures_of_torch(name):
     assert [(p.name, p.kind, p.default) for p in inspect.signature(ours).parameters.values()] == [
         (p.name, p.kind, p.default) for p in inspect.signature(theirs).parameters.values()
     ]
+
+
+def test_importing_the_library_and_sharding_leave_torch_as_it_is():
+    code = """
+import torch, torch.distributed.fsdp, torch._functorch.partitioners as partitioners, torch._inductor.config as config
+names = [
+    (torch.autograd.graph, "disable_saved_tensors_hooks"),
+    (partitioners, "functionalize_rng_ops"),
+    (config, "post_grad_custom_post_pass"),
+    (torch.distributed.fsdp, "fully_shard"),
+    (torch.nn.Module, "__call__"),
+    (torch.nn.Module, "_call_impl"),
+]
+before = [getattr(of, name) for of, name in names]
+import composable_shard
+composable_shard.fully_shard(torch.nn.Linear(2, 2))
+assert [getattr(of, name) for of, name in names] == before
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)

@@ -10,7 +10,6 @@ import torch.nn as nn
 from torch.nn.utils import parametrizations, parametrize
 
 from _alike import models_of, noise, optimizers_of, shard_children, train_alike
-from _engines import fully_shard
 from _pool import distributed
 from _stepping import shard_whole
 
@@ -69,11 +68,12 @@ def test_parametrized_weights_are_exact(rank, world, register, shard):
 
 
 @distributed(world=2)
-def test_a_parametrization_that_comes_after_sharding_is_named(rank, world):
-    model = fully_shard(nn.Sequential(nn.Linear(4, 4)))
-    parametrize.register_parametrization(model[0], "weight", Symmetric())
-    with pytest.raises(RuntimeError, match=r"0\.(weight|parametrizations)"):
-        model(noise(2, 4))
+def test_a_parametrization_may_come_after_sharding(rank, world):
+    models = models_of(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)), shard_whole, fsdp2=False)
+    for model in models.values():
+        parametrize.register_parametrization(model[0], "weight", Symmetric())
+    x = noise(5, 4)
+    train_alike(models, lambda model, step: model(x).square().mean(), 2, optimizers_of(models))
 
 
 # ---- functional transforms
