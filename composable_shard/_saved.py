@@ -119,7 +119,7 @@ def _are_ours(hooks: SavedTensorsHooks) -> bool:
 
 
 def let_transforms_run() -> None:
-    """From now on, transforms of `torch.func` in a forward run although saved-tensor hooks are set, where those are ours.
+    """From now on, transforms of `torch.func` in a forward run although saved-tensor hooks are set, if they are ours.
 
     To be called before the first forward; a second call changes nothing.
     """
