@@ -118,7 +118,9 @@ def _are_ours(hooks: SavedTensorsHooks) -> bool:
     return _ours(hooks) is not None
 
 
-give_way_to_transforms(_are_ours)
+def give_way() -> None:
+    """From now on, transforms of `torch.func` run in forwards under these hooks, which are set aside meanwhile."""
+    give_way_to_transforms(_are_ours)
 
 
 def weights_in_place(owner: WeightOwner) -> AbstractContextManager[None] | None:
