@@ -47,7 +47,7 @@ test: lint
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 matrix: $(READY)
-	$(BIN)/python -m pytest -m matrix
+	$(BIN)/python -m pytest -m matrix -n $(JOBS) --dist worksteal
 
 bench: $(READY)
 	$(BIN)/python bench/run_all.py --results $(RESULTS) $(BENCH)

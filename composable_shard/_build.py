@@ -22,6 +22,7 @@ from ._plan import GroupPlan, ParamPlan, ShardPlan
 from ._policies import Options
 from ._pool import BufferPool
 from ._profiled import follow_profiler
+from ._saved import give_way
 from ._schedule import ROOT_NAME
 from ._state import Asked, Bound, ShardState, named_states, state_of
 from ._streams import has_streams, lane_for
@@ -208,6 +209,7 @@ def build_engine(root: nn.Module, measure: bool = True, runs: bool = True) -> En
         PoolBudgetError: a group does not fit into the budget.
         RankMismatchError: ranks have different plans.
     """
+    give_way()
     found = list(named_states(root))
     if runs:
         check_root(root)

@@ -248,8 +248,6 @@ class Engine:
             ended.last = self._count
             ended.reads = group.buckets[0].saved
         if ended is not None or not torch.is_grad_enabled():
-            group.end_use(copied)
-        elif not torch.is_grad_enabled():
             group.end_use(copied)  # its outputs may hold views of weights in objects that nobody looks into
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)

@@ -32,7 +32,7 @@ from ._methods import Methods
 from ._node import Outputs, Use
 from ._phases import GATHERING
 from ._profiled import record
-from ._saved import PLAIN, let_transforms_run, saved_weights, weights_in_place
+from ._saved import PLAIN, saved_weights, weights_in_place
 from ._state import EAGER, STATE, TRACED, Bound, ShardState, Way, named_states
 from ._torch import (
     HANDLES,
@@ -70,7 +70,6 @@ class UnshardHandle(TorchUnshardHandle):
 def _bound(module: nn.Module, measure: bool = True, runs: bool = True) -> Bound:
     state: ShardState = module.__dict__[STATE]
     if state.bound is None:
-        let_transforms_run()
         here = threading.get_ident()
         if module.__dict__.setdefault(_BUILDER, here) != here:
             raise two_threads("its first forward")

@@ -118,11 +118,8 @@ def _are_ours(hooks: SavedTensorsHooks) -> bool:
     return _ours(hooks) is not None
 
 
-def let_transforms_run() -> None:
-    """From now on, transforms of `torch.func` in a forward run although saved-tensor hooks are set, if they are ours.
-
-    To be called before the first forward; a second call changes nothing.
-    """
+def give_way() -> None:
+    """From now on, transforms of `torch.func` run in forwards under these hooks, which are set aside meanwhile."""
     give_way_to_transforms(_are_ours)
 
 

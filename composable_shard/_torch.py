@@ -232,33 +232,34 @@ def saved_tensors_hooks_set_aside() -> Iterator[None]:
 _Match = Callable[[SavedTensorsHooks], bool]
 
 
+@functools.cache  # once in a process
 def give_way_to_transforms(ours: _Match) -> None:
     """From now on, set our saved-tensor hooks aside where a transform of `torch.func` would refuse to run under any.
 
-    For as long as it runs. Others' hooks are refused as before.
+    For as long as it runs. Others' hooks are refused as before. The function that transforms call stays the same
+    object, with another body, for Dynamo knows it by identity and would not trace one in its place.
     """
-    refuse = torch.autograd.graph.disable_saved_tensors_hooks
-    if hasattr(refuse, "_gives_way"):
+    refuse: Any = torch.autograd.graph.disable_saved_tensors_hooks
+    cells = dict(zip(refuse.__code__.co_freevars, refuse.__closure__ or (), strict=True))
+    if "func" not in cells:  # made otherwise than by `contextlib.contextmanager`: then transforms refuse, and say so
         return
+    body = cells["func"].cell_contents
+    refusing = contextlib.contextmanager(body)
 
-    @functools.wraps(refuse)
-    def disable_saved_tensors_hooks(error_message: str) -> contextlib.AbstractContextManager[None]:
-        if not torch.compiler.is_compiling():
-            active = active_saved_tensors_hooks()
-            if active is not None and ours(active):
-                return _without_ours(ours, partial(refuse, error_message))
-        return refuse(error_message)
+    @functools.wraps(body)
+    def give_way(error_message: str) -> Iterator[None]:
+        with _without_ours(ours, refusing(error_message)):
+            yield
 
-    disable_saved_tensors_hooks._gives_way = True  # type: ignore[attr-defined]
-    torch.autograd.graph.disable_saved_tensors_hooks = disable_saved_tensors_hooks  # type: ignore[assignment]
+    cells["func"].cell_contents = give_way
 
 
 @contextlib.contextmanager
-def _without_ours(ours: _Match, refusing: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+def _without_ours(ours: _Match, refusing: contextlib.AbstractContextManager[None]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         while (active := active_saved_tensors_hooks()) is not None and ours(active):
             stack.enter_context(saved_tensors_hooks_set_aside())
-        stack.enter_context(refusing())
+        stack.enter_context(refusing)
         yield
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -165,3 +167,35 @@ def test_weights_that_a_transform_has_saved_are_not_read_after_they_changed(rank
     torch.optim.SGD(model.parameters(), lr=0.05).step()
     with pytest.raises((StaleStateError, RuntimeError), match=r"changed|modified"):
         loss.backward()
+
+
+FOREIGN = """
+import sys
+import torch
+import torch.distributed as dist
+
+names = {{key: dict(vars(module)) for key, module in list(sys.modules.items()) if key.partition(".")[0] == "torch"}}
+torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)) if {compiled} else None
+import composable_shard as cs
+
+changed = [f"{{key}}.{{name}}" for key, before in names.items() for name, value in vars(sys.modules[key]).items()
+           if callable(before.get(name)) and before[name] is not value]
+assert not {compiled} or not [name for name in changed if "hooks" in name], changed
+assert {compiled} or not changed, changed
+if {sharded}:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    model = cs.fully_shard(torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+slope = torch.compile(torch.func.grad(lambda x: x.sin().sum()), backend="eager", fullgraph=True)
+torch.testing.assert_close(slope(torch.ones(3)), torch.ones(3).cos())
+"""
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled before", "not compiled before"])
+@pytest.mark.parametrize("sharded", [True, False], ids=["a model is sharded", "only imported"])
+def test_functions_that_use_transforms_compile_as_without_this_library(compiled, sharded):
+    source = FOREIGN.format(compiled=compiled, sharded=sharded)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
