@@ -452,6 +452,16 @@ class Engine:
         if not group.running and group.phase is not SHARDED:
             self._do.drop(group)
 
+    def count_memory(self, wanted: bool) -> None:
+        """Whether a tool counts memory: then what is leased is memory of its own (`BufferPool.owns`), once none is."""
+        busy = self._depth or self._pass is not None or current_backward() >= 0 or not self._uses.all_fired()
+        if self.pool.owns is wanted or busy:
+            return
+        self._gradients.settle()
+        self._do.drop_idle()
+        self._do.rebuild(self.groups)
+        self.pool.owns = wanted
+
     def _watch(self, on: bool) -> None:
         self._tuning.watch(Stopwatch(self.pool.device) if on else None)
 
