@@ -453,12 +453,14 @@ class Engine:
             self._do.drop(group)
 
     def count_memory(self, wanted: bool) -> None:
-        """Whether a tool counts memory: then what is leased is memory of its own (`BufferPool.owns`), once none is."""
+        """Whether a tool counts memory on this rank: then what is leased is memory of its own (`BufferPool.owns`).
+
+        From the next forward that begins when no graph reads weights. No collective may depend on it: what is gathered
+        or reduced right now stays so.
+        """
         busy = self._depth or self._pass is not None or current_backward() >= 0 or not self._uses.all_fired()
-        if self.pool.owns is wanted or busy:
+        if busy or any(group.grad_phase is GradPhase.REDUCING for group in self.groups):
             return
-        self._gradients.settle()
-        self._do.drop_idle()
         self._do.rebuild(self.groups)
         self.pool.owns = wanted
 

@@ -4,10 +4,10 @@
 last micro-batch is through, and then ends the backward by hand. Tools look at a group's parameters, phases and meshes.
 All of it can be read; what may be set has a method of the module, which the error of an attempt names.
 
-Torch's `FSDPMemTracker` also puts itself around what happens: it removes the hooks of a state and registers others that
-call `_pre_forward` and `_post_forward`, and it replaces `pre_backward` and `post_backward` of a group. Those can be set:
-hooks of ours stand aside for those of a tool until it registers ours again (`_Hooks`), and the engine calls what was put
-in the place of a group's methods (see `_listened`).
+Torch's `FSDPMemTracker` also puts itself around what happens: it removes the hooks of a state, registers others that
+call `_pre_forward` and `_post_forward`, and replaces `pre_backward` and `post_backward` of a group. Those can be set:
+hooks of ours stand aside for those of a tool until it registers ours again (`_Hooks`), and the engine calls what was
+put in the place of a group's methods (see `_listened`).
 """
 
 from __future__ import annotations
@@ -272,11 +272,12 @@ class GroupFacade(_View):
     fsdp_params: list[ParamFacade]
     _event: _Event | None
     _theirs: dict[str, Callable[..., None]]  # methods that a tool has put in the place of ours
-    _left: weakref.WeakSet[Any]  # and those of it that it may put back when it has gone
+    _seen: weakref.WeakSet[Any]  # and all that it has put there since its hooks came
+    _gone: bool  # whether its hooks have gone since
 
     def __init__(self, state: StateFacade, own: ShardState, index: int) -> None:
         self._hold(_state=weakref.ref(state), _own=own, _param_group_index=index)
-        self._hold(_event=None, _theirs={}, _left=weakref.WeakSet())
+        self._hold(_event=None, _theirs={}, _seen=weakref.WeakSet(), _gone=False)
         params = [ParamFacade(self, param, at) for at, param in enumerate(own.declaration.params)]
         self._hold(fsdp_params=params)
 
@@ -548,7 +549,7 @@ class GroupFacade(_View):
 
     @property
     def pre_backward(self) -> Callable[..., None]:
-        """Called where backward reaches the outputs of the modules: gathers. It can be replaced by one that calls it."""
+        """Called where backward reaches the outputs of the modules: gathers. What replaces it calls it."""
         return self._theirs.get(PRE_BACKWARD, self._pre_backward)
 
     @pre_backward.setter
@@ -562,8 +563,8 @@ class GroupFacade(_View):
     def post_backward(self) -> Callable[..., None]:
         """Called where the gradients of the modules are there, and again when the sharded parameters have theirs.
 
-        It reshards and reduces, and can be replaced by one that calls it. Whoever else calls it does nothing: what is
-        kept is reduced in plan order, by `StateFacade._root_post_backward_final_callback`.
+        It reshards and reduces, and what replaces it calls it. Whoever else calls it does nothing: what is kept is
+        reduced in plan order, by `StateFacade._root_post_backward_final_callback`.
         """
         return self._theirs.get(POST_BACKWARD, self._post_backward)
 
@@ -577,21 +578,27 @@ class GroupFacade(_View):
     def _replace(self, moment: str, method: Callable[..., None], ours: Callable[..., None]) -> None:
         if method == ours:
             self._theirs.pop(moment, None)
-        elif method not in self._left:
+        elif not self._gone or method not in self._seen:
             self._theirs[moment] = method
+            if isinstance(method, types.FunctionType):
+                self._seen.add(method)
         self._listen()
 
     def _listen(self) -> None:
         (LISTENERS.add if self._theirs else LISTENERS.discard)(self)
 
-    def _tool_has_come(self) -> None:
-        self._left.clear()
+    def _note_tool(self, there: bool) -> None:
+        """Whether the hooks of a tool stand in the place of ours: when they go, its methods go with them.
 
-    def _tool_has_gone(self) -> None:
-        """Its hooks are gone. For a list it replaces methods once a module, and would put its own back at the end."""
-        self._left.update(method for method in self._theirs.values() if isinstance(method, types.FunctionType))
-        self._theirs.clear()
-        self._listen()
+        For a list it has replaced the methods once for each module, the later ones around the earlier, and when it
+        goes it would put back the earlier ones of its own.
+        """
+        if there and self._gone:
+            self._seen.clear()
+        self._hold(_gone=not there)
+        if not there:
+            self._theirs.clear()
+            self._listen()
 
 
 class CommContextFacade(_View):
@@ -853,7 +860,7 @@ class StateFacade(_View):
         self._hooks[place].take(handle)
         lent = any(hooks.are_lent(module) for hooks in self._hooks for module in self._modules)
         for group in self._fsdp_param_groups:
-            group._tool_has_come() if lent else group._tool_has_gone()
+            group._note_tool(lent)
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What our hook does, for the hook of a tool that stands in its place.
