@@ -41,6 +41,7 @@ class BufferPool:
         lent_bytes: of `live_bytes`, what stays leased only because users of this rank keep views of it.
         backward: whether a backward runs: what it gathers may lie elsewhere than in forward.
         places: within slots.
+        counted: whether a tool counts memory, and must see what is leased.
         owns: whether each name has memory of its own, which it takes when it is leased and gives back when released:
             so tools that count memory find who uses how much. To be changed while nothing is known (`forget`).
         fallbacks: by name, leases for which there was an arena but no free place in it.
@@ -64,7 +65,7 @@ class BufferPool:
         self._begins: list[int] = []
         self._outside: list[Outside] = []
         self.places = Places()
-        self.owns = False
+        self.counted = self.owns = False
         self._own: dict[tuple[str, int], Slot] = {}
         self.first = self.end = 0
 
@@ -119,6 +120,8 @@ class BufferPool:
             slot = self._own_slot(request) if self.owns else self._unplanned(request)
         if request.met is None or not live <= request.met:
             self._note_met(request)
+        if self.counted:
+            slot.show()
         live.add(request)
         slot.request = request
         slot.owner = owner

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._torch import address_of, plainly
+from ._torch import address_of, plainly, to_keep
 
 Events = tuple[torch.Event, ...]
 PlaceKey = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
@@ -123,6 +123,11 @@ class Slot:
         self._bytes[0].untyped_storage().resize_(nbytes)
         self.begin = address_of(self._bytes[0])
         self.end = self.reach = self.begin + nbytes
+
+    def show(self) -> None:
+        """Let modes that count memory see it."""
+        with to_keep():
+            self._bytes[0].detach()
 
     def __lt__(self, other: Slot) -> bool:
         return self.begin < other.begin
