@@ -20,7 +20,7 @@ from ._errors import (
     ShardConfigValueError,
 )
 from ._extension import is_extended
-from ._facade import show_to_torch, state_facade
+from ._facade import OurHooks, show_to_torch, state_facade
 from ._mesh import MeshInfo, default_mesh, mesh_info, small_mesh
 from ._module import FSDPModule, adopt_forward_methods, number, post_forward, pre_forward
 from ._param import SHARDED_IN, ShardedParam, shard_parameter
@@ -125,7 +125,7 @@ def fully_shard(
     _move_buffers(modules, info)
     for place, each in enumerate(modules):
         _attach(each, state, place)
-    show_to_torch(modules, state, adopt_forward_methods)
+    show_to_torch(modules, state, OurHooks(pre_forward, post_forward, adopt_forward_methods))
     return module
 
 

@@ -83,11 +83,11 @@ class _Face:
             flat = slot.typed(torch.uint8)  # bytes: not every dtype can be exchanged
             size = dtype.itemsize
             starts = [size * layout.world * at.offset for at in layout.params]
-            self.weights = [
-                alias(flat[begin : begin + size * at.numel]).view(dtype).view(at.shape)
-                for begin, at in zip(starts, layout.params, strict=True)
-            ]
-        self._storages = [storage_id(weight) for weight in self.weights if has_memory(weight)]
+            parts = [flat[begin : begin + size * at.numel] for begin, at in zip(starts, layout.params, strict=True)]
+            apart = [part.data if slot.resizes else alias(part) for part in parts]
+            self.weights = [part.view(dtype).view(at.shape) for part, at in zip(apart, layout.params, strict=True)]
+        # Memory that resizes is good for views at the next gather, too, wherever that is.
+        self._storages = [] if slot.resizes else [storage_id(weight) for weight in self.weights if has_memory(weight)]
         self.alone = self.users()
         self.at_rest: list[int] = []  # as counted when they are made for the first time
 

@@ -16,12 +16,12 @@ from ._engine import Engine
 from ._errors import ShardConfigStateError
 from ._extension import is_extended
 from ._group import ParamGroup, Runtime
+from ._listened import follow_tools
 from ._mesh import MeshInfo
 from ._param import ShardedParam
 from ._plan import GroupPlan, ParamPlan, ShardPlan
 from ._policies import Options
 from ._pool import BufferPool
-from ._profiled import follow_profiler
 from ._saved import give_way
 from ._schedule import ROOT_NAME
 from ._state import Asked, Bound, ShardState, named_states, state_of
@@ -242,7 +242,7 @@ def build_engine(root: nn.Module, measure: bool = True, runs: bool = True) -> En
             group.companions = tuple(family[place + 1 :]) or group.companions
     without = [state.entries for _, state in found if state not in groups]
     described = [(group, state.entries) for state, group in groups.items()]
-    engine = Engine(described, plan, runtime, among, follow_profiler, without)
+    engine = Engine(described, plan, runtime, among, follow_tools, without)
     if replicas := replicas_of(meshes):
         engine.before_first_reduction(partial(agree, plan, replicas, settings))
     if own is not None:

@@ -450,6 +450,19 @@ class Engine:
         if not group.running and group.phase is not SHARDED:
             self._do.drop(group)
 
+    def count_memory(self, wanted: bool) -> None:
+        """Whether a tool counts memory on this rank: then what is leased is memory of its own (`BufferPool.owns`).
+
+        That is from the next forward that begins when no graph reads weights. No collective may depend on it: what is
+        gathered or reduced right now stays so.
+        """
+        self.pool.counted = wanted
+        busy = self._depth or self._pass is not None or current_backward() >= 0 or not self._uses.all_fired()
+        if busy or any(group.grad_phase is GradPhase.REDUCING for group in self.groups):
+            return
+        self._do.rebuild(self.groups)
+        self.pool.owns = wanted
+
     def _watch(self, on: bool) -> None:
         self._tuning.watch(Stopwatch(self.pool.device) if on else None)
 

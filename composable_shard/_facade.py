@@ -3,14 +3,21 @@
 `torch.distributed.pipelining` runs backward without `Tensor.backward`, asks each group for its `post_backward` when the
 last micro-batch is through, and then ends the backward by hand. Tools look at a group's parameters, phases and meshes.
 All of it can be read; what may be set has a method of the module, which the error of an attempt names.
+
+Torch's `FSDPMemTracker` also puts itself around what happens: it removes the hooks of a state, registers others that
+call `_pre_forward` and `_post_forward`, and replaces `pre_backward` and `post_backward` of a group. Those can be set:
+hooks of ours stand aside for those of a tool until it registers ours again (`_Hooks`), and the engine calls what was
+put in the place of a group's methods (see `_listened`).
 """
 
 from __future__ import annotations
 
 import copy
+import types
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,16 +25,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils.hooks import RemovableHandle
 
 from ._build import build_engine
 from ._engine import Engine
 from ._errors import ShardConfigAssertionError, ShardConfigAttributeError, ShardConfigStateError
-from ._group import ParamGroup
+from ._group import Gradients, ParamGroup
+from ._listened import LISTENERS, POST_BACKWARD, PRE_BACKWARD
 from ._mesh import MeshInfo
 from ._param import ShardedParam
 from ._phases import GATHERING, RESIDENT, SHARDED, UNSHARDED, GradPhase
 from ._policies import CPUOffloadPolicy, HSDPMeshInfo, MixedPrecisionPolicy, OffloadPolicy, Options
 from ._state import ShardState, share_lanes, state_of
+from ._torch import forward_hooks
 from ._torch_distributed import (
     ParamModuleInfo,
     ShardedState,
@@ -81,6 +91,12 @@ class _View:
 
     def _hold(self, **facts: Any) -> None:
         self.__dict__.update(facts)
+
+
+class UnshardedGradient(NamedTuple):
+    """What stands for an unsharded parameter while `post_backward` runs, when the weights may be gone already."""
+
+    grad: torch.Tensor | None
 
 
 class ParamFacade(_View):
@@ -185,8 +201,11 @@ class ParamFacade(_View):
         return entries.there(self._index) if entries.shown else group.leaves()[self._index]
 
     @property
-    def _unsharded_param(self) -> torch.Tensor:
-        return self.unsharded_param
+    def _unsharded_param(self) -> torch.Tensor | UnshardedGradient:
+        event = self._group._event
+        if event is None or event.moment != POST_BACKWARD:
+            return self.unsharded_param
+        return UnshardedGradient(event.gradients[self._index] if event.gradients else None)
 
     @property
     def unsharded_accumulated_grad(self) -> torch.Tensor | None:
@@ -234,6 +253,16 @@ class ParamFacade(_View):
         return self._group.post_forward_mesh_info
 
 
+@dataclass
+class _Event:
+    """Something that is about to be done, by the method of a group that torch's does it in."""
+
+    moment: str
+    work: Callable[[], None]
+    gradients: Gradients
+    done: bool = False
+
+
 class GroupFacade(_View):
     """A group of parameters, under the names of torch's `FSDPParamGroup`."""
 
@@ -241,9 +270,14 @@ class GroupFacade(_View):
     _own: ShardState
     _param_group_index: int
     fsdp_params: list[ParamFacade]
+    _event: _Event | None
+    _theirs: dict[str, Callable[..., None]]  # methods that a tool has put in the place of ours
+    _seen: weakref.WeakSet[Any]  # and all that it has put there since its hooks came
+    _gone: bool  # whether its hooks have gone since
 
     def __init__(self, state: StateFacade, own: ShardState, index: int) -> None:
         self._hold(_state=weakref.ref(state), _own=own, _param_group_index=index)
+        self._hold(_event=None, _theirs={}, _seen=weakref.WeakSet(), _gone=False)
         params = [ParamFacade(self, param, at) for at, param in enumerate(own.declaration.params)]
         self._hold(fsdp_params=params)
 
@@ -483,8 +517,88 @@ class GroupFacade(_View):
         if self._engine is not None and self._group is not None:
             self._engine.reshard(self._group)
 
-    def post_backward(self, *unused: Any) -> None:
-        """Nothing: what is kept is reduced in plan order, by `StateFacade._root_post_backward_final_callback`."""
+    # ---- what a tool can put itself around
+
+    @property
+    def heard(self) -> ParamGroup | None:
+        """As a `Listener`."""
+        return self._group
+
+    def around(self, moment: str, work: Callable[[], None], gradients: Gradients = ()) -> None:
+        """As a `Listener`."""
+        before, event = self._event, _Event(moment, work, gradients)
+        self._hold(_event=event)
+        try:
+            if moment == PRE_BACKWARD:
+                self.pre_backward(self._own.prefetched(backward=True) is None)
+            else:
+                self.post_backward()
+        finally:
+            self._hold(_event=before)
+        if not event.done:
+            raise ShardConfigStateError(
+                f"group {self._module_fqn}: {moment} was replaced by something that does not call what was there, so "
+                "its weights are not gathered, or its gradients not reduced; call the method that was replaced"
+            )
+
+    def _do(self, moment: str) -> None:
+        event = self._event
+        if event is not None and event.moment == moment and not event.done:
+            event.done = True
+            event.work()
+
+    @property
+    def pre_backward(self) -> Callable[..., None]:
+        """Called where backward reaches the outputs of the modules: gathers. What replaces it calls it."""
+        return self._theirs.get(PRE_BACKWARD, self._pre_backward)
+
+    @pre_backward.setter
+    def pre_backward(self, method: Callable[..., None]) -> None:
+        self._replace(PRE_BACKWARD, method, self._pre_backward)
+
+    def _pre_backward(self, default_prefetch: bool = True, *unused: Any) -> None:
+        self._do(PRE_BACKWARD)
+
+    @property
+    def post_backward(self) -> Callable[..., None]:
+        """Called where the gradients of the modules are there, and again when the sharded parameters have theirs.
+
+        It reshards and reduces, and what replaces it calls it. Whoever else calls it does nothing: what is kept is
+        reduced in plan order, by `StateFacade._root_post_backward_final_callback`.
+        """
+        return self._theirs.get(POST_BACKWARD, self._post_backward)
+
+    @post_backward.setter
+    def post_backward(self, method: Callable[..., None]) -> None:
+        self._replace(POST_BACKWARD, method, self._post_backward)
+
+    def _post_backward(self, *unused: Any) -> None:
+        self._do(POST_BACKWARD)
+
+    def _replace(self, moment: str, method: Callable[..., None], ours: Callable[..., None]) -> None:
+        if method == ours:
+            self._theirs.pop(moment, None)
+        elif not self._gone or method not in self._seen:
+            self._theirs[moment] = method
+            if isinstance(method, types.FunctionType):
+                self._seen.add(method)
+        self._listen()
+
+    def _listen(self) -> None:
+        (LISTENERS.add if self._theirs else LISTENERS.discard)(self)
+
+    def _note_tool(self, there: bool) -> None:
+        """Whether the hooks of a tool stand in the place of ours: when they go, its methods go with them.
+
+        For a list it has replaced the methods once for each module, the later ones around the earlier, and when it
+        goes it would put back the earlier ones of its own.
+        """
+        if there and self._gone:
+            self._seen.clear()
+        self._hold(_gone=not there)
+        if not there:
+            self._theirs.clear()
+            self._listen()
 
 
 class CommContextFacade(_View):
@@ -531,27 +645,97 @@ class ContextFacade(_View):
         return None if engine is None else engine.changed_at
 
 
+@dataclass(frozen=True)
+class OurHooks:
+    """What a module of ours does around its forward.
+
+    Attributes:
+        before, after: the hooks.
+        adopt: makes what torch's own `register_fsdp_forward_method` has set on a module ours.
+    """
+
+    before: Callable[..., Any]
+    after: Callable[..., Any]
+    adopt: Callable[[nn.Module], None]
+
+
+def _stand_in(*unused: Any) -> None:
+    """In the place of a hook of ours that stands aside."""
+
+
+class _Hooks:
+    """The hooks of a state's modules that run before their forward, or after it; named as a handle of torch's.
+
+    Ours stand aside when a tool removes them. A hook that it registers, of which it sets the handle, is its own, unless
+    it is the method of the state that torch has for a hook: then ours takes its place again.
+    """
+
+    def __init__(self, state: StateFacade, name: str, ours: Callable[..., Any]) -> None:
+        self._state = weakref.ref(state)
+        self._name, self._before, self._ours = name, name == "_pre_forward", ours
+        self._lent: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
+
+    def are_lent(self, module: nn.Module) -> bool:
+        """Whether hooks of a tool stand in the place of ours."""
+        return module in self._lent
+
+    def remove(self) -> None:
+        """Let ours stand aside, or remove those that stand in their place."""
+        for handle in self._lent.values():
+            handle.remove()
+        state = self._state()
+        for module in state._modules if state is not None and not self._lent else ():
+            self._swap(module, self._ours, _stand_in)
+
+    def take(self, handle: Any) -> None:
+        """A tool has registered a hook on one of the modules."""
+        state = self._state()
+        assert state is not None
+        for module in state._modules:
+            hooks = forward_hooks(module, self._before)
+            if isinstance(handle, RemovableHandle) and handle.hooks_dict_ref() is hooks and handle.id in hooks:
+                break
+        else:
+            raise ShardConfigAttributeError(
+                f"{self._name}_hook_handle: takes the handle of a forward hook of one of the state's modules; register "
+                "the hook on the module and set what that returns"
+            )
+        if hooks[handle.id] != getattr(state, self._name):
+            self._swap(module, self._ours, _stand_in)
+            self._lent[module] = handle
+            return
+        handle.remove()
+        self._swap(module, _stand_in, self._ours)
+        self._lent.pop(module, None)
+
+    def _swap(self, module: nn.Module, old: Callable[..., Any], new: Callable[..., Any]) -> None:
+        hooks = forward_hooks(module, self._before)
+        hooks.update({key: new for key, hook in hooks.items() if hook is old})
+
+
 class StateFacade(_View):
     """The state of the modules of one call, which it holds weakly, for they hold it; named as torch's `FSDPState`.
 
     Args:
         modules: of the call.
         state: theirs.
-        adopt: makes what torch's own `register_fsdp_forward_method` has set on a module ours.
+        ours: what they do around their forward.
     """
 
     _own: ShardState
-    _adopt: Callable[[nn.Module], None]
+    _ours: OurHooks
+    _hooks: tuple[_Hooks, _Hooks]
     _known: list[weakref.ref[nn.Module]]
     _initialised: bool
     _fsdp_param_groups: list[GroupFacade]
     _comm: CommContextFacade
 
-    def __init__(self, modules: Sequence[nn.Module], state: ShardState, adopt: Callable[[nn.Module], None]) -> None:
-        self._build(modules, state, adopt)
+    def __init__(self, modules: Sequence[nn.Module], state: ShardState, ours: OurHooks) -> None:
+        self._build(modules, state, ours)
 
-    def _build(self, modules: Sequence[nn.Module], state: ShardState, adopt: Callable[[nn.Module], None]) -> None:
-        self._hold(_own=state, _adopt=adopt, _known=[weakref.ref(module) for module in modules])
+    def _build(self, modules: Sequence[nn.Module], state: ShardState, ours: OurHooks) -> None:
+        self._hold(_own=state, _ours=ours, _known=[weakref.ref(module) for module in modules])
+        self._hold(_hooks=(_Hooks(self, "_pre_forward", ours.before), _Hooks(self, "_post_forward", ours.after)))
         own = [each for each in state.family if each.declaration.params]
         self._hold(_initialised=False)
         groups = [GroupFacade(self, each, index) for index, each in enumerate(own)]
@@ -560,7 +744,7 @@ class StateFacade(_View):
     def __deepcopy__(self, memo: dict[int, Any]) -> StateFacade:
         made = memo[id(self)] = object.__new__(StateFacade)
         modules = [copy.deepcopy(module, memo) for module in self._modules]
-        made._build(modules, copy.deepcopy(self._own, memo), self._adopt)
+        made._build(modules, copy.deepcopy(self._own, memo), self._ours)
         return made
 
     @property
@@ -654,23 +838,53 @@ class StateFacade(_View):
             build_engine(self._modules[0])
             self._hold(_initialised=True)
 
+    @property
+    def _pre_forward_hook_handle(self) -> Any:
+        """What stands for the hooks before forward; a tool that removes them sets the handle of its own."""
+        return self._hooks[0]
+
+    @_pre_forward_hook_handle.setter
+    def _pre_forward_hook_handle(self, handle: Any) -> None:
+        self._set_hooks(0, handle)
+
+    @property
+    def _post_forward_hook_handle(self) -> Any:
+        """The same for those after forward."""
+        return self._hooks[1]
+
+    @_post_forward_hook_handle.setter
+    def _post_forward_hook_handle(self, handle: Any) -> None:
+        self._set_hooks(1, handle)
+
+    def _set_hooks(self, place: int, handle: Any) -> None:
+        self._hooks[place].take(handle)
+        lent = any(hooks.are_lent(module) for hooks in self._hooks for module in self._modules)
+        for group in self._fsdp_param_groups:
+            group._note_tool(lent)
+
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What torch's own `register_fsdp_forward_method` calls before the method, whose place ours takes.
+        """What our hook does, for the hook of a tool that stands in its place.
+
+        Also what torch's own `register_fsdp_forward_method` calls before the method, whose place ours takes.
 
         Raises:
             ShardConfigStateError: somebody else calls it.
         """
-        if not called_by_forward_method():
+        if called_by_forward_method():
+            self._ours.adopt(module)
+            return args, kwargs
+        engine = self._engine
+        if engine is None or not engine.in_forward or not self._hooks[0].are_lent(module):
             raise ShardConfigStateError(
                 f"{type(module).__name__}: _pre_forward and _post_forward cannot be called apart, for a method that "
                 "fails between them would leave its weights unsharded; use register_fsdp_forward_method"
             )
-        self._adopt(module)
-        return args, kwargs
+        cast = self._ours.before(module, args, kwargs)
+        return (args, kwargs) if cast is None else cast
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The end of `_pre_forward`."""
-        return output
+        return self._ours.after(module, args, output) if self._hooks[1].are_lent(module) else output
 
     def _reset_iter_state(self) -> None:
         self._modules[0].reset_iter_state()  # type: ignore[operator]
@@ -690,8 +904,8 @@ def state_facade(module: nn.Module) -> StateFacade | None:
     return found if isinstance(found, StateFacade) else None
 
 
-def show_to_torch(modules: Sequence[nn.Module], state: ShardState, adopt: Callable[[nn.Module], None]) -> None:
+def show_to_torch(modules: Sequence[nn.Module], state: ShardState, ours: OurHooks) -> None:
     """Let `torch.distributed.fsdp.fully_shard.state` find the state too: torch's own code knows no other way."""
-    facade = StateFacade(modules, state, adopt)
+    facade = StateFacade(modules, state, ours)
     for module in modules:
         register_state(module, facade)

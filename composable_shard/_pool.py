@@ -25,7 +25,7 @@ from ._errors import ShardConfigValueError
 from ._layout import slot_bytes
 from ._slots import Events, Outside, Places, Request, Slot
 from ._streams import Lane
-from ._torch import plainly
+from ._torch import plainly, to_keep
 
 
 class BufferPool:
@@ -41,6 +41,9 @@ class BufferPool:
         lent_bytes: of `live_bytes`, what stays leased only because users of this rank keep views of it.
         backward: whether a backward runs: what it gathers may lie elsewhere than in forward.
         places: within slots.
+        counted: whether a tool counts memory, and must see what is leased.
+        owns: whether each name has memory of its own, which it takes when it is leased and gives back when released:
+            so tools that count memory find who uses how much. To be changed while nothing is known (`forget`).
         fallbacks: by name, leases for which there was an arena but no free place in it.
     """
 
@@ -62,6 +65,8 @@ class BufferPool:
         self._begins: list[int] = []
         self._outside: list[Outside] = []
         self.places = Places()
+        self.counted = self.owns = False
+        self._own: dict[tuple[str, int], Slot] = {}
         self.first = self.end = 0
 
     @property
@@ -112,9 +117,11 @@ class BufferPool:
             request = self.request(request.name + "'", request.nbytes, request.backward)
         slot = request.slot
         if slot is None or slot.request is not None or (slot.rivals and _is_taken(slot)):
-            slot = self._unplanned(request)
+            slot = self._own_slot(request) if self.owns else self._unplanned(request)
         if request.met is None or not live <= request.met:
             self._note_met(request)
+        if self.counted:
+            slot.show()
         live.add(request)
         slot.request = request
         slot.owner = owner
@@ -130,6 +137,19 @@ class BufferPool:
             self._lacks = True
         free = self._free.get(request.nbytes)
         return free.pop() if free else self._make(request.nbytes)
+
+    def _own_slot(self, request: Request) -> Slot:
+        """That of its name, in forward and backward alike, or a new one."""
+        slot = self._own.get((request.name, request.nbytes))
+        if slot is None or slot.request is not None:
+            slot = self._own[request.name, request.nbytes] = self._make(request.nbytes)
+            return slot
+        slot.resize(request.nbytes)
+        slot.free_after = self._fresh()
+        self.held_bytes += slot.nbytes
+        insort(self._slots, slot)
+        self._slots_changed()
+        return slot
 
     def _note_met(self, request: Request) -> None:
         self._known[request] = None
@@ -147,7 +167,14 @@ class BufferPool:
             after = self._poisoned(slot, after)
         slot.free_after = () if after is None else (after,)
         self.live_bytes -= slot.nbytes
-        if request.slot is not slot:
+        if slot.resizes:
+            for event in slot.free_after:
+                event.wait()  # work in flight may still use what the allocator would hand out
+            self._slots.remove(slot)
+            self._slots_changed()
+            self.held_bytes -= slot.nbytes
+            slot.resize(0)
+        elif request.slot is not slot:
             self._free.setdefault(slot.nbytes, []).append(slot)
         slot.request = slot.owner = None
 
@@ -171,7 +198,7 @@ class BufferPool:
     @property
     def wants_arena(self) -> bool:
         """Whether it has learned what the arena does not know, and nothing is leased, so that one can be made."""
-        return self._lacks and bool(self._known) and not self.live_bytes
+        return self._lacks and bool(self._known) and not self.live_bytes and not self.owns
 
     def make_arena(self) -> None:
         """Put one arena in the place of all slots. Nobody may hold any of them."""
@@ -182,8 +209,8 @@ class BufferPool:
         offsets = pack([request.nbytes for request in known], meets, [request.name for request in known])
         nbytes = max(at + request.nbytes for at, request in zip(offsets, known, strict=True))
         fresh = self._fresh()
+        memory = self._allocate(nbytes)
         with plainly():
-            memory = self._allocate(nbytes)
             places = dict.fromkeys((at, request.nbytes) for at, request in zip(offsets, known, strict=True))
             made = {(at, size): Slot(memory[at : at + size], fresh) for at, size in places}
         self._arena = sorted(made.values())
@@ -239,6 +266,7 @@ class BufferPool:
         """Give the memory of all free slots back to the allocator, and the arena unless some of it is leased."""
         freed = [slot for slots in self._free.values() for slot in slots]
         self._free.clear()
+        self._own.clear()
         if all(slot.request is None for slot in self._arena):
             freed += self._arena
             self._lacks |= bool(self._arena)
@@ -270,15 +298,17 @@ class BufferPool:
         self.end = max([it.end for it in places], default=0)
 
     def _make(self, nbytes: int) -> Slot:
-        # Made in inference mode, it could never be used for training.
+        memory = self._allocate(nbytes)
         with plainly():
-            slot = Slot(self._allocate(nbytes), self._fresh())
+            slot = Slot(memory, self._fresh(), resizes=self.owns)
         insort(self._slots, slot)
         self._slots_changed()
         return slot
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        with nullcontext() if self._mem_pool is None else torch.cuda.use_mem_pool(self._mem_pool, self.device):
+        # Made in inference mode, it could never be used for training.
+        pool = nullcontext() if self._mem_pool is None else torch.cuda.use_mem_pool(self._mem_pool, self.device)
+        with to_keep(), pool:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self.held_bytes += nbytes
         self.allocations += 1

@@ -19,7 +19,7 @@ from ._gradients import GradientFlow
 from ._group import Gradients, ParamGroup
 from ._node import Entries, Outputs, Use
 from ._schedule import Kind
-from ._torch import current_backward, is_profiled
+from ._torch import current_backward
 
 T = TypeVar("T")
 _ACTIONS = {
@@ -94,13 +94,3 @@ class ProfiledEngine(Engine):
     def _end_backward(self, token: Token) -> None:
         with record("FSDP::root_post_backward_callback"):
             super()._end_backward(token)
-
-
-def follow_profiler(engine: Engine) -> None:
-    """Give an engine and its parts the classes that they should have now."""
-    on = is_profiled()
-    if on is engine.profiled:
-        return
-    kinds = (ProfiledEngine, ProfiledActions, ProfiledFlow) if on else (Engine, Actions, GradientFlow)
-    for part, kind in zip(engine.parts(), kinds, strict=True):
-        part.__class__ = kind

@@ -143,7 +143,8 @@ class ReduceBucket:
         self._sizes.append(len(members))
         # Tensors of the shapes that are not flat: `view_as` takes a third of the host's time of `view`.
         whole = [(place, m.shape) for place, m in enumerate(self._members) if len(m.shape) != 1]
-        self._shaped = [(place, torch.empty(shape, device="meta")) for place, shape in whole]
+        with plainly():
+            self._shaped = [(place, torch.empty(shape, device="meta")) for place, shape in whole]
         self._ones = torch.ones(info.shard_size * len(members), dtype=dtype, device=info.device)
         self._others = {m.stored for m in self._members} - {dtype}
         self._world = info.shard_size

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._torch import address_of, plainly
+from ._torch import address_of, plainly, to_keep
 
 Events = tuple[torch.Event, ...]
 PlaceKey = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
@@ -86,6 +86,7 @@ class Slot:
         free_after: the events behind the last uses; whoever writes next waits for them.
         rivals: other slots of an arena that lie, in part, in the same memory.
         reach: the end of the one of them, or of this slot, that ends last.
+        resizes: whether it takes memory only while it is leased, each time elsewhere.
     """
 
     __slots__ = (
@@ -99,11 +100,12 @@ class Slot:
         "owner",
         "reach",
         "request",
+        "resizes",
         "rivals",
         "views",
     )
 
-    def __init__(self, memory: torch.Tensor, free_after: Events) -> None:
+    def __init__(self, memory: torch.Tensor, free_after: Events, resizes: bool = False) -> None:
         self._bytes = (memory.data, memory.data)
         self._typed: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
         self.views = _SlotViews(self)
@@ -114,6 +116,18 @@ class Slot:
         self.owner: weakref.ref[Any] | None = None
         self.free_after = free_after
         self.rivals: tuple[Slot, ...] = ()
+        self.resizes = resizes
+
+    def resize(self, nbytes: int) -> None:
+        """Give its memory back to the allocator, or take some; views of it stay good for what is there next."""
+        self._bytes[0].untyped_storage().resize_(nbytes)
+        self.begin = address_of(self._bytes[0])
+        self.end = self.reach = self.begin + nbytes
+
+    def show(self) -> None:
+        """Let modes that count memory see it."""
+        with to_keep():
+            self._bytes[0].detach()
 
     def __lt__(self, other: Slot) -> bool:
         return self.begin < other.begin

@@ -447,9 +447,26 @@ def plainly() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def to_keep() -> Iterator[None]:
+    """The same for memory: modes that tell what memory there is see it, and where tensors are fake, so is it."""
+    with (
+        temporarily_clear_interpreter_stack(),
+        checkpoints_set_aside(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
+        yield
+
+
 def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
     """Operations within are seen by no mode of users or of torch (selective checkpoints, fake tensors)."""
     return _disable_current_modes()
+
+
+def forward_hooks(module: torch.nn.Module, before: bool) -> dict[int, Callable[..., Any]]:
+    """The hooks that run before, or after, the forward of a module, by the ids of their handles."""
+    return module._forward_pre_hooks if before else module._forward_hooks
 
 
 def any_module_hooks() -> bool:

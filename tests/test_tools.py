@@ -1,14 +1,24 @@
-"""Tools of torch's own that look at communication: fake tensors, CommDebugMode, and patches of torch.distributed."""
+"""Tools of torch's own: fake tensors, CommDebugMode, patches of torch.distributed, memory and flight recorders."""
 
 from __future__ import annotations
 
+import copy
+import json
+import os
+import subprocess
+import sys
 import warnings
 from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._composable import checkpoint as checkpoint_module
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor.debug import CommDebugMode
@@ -18,7 +28,7 @@ import composable_shard as cs
 from _blocks import Transformer, next_token_loss, token_batch
 from _engines import mesh_of
 from _models import Stack, shard_blocks, vectors
-from _pool import distributed, more
+from _pool import distributed, more, simulated
 from composable_shard import _torch_distributed
 from test_transports import forced
 
@@ -113,3 +123,195 @@ def test_a_model_that_was_made_of_fake_tensors_plans_what_it_will_run(fake_world
         record = cs.last_record(model)
         assert record is not None
         assert record.live_bytes == cs.make_plan(model).live_bytes()
+
+
+# ---- memory
+
+
+def shard_transformer(shard, mesh, listed=False, **model):
+    torch.manual_seed(0)
+    made = Transformer(**model)
+    for block in made.blocks:
+        shard(block, mesh=mesh)
+    if listed:
+        shard([made.norm, made.head], mesh=mesh)
+    return shard(made, mesh=mesh)
+
+
+def tracked_step(model, tokens):
+    """The tracker after a whole step, and what it said after forward and after backward."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tracker, seen = FSDPMemTracker(model, optimizer), {}
+    tracker.track_inputs((tokens,))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # under any such mode
+        with tracker:
+            loss = next_token_loss(model, tokens)
+            seen["forward"] = memory_of(tracker)
+            loss.backward()
+            seen["backward"] = memory_of(tracker)
+            optimizer.step()
+            seen["step"] = memory_of(tracker)
+    seen["peak"] = memory_of(tracker, "peak")
+    return tracker, seen
+
+
+def memory_of(tracker, when="current"):
+    (found,) = tracker.get_tracker_snapshot(when).values()
+    return Counter({getattr(kind, "name", kind): nbytes for kind, nbytes in found.items()})
+
+
+def marks_of(model):
+    """Bytes by which our gradients are larger: a number of each parameter tells whether any rank has used it."""
+    return 4 * sum(1 for _ in model.parameters())
+
+
+ALIKE = ["SHARDED_PARAM", "BUFFER", "ACT", "OPT", "INP", "UNSHARDED_GRAD"]  # as FSDP2's
+
+
+@pytest.mark.parametrize("kind", ["real", "fake", "deferred"])
+def test_torchs_memory_tracker_says_of_a_step_what_it_says_under_fsdp2_and_the_plans_peak(fake_world, kind):
+    mesh, seen = init_device_mesh("cpu", (4,)), {}
+    with nullcontext() if kind == "real" else FakeTensorMode():
+        tokens = torch.zeros(2, 8, dtype=torch.int64)
+        for name, shard in ENGINES.items():
+            with torch.device("meta") if kind == "deferred" else nullcontext():
+                model = shard_transformer(shard, mesh)
+            if kind == "deferred":
+                model.to_empty(device="cpu")
+            tracker, seen[name] = tracked_step(model, tokens)
+            assert len(tracker.memory_tracking) == 1 + len(model.blocks)
+    ours, theirs = seen["ours"], seen["fsdp2"]
+    for when in ("forward", "backward", "step", "peak"):
+        assert [ours[when][each] for each in ALIKE] == [theirs[when][each] for each in ALIKE], when
+    assert ours["step"]["SHARDED_GRAD"] - marks_of(model) == theirs["step"]["SHARDED_GRAD"] > 0
+    assert ours["step"]["UNSHARDED_PARAM"] == 0  # nothing stays
+    gathered = ours["peak"]["UNSHARDED_PARAM"] + ours["peak"]["ALL_GATHER"]
+    assert gathered == cs.make_plan(model).peak_bytes
+
+
+@distributed(world=2)
+def test_a_tracked_step_computes_what_any_step_does_also_where_one_rank_alone_is_tracked(rank, world):
+    inputs, losses = token_batch(rank, 0), {}
+    for tracked in ("none", "one", "all"):
+        model = shard_transformer(cs.fully_shard, mesh_of(world), listed=True)
+        for block in model.blocks:
+            checkpoint_module(block)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = losses[tracked] = []
+        for step in range(7):
+            if 3 <= step < 5 and (tracked == "all" or (tracked == "one" and rank == 0)):
+                tracker = FSDPMemTracker(model, optimizer)
+            else:
+                tracker = nullcontext()
+            with tracker:
+                loss = next_token_loss(model, *inputs)
+                loss.backward()
+                optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        engine_pool = cs.stats(model)
+        assert engine_pool["pool/arena_bytes"] > 0  # what is leased shares memory again
+        assert engine_pool["pool/fallbacks"] == 0
+    assert losses["none"] == losses["one"] == losses["all"]
+    assert losses["none"][-1] < losses["none"][0]
+
+
+@simulated(world=1)
+def test_after_a_tracker_a_module_has_our_hooks_and_its_engine_the_classes_it_had(rank, world):
+    model = shard_transformer(cs.fully_shard, mesh_of(world), listed=True)
+    hooks = [(dict(m._forward_pre_hooks), dict(m._forward_hooks)) for m in model.modules()]
+    tokens = token_batch(rank, 0)
+    next_token_loss(model, *tokens).backward()
+    engine = model._get_fsdp_state()._engine
+    before = [type(part) for part in engine.parts()]
+    tracker, _ = tracked_step(model, *tokens)
+    snapshots = copy.deepcopy([each.snapshots for each in tracker.memory_tracking.values()])
+    next_token_loss(model, *tokens).backward()
+    assert [(dict(m._forward_pre_hooks), dict(m._forward_hooks)) for m in model.modules()] == hooks
+    assert [type(part) for part in engine.parts()] == before
+    assert [each.snapshots for each in tracker.memory_tracking.values()] == snapshots
+    copy.deepcopy(model)
+
+
+@simulated(world=1)
+def test_a_tool_that_drops_the_work_of_a_group_is_told_so_and_so_is_one_that_sets_a_foreign_handle(rank, world):
+    model = shard_transformer(cs.fully_shard, mesh_of(world))
+    state = model._get_fsdp_state()
+    group = state._fsdp_param_group
+    ours, heard = group.post_backward, []
+
+    def wrapped(*args):
+        heard.append(group.fsdp_params[0]._unsharded_param.grad is not None)
+        ours(*args)
+
+    group.post_backward = wrapped
+    next_token_loss(model, *token_batch(rank, 0)).backward()
+    assert heard == [True, False]  # the gradient is there; the sharded parameter has it
+    group.post_backward = lambda *args: None
+    with pytest.raises(RuntimeError, match="does not call what was there"):
+        next_token_loss(model, *token_batch(rank, 0)).backward()
+    group.post_backward = ours
+    next_token_loss(model, *token_batch(rank, 0)).backward()
+    assert heard == [True, False]
+    with pytest.raises(AttributeError, match="takes the handle of a forward hook"):
+        state._pre_forward_hook_handle = nn.Linear(1, 1).register_forward_pre_hook(print)
+
+
+# ---- the flight recorder
+
+RECORDED = """
+import json, os, sys
+from collections import Counter
+import torch, torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace_json
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+import composable_shard as cs
+from _blocks import Transformer, next_token_loss, token_batch
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+mesh, found = init_device_mesh("cpu", (2,)), {}
+
+def entries():
+    return json.loads(_dump_fr_trace_json()).get("entries", [])
+
+for transport in ("fsdp2", "torch", "packed", "direct", "p2p"):
+    os.environ["COMPOSABLE_SHARD_TRANSPORT"] = transport
+    shard, model = fsdp2 if transport == "fsdp2" else cs.fully_shard, Transformer()
+    for block in model.blocks:
+        shard(block, mesh=mesh)
+    shard(model, mesh=mesh)
+    for step in range(2):
+        before = len(entries())
+        next_token_loss(model, *token_batch(rank, step)).backward()
+    found[transport] = Counter(each["profiling_name"] for each in entries()[before:])
+done = Counter(each.kind.name for each in cs.last_record(model).actions)
+found["record"] = {kind: done[kind] for kind in ("UNSHARD", "REDUCE")}
+print(json.dumps(found))
+dist.destroy_process_group()
+"""
+
+
+def test_torchs_flight_recorder_shows_each_gather_and_reduction_by_any_transport(tmp_path):
+    places = [str(Path(__file__).parent), str(Path(cs.__file__).parents[1])]
+    env = os.environ | {"TORCH_FR_BUFFER_SIZE": "1000", "PYTHONPATH": os.pathsep.join(places)}
+    command = [sys.executable, "-c", RECORDED]
+    started = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], env=env, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        outputs = [each.communicate(timeout=120)[0] for each in started]
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+    for output in outputs:
+        found = json.loads(output)
+        record, theirs = found.pop("record"), found.pop("fsdp2")
+        assert found["torch"] == theirs
+        for transport, seen in found.items():
+            assert seen.pop("gloo:all_gather") == record["UNSHARD"], transport
+            assert sum(seen.values()) == record["REDUCE"], transport
