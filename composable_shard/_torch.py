@@ -439,23 +439,18 @@ def carry_gradient_hooks(leaf: torch.Tensor, to: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def plainly() -> Iterator[None]:
-    """What is made within is an ordinary tensor without a history, to be kept, whatever is in force around it.
+    """What is made within is an ordinary view without a history, to be kept, whatever is in force around it.
 
-    Inference mode, transforms of `torch.func` and selective checkpoints are set aside.
+    Inference mode, transforms of `torch.func` and all dispatch modes are set aside; a view of a fake tensor is fake.
     """
-    with transforms_set_aside(), checkpoints_set_aside(), torch.inference_mode(False), torch.no_grad():
+    with transforms_set_aside(), _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         yield
 
 
 @contextlib.contextmanager
 def to_keep() -> Iterator[None]:
     """The same for memory: modes that tell what memory there is see it, and where tensors are fake, so is it."""
-    with (
-        temporarily_clear_interpreter_stack(),
-        checkpoints_set_aside(),
-        torch.inference_mode(False),
-        torch.no_grad(),
-    ):
+    with transforms_set_aside(), checkpoints_set_aside(), torch.inference_mode(False), torch.no_grad():
         yield
 
 
