@@ -177,6 +177,7 @@ class ModuleEntries:
         found, self.converted = self.converted, False
         if self.shown or self._hold(self._shards):
             return found
+        tied = self._tie()
         replaced: dict[int, nn.Parameter] = {}
         for names, name, index in self.places:
             param, now = self.params[index], names.get(name)
@@ -193,7 +194,28 @@ class ModuleEntries:
             self.params[index].sharded = self._shards[index] = now
         if replaced:
             self._put_one_by_one(self._shards)
-        return found or len(replaced) > 0  # Dynamo of torch 2.11 knows no bool of a dict
+        return found or tied or len(replaced) > 0  # Dynamo of torch 2.11 knows no bool of a dict
+
+    def _tie(self) -> bool:
+        """Places that have got another parameter of the group, which is also where it was, are its own from now on.
+
+        To adopt it for the one that was there would give it two gradients, of which one would be lost.
+
+        Returns:
+            whether there are any.
+        """
+        places = [(names, name, self._home_of(names.get(name), index)) for names, name, index in self.places]
+        tied = [index for *_, index in places] != self._indices
+        if tied:
+            self._set_places(places)
+        return tied
+
+    def _home_of(self, tensor: Any, index: int) -> int:
+        """Which parameter it is, if that is also in a place of its own; else `index`."""
+        for names, name, at in self.places:
+            if tensor is self._shards[at] and names.get(name) is tensor:
+                return at
+        return index
 
     def _hold(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the modules have these tensors, in the order of the parameters."""

@@ -175,6 +175,26 @@ def test_a_parameter_that_was_put_into_another_module_is_found_there(rank, world
     train({"copy": copy.deepcopy(model), "ours": model})
 
 
+def apart(model, engine):
+    engine(model.embed)
+    engine(model.head)
+    return shard(model, engine)
+
+
+@pytest.mark.parametrize("sharded", [shard, apart], ids=["one group", "two groups"])
+@pytest.mark.parametrize("before", [0, 1])
+@distributed(world=2)
+def test_weights_that_are_tied_after_sharding_get_the_gradients_of_both(rank, world, sharded, before):
+    """FSDP2 goes on with two weights once it has run, and before that trains those of uneven length otherwise."""
+    models = {"plain": made(), "ours": sharded(made(), fully_shard)}
+    train(models, before)
+    models["ours"].reshard()
+    for model in models.values():
+        model.head.weight = model.embed.weight
+    train(models, 3)
+    assert_same(models)
+
+
 @distributed(world=2)
 def test_an_adapter_may_be_deleted(rank, world):
     models = three(lora=True)
