@@ -65,6 +65,11 @@ class _Landed(NamedTuple):
     pieces: list[torch.Tensor]
 
 
+def _apart(slot: Slot, part: torch.Tensor) -> torch.Tensor:
+    """A view of a slot that shares no storage with others of it, unless the slot's memory resizes."""
+    return part.data if slot.resizes else alias(part)
+
+
 class _Face:
     """The unsharded parameters in one slot, to read, over storages of their own: so it is known who else reads there.
 
@@ -83,9 +88,10 @@ class _Face:
             flat = slot.typed(torch.uint8)  # bytes: not every dtype can be exchanged
             size = dtype.itemsize
             starts = [size * layout.world * at.offset for at in layout.params]
-            parts = [flat[begin : begin + size * at.numel] for begin, at in zip(starts, layout.params, strict=True)]
-            apart = [part.data if slot.resizes else alias(part) for part in parts]
-            self.weights = [part.view(dtype).view(at.shape) for part, at in zip(apart, layout.params, strict=True)]
+            self.weights = [
+                _apart(slot, flat[begin : begin + size * at.numel]).view(dtype).view(at.shape)
+                for begin, at in zip(starts, layout.params, strict=True)
+            ]
         # Memory that resizes is good for views at the next gather, too, wherever that is.
         self._storages = [] if slot.resizes else [storage_id(weight) for weight in self.weights if has_memory(weight)]
         self.alone = self.users()
