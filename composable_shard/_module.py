@@ -99,9 +99,11 @@ class FSDPModule(Methods):
         return _run(self, partial(_call_past, call), args, kwargs)  # type: ignore[arg-type]
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        """What torch's own call leads to, and `torch.compile` holds from before the module was sharded.
+        """Torch's own call ends up here.
 
-        A recomputation by a checkpoint around `super().__call__` comes here, too, and goes on.
+        `torch.compile` keeps that call from before the module was sharded, and so passes our `__call__` by: it starts
+        over with ours. A recomputation by a checkpoint around `super().__call__` passes it by as well, but goes on, for
+        the call that it repeats has been through ours.
         """
         state: ShardState = self.__dict__[STATE]
         if state.way is EAGER and not state.calls and (torch.compiler.is_compiling() or current_backward() < 0):
