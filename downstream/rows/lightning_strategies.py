@@ -1,0 +1,2 @@
+from _rows import Rows
+rows = Rows("Lightning", environment="lightning", versions=("lightning",))
