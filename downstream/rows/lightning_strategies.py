@@ -1,2 +1,3 @@
 from _rows import Rows
+
 rows = Rows("Lightning", environment="lightning", versions=("lightning",))
