@@ -421,13 +421,6 @@ def grpo_reference(run: Run) -> None:
     explores(run, GRPOTrainer, arguments(GRPOConfig, beta=0.1, num_iterations=2, **ONLINE))
 
 
-@rows("GRPO with LoRA")
-def grpo_lora(run: Run) -> None:
-    # PEFT's generate passes by the forward of the whole model, so what it needs is a group of its own.
-    plugin = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer", "LlamaModel"]}
-    explores(run, GRPOTrainer, arguments(GRPOConfig, plugin, beta=0.1, **ONLINE), peft_config=lora())
-
-
 @rows("RLOO")
 def rloo(run: Run) -> None:
     explores(run, RLOOTrainer, arguments(RLOOConfig, **ONLINE))
