@@ -315,6 +315,15 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 @rows("Trainer: manual optimization, two optimizers in turn, toggled")
 def manual(run: Run) -> None:
+    turns(run, checks=0)
+
+
+@rows("Trainer: the same after a sanity check")
+def manual_checked(run: Run) -> None:
+    turns(run, checks=1)
+
+
+def turns(run: Run, checks: int) -> None:
     def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
         ends = [*model.embed.parameters(), *model.head.parameters()]
         inner = [*model.layers.parameters(), *model.norm.parameters()]
@@ -341,8 +350,8 @@ def manual(run: Run) -> None:
         def configure_optimizers(self) -> Any:
             return optimizers(self.model)
 
-    made, module = trainer(max_steps=6, limit_val_batches=0), Manual()
-    made.fit(module, loader())
+    made, module = trainer(max_steps=6, num_sanity_val_steps=checks), Manual()
+    made.fit(module, loader(), loader(6))
     run.sharded(module)
     run.note("losses", module.seen)
     run.weights(module)
@@ -350,9 +359,9 @@ def manual(run: Run) -> None:
     dist.all_gather_object(given, module.given)
     torch.manual_seed(0)
     alone = Transformer(dropout=0.0)
-    turns = optimizers(alone)
+    alternating = optimizers(alone)
     for tokens in map(torch.cat, zip(*given, strict=True)):  # those of both ranks
-        for optimizer in turns:
+        for optimizer in alternating:
             own = optimizer.param_groups[0]["params"]
             for p, grad in zip(own, torch.autograd.grad(loss_of(alone, tokens), own), strict=True):
                 p.grad = grad
@@ -383,48 +392,64 @@ def manual_accumulation(run: Run) -> None:
 
 @rows("Trainer: two models of one module, each with an optimizer (as GANs)")
 def two_models(run: Run) -> None:
-    class Both(Module):
+    def critic() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(VOCABULARY, 23), nn.Tanh(), nn.Linear(23, 1))
+
+    def first_loss(model: nn.Module, critic: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return loss_of(model, batch) - critic(model(batch).softmax(-1)).mean()
+
+    def other_loss(model: nn.Module, critic: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        real = critic(nn.functional.one_hot(batch, VOCABULARY).float())
+        with torch.no_grad():
+            made = model(batch).softmax(-1)
+        return critic(made).mean() - real.mean() + 0.1 * real.square().mean()
+
+    class Both(WithoutDropout):
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
             self.critic: nn.Module | None = None
+            self.given: list[torch.Tensor] = []
 
         def configure_model(self) -> None:
             if self.critic is None:
                 super().configure_model()
-                torch.manual_seed(1)
-                self.critic = nn.Sequential(nn.Linear(VOCABULARY, 23), nn.Tanh(), nn.Linear(23, 1))
-                fully_shard(self.critic, mesh=self.device_mesh["data_parallel"])
+                self.critic = fully_shard(critic(), mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: torch.Tensor, index: int) -> None:
-            one, other = self.optimizers()
-            self.toggle_optimizer(one)
-            loss = loss_of(self.model, batch) - self.critic(self.model(batch).softmax(-1)).mean()
-            self.manual_backward(loss)
-            one.step()
-            one.zero_grad()
-            self.untoggle_optimizer(one)
-            self.toggle_optimizer(other)
-            real = self.critic(nn.functional.one_hot(batch, VOCABULARY).float())
-            with torch.no_grad():
-                made = self.model(batch).softmax(-1)
-            judged = self.critic(made).mean() - real.mean() + 0.1 * (real.square().mean())
-            self.manual_backward(judged)
-            other.step()
-            other.zero_grad()
-            self.untoggle_optimizer(other)
-            self.seen += [loss.item(), judged.item()]
+            self.given.append(batch)
+            for optimizer, loss_of_both in zip(self.optimizers(), (first_loss, other_loss), strict=True):
+                self.toggle_optimizer(optimizer)
+                loss = loss_of_both(self.model, self.critic, batch)
+                self.manual_backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                self.untoggle_optimizer(optimizer)
+                self.seen.append(loss.item())
 
         def configure_optimizers(self) -> Any:
-            return [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (self.model, self.critic)]
+            return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.model, self.critic)]
 
     made, module = trainer(max_steps=6, limit_val_batches=0), Both()
-    torch.manual_seed(run.rank)
     made.fit(module, loader())
     module.model.reshard()  # it was evaluated last
     run.sharded(module)
     run.note("losses", module.seen)
     run.weights(module)
+    given: list[Any] = [None] * run.world
+    dist.all_gather_object(given, module.given)
+    torch.manual_seed(0)
+    alone = Transformer(dropout=0.0), critic()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in alone]
+    for tokens in map(torch.cat, zip(*given, strict=True)):  # those of both ranks
+        for optimizer, loss_of_both in zip(optimizers, (first_loss, other_loss), strict=True):
+            for each in optimizers:
+                each.zero_grad()
+            loss_of_both(*alone, tokens).backward()
+            optimizer.step()
+    for name, one, unsharded in zip(("model", "critic"), (module.model, module.critic), alone, strict=True):
+        run.agrees(name, dict(one.named_parameters()), dict(unsharded.named_parameters()))
 
 
 @rows("Trainer: an average of the weights (WeightAveraging)")
@@ -481,7 +506,9 @@ def resumes(run: Run, whole: bool, module: type[Module] = Module) -> None:
         weights.append(run.noted[f"weights, {name}"])
         if path is None and whole and run.rank == 0:  # the rest tells of folders
             saved = torch.load("saved/step=2.ckpt")
-            run.note("saved", {name: saved[name] for name in ("state_dict", "optimizer_states", "lr_schedulers", "loops")})
+            run.note(
+                "saved", {name: saved[name] for name in ("state_dict", "optimizer_states", "lr_schedulers", "loops")}
+            )
         elif path is None and not whole:
             run.files("saved")
     run.agrees("resumed weights", weights[1], weights[0], tolerance=0)
