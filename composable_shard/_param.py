@@ -165,14 +165,14 @@ class _NodeHooks:
 
     def __init__(self, leaf: torch.Tensor) -> None:
         self._node = leaf_node(leaf)  # else it would go, with its hooks, when nobody else holds it
-        self._before, self._after = hooks_of_node(self._node)
+        self.both = self._before, self._after = hooks_of_node(self._node)
 
     def __bool__(self) -> bool:
-        return bool(self._before or self._after)
+        return any(self.both)
 
     def take(self) -> None:
         """From now on they are called with reduced gradients."""
-        for hooks in (self._before, self._after):
+        for hooks in self.both:
             for key, hook in hooks.items():
                 if not isinstance(hook, _AfterReduction):
                     hooks[key] = _AfterReduction(hook)
@@ -342,6 +342,11 @@ class ShardedParam:
     def has_node_hooks(self) -> bool:
         """Whether some of them are on its autograd node, in sight of autograd all the time."""
         return bool(self._node_hooks)
+
+    @property
+    def hooks_on_node(self) -> tuple[dict[int, Hook], dict[int, Hook]] | None:
+        """Where those on its autograd node are, now and later; None if the node is not kept."""
+        return None if self._node_hooks is None else self._node_hooks.both
 
     def carry_hooks(self, before: torch.Tensor) -> None:
         """Take over the hooks of the parameter as it was before sharding. They will see reduced pieces."""
