@@ -60,7 +60,7 @@ class ParamGroup:
         gather_bytes, weight_bytes: what a gather leases, and what of it stays when that is over.
         extended: whether any of them says itself what is gathered (see `_extension`).
         hooks_taken: whether hooks of its parameters were taken from autograd and not given back.
-        handles_seen: how many handles of hooks others had been given when nothing was found on any parameter's node.
+        handles_seen: how many handles of hooks others had been given when no parameter had a hook; -1: unknown.
         was_gathered: whether a gather was finished since the last backward ended; on all ranks alike.
         settings: the options, and what a plan keeps in training, which graphs follow.
         stays: whether the schedule of the phase that runs keeps the unsharded parameters behind forward; None if none.
@@ -326,6 +326,7 @@ class ParamGroup:
         self.reduces.clear()
         for bucket in self.buckets:
             bucket.forget()
+        self.handles_seen = -1
         self._build_buckets()
 
     def leave_slots(self) -> None:
@@ -340,11 +341,9 @@ class ParamGroup:
     @property
     def may_have_hooks(self) -> bool:
         """Whether users may have registered hooks on the parameters since they were taken."""
-        if any_gradient_hooks(self.shards):
-            return True
-        if self.handles_seen == HANDLES.of_others():
+        if self.handles_seen == HANDLES.of_others():  # for hooks of every kind
             return False
-        return self._on_nodes is None or any(self._on_nodes)
+        return self._on_nodes is None or any(self._on_nodes) or any_gradient_hooks(self.shards)
 
     def take_hooks(self) -> None:
         """Take over what users have registered on the parameters, before autograd can call it."""
@@ -352,7 +351,7 @@ class ParamGroup:
         for param in self.params:
             param.take_hooks()
         self.hooks_taken = any([param.hooks_taken for param in self.params])  # noqa: C419
-        if not any([param.has_node_hooks for param in self.params]):  # noqa: C419
+        if not self.hooks_taken:
             self.handles_seen = seen
         found = [param.hooks_on_node for param in self.params]
         self._on_nodes = None if None in found else [hooks for each in found if each is not None for hooks in each]

@@ -24,6 +24,7 @@ from ._policies import Options
 from ._torch import (
     HANDLES,
     Hook,
+    any_gradient_hooks,
     carry_gradient_hooks,
     hooks_of_node,
     leaf_node,
@@ -225,7 +226,7 @@ class ShardedParam:
         parallel: how it was placed before, if it was a DTensor.
         keeps_dtype: whether it is gathered in the dtype in which it is stored, whatever the policy says of others.
         hooks_taken: whether hooks were taken from autograd and not given back.
-        handles_seen: how many handles of hooks others had been given when it was sharded.
+        handles_seen: how many handles of hooks others had been given when it was sharded; -1 if it had hooks then.
         module: the module that holds it, weakly; known once the root is.
     """
 
@@ -354,6 +355,8 @@ class ShardedParam:
         if before.requires_grad and before.is_leaf and (theirs := _NodeHooks(before)):
             self._node_hooks = _NodeHooks(self.sharded)
             self._node_hooks.carry(theirs)
+        if self._node_hooks or any_gradient_hooks([self.sharded]):
+            self.handles_seen = -1
 
     def take_hooks(self) -> None:
         """Take over what users have registered on the parameter since the last call."""
