@@ -6,7 +6,7 @@
     │   ├── ShardConfigTypeError    ... of a wrong type                    (also a TypeError)
     │   ├── ShardConfigStateError   ... found out at the first forward     (also a RuntimeError)
     │   ├── ShardConfigAttributeError ... of a view that can only be read    (also an AttributeError)
-    │   ├── MixedShardingError      modules of torch's FSDP2 and of this library inside of each other (also a ValueError)
+    │   ├── MixedShardingError      modules of torch's FSDP2 and of ours inside of each other     (also a ValueError)
     │   ├── PoolBudgetError         a budget of memory that a group does not fit into    (also a ValueError)
     │   └── ...                     kinds of these that are also what torch's FSDP2 raises for the same mistake
     ├── RankMismatchError           ranks have different plans                               (also a RuntimeError)

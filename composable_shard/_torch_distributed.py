@@ -129,7 +129,7 @@ def check_unmixed(root: nn.Module) -> None:
             where = f"module {name} of this {kind}" if name else f"module: this {kind}"
             raise MixedShardingError(f"{where} was sharded by torch's own fully_shard; {_ONE_KIND}")
     if "_is_fsdp_managed_module" in root.__dict__ and any(isinstance(p, DTensor) for p in root.parameters()):
-        raise MixedShardingError(f"module: this {kind} lies inside of one that torch's own FSDP has sharded; {_ONE_KIND}")
+        raise MixedShardingError(f"module: this {kind} is inside of one that torch's FSDP has sharded; {_ONE_KIND}")
 
 
 # What torch's own `register_fsdp_forward_method` sets on a module, as compiled; None if it is made otherwise.

@@ -143,8 +143,8 @@ def _warn_of_others_before() -> None:
     ]
     if others:
         warnings.warn(
-            f"composable_shard.install: {'; '.join(others)}, not torch's own, and is left there: calls of it do not come "
-            "to this library. Call install() before it is replaced, or undo that first",
+            f"composable_shard.install: {'; '.join(others)}, not torch's own, and is left there: calls of it do not "
+            "come to this library. Call install() before it is replaced, or undo that first",
             stacklevel=4,
         )
 
@@ -157,8 +157,8 @@ def _warn_of_others_since(places: list[Place]) -> None:
     ]
     if others:
         warnings.warn(
-            f"composable_shard.uninstall: {'; '.join(others)}, which somebody has put there since install(), and is left "
-            "there; whoever did can put torch's function back",
+            f"composable_shard.uninstall: {'; '.join(others)}, which somebody has put there since install(), and is "
+            "left there; whoever did can put torch's function back",
             stacklevel=4,
         )
 
