@@ -353,13 +353,17 @@ import torch.distributed.fsdp as fsdp
 class Mine:
     value = 3
 
+    @staticmethod
+    def shard():
+        return fully_shard
+
     def __eq__(self, other):
         return type(other) is Mine
 
 
 def which(mine):
     assert mine == Mine()
-    assert fully_shard is fsdp.fully_shard
+    assert fully_shard is fsdp.fully_shard is Mine.shard()
     return fully_shard.__module__.split(".")[0]
 
 
@@ -382,4 +386,10 @@ if __name__ == "__main__":
 def test_objects_of_the_script_are_picklable_and_child_processes_have_install_too(tmp_path, method, how):
     write(tmp_path / "children.py", CHILDREN)
     done = start([*RUN, *(["children.py"] if how == "script" else ["-m", "children"]), method], tmp_path)
+    assert done.stdout == "composable_shard composable_shard composable_shard\n", done.stderr
+
+
+def test_child_processes_find_the_library_of_a_checkout_that_is_the_current_directory(tmp_path):
+    write(tmp_path / "children.py", "import os\nos.chdir('/')\n" + CHILDREN)
+    done = start([*RUN, tmp_path / "children.py", "spawn"], ROOT, PYTHONPATH="")
     assert done.stdout == "composable_shard composable_shard composable_shard\n", done.stderr

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import sys
 import threading
 import warnings
 from collections.abc import Mapping
-from types import ModuleType, TracebackType
+from types import FunctionType, ModuleType, TracebackType
 from typing import Any
 
 from .._api import fully_shard
@@ -16,6 +18,7 @@ from .._torch_distributed import TORCHS_FUNCTIONS
 
 PUBLIC = "torch.distributed.fsdp"
 HOME = "torch.distributed.fsdp._fully_shard._fully_shard"  # its own names are those that torch's `replicate` uses
+IN_CHILD = "__mp_main__"  # how a process that multiprocessing has spawned calls the script of its parent
 OWN_PACKAGE = __name__.partition(".")[0]
 
 _OURS = {f.__name__: f for f in (fully_shard, register_fsdp_forward_method, share_comm_ctx)}
@@ -129,9 +132,22 @@ def _places_of(functions: Mapping[int, Any]) -> list[Place]:
     found: list[Place] = []
     for key, module in [(PUBLIC, sys.modules[PUBLIC]), *list(sys.modules.items())]:
         if issubclass(type(module), ModuleType) and key != HOME and key.partition(".")[0] != OWN_PACKAGE:
-            names = object.__getattribute__(module, "__dict__")
-            found += [(names, name) for name, value in list(names.items()) if id(value) in functions]
+            own = object.__getattribute__(module, "__dict__")
+            for names in (own, *_copied_from(own)) if key == IN_CHILD else (own,):
+                found += [(names, name) for name, value in list(names.items()) if id(value) in functions]
     return found
+
+
+def _copied_from(copy: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the functions of a script see in a child: multiprocessing has run it there, and kept a copy of its names."""
+    members = [vars(value).values() for value in list(copy.values()) if isinstance(value, type)]
+    found: dict[int, dict[str, Any]] = {}
+    for value in itertools.chain(list(copy.values()), *members):
+        function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+        function = inspect.unwrap(function) if isinstance(function, FunctionType) else function
+        if isinstance(function, FunctionType) and function.__globals__.get("__name__") == IN_CHILD:
+            found[id(function.__globals__)] = function.__globals__
+    return list(found.values())
 
 
 def _warn_of_others_before() -> None:

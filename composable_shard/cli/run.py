@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
 from importlib.util import find_spec
+from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
@@ -69,6 +70,7 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if parsed.script is None and parsed.module is None:
         parser.error("give a SCRIPT, or -m MODULE")
     install()
+    _keep_importable()
     multiprocessing.current_process()._config[_KEY] = _InstallInChild()  # type: ignore[attr-defined]
     try:
         module, code = _find(parsed)
@@ -81,6 +83,15 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         _hide_our_frames(error)
         raise
     return 0
+
+
+def _keep_importable() -> None:
+    """See that child processes, which get `sys.path`, find this library without the place that the script's takes."""
+    home = Path(__file__).parents[1]
+    others = 0 if sys.flags.safe_path else 1
+    found = PathFinder.find_spec(_KEY, sys.path[others:])
+    if found is None or found.origin != str(home / "__init__.py"):  # a checkout that is the current directory
+        sys.path.insert(others, str(home.parent))
 
 
 def _find(parsed: argparse.Namespace) -> tuple[ModuleType, CodeType]:
