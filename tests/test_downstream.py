@@ -99,6 +99,8 @@ def test_a_tolerance_needs_a_reason_and_is_told():
 
 
 ROWS = """
+import time
+
 import torch
 import torch.distributed as dist
 from torch import nn
