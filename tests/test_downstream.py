@@ -180,6 +180,6 @@ def test_the_table_has_each_row_and_its_versions():
     close = {"word": "same", "difference": 3e-7, "text": "sums in another | order"}
     part = {"neighbour": "Example", "versions": {"torch": "2.13.0"}, "rows": {"trains": verdict, "clips": close}}
     assert downstream.table({"example": part}) == (
-        "\n### Example\n\n2 rows: 2 the same, 0 better. Run with torch 2.13.0.\n\n| row | result | |\n|---|---|---|\n"
+        "\n### Example\n\n2 rows, 2 the same, 0 better. Run with torch 2.13.0.\n\n| row | result | |\n|---|---|---|\n"
         "| trains | same | to the bit |\n| clips | same | 3e-07, sums in another \\| order |\n"
     )
