@@ -7,18 +7,20 @@ DEMO   ?=
 JOBS   ?= 2
 RESULTS ?= bench/results
 BENCH  ?=
+ONLY   ?=
 
 VENV  := .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready-torch-$(TORCH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint matrix bench format clean
+.PHONY: help setup demo test lint matrix downstream bench format clean
 
 help:
 	@echo "make demo    train a small GPT on two processes (options: DEMO='--strategy zero2')"
 	@echo "make test    linters, types, floors and the test suite (JOBS=4 for more cores; each has worker processes)"
 	@echo "make matrix  the larger sweeps of the test suite"
+	@echo "make downstream  other people's libraries, beside torch's FSDP2 (ONLY=accelerate)"
 	@echo "make bench   the benchmarks, half an hour; JSON and charts under $(RESULTS)/ (BENCH='--only memory')"
 	@echo "make format  rewrite the sources as ruff likes them"
 	@echo "make clean   remove the environment, caches and runs"
@@ -48,6 +50,9 @@ test: lint
 
 matrix: $(READY)
 	$(BIN)/python -m pytest -m matrix -n $(JOBS) --dist worksteal
+
+downstream: $(READY)
+	$(BIN)/python downstream/run.py $(if $(ONLY),--only $(ONLY)) --table docs/neighbours.md
 
 bench: $(READY)
 	$(BIN)/python bench/run_all.py --results $(RESULTS) $(BENCH)

@@ -1,0 +1,190 @@
+"""Other people's libraries on composable_shard, beside torch's FSDP2, row by row.
+
+    python downstream/run.py                            # everything; environments are made on first use
+    python downstream/run.py --only accelerate,peft     # these files of rows/
+    python downstream/run.py --only torch --row swa     # rows whose title has this word
+    python downstream/run.py --table docs/neighbours.md # also write the table of all results
+
+Results are kept in results.json; a part that runs again replaces its rows alone. The exit status is 1 if a row is a
+defect of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from _load import HERE, files
+
+ROOT = HERE.parent
+RESULTS = HERE / "results.json"
+BEGIN, END = "<!-- downstream:begin -->", "<!-- downstream:end -->"
+DEFECT = "DEFECT"
+TORCH = "2.13.0"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file of rows with what can be known of it without its libraries."""
+
+    name: str
+    path: Path
+    neighbour: str
+    environment: str
+
+    @classmethod
+    def of(cls, name: str, path: Path) -> Part:
+        for statement in ast.parse(path.read_text()).body:
+            match statement:
+                case ast.Assign([ast.Name("rows")], ast.Call(ast.Name("Rows"), [ast.Constant(neighbour)], keywords)):
+                    given = {each.arg: ast.literal_eval(each.value) for each in keywords}
+                    return cls(name, path, str(neighbour), str(given["environment"]))
+        raise SystemExit(f"{path}: no line `rows = Rows(NEIGHBOUR, environment=..., ...)`")
+
+
+def python_of(environment: str, folder: Path, console: Console) -> str:
+    """The interpreter of an environment, which is made if it is not there or its requirements have changed."""
+    if environment == "torch":
+        return sys.executable
+    asked = HERE / "environments" / f"{environment}.txt"
+    made, stamp = folder / environment, folder / environment / "made-of.txt"
+    python = made / "bin" / "python"
+    if not stamp.exists() or stamp.read_text() != asked.read_text():
+        console.print(f"making the environment [bold]{environment}[/] (once)")
+        shutil.rmtree(made, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", made], check=True)
+        pip = [str(python), "-m", "pip", "install", "--quiet"]
+        subprocess.run([*pip, f"torch=={TORCH}"], check=True)  # before whatever would fetch a build for CUDA
+        subprocess.run([*pip, "-r", asked, f"torch=={TORCH}"], check=True)
+        stamp.write_text(asked.read_text())
+    return str(python)
+
+
+def run_part(part: Part, options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Runs the rows of a file on both sides; returns their results by title, and the versions."""
+    python = python_of(part.environment, options.environments, console)
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONHASHSEED": "0",
+    }
+
+    def worker(task: str, *rest: str, timeout: float | None = None) -> str:
+        command = [python, str(HERE / "_worker.py"), task, str(part.path), *rest]
+        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=timeout, check=True)
+        return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
+
+    listed = json.loads(worker("list"))
+    asked = [i for i, (title, _) in enumerate(listed["rows"]) if options.row.lower() in title.lower()]
+    console.rule(f"{part.neighbour}: {', '.join(f'{n} {v}' for n, v in listed['versions'].items())}")
+    rows: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="downstream-") as made:
+        folder = Path(options.keep) / part.name if options.keep else Path(made)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        for i in range(0, len(asked), options.batch):
+            some = [str(index) for index in asked[i : i + options.batch]]
+            begun = time.monotonic()
+            for side in ("torch", "ours"):
+                worker(side, str(folder), *some)
+            took = time.monotonic() - begun
+            verdicts = json.loads(worker("judge", str(folder), *some))
+            for index in some:
+                title, verdict = listed["rows"][int(index)][0], verdicts[index]
+                rows[title] = verdict
+                show(console, title, verdict)
+            console.print(f"[dim]{len(some)} rows in {took:.0f} s[/]")
+    return {"neighbour": part.neighbour, "versions": listed["versions"], "rows": rows}
+
+
+def show(console: Console, title: str, verdict: dict[str, Any]) -> None:
+    """Prints one row."""
+    color = {"same": "green", "better": "cyan", DEFECT: "red"}.get(verdict["word"], "yellow")
+    console.print(f"[{color}]{verdict['word']:15}[/] {title}{_difference(verdict)}", highlight=False)
+    if verdict["text"]:
+        console.print(f"                {verdict['text']}", style="dim", markup=False, highlight=False)
+
+
+def _difference(verdict: dict[str, Any]) -> str:
+    return f" ({verdict['difference']:.0e})" if verdict["difference"] else ""
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    lines: list[str] = []
+    for part in results.values():
+        versions = ", ".join(f"{name} {version}" for name, version in part["versions"].items())
+        count = {word: sum(row["word"] == word for row in part["rows"].values()) for word in ("same", "better")}
+        lines += ["", f"### {part['neighbour']}", ""]
+        lines += [
+            f"{len(part['rows'])} rows, {count['same']} the same, {count['better']} better. Run with {versions}.",
+            "",
+        ]
+        lines += ["| row | result | |", "|---|---|---|"]
+        for title, row in part["rows"].items():
+            bits = "to the bit" if row["difference"] == 0 else _difference(row).strip(" ()")
+            note = _cell(row["text"])
+            lines.append(f"| {_cell(title)} | {row['word']} | {', '.join(each for each in (bits, note) if each)} |")
+    return "\n".join([*lines, ""])
+
+
+def _cell(text: str) -> str:
+    text = " ".join(text.replace("|", "\\|").split())
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="files of rows, separated by commas (default: all)")
+    parser.add_argument("--row", default="", help="run rows whose title has this text")
+    parser.add_argument("--batch", type=int, default=8, help="rows for which libraries are imported once")
+    parser.add_argument("--keep", metavar="FOLDER", help="leave outputs and errors of all ranks there")
+    parser.add_argument("--environments", type=Path, default=ROOT / ".downstream", help="where environments are made")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write the table into this page, between its marks")
+    options = parser.parse_args()
+    known = files()
+    options.files = [name for name in options.only.split(",") if name] or list(known)
+    if unknown := [name for name in options.files if name not in known]:
+        parser.error(f"no rows/{unknown[0]}.py; there are {', '.join(known)}")
+    return options
+
+
+def main() -> int:
+    """Runs what was asked for, keeps the results, and says whether there is a defect."""
+    options = parse()
+    console = Console()
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    defects = 0
+    for name in options.files:
+        found = run_part(Part.of(name, files()[name]), options, console)
+        defects += sum(row["word"] == DEFECT for row in found["rows"].values())
+        if options.row and name in results:
+            found["rows"] = results[name]["rows"] | found["rows"]
+        results[name] = found
+        RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
+    if options.table:
+        page = options.table.read_text()
+        before, after = page[: page.index(BEGIN) + len(BEGIN)], page[page.index(END) :]
+        options.table.write_text(f"{before}\n{table(results)}\n{after}")
+    console.print(f"{defects} defects" if defects else "no defects")
+    return 1 if defects else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
