@@ -61,23 +61,23 @@ def variants(kind: type[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:
             yield {"fused": True, "amsgrad": True, "maximize": True}
 
 
-class Uneven(nn.Module):
-    """Widths that no world divides, and parameters of fewer rows than there are ranks."""
+class Net(nn.Module):
+    """Three layers; by default of widths that no world divides, with fewer rows than there are ranks."""
 
-    def __init__(self, matrices: bool) -> None:
+    def __init__(self, matrices: bool, widths: tuple[int, ...]) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 7, bias=not matrices)
-        self.norm = nn.Identity() if matrices else nn.RMSNorm(7)
-        self.second = nn.Linear(7, 3, bias=not matrices)
-        self.last = nn.Linear(3, 1, bias=not matrices)
+        self.first = nn.Linear(6, widths[0], bias=not matrices)
+        self.norm = nn.Identity() if matrices else nn.RMSNorm(widths[0])
+        self.second = nn.Linear(widths[0], widths[1], bias=not matrices)
+        self.last = nn.Linear(widths[1], widths[2], bias=not matrices)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.second(self.norm(self.first(x).tanh())).tanh())
 
 
-def sharded_and_plain(matrices: bool = False) -> tuple[Any, Any]:
+def sharded_and_plain(matrices: bool = False, widths: tuple[int, ...] = (7, 3, 1)) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    model = Uneven(matrices)
+    model = Net(matrices, widths)
     plain = copy.deepcopy(model)
     for layer in (model.first, model.second):
         fully_shard(layer)
@@ -124,9 +124,9 @@ def made(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> Make:
     return make
 
 
-def trains_as_the_unsharded(run: Run, name: str, make: Make) -> None:
+def trains_as_the_unsharded(run: Run, name: str, make: Make, **settings: Any) -> None:
     dist.init_process_group("gloo")
-    model, plain = sharded_and_plain(name in MATRICES_ONLY)
+    model, plain = sharded_and_plain(name in MATRICES_ONLY, **settings)
     run.sharded(model)
     try:
         wanted = steps(plain, make, run.rank, plain=True)
@@ -153,6 +153,9 @@ def add(name: str, kind: type[torch.optim.Optimizer]) -> None:
     make = made(kind, SETTINGS.get(name, {}))
     program = partial(trains_as_the_unsharded, name=name, make=make)
     rows.add(f"{name}() where some ranks have empty shards", program, world=4)
+    if name in NOT_ELEMENTWISE:  # torch refuses some of them on uneven shards
+        program = partial(program, widths=(8, 4, 2))
+        rows.add(f"{name}() on shards of equal sizes", program)
 
 
 for found in optimizers():
