@@ -60,11 +60,17 @@ def clips(run: Run, clip: Callable[[Any], Any]) -> None:
     run.note("evaluation", evaluate(model, run.rank))
 
 
+def by_norm(model: Any, **settings: Any) -> Any:
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.1, **settings)
+
+
+def by_value(model: Any, **settings: Any) -> Any:
+    return nn.utils.clip_grad_value_(model.parameters(), 0.001, **settings)
+
+
 for kind in (1.0, 2.0, 3.0, float("inf"), 0.5):
     for foreach in (None, True, False):
-        clip = partial(
-            lambda m, **kw: nn.utils.clip_grad_norm_(m.parameters(), 0.1, **kw), norm_type=kind, foreach=foreach
-        )
+        clip = partial(by_norm, norm_type=kind, foreach=foreach)
         rows.add(f"clip_grad_norm_(norm_type={kind:g}, foreach={foreach})", partial(clips, clip=clip))
 for foreach in (None, True, False):
     rows.add(f"clip_grad_value_(foreach={foreach})", partial(clips, clip=partial(by_value, foreach=foreach)))
