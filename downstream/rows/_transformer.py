@@ -84,11 +84,11 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm, self.attention = nn.RMSNorm(config.dim), Attention(config)
         self.feed_forward_norm, self.feed_forward = nn.RMSNorm(config.dim), SwiGLU(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.attention_dropout, self.feed_forward_dropout = nn.Dropout(config.dropout), nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
-        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x)))
+        return x + self.feed_forward_dropout(self.feed_forward(self.feed_forward_norm(x)))
 
 
 class Transformer(nn.Module):

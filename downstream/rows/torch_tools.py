@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _transformer import (
+    EVEN,
     UNEVEN,
     Config,
     average_gradients,
@@ -99,10 +100,10 @@ def in_blocks(**settings: Any) -> Callable[[Any], Any]:
         for block in model.blocks:
 
             def forward(x: Tensor, block: Any = block) -> Tensor:
-                x = x + block.dropout(checkpoint(lambda v: block.attention(block.attention_norm(v)), x, **settings))
-                return x + block.dropout(
-                    checkpoint(lambda v: block.feed_forward(block.feed_forward_norm(v)), x, **settings)
-                )
+                attend = checkpoint(lambda v: block.attention(block.attention_norm(v)), x, **settings)
+                x = x + block.attention_dropout(attend)
+                feed = checkpoint(lambda v: block.feed_forward(block.feed_forward_norm(v)), x, **settings)
+                return x + block.feed_forward_dropout(feed)
 
             block.forward = forward
 
@@ -339,8 +340,8 @@ def compiled(run: Run, compile_it: Callable[[Any], Any], late: bool = False) -> 
         compile_it(model)
     shard(model)
     run.sharded(model)
-    call = (compile_it(model) if late else None) or model
-    trains_called(run, model, call, plain)
+    call = compile_it(model) if late else None
+    trains_called(run, model, model if call is None else call, plain)
 
 
 def trains_called(run: Run, model: Any, call: Any, plain: Any) -> None:
@@ -436,10 +437,10 @@ def communication(run: Run) -> None:
 
 @rows("FSDPMemTracker: bytes of parameters, gradients, optimizer state and activations")
 def memory(run: Run) -> None:
-    model, _ = both(Config(dropout=0.0))
+    model, _ = both(EVEN)  # shards of uneven sizes are padded in FSDP2, and not here
     run.sharded(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    tokens = tokens_of(0, run.rank)
+    tokens = tokens_of(0, run.rank, EVEN)
     tracker = FSDPMemTracker(model, optimizer)
     tracker.track_inputs((tokens,))
     with tracker:
@@ -504,7 +505,7 @@ def recorder(run: Run) -> None:
     before = len(json.loads(_dump_fr_trace_json()).get("entries", []))
     loss_of(model, 1, run.rank).backward()
     entries = json.loads(_dump_fr_trace_json()).get("entries", [])[before:]
-    run.note("entries", [[each["profiling_name"], each["input_sizes"]] for each in entries])
+    run.note("entries", [[each["profiling_name"], each["state"], each["process_group"]] for each in entries])
 
 
 @rows("FlopCounterMode")
@@ -529,7 +530,9 @@ def modules(run: Run) -> None:
         names: list[str] = []
         with ModuleTracker() as tracker:
             each.blocks[0].feed_forward.up.register_forward_hook(
-                lambda *_, names=names, tracker=tracker: names.append(",".join(sorted(tracker.parents)))
+                lambda *_, names=names, tracker=tracker: names.append(
+                    ",".join(sorted(name.removeprefix("FSDP") for name in tracker.parents))
+                )
             )
             loss_of(each, 0, run.rank).backward()
         seen.append(names)
@@ -588,19 +591,39 @@ def graph_hooks(run: Run) -> None:
     run.gradients(model)
 
 
-@rows("retain_graph: backward twice; autograd.backward of two losses; a loss of two forwards")
-def graphs(run: Run) -> None:
+def backward_twice(model: Any, rank: int) -> None:
+    loss = loss_of(model, 0, rank)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def two_losses(model: Any, rank: int) -> None:
+    torch.autograd.backward([loss_of(model, 1, rank), loss_of(model, 2, rank)])
+
+
+def one_of_two(model: Any, rank: int) -> None:
+    (loss_of(model, 3, rank) + loss_of(model, 4, rank)).backward()
+
+
+def backwards(run: Run, backward: Callable[[Any, int], None]) -> None:
     model, plain = both()
     run.sharded(model)
-    for each in (model, plain):
-        loss = loss_of(each, 0, run.rank)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        torch.autograd.backward([loss_of(each, 1, run.rank), loss_of(each, 2, run.rank)])
-        (loss_of(each, 3, run.rank) + loss_of(each, 4, run.rank)).backward()
+    for _ in range(2):
+        for each in (model, plain):
+            backward(each, run.rank)
     average_gradients(plain.parameters())
     run.agrees("gradients", *[{n: p.grad for n, p in each.named_parameters()} for each in (model, plain)])
     run.gradients(model)
+
+
+rows.add("backward twice (retain_graph)", partial(backwards, backward=backward_twice))
+for title, backward in (("autograd.backward of two losses", two_losses), ("a loss of two forwards", one_of_two)):
+    rows.add(
+        title,
+        partial(backwards, backward=backward),
+        tolerance=1e-6,
+        why="the gradients of each forward are reduced by themselves, and added as shards; FSDP2 adds them before",
+    )
 
 
 @rows("no_grad and inference_mode between training steps")
