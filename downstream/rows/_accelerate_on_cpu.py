@@ -16,5 +16,6 @@ from accelerate.utils import DistributedType
 def fsdp2_on_cpu() -> None:
     """What `accelerate launch` and a device do: a process group, the device, and a distributed type that may shard."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     PartialState._prepare_backend = lambda self, *_: ("gloo", DistributedType.MULTI_GPU)

@@ -116,11 +116,23 @@ def trains(run: Run, model: nn.Module, args: Any, kind: Any = Trainer, samples: 
 
 
 def plain(run: Run) -> None:
-    trainer = trains(run, llama(), arguments())
-    trainer.args.max_steps = 6
+    trains(run, llama(), arguments())
+
+
+def twice(run: Run, between: bool) -> None:
+    """Trains for six steps in two goes; with an evaluation between them, which leaves some weights gathered."""
+    trainer = Trainer(model=llama(), args=arguments(), train_dataset=Samples(24), eval_dataset=Samples(5))
     trainer.train()
-    run.note("training on", curve(trainer))
-    run.weights(trainer.model, "weights after training on")
+    trainer.train()
+    run.sharded(trainer.model)
+    if between:
+        other = Trainer(model=llama(), args=arguments(), train_dataset=Samples(24), eval_dataset=Samples(5))
+        other.train()
+        run.note("evaluated", other.evaluate()["eval_loss"])
+        other.train()
+        run.agrees("weights", dict(other.model.named_parameters()), dict(trainer.model.named_parameters()), 0.0)
+    run.note("training", curve(trainer))
+    run.weights(trainer.model)
 
 
 def tied(run: Run) -> None:
@@ -316,7 +328,9 @@ def generates(run: Run, make: Any, blocks: tuple[str, ...], register: bool, **se
 def add(rows: Rows) -> None:
     """Adds the rows of both versions."""
     slow = {"timeout": 400.0}
-    rows.add("Trainer: train, evaluate, predict, train on", plain)
+    rows.add("Trainer: train, evaluate, predict", plain)
+    rows.add("Trainer: train twice", partial(twice, between=False))
+    rows.add("Trainer: train, evaluate, train", partial(twice, between=True))
     rows.add("Trainer: a tied head, label smoothing, dropout", tied)
     rows.add("Trainer: reshard_after_forward=False", keeps)
     rows.add("Trainer: gradient accumulation", accumulates)
