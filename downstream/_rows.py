@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 TORCH, OURS = "torch", "ours"  # the two sides
+AGREES = "agrees with the unsharded model"  # under which a run lists what does
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ class Run:
         wrong = [each for each in differences(plain(unsharded), plain(value)) if each.size > tolerance]
         if wrong:
             raise AssertionError(f"{name} differ from the unsharded model's: {'; '.join(map(str, wrong[:3]))}")
+        self.noted.setdefault(AGREES, []).append(name)
 
 
 def plain(value: Any) -> Any:
