@@ -117,6 +117,30 @@ def is_replicated(module: nn.Module) -> bool:
     return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
 
 
+_MANAGED = "_is_fsdp_managed_module"  # what torch's FSDP sets on modules whose parameters it has taken
+
+
+class _Mark:
+    """True for every library that asks; false for Dynamo, which would stop guarding a marked module's attributes.
+
+    It would then run old code for a module that was changed after it was compiled.
+    """
+
+    def __bool__(self) -> bool:
+        if torch.compiler.is_dynamo_compiling():
+            return True  # code asks that is being traced
+        return not sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo")
+
+
+def mark_managed(module: nn.Module) -> None:
+    """Mark a module whose parameters `fully_shard` has taken, as torch's does.
+
+    Other libraries ask for it to tell whether all ranks must run a module: as many steps of `generate` as the others,
+    and layers that are left out by chance.
+    """
+    module.__dict__[_MANAGED] = _Mark()
+
+
 def check_unmixed(root: nn.Module) -> None:
     """See that torch's own `fully_shard` has sharded neither a module, nor one inside of it, nor one around it.
 
@@ -128,7 +152,8 @@ def check_unmixed(root: nn.Module) -> None:
         if isinstance(registered_state(module), _TorchsState) and isinstance(module, _TorchsModule):
             where = f"module {name} of this {kind}" if name else f"module: this {kind}"
             raise MixedShardingError(f"{where} was sharded by torch's own fully_shard; {_ONE_KIND}")
-    if "_is_fsdp_managed_module" in root.__dict__ and any(isinstance(p, DTensor) for p in root.parameters()):
+    by_torch = not isinstance(root.__dict__.get(_MANAGED, _Mark()), _Mark)
+    if by_torch and any(isinstance(p, DTensor) for p in root.parameters()):
         raise MixedShardingError(f"module: this {kind} is inside of one that torch's FSDP has sharded; {_ONE_KIND}")
 
 

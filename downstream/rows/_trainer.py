@@ -74,7 +74,9 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 def arguments(config: dict[str, Any] | None = None, kind: Any = TrainingArguments, **changes: Any) -> Any:
     """Arguments with FSDP2, one group a block."""
     fsdp2_on_cpu()
-    os.environ["FSDP_VERSION"] = "2"  # as `accelerate launch --fsdp_version 2` has it; Transformers 4 knows no other way
+    os.environ["FSDP_VERSION"] = (
+        "2"  # as `accelerate launch --fsdp_version 2` has it; Transformers 4 knows no other way
+    )
     os.environ["FSDP_RESHARD_AFTER_FORWARD"] = "true"
     settings: dict[str, Any] = {
         "output_dir": "out",
@@ -352,7 +354,11 @@ def add(rows: Rows) -> None:
     rows.add("Trainer: LoRA by add_adapter after from_config", partial(lora, late=True))
     rows.add("LoRA added to a model that is sharded and trained already", late_lora)
     rows.add("Seq2SeqTrainer: predict_with_generate", predicts_with_generate)
-    for title, more in (("greedy", {"do_sample": False}), ("samples", {"do_sample": True}), ("beams", {"num_beams": 3})):
+    for title, more in (
+        ("greedy", {"do_sample": False}),
+        ("samples", {"do_sample": True}),
+        ("beams", {"num_beams": 3}),
+    ):
         how = partial(generates, make=llama, blocks=("LlamaDecoderLayer",), register=False, **more)
         rows.add(f"generate with synced_gpus=True, {title}, Llama", how)
     how = partial(generates, make=llama, blocks=("LlamaDecoderLayer",), register=True, do_sample=False)

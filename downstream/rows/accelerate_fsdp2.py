@@ -275,7 +275,9 @@ def checkpoints(run: Run) -> None:
 
 @rows("activation_checkpointing of the plugin, dropout, accumulation")
 def checkpoints_dropout(run: Run) -> None:
-    trains(run, accelerator_of({"activation_checkpointing": True}, gradient_accumulation_steps=2), gpt2(use_cache=False))
+    trains(
+        run, accelerator_of({"activation_checkpointing": True}, gradient_accumulation_steps=2), gpt2(use_cache=False)
+    )
 
 
 @rows("activation_checkpointing_offload of the plugin")

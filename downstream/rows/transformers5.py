@@ -16,7 +16,9 @@ import _trainer
 from _rows import Rows, Run
 from _trainer import VOCABULARY, Samples, curve, pretrained_folder
 
-rows = Rows("Transformers 5: Trainer and generate", environment="transformers5", versions=("transformers", "accelerate"))
+rows = Rows(
+    "Transformers 5: Trainer and generate", environment="transformers5", versions=("transformers", "accelerate")
+)
 
 
 def experts(kind: Any = MixtralConfig) -> nn.Module:
