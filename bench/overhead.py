@@ -2,10 +2,11 @@
 
     python bench/overhead.py --world 8,64
 
-One process plays rank 0 of a world whose collectives do nothing (`_noop.py`). In every round each
-engine runs one step (forward and backward) and its own collectives are called bare, so what other
-processes do to this machine falls on all sides alike. Of each round: added = step - plain step -
-bare collectives, divided by the number of sharded modules (the blocks and the root).
+Each engine has a process of its own, which plays rank 0 of a world whose collectives do nothing (`_noop.py`): none pays
+for hooks, garbage or memory that another has left. They take turns. In every round each runs one step (forward and
+backward) and its own collectives are called bare, so what other processes do to this machine falls on all sides alike.
+Of each round: added = step - plain step - bare collectives, divided by the number of sharded modules (the blocks and
+the root).
 
     python bench/overhead.py --per-group 1,4,16         # what each parameter of a module costs
     python bench/overhead.py --blocks 48,200,1000       # whether a module costs more among many
@@ -14,11 +15,15 @@ bare collectives, divided by the number of sharded modules (the blocks and the r
 
 import argparse
 import gc
+import multiprocessing
 import random
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import nn
@@ -127,25 +132,102 @@ def build(name: str, world: int, case: Case, options: argparse.Namespace) -> Sid
     return side
 
 
-def run(world: int, names: list[str], cases: list[Case], options: argparse.Namespace) -> list[EngineResult]:
-    """Measures the engines at one world size, with every stack, all in turns."""
+@dataclass(frozen=True)
+class Figures:
+    """What one engine took with one stack, round by round, in seconds."""
+
+    name: str
+    case: Case
+    step_s: list[float]
+    bare_s: list[float]
+    device_s: list[float]
+    collectives: int
+    collective_bytes: int
+
+    @classmethod
+    def of(cls, side: Side) -> Self:
+        nbytes = sum(call.nbytes() for _, call in side.calls)
+        return cls(side.name, side.case, side.step_s, side.bare_s, side.device_s, len(side.calls), nbytes)
+
+
+class Player:
+    """A process with all stacks of one engine, which measures one of them whenever it is told to."""
+
+    def __init__(self, name: str, world: int, cases: list[Case], options: argparse.Namespace) -> None:
+        self._name = name
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=play, args=(name, world, cases, options, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        self._process.join()
+
+    def ready(self) -> None:
+        """Wait until it has built its stacks, or has measured what it was told to."""
+        try:
+            self._connection.recv()
+        except EOFError:
+            raise SystemExit(f"overhead.py: the process of {self._name} failed") from None
+
+    def measure(self, at: int) -> None:
+        """One round of one of its stacks, by index."""
+        self._connection.send(at)
+        self.ready()
+
+    def figures(self) -> list[Figures]:
+        """What it has measured, by stack."""
+        self._connection.send(None)
+        found: list[Figures] = self._connection.recv()
+        return found
+
+
+def play(name: str, world: int, cases: list[Case], options: argparse.Namespace, connection: Connection) -> None:
+    """The process of a `Player`."""
+    prepare(options)
     _noop.init(world)
     try:
-        sides = [build(name, world, case, options) for case in cases for name in names]
+        sides = [build(name, world, case, options) for case in cases]
         gc.collect()
-        gc.freeze()  # no engine pays for scanning the models of the others
-        # A fixed cycle would favour the engine that always follows its like.
-        shuffle = random.Random(0)
-        for _ in range(options.rounds):
-            for side in shuffle.sample(sides, len(sides)):
-                side.measure(CLOCKS[options.clock])
-        gc.unfreeze()
-        return _results(world, sides)
+        gc.freeze()  # steps are not charged for scanning what they did not make
+        connection.send(None)
+        while (at := connection.recv()) is not None:
+            sides[at].measure(CLOCKS[options.clock])
+            connection.send(None)
+        connection.send([Figures.of(side) for side in sides])
     finally:
         _noop.shutdown()
 
 
-def _results(world: int, sides: list[Side]) -> list[EngineResult]:
+def prepare(options: argparse.Namespace) -> None:
+    """Settings of a process that measures."""
+    torch.set_num_threads(1)
+    _device.select(options.device)
+    torch.set_flush_denormal(True)  # outputs of no-op collectives hold whatever was in memory
+
+
+def run(world: int, names: list[str], cases: list[Case], options: argparse.Namespace) -> list[EngineResult]:
+    """Measures the engines at one world size, with every stack, all in turns."""
+    with ExitStack() as stack:
+        players = [stack.enter_context(Player(name, world, cases, options)) for name in names]
+        for player in players:
+            player.ready()
+        turns = [(player, at) for at in range(len(cases)) for player in players]
+        # A fixed cycle would favour the engine that always follows its like.
+        shuffle = random.Random(0)
+        for _ in range(options.rounds):
+            for player, at in shuffle.sample(turns, len(turns)):
+                player.measure(at)
+        by_engine = [player.figures() for player in players]
+        return _results(world, [found[at] for at in range(len(cases)) for found in by_engine])
+
+
+def _results(world: int, sides: list[Figures]) -> list[EngineResult]:
     found = {(side.case, side.name): side for side in sides}
 
     def added(case: Case, name: str) -> list[float]:
@@ -180,8 +262,8 @@ def _results(world: int, sides: list[Side]) -> list[EngineResult]:
                 added_param=None if alone else microseconds(added(case, name), of_module),
                 ratio=over(case, name, case, "fsdp2"),
                 growth=over(case, name, first, name),
-                collectives=len(side.calls),
-                collective_bytes=sum(call.nbytes() for _, call in side.calls),
+                collectives=side.collectives,
+                collective_bytes=side.collective_bytes,
                 device=microseconds(side.device_s, case.modules) if side.device_s else None,
             )
         )
@@ -280,10 +362,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    torch.set_num_threads(1)
-    _device.select(options.device)
-    torch.set_flush_denormal(True)  # outputs of no-op collectives hold whatever was in memory
     if options.profile:
+        prepare(options)
         profile(options.profile, options.world[0], options)
         return
     names = list(dict.fromkeys(["plain", *options.engines]))

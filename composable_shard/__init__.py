@@ -13,6 +13,7 @@ from ._compile import keep_from_dynamo as _keep_from_dynamo
 from ._debug import set_debug as set_debug
 from ._errors import CompiledGraphWarning as CompiledGraphWarning
 from ._errors import ComposableShardError as ComposableShardError
+from ._errors import MixedShardingError as MixedShardingError
 from ._errors import PhaseError as PhaseError
 from ._errors import PoolBudgetError as PoolBudgetError
 from ._errors import RankMismatchError as RankMismatchError
@@ -22,6 +23,8 @@ from ._errors import ShardConfigStateError as ShardConfigStateError
 from ._errors import ShardConfigTypeError as ShardConfigTypeError
 from ._errors import ShardConfigValueError as ShardConfigValueError
 from ._errors import StaleStateError as StaleStateError
+from ._integrations.install import install as install
+from ._integrations.install import uninstall as uninstall
 from ._methods import GradientReductionHandle as GradientReductionHandle
 from ._methods import share_comm_ctx as share_comm_ctx
 from ._module import FSDPModule as FSDPModule

@@ -32,7 +32,7 @@ from ._state import PLACE, STATE, Declaration, ShardState, named_states, state_o
 from ._state_dict import StateDictOwner, watch_state_dict
 from ._status import stats
 from ._torch import HANDLES
-from ._torch_distributed import is_replicated, local_tensor
+from ._torch_distributed import check_unmixed, is_replicated, local_tensor, mark_managed
 
 M = TypeVar("M", bound=nn.Module)
 _classes: dict[tuple[type, bool], type] = {}
@@ -115,6 +115,7 @@ def fully_shard(
     Raises:
         ShardConfigTypeError: an argument of a wrong type (also a TypeError).
         ShardConfigValueError: a module or a parameter that cannot be sharded (also a ValueError).
+        MixedShardingError: torch's own `fully_shard` has sharded a module, or one inside of it (also a ValueError).
     """
     modules = _modules(module)
     _check_arguments(reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params)
@@ -157,6 +158,8 @@ def _shard(modules: list[nn.Module], placements: Placements, options: Options, i
         each.entries.claim = StateDictOwner(state)
     for owner in {id(owner): owner for owner, _, _, _ in places}.values():
         watch_state_dict(owner, state)
+    for _, submodule in managed:
+        mark_managed(submodule)
     return state
 
 
@@ -177,6 +180,7 @@ def _modules(module: Any) -> list[nn.Module]:
                 f"module: fully_shard has already been applied to this {type(each).__name__}; "
                 "it can only be applied to a module once"
             )
+        check_unmixed(each)
     inner = {id(child) for each in modules for child in each.modules() if child is not each}
     outermost = {id(each): each for each in modules if id(each) not in inner}
     return list(outermost.values())

@@ -26,6 +26,7 @@ from ._saved import give_way
 from ._schedule import ROOT_NAME
 from ._state import Asked, Bound, ShardState, named_states, state_of
 from ._streams import has_streams, lane_for
+from ._torch_distributed import check_unmixed
 from ._transports import TransportCache
 
 
@@ -145,6 +146,7 @@ def check_root(root: nn.Module) -> None:
 
 
 def _check_ready(root: nn.Module, found: Sequence[tuple[list[str], ShardState]]) -> None:
+    check_unmixed(root)
     own = state_of(root)
     for listed, state in found:
         if state is not own and replace(state.asked, schedule="") != Asked():
@@ -206,6 +208,7 @@ def build_engine(root: nn.Module, measure: bool = True, runs: bool = True) -> En
     Raises:
         ShardConfigStateError: a list as root; a module below that has run as a root; parameters on the meta device; a
             policy that was set on another module than the root.
+        MixedShardingError: torch's own `fully_shard` has sharded a module below.
         PoolBudgetError: a group does not fit into the budget.
         RankMismatchError: ranks have different plans.
     """

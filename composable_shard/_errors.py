@@ -6,6 +6,7 @@
     │   ├── ShardConfigTypeError    ... of a wrong type                    (also a TypeError)
     │   ├── ShardConfigStateError   ... found out at the first forward     (also a RuntimeError)
     │   ├── ShardConfigAttributeError ... of a view that can only be read    (also an AttributeError)
+    │   ├── MixedShardingError      modules of torch's FSDP2 and of ours inside of each other     (also a ValueError)
     │   ├── PoolBudgetError         a budget of memory that a group does not fit into    (also a ValueError)
     │   └── ...                     kinds of these that are also what torch's FSDP2 raises for the same mistake
     ├── RankMismatchError           ranks have different plans                               (also a RuntimeError)
@@ -46,6 +47,10 @@ class ShardConfigStateError(ShardConfigError, RuntimeError):
 
 class ShardConfigAttributeError(ShardConfigError, AttributeError):
     """An attribute that a module's state does not have, or that cannot be set there."""
+
+
+class MixedShardingError(ShardConfigValueError):
+    """A module that torch's FSDP2 has sharded lies inside of one that this library has sharded, or around it."""
 
 
 # Kinds of their own where torch's FSDP2 raises another one for the same mistake, so that code that catches that works.

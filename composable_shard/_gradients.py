@@ -22,7 +22,7 @@ from ._errors import ShardConfigStateError
 from ._group import Gradients, ParamGroup
 from ._node import Use, added
 from ._phases import SHARDED
-from ._torch import HANDLES, Fate, any_gradient_hooks
+from ._torch import HANDLES, Fate
 
 
 class GradientFlow:
@@ -38,7 +38,7 @@ class GradientFlow:
     def take_hooks(self, group: ParamGroup) -> None:
         """Before autograd can call the hooks of a group's parameters: they see what is reduced, until the pass ends."""
         self._looked.add(group)
-        if any_gradient_hooks(group.shards) or group.handles_seen != HANDLES.of_others():
+        if group.may_have_hooks:
             self._hooked.add(group)
             group.take_hooks()
 

@@ -28,7 +28,7 @@ from ._reduction import GroupReduced, ReduceBucket, Reduction, reduce_buckets, u
 from ._resident import Resident
 from ._schedule import ROOT_NAME
 from ._streams import Job, Lane
-from ._torch import HANDLES, without_torch_function
+from ._torch import HANDLES, Hook, any_gradient_hooks, without_torch_function
 
 Gradients = Sequence[torch.Tensor | None]
 _requires_grad, _slot = attrgetter("requires_grad"), attrgetter("slot")
@@ -60,7 +60,7 @@ class ParamGroup:
         gather_bytes, weight_bytes: what a gather leases, and what of it stays when that is over.
         extended: whether any of them says itself what is gathered (see `_extension`).
         hooks_taken: whether hooks of its parameters were taken from autograd and not given back.
-        handles_seen: how many handles of hooks others had been given when nothing was found on any parameter's node.
+        handles_seen: how many handles of hooks others had been given when no parameter had a hook; -1: unknown.
         was_gathered: whether a gather was finished since the last backward ended; on all ranks alike.
         settings: the options, and what a plan keeps in training, which graphs follow.
         stays: whether the schedule of the phase that runs keeps the unsharded parameters behind forward; None if none.
@@ -69,10 +69,10 @@ class ParamGroup:
     """
 
     __slots__ = (
-        "__weakref__", "_gathers", "_in_flight", "_info", "_kept", "_members", "_offloads", "_runtime", "_small",
-        "_stamp", "_streams", "_transports", "away", "buckets", "companions", "extended", "fqn", "gather_bytes",
-        "grad_phase", "handles_seen", "hooks_taken", "is_root", "params", "phase", "pinned", "reduces", "residents",
-        "running", "settings", "shards", "stays", "used_in", "was_gathered", "weight_bytes", "wraps",
+        "__weakref__", "_gathers", "_in_flight", "_info", "_kept", "_members", "_offloads", "_on_nodes", "_runtime",
+        "_small", "_stamp", "_streams", "_transports", "away", "buckets", "companions", "extended", "fqn",
+        "gather_bytes", "grad_phase", "handles_seen", "hooks_taken", "is_root", "params", "phase", "pinned", "reduces",
+        "residents", "running", "settings", "shards", "stays", "used_in", "was_gathered", "weight_bytes", "wraps",
     )  # fmt: skip
 
     def __init__(
@@ -110,6 +110,7 @@ class ParamGroup:
     def _build_buckets(self) -> None:
         options = self.options
         self.shards = [p.sharded for p in self.params]
+        self._on_nodes: list[dict[int, Hook]] | None = None
         self.wraps = any(p.parallel for p in self.params)
         by_kind: dict[tuple[bool, torch.dtype], list[int]] = {}
         for index, p in enumerate(self.params):
@@ -325,6 +326,7 @@ class ParamGroup:
         self.reduces.clear()
         for bucket in self.buckets:
             bucket.forget()
+        self.handles_seen = -1
         self._build_buckets()
 
     def leave_slots(self) -> None:
@@ -336,14 +338,23 @@ class ParamGroup:
 
     # ---- gradients
 
+    @property
+    def may_have_hooks(self) -> bool:
+        """Whether users may have registered hooks on the parameters since they were taken."""
+        if self.handles_seen == HANDLES.of_others():  # for hooks of every kind
+            return False
+        return self._on_nodes is None or any(self._on_nodes) or any_gradient_hooks(self.shards)
+
     def take_hooks(self) -> None:
         """Take over what users have registered on the parameters, before autograd can call it."""
         seen = HANDLES.of_others()
         for param in self.params:
             param.take_hooks()
         self.hooks_taken = any([param.hooks_taken for param in self.params])  # noqa: C419
-        if not any([param.has_node_hooks for param in self.params]):  # noqa: C419
+        if not self.hooks_taken:
             self.handles_seen = seen
+        found = [param.hooks_on_node for param in self.params]
+        self._on_nodes = None if None in found else [hooks for each in found if each is not None for hooks in each]
 
     def give_hooks_back(self) -> None:
         """A backward is over: let autograd have them again."""

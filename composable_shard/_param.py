@@ -24,6 +24,7 @@ from ._policies import Options
 from ._torch import (
     HANDLES,
     Hook,
+    any_gradient_hooks,
     carry_gradient_hooks,
     hooks_of_node,
     leaf_node,
@@ -165,14 +166,14 @@ class _NodeHooks:
 
     def __init__(self, leaf: torch.Tensor) -> None:
         self._node = leaf_node(leaf)  # else it would go, with its hooks, when nobody else holds it
-        self._before, self._after = hooks_of_node(self._node)
+        self.both = self._before, self._after = hooks_of_node(self._node)
 
     def __bool__(self) -> bool:
-        return bool(self._before or self._after)
+        return any(self.both)
 
     def take(self) -> None:
         """From now on they are called with reduced gradients."""
-        for hooks in (self._before, self._after):
+        for hooks in self.both:
             for key, hook in hooks.items():
                 if not isinstance(hook, _AfterReduction):
                     hooks[key] = _AfterReduction(hook)
@@ -225,7 +226,7 @@ class ShardedParam:
         parallel: how it was placed before, if it was a DTensor.
         keeps_dtype: whether it is gathered in the dtype in which it is stored, whatever the policy says of others.
         hooks_taken: whether hooks were taken from autograd and not given back.
-        handles_seen: how many handles of hooks others had been given when it was sharded.
+        handles_seen: how many handles of hooks others had been given when it was sharded; -1 if it had hooks then.
         module: the module that holds it, weakly; known once the root is.
     """
 
@@ -343,12 +344,19 @@ class ShardedParam:
         """Whether some of them are on its autograd node, in sight of autograd all the time."""
         return bool(self._node_hooks)
 
+    @property
+    def hooks_on_node(self) -> tuple[dict[int, Hook], dict[int, Hook]] | None:
+        """Where those on its autograd node are, now and later; None if the node is not kept."""
+        return None if self._node_hooks is None else self._node_hooks.both
+
     def carry_hooks(self, before: torch.Tensor) -> None:
         """Take over the hooks of the parameter as it was before sharding. They will see reduced pieces."""
         carry_gradient_hooks(before, self.sharded)
         if before.requires_grad and before.is_leaf and (theirs := _NodeHooks(before)):
             self._node_hooks = _NodeHooks(self.sharded)
             self._node_hooks.carry(theirs)
+        if self._node_hooks or any_gradient_hooks([self.sharded]):
+            self.handles_seen = -1
 
     def take_hooks(self) -> None:
         """Take over what users have registered on the parameter since the last call."""

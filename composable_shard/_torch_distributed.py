@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard import _fully_shard as _torchs
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as FSDPMeshInfo
@@ -31,6 +32,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo as HSD
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo as ParamModuleInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState as ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as _TorchsState
+from torch.distributed.fsdp._fully_shard._fully_shard import FSDPModule as _TorchsModule
 from torch.distributed.fsdp._fully_shard._fully_shard import fully_shard as _torchs_fully_shard
 from torch.distributed.fsdp._fully_shard._fully_shard import register_fsdp_forward_method as _torchs_register
 from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute
@@ -38,6 +41,8 @@ from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from ._errors import MixedShardingError
 
 
 @dataclass
@@ -60,6 +65,19 @@ DataParallelMeshDims: Any = getattr(dist.fsdp, "DataParallelMeshDims", _MeshDims
 ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", _PlacementResult)
 
 
+# Torch's own functions whose place ours can take, by name; not all are in torch 2.11.
+TORCHS_FUNCTIONS: dict[str, Any] = {
+    name: getattr(_torchs, name)
+    for name in ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
+    if hasattr(_torchs, name)
+}
+
+# What to do about modules of both kinds.
+_ONE_KIND = (
+    "both kinds cannot be inside of each other. Shard all modules by one of them: composable_shard.install(), called "
+    "before anything takes fully_shard from torch, turns every call into ours"
+)
+
 # Torch's own, whatever users have put in its place since: it is the key under which torch's code looks for a state.
 _FULLY_SHARD: Any = _torchs_fully_shard.__wrapped__  # type: ignore[attr-defined]
 
@@ -67,7 +85,8 @@ _FULLY_SHARD: Any = _torchs_fully_shard.__wrapped__  # type: ignore[attr-defined
 def register_state(module: nn.Module, state: Any) -> None:
     """Have `torch.distributed.fsdp.fully_shard.state(module)` give `state`, and torch's other APIs know of it."""
     module.__dict__.setdefault(STATE_KEY, {})[_FULLY_SHARD] = state
-    module.__dict__.setdefault(REGISTRY_KEY, {})[_FULLY_SHARD.__name__] = RegistryItem()
+    applied = module.__dict__[REGISTRY_KEY] = _Applied(module.__dict__.get(REGISTRY_KEY, {}))
+    applied[_FULLY_SHARD.__name__] = RegistryItem()
 
 
 def registered_state(module: nn.Module) -> Any:
@@ -75,9 +94,67 @@ def registered_state(module: nn.Module) -> Any:
     return module.__dict__.get(STATE_KEY, {}).get(_FULLY_SHARD)
 
 
+# Where torch's own `fully_shard` asks each module inside of its own whether it may take it; None if it does otherwise.
+_MAY_TAKE: CodeType | None = getattr(getattr(_fsdp_common, "_is_composable_with_fsdp", None), "__code__", None)
+
+
+class _Applied(dict[str, RegistryItem]):
+    """What of torch's composable functions was applied to a module that we have sharded; its own must not take it."""
+
+    def __contains__(self, name: object) -> bool:
+        asking = sys._getframe(1)
+        if name == "replicate" and asking.f_code is _MAY_TAKE:
+            of = type(asking.f_locals.get("module")).__name__
+            raise MixedShardingError(
+                f"torch's own fully_shard was called on a module around this {of}, which composable_shard has "
+                f"sharded; {_ONE_KIND}"
+            )
+        return super().__contains__(name)
+
+
 def is_replicated(module: nn.Module) -> bool:
     """Whether torch's composable `replicate` has this module's parameters."""
     return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
+
+
+_MANAGED = "_is_fsdp_managed_module"  # what torch's FSDP sets on modules whose parameters it has taken
+
+
+class _Mark:
+    """True for every library that asks; false for Dynamo, which would stop guarding a marked module's attributes.
+
+    It would then run old code for a module that was changed after it was compiled.
+    """
+
+    def __bool__(self) -> bool:
+        if torch.compiler.is_dynamo_compiling():
+            return True  # code asks that is being traced
+        return not sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo")
+
+
+def mark_managed(module: nn.Module) -> None:
+    """Mark a module whose parameters `fully_shard` has taken, as torch's does.
+
+    Other libraries ask for it to tell whether all ranks must run a module: as many steps of `generate` as the others,
+    and layers that are left out by chance.
+    """
+    module.__dict__[_MANAGED] = _Mark()
+
+
+def check_unmixed(root: nn.Module) -> None:
+    """See that torch's own `fully_shard` has sharded neither a module, nor one inside of it, nor one around it.
+
+    Raises:
+        MixedShardingError: it has.
+    """
+    kind = type(root).__name__
+    for name, module in root.named_modules():
+        if isinstance(registered_state(module), _TorchsState) and isinstance(module, _TorchsModule):
+            where = f"module {name} of this {kind}" if name else f"module: this {kind}"
+            raise MixedShardingError(f"{where} was sharded by torch's own fully_shard; {_ONE_KIND}")
+    by_torch = not isinstance(root.__dict__.get(_MANAGED, _Mark()), _Mark)
+    if by_torch and any(isinstance(p, DTensor) for p in root.parameters()):
+        raise MixedShardingError(f"module: this {kind} is inside of one that torch's FSDP has sharded; {_ONE_KIND}")
 
 
 # What torch's own `register_fsdp_forward_method` sets on a module, as compiled; None if it is made otherwise.

@@ -24,7 +24,7 @@ from ._operators import KEEP, REDUCE, TAKE, Layout, owners
 from ._optimizers import watch_steps
 from ._param import ShardedParam
 from ._policies import Comms, Options, Settings
-from ._torch import GRAPHS_GIVE_NONE, HANDLES, any_gradient_hooks, queue_backward_callback, with_side_effects
+from ._torch import GRAPHS_GIVE_NONE, any_gradient_hooks, queue_backward_callback, with_side_effects
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -168,8 +168,7 @@ class TracedGroup:
         group = self._group() if self._group is not None else None
         if group is None:
             return
-        unseen = not group.hooks_taken and group.handles_seen != HANDLES.of_others()
-        if unseen or any_gradient_hooks(group.shards):
+        if any_gradient_hooks(group.shards) or (not group.hooks_taken and group.may_have_hooks):
             group.take_hooks()
             queue_backward_callback(group.give_hooks_back)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from _rows import OURS, TORCH, Row
+from _rows import AGREES, OURS, TORCH, Row
 
 SAME, BETTER, BOTH_FAIL, DEFECT = "same", "better", "torch fails too", "DEFECT"
 
@@ -83,13 +83,18 @@ def _of_tensors(before: torch.Tensor, after: torch.Tensor, where: str) -> Iterat
     if torch.equal(before, after):
         return
     one, other = before.double(), after.double()
-    if not torch.equal(one.isfinite(), other.isfinite()):
+    if not torch.equal(_without_finite(one), _without_finite(other)):
         yield Difference(where, math.inf, "other elements are infinite or not a number")
         return
     apart = (one - other).nan_to_num(0.0, 0.0, 0.0).abs().max().item()
     if apart:
         most = max(one.nan_to_num(0.0, 0.0, 0.0).abs().max().item(), other.nan_to_num(0.0, 0.0, 0.0).abs().max().item())
         yield Difference(where, apart / most, f"differ by {apart / most:.1e} of the largest magnitude")
+
+
+def _without_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Zero where it is finite; not a number becomes another value, which equals itself."""
+    return torch.where(tensor.isfinite(), 0.0, tensor.nan_to_num(7.0, float("inf"), -float("inf")))
 
 
 def _short(value: Any) -> str:
@@ -105,7 +110,9 @@ def judge(row: Row, folders: dict[str, Path]) -> Verdict:
     if errors[OURS]:
         return Verdict(DEFECT, None, errors[OURS])
     if errors[TORCH]:
-        return Verdict(BETTER, None, f"torch: {errors[TORCH]}")
+        agreed = _noted(folders[OURS], 0).get(AGREES)
+        shown = f"ours agrees with the unsharded model ({', '.join(agreed)})" if agreed else "ours runs"
+        return Verdict(BETTER, None, f"{shown}; torch: {errors[TORCH]}")
     apart: list[Difference] = []
     for rank in range(row.world):
         theirs, ours = (_noted(folders[side], rank) for side in (TORCH, OURS))

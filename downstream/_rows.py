@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 TORCH, OURS = "torch", "ours"  # the two sides
+AGREES = "agrees with the unsharded model"  # under which a run lists what does
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ class Run:
         wrong = [each for each in differences(plain(unsharded), plain(value)) if each.size > tolerance]
         if wrong:
             raise AssertionError(f"{name} differ from the unsharded model's: {'; '.join(map(str, wrong[:3]))}")
+        self.noted.setdefault(AGREES, []).append(name)
 
 
 def plain(value: Any) -> Any:
@@ -150,8 +152,14 @@ def plain(value: Any) -> Any:
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, torch.Tensor):
-        if type(value) not in (torch.Tensor, nn.Parameter) and hasattr(value, "dequantize"):
-            value = value.dequantize()
+        if type(value) not in (torch.Tensor, nn.Parameter):
+            for name in (
+                "get_original_weight",
+                "dequantize",
+            ):  # of NF4, where the other one is another function; of most
+                if hasattr(value, name):
+                    value = getattr(value, name)()
+                    break
         return torch.clone(value.detach()).cpu()
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}

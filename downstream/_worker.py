@@ -30,13 +30,7 @@ def main() -> None:
     if task == OURS:
         import composable_shard
 
-        if hasattr(composable_shard, "install"):
-            composable_shard.install()
-        else:  # TEMPORARY until install() is merged
-            import torch.distributed.fsdp as fsdp
-
-            for name in ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx"):
-                setattr(fsdp, name, getattr(composable_shard, name))
+        composable_shard.install()
     rows = load(Path(path))
     if task == "list":
         versions = {name: metadata.version(name) for name in rows.versions}

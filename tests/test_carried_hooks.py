@@ -206,6 +206,30 @@ def test_a_hook_of_a_frozen_parameter_is_carried_for_when_it_trains(rank, world)
     assert isinstance(calls[0], DTensor)
 
 
+@pytest.mark.parametrize("thawed", [False, True])
+@simulated(world=2)
+def test_a_hook_of_a_node_is_found_among_handles_given_out_in_every_step(rank, world, thawed):
+    plain, model = plain_and_sharded()
+    for each in (plain, model):
+        each.head.weight.requires_grad_(not thawed)
+    seen = {"plain": [], "ours": []}
+    nodes = []
+    for step in range(6):
+        if step == 4:
+            for name, each in (("plain", plain), ("ours", model)):
+                each.head.weight.requires_grad_(True)
+                nodes.append(node_of(each.head.weight))
+                nodes[-1].register_prehook(lambda gradients, name=name: seen[name].append(whole(gradients[0]).clone()))
+        for each in (plain, model):
+            loss = loss_of(each, step)
+            loss.register_hook(lambda gradient: None)  # as other libraries do in each forward
+            loss.backward()
+    assert len(seen["ours"]) == 2
+    torch.testing.assert_close(seen["ours"], seen["plain"])
+    for (name, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.grad), other.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
 @distributed(world=2)
 def test_torchs_optimizer_in_backward_of_before_sharding_is_refused_at_its_first_step(rank, world):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

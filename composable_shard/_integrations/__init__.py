@@ -1,0 +1,1 @@
+"""How other libraries, and scripts that are not changed, come to use this one."""

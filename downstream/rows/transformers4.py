@@ -1,0 +1,12 @@
+"""Transformers 4: Trainer, `generate` and folders of weights."""
+
+from __future__ import annotations
+
+import _trainer
+from _rows import Rows
+
+rows = Rows(
+    "Transformers 4: Trainer and generate", environment="transformers4", versions=("transformers", "accelerate")
+)
+
+_trainer.add(rows)

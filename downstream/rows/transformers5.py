@@ -1,0 +1,209 @@
+"""Transformers 5: its own sharding at load time (`DistributedConfig`), Trainer and `generate`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig, Trainer, set_seed
+from transformers.distributed import DistributedConfig, load_optimizer_distributed, save_optimizer_distributed
+
+import _trainer
+from _rows import Rows, Run
+from _trainer import VOCABULARY, Samples, curve, pretrained_folder
+
+rows = Rows(
+    "Transformers 5: Trainer and generate", environment="transformers5", versions=("transformers", "accelerate")
+)
+
+
+def experts(kind: Any = MixtralConfig) -> nn.Module:
+    """Four experts a block; widths whose rows are multiples of 16 bytes, as grouped matrix products want them."""
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 40, "intermediate_size": 72}
+    settings |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
+    settings |= {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 36}
+    return AutoModelForCausalLM.from_config(kind(**settings, max_position_embeddings=64))
+
+
+def even_llama(**changes: Any) -> nn.Module:
+    """Widths that tensor parallelism can share."""
+    return _trainer.llama(hidden_size=40, intermediate_size=72, vocab_size=VOCABULARY + 1, **changes)
+
+
+def load(make: Any, **config: Any) -> nn.Module:
+    """A model of a folder, which each rank reads its shards of."""
+    dist.init_process_group("gloo")
+    folder = pretrained_folder(make)
+    settings = config.pop("settings", {})
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**config), **settings)
+
+
+def steps(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, data: int, count: int = 3) -> list[float]:
+    """Trains on data of its own for each number; returns losses and norms."""
+    found = []
+    model.train()
+    for step in range(count):
+        set_seed(100 * step + data)
+        ids = torch.randint(3, VOCABULARY, (2, 12))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.item(), float(getattr(norm, "full_tensor", lambda: norm)())]
+    return found
+
+
+def evaluated(model: nn.Module) -> torch.Tensor:
+    model.eval()
+    torch.manual_seed(4)
+    with torch.no_grad():
+        return model(input_ids=torch.randint(3, VOCABULARY, (2, 12))).logits
+
+
+def trains(run: Run, make: Any, data: int | None = None, **config: Any) -> nn.Module:
+    """Loads, trains, evaluates, trains on."""
+    model = load(make, **config)
+    run.sharded(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    data = run.rank if data is None else data
+    run.note("loaded", evaluated(model))
+    run.note("training", steps(run, model, optimizer, data))
+    run.note("logits", evaluated(model))
+    run.note("training on", steps(run, model, optimizer, data, 1))
+    run.weights(model)
+    return model
+
+
+@rows("from_pretrained with fsdp_size: the plan of the model")
+def by_plan(run: Run) -> None:
+    trains(run, _trainer.llama, fsdp_size=2)
+
+
+@rows("from_pretrained with fsdp_size: a tied head")
+def by_plan_tied(run: Run) -> None:
+    model = trains(run, partial(_trainer.llama, tie_word_embeddings=True), fsdp_size=2)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@rows("from_pretrained with fsdp_size: a plan of the user's")
+def by_own_plan(run: Run) -> None:
+    plan = {"model.layers.*.mlp": "keep_full_weight", "model.layers.*.self_attn": "free_full_weight"}
+    trains(run, _trainer.llama, fsdp_size=2, fsdp_plan=plan)
+
+
+@rows("from_pretrained with fsdp_size: bf16 compute")
+def by_plan_bf16(run: Run) -> None:
+    trains(run, _trainer.llama, fsdp_size=2, fsdp_mixed_precision=True)
+
+
+@rows("from_pretrained with fsdp_size: CPU offload")
+def by_plan_offload(run: Run) -> None:
+    trains(run, _trainer.llama, fsdp_size=2, fsdp_cpu_offload=True)
+
+
+@rows("from_pretrained with fsdp_size: Mixtral")
+def by_plan_experts(run: Run) -> None:
+    trains(run, experts, fsdp_size=2)
+
+
+@rows("from_pretrained with fsdp_size: Qwen3-MoE, gradient checkpoints")
+def by_plan_checkpoints(run: Run) -> None:
+    def make() -> nn.Module:
+        return experts(Qwen3MoeConfig)
+
+    model = load(make, fsdp_size=2)
+    model.gradient_checkpointing_enable()
+    run.sharded(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run.note("training", steps(run, model, optimizer, run.rank))
+    run.weights(model)
+
+
+@rows("from_pretrained with dp_replicate_size and fsdp_size, four ranks", world=4)
+def hsdp(run: Run) -> None:
+    trains(run, _trainer.llama, dp_replicate_size=2, fsdp_size=2)
+
+
+@rows("from_pretrained with fsdp_size and tp_size, four ranks", world=4)
+def with_tensor_parallel(run: Run) -> None:
+    trains(run, even_llama, data=run.rank // 2, fsdp_size=2, tp_size=2)
+
+
+@rows("from_pretrained with ep_size: experts exchanged all to all, on a mesh of their own")
+def expert_parallel(run: Run) -> None:
+    trains(run, experts, fsdp_size=2, ep_size=2, ep_implementation="all_to_all")
+
+
+@rows("from_pretrained with ep_size and copies of the experts, four ranks", world=4)
+def expert_parallel_copies(run: Run) -> None:
+    trains(run, experts, fsdp_size=4, ep_size=2, ep_implementation="all_to_all")
+
+
+@rows("save_pretrained, whole and distributed, and from_pretrained of both; the optimizer's state too")
+def saves(run: Run) -> None:
+    model = load(_trainer.llama, fsdp_size=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run.sharded(model)
+    steps(run, model, optimizer, run.rank)
+    model.save_pretrained("whole")
+    model.save_pretrained("distributed", distributed_checkpoint=True)
+    save_optimizer_distributed(model, optimizer, "optimizer")
+    run.files("whole")
+    run.note("training", steps(run, model, optimizer, run.rank + 10))
+    run.weights(model)
+    for folder in ("whole", "distributed"):
+        config = DistributedConfig(fsdp_size=2)
+        again = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+        optimizer = torch.optim.AdamW(again.parameters(), lr=0.01)
+        load_optimizer_distributed(again, optimizer, "optimizer")
+        run.sharded(again, f"sharded {folder}")
+        run.note(f"training {folder}", steps(run, again, optimizer, run.rank + 10))
+        for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=True):
+            assert torch.equal(one.full_tensor(), other.full_tensor()), name
+
+
+@rows("generate of a model sharded at load time")
+def generates(run: Run) -> None:
+    model = load(_trainer.llama, fsdp_size=2).eval()
+    run.sharded(model)
+    torch.manual_seed(run.rank)
+    prompt = torch.randint(3, VOCABULARY, (2, 4 + run.rank))
+    settings: dict[str, Any] = {"max_new_tokens": 5 + 3 * run.rank, "pad_token_id": 0, "eos_token_id": None}
+    made = model.generate(prompt, do_sample=False, **settings)
+    run.note("made", made)
+    whole = _trainer.llama().eval()
+    run.agrees("tokens", made, whole.generate(prompt, do_sample=False, **settings))
+
+
+def by_trainer(run: Run, adapter: bool = False, **changes: Any) -> None:
+    """The Trainer leaves a model alone that was sharded at load time."""
+    args = _trainer.arguments(fsdp=None, fsdp_config=None, **changes)
+    folder = pretrained_folder(_trainer.llama)
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
+    if adapter:
+        model.add_adapter(LoraConfig(r=3, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+    trainer = Trainer(model=model, args=args, train_dataset=Samples(36), eval_dataset=Samples(5))
+    trainer.train()
+    run.sharded(trainer.model)
+    run.note("training", curve(trainer))
+    run.note("evaluated", trainer.evaluate()["eval_loss"])
+    run.weights(trainer.model)
+
+
+rows.add("Trainer of a model sharded at load time", by_trainer)
+rows.add(
+    "Trainer of a model sharded at load time, gradient accumulation",
+    partial(by_trainer, gradient_accumulation_steps=3, max_steps=3),
+)
+rows.add(
+    "Trainer of a model sharded at load time, with LoRA, which Transformers keeps equal on all ranks",
+    partial(by_trainer, adapter=True),
+)
+
+_trainer.add(rows)

@@ -1,0 +1,32 @@
+"""Runs `python -m composable_shard run ...` in forks of one process, which has loaded torch; started by test_run.py.
+
+Each line of the input is a list: where the output goes, where the errors go, the directory, and the arguments. The
+answer to each is a line with the exit code.
+"""
+
+import json
+import os
+import sys
+
+from composable_shard.cli.main import main
+
+
+def serve() -> list[str] | None:
+    """Fork for each line; in a fork, returns the arguments of the program."""
+    for line in sys.stdin:
+        output, errors, folder, arguments = json.loads(line)
+        child = os.fork()
+        if not child:
+            for path, descriptor in ((output, 1), (errors, 2), (os.devnull, 0)):
+                os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
+            os.chdir(folder)
+            return arguments
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+    return None
+
+
+given = serve()
+if given is not None:
+    sys.argv[:] = ["__main__.py", *given]  # as runpy has it for `python -m composable_shard`
+    sys.exit(main())

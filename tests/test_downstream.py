@@ -1,0 +1,185 @@
+"""The harness that runs other people's libraries on both sides: what it compares, and what it says of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+DOWNSTREAM = ROOT / "downstream"
+sys.path.append(str(DOWNSTREAM))
+
+import _compare  # noqa: E402
+import _rows  # noqa: E402
+import run as downstream  # noqa: E402
+
+
+def texts(before, after):
+    return [str(each) for each in _compare.differences(before, after)]
+
+
+def test_equal_values_have_no_differences():
+    value = {"loss": [1.0, float("nan")], "weight": torch.tensor([1.0, float("inf")]), "name": None}
+    assert texts(value, {**value, "weight": value["weight"].clone()}) == []
+
+
+def test_differences_say_where_and_how_much():
+    before = {"losses": [1.0, 2.0], "weight": torch.tensor([1.0, -4.0]), "gone": 1, "kind": 1, "shape": torch.ones(2)}
+    after = {"losses": [1.0, 2.5], "weight": torch.tensor([1.0, -3.0]), "new": 1, "kind": "1", "shape": torch.ones(3)}
+    assert texts(before, after) == [
+        "losses[1]: 2.0 became 2.5",
+        "weight: differ by 2.5e-01 of the largest magnitude",
+        "gone: is missing",
+        "kind: 1 became '1'",
+        "shape: (2,) torch.float32 became (3,) torch.float32",
+        "new: is there in addition",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 2.0])),
+        (torch.tensor([1.0, float("inf")]), torch.tensor([1.0, -float("inf")])),
+        (torch.ones(2), torch.ones(2, dtype=torch.bfloat16)),
+        (1.0, float("nan")),
+        ([1], [1, 2]),
+    ],
+)
+def test_what_cannot_be_close_differs_without_bound(one, other):
+    (found,) = _compare.differences(one, other)
+    assert found.size == float("inf")
+
+
+def row(**settings):
+    return _rows.Row("a row", lambda run: None, world=1, **settings)
+
+
+def left(folder: Path, noted=None, error=None) -> Path:
+    folder.mkdir()
+    if noted is not None:
+        torch.save(noted, folder / "noted0.pt")
+    if error is not None:
+        (folder / "error0.txt").write_text(error)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "word", "text"),
+    [
+        ({"noted": {"x": 1.0}}, {"noted": {"x": 1.0}}, "same", ""),
+        ({"noted": {"x": 1.0}}, {"noted": {"x": 1.1}}, "DEFECT", "1 differ: x: 1.0 became 1.1"),
+        ({"noted": {"x": 1.0}}, {"error": "ValueError: no\n\nTraceback"}, "DEFECT", "ValueError: no"),
+        ({"error": "ValueError: no"}, {"noted": {"x": 1.0}}, "better", "ours runs; torch: ValueError: no"),
+        (
+            {"error": "ValueError: no"},
+            {"noted": {"x": 1.0, _rows.AGREES: ["losses"]}},
+            "better",
+            "ours agrees with the unsharded model (losses); torch: ValueError: no",
+        ),
+        ({"error": "A: a"}, {"error": "B: b"}, "torch fails too", "torch: A: a / ours: B: b"),
+        ({"noted": {}}, {}, "DEFECT", "no result of rank 0"),
+    ],
+)
+def test_verdicts(tmp_path, theirs, ours, word, text):
+    folders = {"torch": left(tmp_path / "torch", **theirs), "ours": left(tmp_path / "ours", **ours)}
+    verdict = _compare.judge(row(), folders)
+    assert (verdict.word, verdict.text) == (word, text)
+
+
+def test_a_tolerance_needs_a_reason_and_is_told():
+    with pytest.raises(ValueError, match="a tolerance needs a reason"):
+        row(tolerance=1e-6)
+
+
+ROWS = """
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from _rows import Rows, Run
+
+rows = Rows("Example", environment="torch")
+
+
+def train(run, sharding=True):
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5))
+    if sharding:
+        fully_shard(model)
+        run.sharded(model)
+    model(torch.full((2, 3), 1.0 + run.rank)).square().sum().backward()
+    run.gradients(model)
+    run.weights(model)
+
+
+@rows("trains")
+def trains(run: Run) -> None:
+    train(run)
+
+
+@rows("says which side it is on")
+def tells(run: Run) -> None:
+    train(run)
+    run.note("side", run.side)
+
+
+@rows("shards nothing")
+def plain(run: Run) -> None:
+    train(run, sharding=False)
+
+
+@rows("hangs on one rank", timeout=15)
+def hangs(run: Run) -> None:
+    train(run)
+    while run.rank:
+        time.sleep(1)
+"""
+
+
+def test_rows_run_on_both_sides_and_are_compared(tmp_path):
+    path = tmp_path / "example.py"
+    path.write_text(ROWS)
+    part = downstream.Part.of("example", path)
+    assert (part.neighbour, part.environment) == ("Example", "torch")
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+
+    def worker(task: str, *rest: str) -> str:
+        command = [sys.executable, str(DOWNSTREAM / "_worker.py"), task, str(path), *rest]
+        return subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=150, check=True).stdout
+
+    titles = [title for title, _ in json.loads(worker("list"))["rows"]]
+    assert titles == ["trains", "says which side it is on", "shards nothing", "hangs on one rank"]
+    for side in ("torch", "ours"):
+        worker(side, str(tmp_path), "0", "1", "2", "3")
+    verdicts = json.loads(worker("judge", str(tmp_path), "0", "1", "2", "3"))
+    assert [verdict["word"] for verdict in verdicts.values()] == [
+        "same",
+        "DEFECT",
+        "torch fails too",
+        "torch fails too",
+    ]
+    assert verdicts["0"]["difference"] == 0
+    assert "side: 'torch' became 'ours'" in verdicts["1"]["text"]
+    assert "never showed that a model was sharded" in verdicts["2"]["text"]
+    assert "hangs: not done after 15 seconds" in verdicts["3"]["text"]
+
+
+def test_the_table_has_each_row_and_its_versions():
+    verdict = {"word": "same", "difference": 0, "text": ""}
+    close = {"word": "same", "difference": 3e-7, "text": "sums in another | order"}
+    part = {"neighbour": "Example", "versions": {"torch": "2.13.0"}, "rows": {"trains": verdict, "clips": close}}
+    assert downstream.table({"example": part}) == (
+        "\n### Example\n\n2 rows, 2 the same, 0 better. Run with torch 2.13.0.\n\n| row | result | |\n|---|---|---|\n"
+        "| trains | same | to the bit |\n| clips | same | 3e-07, sums in another \\| order |\n"
+    )
