@@ -318,7 +318,7 @@ def manual(run: Run) -> None:
     turns(run, checks=0)
 
 
-@rows("Trainer: the same after a sanity check")
+@rows("Trainer: manual optimization, toggled, after a sanity check")
 def manual_checked(run: Run) -> None:
     turns(run, checks=1)
 

@@ -1,6 +1,5 @@
 """PEFT: adapters on a sharded model, trained, merged, switched, saved and loaded."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
-    FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
@@ -788,16 +786,16 @@ def sets_sharded(run: Run) -> None:
 @rows("set_peft_model_state_dict on a sharded model, with whole tensors")
 def sets_whole(run: Run) -> None:
     start()
-    model = shard(adapted(lora()))
+    alone, model = adapted(lora()), shard(adapted(lora()))
     run.sharded(model)
     optimizer = adamw(model)
     run.note("losses", train(run, model, optimizer, range(1)))
+    train_alone(run.world, alone, adamw(alone), range(1))
     kept = {name: each.clone() for name, each in gathered(get_peft_model_state_dict(model)).items()}
-    before = logits(model)
-    train(run, model, optimizer, range(1, 2))
+    run.note("losses lost", train(run, model, optimizer, range(1, 2)))
     set_peft_model_state_dict(model, kept)
     run.note("evaluated", logits(model))
-    run.agrees("evaluated", logits(model), before)
+    run.agrees("evaluated", logits(model), logits(alone), tolerance=1e-4)
 
 
 @rows("trained parts alone through get_model_state_dict and set_model_state_dict, with the optimizer")
@@ -863,29 +861,16 @@ def loads_beside(run: Run) -> None:
 # Adapters that come after sharding.
 
 
-def allow_replicas(model: nn.Module) -> None:
-    """Say that parameters are added on purpose. It is the one thing that torch's side has no word for."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and hasattr(module, "allow_unmanaged_parameters"):
-            module.allow_unmanaged_parameters()
-
-
-def trained_alone_in_ranks(run: Run, model: nn.Module, steps: range) -> list[float]:
+def average_replicas(model: nn.Module) -> None:
     """Adapters that nothing shards are replicas, whose gradients a program averages itself."""
-    model.train()
-    optimizer = adamw(model)
-    losses = []
-    for step in steps:
-        loss = model(**batch(run.rank, step)).loss
-        loss.backward()
-        for p in model.parameters():
-            if p.grad is not None and not isinstance(p.grad, DTensor):
-                dist.all_reduce(p.grad)
-                p.grad /= run.world
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+
+    def average(param: nn.Parameter) -> None:
+        dist.all_reduce(param.grad)
+        param.grad /= dist.get_world_size()
+
+    for param in model.parameters():
+        if param.requires_grad and not isinstance(param, DTensor):
+            param.register_post_accumulate_grad_hook(average)
 
 
 LATE = {
@@ -903,30 +888,29 @@ def added_late(config: Callable[[], peft.PeftConfig]) -> Callable[[Run], None]:
         start()
         alone = adapted(config())
         model = adapted(config(), shard(llama()))
-        allow_replicas(model)
+        average_replicas(model)
         run.sharded(model)
-        run.note("losses", trained_alone_in_ranks(run, model, range(3)))
+        run.note("losses", train(run, model, adamw(model), range(3)))
         train_alone(run.world, alone, adamw(alone), range(3))
         run.note("evaluated", logits(model))
         run.agrees("evaluated", logits(model), logits(alone), tolerance=1e-4)
-        run.note("losses on", trained_alone_in_ranks(run, model, range(3, 4)))
+        run.note("losses on", train(run, model, adamw(model), range(3, 4)))
         run.weights(model)
 
     return program
 
 
 for name, config in LATE.items():
-    rows.add(f"{name} added to a sharded base, as replicas (allow_unmanaged_parameters)", added_late(config))
+    rows.add(f"{name} added to a sharded base, as replicas that hooks average", added_late(config))
 
 
-@rows("LoRA added to a sharded base that has run, then sharded layer by layer")
+@rows("LoRA added between sharded blocks and the root, sharded layer by layer")
 def sharded_late(run: Run) -> None:
     start()
     base = llama()
     for layer in base.model.layers:
         fully_shard(layer)
-    base_alone = copy.deepcopy(llama())
-    alone = adapted(lora(), base_alone)
+    alone = adapted(lora())
     model = adapted(lora(), base)
     for module in list(model.modules()):
         if isinstance(module, peft.tuners.lora.LoraLayer):
@@ -943,22 +927,22 @@ def sharded_late(run: Run) -> None:
     run.weights(model)
 
 
-@rows("a base that has trained whole, sharded, gets an adapter and trains that (allow_unmanaged_parameters)")
+@rows("a base that has trained whole, sharded, gets an adapter and trains that")
 def whole_then_adapted(run: Run) -> None:
     start()
     base = shard(llama())
     run.sharded(base)
     run.note("losses", train(run, base, adamw(base), range(2)))
     model = adapted(lora(), base)
-    allow_replicas(model)
-    run.note("losses of the adapter", trained_alone_in_ranks(run, model, range(2, 4)))
+    average_replicas(model)
+    run.note("losses of the adapter", train(run, model, adamw(model), range(2, 4)))
     run.note("evaluated", logits(model))
     with model.disable_adapter():
         run.note("base", logits(model))
     run.weights(model)
 
 
-@rows("a second adapter added to a sharded model, add_adapter (allow_unmanaged_parameters)")
+@rows("a second adapter added to a sharded model (add_adapter)")
 def second_late(run: Run) -> None:
     start()
 
@@ -973,8 +957,8 @@ def second_late(run: Run) -> None:
         torch.manual_seed(2)
         each.add_adapter("other", lora(r=5, target_modules=ATTENTION))
         each.set_adapter("other")
-    allow_replicas(model)
-    run.note("losses of the other", trained_alone_in_ranks(run, model, range(2, 4)))
+    average_replicas(model)
+    run.note("losses of the other", train(run, model, adamw(model), range(2, 4)))
     train_alone(run.world, alone, adamw(alone), range(2, 4))
     run.note("evaluated", logits(model))
     run.agrees("evaluated", logits(model), logits(alone), tolerance=1e-4)
