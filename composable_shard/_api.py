@@ -32,7 +32,7 @@ from ._state import PLACE, STATE, Declaration, ShardState, named_states, state_o
 from ._state_dict import StateDictOwner, watch_state_dict
 from ._status import stats
 from ._torch import HANDLES
-from ._torch_distributed import check_unmixed, is_replicated, local_tensor
+from ._torch_distributed import check_unmixed, is_replicated, local_tensor, mark_managed
 
 M = TypeVar("M", bound=nn.Module)
 _classes: dict[tuple[type, bool], type] = {}
@@ -158,6 +158,8 @@ def _shard(modules: list[nn.Module], placements: Placements, options: Options, i
         each.entries.claim = StateDictOwner(state)
     for owner in {id(owner): owner for owner, _, _, _ in places}.values():
         watch_state_dict(owner, state)
+    for _, each in managed:
+        mark_managed(each)
     return state
 
 

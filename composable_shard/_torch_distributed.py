@@ -112,9 +112,22 @@ class _Applied(dict[str, RegistryItem]):
         return super().__contains__(name)
 
 
+_MANAGED = "_is_fsdp_managed_module"  # what torch's FSDP sets on modules whose parameters it has taken
+_OURS = "_is_managed_by_composable_shard"  # what we set beside it
+
+
 def is_replicated(module: nn.Module) -> bool:
     """Whether torch's composable `replicate` has this module's parameters."""
     return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
+
+
+def mark_managed(module: nn.Module) -> None:
+    """Mark a module whose parameters `fully_shard` has taken, as torch's does.
+
+    Other libraries ask for it to tell whether all ranks must run a module (so many steps of `generate`, layers that are
+    left out by chance), and `torch.compile` for how it looks at the module's attributes.
+    """
+    module.__dict__[_MANAGED] = module.__dict__["_fsdp_use_orig_params"] = module.__dict__[_OURS] = True
 
 
 def check_unmixed(root: nn.Module) -> None:
@@ -128,7 +141,8 @@ def check_unmixed(root: nn.Module) -> None:
         if isinstance(registered_state(module), _TorchsState) and isinstance(module, _TorchsModule):
             where = f"module {name} of this {kind}" if name else f"module: this {kind}"
             raise MixedShardingError(f"{where} was sharded by torch's own fully_shard; {_ONE_KIND}")
-    if "_is_fsdp_managed_module" in root.__dict__ and any(isinstance(p, DTensor) for p in root.parameters()):
+    by_torch = _MANAGED in root.__dict__ and _OURS not in root.__dict__
+    if by_torch and any(isinstance(p, DTensor) for p in root.parameters()):
         raise MixedShardingError(f"module: this {kind} is inside of one that torch's FSDP has sharded; {_ONE_KIND}")
 
 

@@ -63,6 +63,17 @@ def same_name(model, other, mine, theirs):
     return names[0][id(mine)] == names[1][id(theirs)]
 
 
+@distributed(world=1)
+def test_modules_are_marked_as_managed_like_those_of_torch(rank, world):
+    """Libraries ask a module for the mark: whether all ranks must run it."""
+    models = twins()
+    other = Transformer()
+    named = {name: [n for n, m in model.named_modules() if m._is_fsdp_managed_module] for name, model in models.items()}
+    assert named["ours"] == named["fsdp2"] == [name for name, _ in other.named_modules()]
+    outer = nn.Sequential(fully_shard(nn.Linear(3, 3), mesh=mesh_of(1)), nn.Linear(3, 3))
+    assert [hasattr(each, "_is_fsdp_managed_module") for each in (outer, *outer)] == [False, True, False]
+
+
 PARAM = [
     "_param_fqn",
     "orig_dtype",
