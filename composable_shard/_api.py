@@ -85,9 +85,9 @@ def fully_shard(
     whole model last; whatever runs forward first is the root.
 
     Attributes and gradient hooks of the parameters are carried over, with the handles of the hooks: these see reduced
-    gradients then, cut like their parameters. Parameters that are added later are an error at the next forward, unless
-    they are sharded by a call of their own, or `allow_unmanaged_parameters` was called; those that only move to other
-    modules of `module` are found there.
+    gradients then, cut like their parameters. Parameters that are added later are an error at the next forward that
+    trains them, unless they are sharded by a call of their own, or `allow_unmanaged_parameters` was called; those that
+    only move to other modules of `module` are found there.
 
     Args:
         module: a module with a forward, or a list of modules that share one group.

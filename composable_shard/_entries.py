@@ -72,6 +72,7 @@ class ModuleEntries:
         self.allows_unmanaged = False
         self.claim: Callable[[nn.Module], None] | None = None
         self._tops = list(tops)
+        self._idle: list[nn.Parameter] = []
         self._note_watched()
         self.converted = False
         self.shown = False
@@ -171,7 +172,7 @@ class ModuleEntries:
 
         Raises:
             ShardConfigStateError: one of them is no DTensor placed alike, or is gone; or others were added, which
-                nobody shards.
+                nobody shards, and this forward trains them.
         """
         self._check_added()
         found, self.converted = self.converted, False
@@ -238,36 +239,43 @@ class ModuleEntries:
             list(map(len, self._sized)) == self._sizes
             and all(map(is_, chain.from_iterable(map(dict.values, self._parents)), self._children))
             and all(map(is_, map(dict.get, *self._empty), repeat(None)))
+            and not (self._idle and any(map(_trains, self._idle)))
         ):
             return
         self._look_anew()
 
     def _look_anew(self) -> None:
-        """Modules have changed: find parameters of ours that have moved, and refuse those that nobody shards."""
+        """Modules have changed: find parameters of ours that have moved, and refuse those that nobody shards.
+
+        Those that do not train need nobody; they are noted, for they may be made to train later.
+        """
         family = [self, *self.others]
         places = {(id(names), name) for each in family for names, name, _ in each.places}
-        added: list[str] = []
+        added: dict[str, nn.Parameter] = {}
+        idle = {*map(id, self._idle)}
         moved: list[tuple[ModuleEntries, int, nn.Module | None, dict[str, Any], str]] = []
         for prefix, module, own, _ in _below(self._tops):
             known = self._known.get(id(own), ())
             for name, param in own.items():
-                if param is None or name in known or (id(own), name) in places:
+                if param is None or (name in known and id(param) not in idle) or (id(own), name) in places:
                     continue
                 ours = [(each, index) for each in family if (index := each._index_of(param)) is not None]
                 if ours:
                     moved.append((*ours[0], module, own, name))
                 elif LEAF_OF not in param.__dict__ and not is_sharded_parameter(param):
-                    added.append(f"{prefix}{name}")
-        if added and not self.allows_unmanaged:
+                    added[f"{prefix}{name}"] = param
+        trained = [name for name, param in added.items() if _trains(param)]
+        if trained and not self.allows_unmanaged:
             raise ShardConfigStateError(
-                f"parameters {', '.join(added)}: were added after fully_shard, so nobody shards them or reduces their "
-                "gradients; call fully_shard on the module that was added, or, if you average their gradients "
+                f"parameters {', '.join(trained)}: were added after fully_shard, so nobody shards them or reduces "
+                "their gradients; call fully_shard on the module that was added, or, if you average their gradients "
                 "yourself, allow_unmanaged_parameters() on the model"
             )
         for each, index, module, own, name in moved:
             each._move(index, module, own, name)
         for each in {id(each): each for each, *_ in moved}.values():
             each.show(each._there) if each.shown else each._put_one_by_one(each._shards)
+        self._idle = [] if self.allows_unmanaged else [*added.values()]
         self._note_watched()
 
     def _index_of(self, tensor: torch.Tensor) -> int | None:
@@ -313,6 +321,11 @@ def _below(tops: Sequence[Top]) -> Iterator[tuple[str, nn.Module | None, dict[st
 def _filled(entries: dict[str, Any]) -> set[str]:
     """Names of entries that are not None, which may become parameters later."""
     return {name for name, value in entries.items() if value is not None}
+
+
+def _trains(param: torch.Tensor) -> bool:
+    """Whether a forward that begins now may give it a gradient."""
+    return param.requires_grad and torch.is_grad_enabled()
 
 
 def _spec(tensor: Any) -> tuple[object, ...]:

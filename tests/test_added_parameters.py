@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -295,6 +296,43 @@ def test_what_nobody_shards_is_refused_wherever_it_is_added(rank, world, run_bef
             model(torch.ones(2, 4))
         model.allow_unmanaged_parameters()
         model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("after", [0, 1])
+@distributed(world=2)
+def test_late_adapters_evaluate_and_are_refused_where_they_begin_to_train(rank, world, after):
+    models = three()
+    train(models, after)
+    for model in models.values():
+        add_lora(model).requires_grad_(False)
+
+    def assert_alike(*contexts):
+        outputs = {}
+        for name, model in models.items():
+            with contextlib.ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context())
+                outputs[name] = model(*token_batch(rank, 3))
+        torch.testing.assert_close(outputs["ours"], outputs["plain"])
+        torch.testing.assert_close(outputs["ours"], outputs["fsdp2"])
+
+    assert_alike()  # all is frozen
+    adapters = [
+        part for block in models["ours"].blocks for part in (block.attention.q.lora_a, block.attention.v.lora_b)
+    ]
+    for adapter in adapters:
+        adapter.requires_grad_(True)
+    assert_alike(torch.no_grad)
+    assert_alike(torch.inference_mode)
+    for _ in range(2):
+        with pytest.raises(
+            cs.ShardConfigStateError, match=rf"q\.lora_a\.default\.weight, .*v\.lora_b.*{ADDED}"
+        ) as caught:
+            models["ours"](*token_batch(rank, 3))
+        assert "lora_b.default.weight, attention.v.lora_a" not in str(caught.value), "that one is frozen"
+    for adapter in adapters:
+        adapter.requires_grad_(False)
+    assert_alike()
 
 
 @pytest.mark.parametrize("after", [0, 1])
