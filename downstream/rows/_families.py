@@ -494,7 +494,8 @@ FAMILIES = [
         (
             "Qwen2VLConfig",
             {
-                "text_config": DECODER | {"rope_scaling": {"type": "default", "mrope_section": [1, 1, 2]}}
+                "text_config": DECODER
+                | {"rope_scaling": {"type": "default", "mrope_section": [1, 1, 2]}}
                 | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
                 | {"hidden_size": 32},
                 "vision_config": {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 3}

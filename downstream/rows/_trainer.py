@@ -12,12 +12,16 @@ import torch
 import torch._inductor.config
 import torch.distributed as dist
 import transformers
+from _accelerate_on_cpu import fsdp2_on_cpu
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    BertConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
     GPT2Config,
     LlamaConfig,
     Seq2SeqTrainer,
@@ -29,7 +33,6 @@ from transformers import (
     set_seed,
 )
 
-from _accelerate_on_cpu import fsdp2_on_cpu
 from _rows import Rows, Run
 
 VOCABULARY = 97
@@ -74,7 +77,9 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 def arguments(config: dict[str, Any] | None = None, kind: Any = TrainingArguments, **changes: Any) -> Any:
     """Arguments with FSDP2, one group a block."""
     fsdp2_on_cpu()
-    os.environ["FSDP_VERSION"] = "2"  # as `accelerate launch --fsdp_version 2` has it; Transformers 4 knows no other way
+    os.environ["FSDP_VERSION"] = (
+        "2"  # as `accelerate launch --fsdp_version 2` has it; Transformers 4 knows no other way
+    )
     os.environ["FSDP_RESHARD_AFTER_FORWARD"] = "true"
     settings: dict[str, Any] = {
         "output_dir": "out",
@@ -281,27 +286,38 @@ def late_lora(run: Run) -> None:
     run.weights(model)
 
 
-def predicts_with_generate(run: Run) -> None:
+def bert_to_bert() -> nn.Module:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 36, "intermediate_size": 71}
+    settings |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+    last = BertConfig(**settings, is_decoder=True, add_cross_attention=True, tie_word_embeddings=False)
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(**settings), last)
+    config.tie_word_embeddings = False
+    model = EncoderDecoderModel(config)
+    for each in (model.config, model.generation_config):
+        each.decoder_start_token_id, each.eos_token_id, each.pad_token_id, each.bos_token_id = 1, 2, 0, 1
+    return model
+
+
+def predicts_with_generate(run: Run, make: Any, block: str) -> None:
     settings: dict[str, Any] = {"predict_with_generate": True, "generation_max_length": 7, "optim": "sgd"}
-    args = arguments(kind=Seq2SeqTrainingArguments, **settings, learning_rate=0.1)
-    data, test = Samples(24, labels=8), Samples(5, labels=8)
-    if FOUR:
-        # Not of Transformers 4's own accord: without it `generate` calls the encoder alone, whose weights are shards.
-        trains(run, t5(), args, Generating, data=data, test=test)
-    else:
-        trains(run, t5(), args, Seq2SeqTrainer, data=data, test=test)
+    settings |= {"eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.1}
+    args = arguments({"transformer_layer_cls_to_wrap": [block]}, Seq2SeqTrainingArguments, **settings)
+    # `generate` calls the encoder alone, whose weights are shards, unless it is a forward of the model. Transformers 5
+    # makes it one; for Transformers 4 users do.
+    trains(
+        run, make(), args, Generating if FOUR else Seq2SeqTrainer, data=Samples(24, labels=8), test=Samples(5, labels=8)
+    )
 
 
 class Generating(Seq2SeqTrainer):
     """Makes `generate` a forward of the sharded model before it is used."""
 
-    def predict(self, *args: Any, **settings: Any) -> Any:
-        register_fsdp_forward_method(self.model, "generate")
-        return super().predict(*args, **settings)
-
-    def evaluate(self, *args: Any, **settings: Any) -> Any:
-        register_fsdp_forward_method(self.model, "generate")
-        return super().evaluate(*args, **settings)
+    def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
+        if not hasattr(self.model, "registered"):
+            register_fsdp_forward_method(self.model, "generate")
+            self.model.registered = True
+        return super().evaluation_loop(*args, **settings)
 
 
 def generates(run: Run, make: Any, blocks: tuple[str, ...], register: bool, **settings: Any) -> None:
@@ -312,7 +328,7 @@ def generates(run: Run, make: Any, blocks: tuple[str, ...], register: bool, **se
     if register:
         register_fsdp_forward_method(model, "generate")
     run.sharded(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.eval()
     torch.manual_seed(run.rank)
     prompt = torch.randint(3, VOCABULARY, (2, 4 + run.rank))
@@ -362,16 +378,20 @@ def add(rows: Rows) -> None:
     rows.add("Trainer: LoRA by add_adapter after from_config", partial(lora, late=True))
     rows.add("LoRA added to a model that is sharded and trained already", late_lora)
     sums = "FSDP2 sums gradients of what several blocks read block by block; ours has the bits of the unsharded model"
-    rows.add("Seq2SeqTrainer: predict_with_generate", predicts_with_generate, tolerance=1e-4, why=sums)
-    for title, more in (("greedy", {"do_sample": False}), ("samples", {"do_sample": True}), ("beams", {"num_beams": 3})):
+    for make, block in ((t5, "T5Block"), (bert_to_bert, "BertLayer")):
+        how = partial(predicts_with_generate, make=make, block=block)
+        rows.add(f"Seq2SeqTrainer: predict_with_generate, {make.__name__}", how, tolerance=1e-4, why=sums)
+    for title, more in (
+        ("greedy", {"do_sample": False}),
+        ("samples", {"do_sample": True}),
+        ("beams", {"num_beams": 3}),
+    ):
         how = partial(generates, make=llama, blocks=("LlamaDecoderLayer",), register=False, **more)
         rows.add(f"generate with synced_gpus=True, {title}, Llama", how)
     how = partial(generates, make=llama, blocks=("LlamaDecoderLayer",), register=True, do_sample=False)
     rows.add("generate as a registered forward method, Llama", how)
     how = partial(generates, make=t5, blocks=("T5Block",), register=True, do_sample=False)
     rows.add("generate as a registered forward method, T5", how, tolerance=1e-4, why=sums)
-    how = partial(generates, make=t5, blocks=("T5Block",), register=False, do_sample=False)
-    rows.add("generate of T5, whose encoder is called on its own, not registered", how, tolerance=1e-4, why=sums)
 
 
 def pretrained_folder(make: Any) -> Path:

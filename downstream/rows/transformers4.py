@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import _trainer
+
 from _rows import Rows
 
-rows = Rows("Transformers 4: Trainer and generate", environment="transformers4", versions=("transformers", "accelerate"))
+rows = Rows(
+    "Transformers 4: Trainer and generate", environment="transformers4", versions=("transformers", "accelerate")
+)
 
 _trainer.add(rows)
