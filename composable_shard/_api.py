@@ -159,8 +159,8 @@ def _shard(modules: list[nn.Module], placements: Placements, options: Options, i
         each.entries.claim = StateDictOwner(state)
     for owner in {id(owner): owner for owner, _, _, _ in places}.values():
         watch_state_dict(owner, state)
-    for _, each in managed:
-        mark_managed(each)
+    for _, taken in managed:
+        mark_managed(taken)
     return state
 
 

@@ -161,12 +161,19 @@ def mllama_chat() -> dict[str, Any]:
     }
 
 
-# Of a row whose blocks all read one tensor, the output of an encoder: FSDP2 passes what a block is given through a node of
-# autograd, so the tensor's gradients are summed in each block first.
+# Of a row whose blocks all read one tensor, the output of an encoder: FSDP2 passes what a block is given through a node
+# of autograd, so the tensor's gradients are summed in each block first.
 SUMS = {
     "tolerance": 1e-4,
     "why": "FSDP2 sums gradients of what several blocks read block by block; ours has the bits of the unsharded model",
 }
+
+
+def with_biases(model: nn.Module) -> None:
+    """Biases that are not zero: those of keys get no gradients but rounding errors."""
+    for name, each in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(each, std=0.1)
 
 
 @dataclass(frozen=True)
@@ -393,6 +400,7 @@ FAMILIES = [
         ("BartEncoderLayer", "BartDecoderLayer"),
         translation,
         SUMS,
+        prepare=with_biases,
         sgd=True,
     ),
     # Vision
