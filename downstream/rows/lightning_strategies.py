@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.fabric.strategies import ModelParallelStrategy as FabricStrategy
 from lightning.pytorch.callbacks import (
     EarlyStopping,
@@ -16,7 +17,6 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
@@ -164,6 +164,15 @@ class Module(L.LightningModule):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
 
 
+class WithoutDropout(Module):
+    """What it computes does not depend on what was drawn before."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            torch.manual_seed(0)
+            self.model = self.shard(Transformer(dropout=0.0))
+
+
 def trainer(world: int = 2, tensor: int = 1, whole: bool = False, **changes: Any) -> L.Trainer:
     strategy = ModelParallelStrategy(
         data_parallel_size=world // tensor, tensor_parallel_size=tensor, save_distributed_checkpoint=not whole
@@ -215,8 +224,8 @@ def clips(run: Run) -> None:
 def looks(run: Run) -> None:
     class Looks(Module):
         def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-            norms = grad_norm(self.model, 2)
-            self.seen.append(norms["grad_2.0_norm_total"].item())
+            norm = nn.utils.get_total_norm([p.grad for p in self.parameters()])
+            self.seen.append(norm.full_tensor().item())
 
         def configure_gradient_clipping(self, optimizer: Any, **_: Any) -> None:
             self.clip_gradients(optimizer, gradient_clip_val=0.002, gradient_clip_algorithm="value")
@@ -286,6 +295,11 @@ def meta(run: Run) -> None:
 @rows("Trainer: tensor parallel and sharded", world=4)
 def two_dimensions(run: Run) -> None:
     class TwoDimensions(Module):
+        def configure_model(self) -> None:
+            if self.model is None:
+                torch.manual_seed(0)
+                self.model = self.shard(Transformer(inner=72))
+
         def shard(self, model: nn.Module) -> nn.Module:
             return sharded(tensor_parallel(model, self.device_mesh), self.device_mesh)
 
@@ -299,14 +313,30 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-@rows("Trainer: manual optimization, two optimizers in turn")
+@rows("Trainer: manual optimization, two optimizers in turn, toggled")
 def manual(run: Run) -> None:
-    class Manual(Module):
+    turns(run, checks=0)
+
+
+@rows("Trainer: the same after a sanity check")
+def manual_checked(run: Run) -> None:
+    turns(run, checks=1)
+
+
+def turns(run: Run, checks: int) -> None:
+    def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+        ends = [*model.embed.parameters(), *model.head.parameters()]
+        inner = [*model.layers.parameters(), *model.norm.parameters()]
+        return [torch.optim.AdamW(ends, lr=0.01), torch.optim.SGD(inner, lr=0.1, momentum=0.9)]
+
+    class Manual(WithoutDropout):
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
+            self.given: list[torch.Tensor] = []
 
         def training_step(self, batch: torch.Tensor, index: int) -> None:
+            self.given.append(batch)
             for optimizer in self.optimizers():
                 self.toggle_optimizer(optimizer)
                 loss = loss_of(self.model, batch)
@@ -318,11 +348,26 @@ def manual(run: Run) -> None:
                 self.seen.append(loss.item())
 
         def configure_optimizers(self) -> Any:
-            ends = [*self.model.embed.parameters(), *self.model.head.parameters()]
-            inner = [*self.model.layers.parameters(), *self.model.norm.parameters()]
-            return torch.optim.AdamW(ends, lr=0.01), torch.optim.SGD(inner, lr=0.1, momentum=0.9)
+            return optimizers(self.model)
 
-    fits(run, trainer(max_steps=6), Manual())
+    made, module = trainer(max_steps=6, num_sanity_val_steps=checks), Manual()
+    made.fit(module, loader(), loader(6))
+    run.sharded(module)
+    run.note("losses", module.seen)
+    run.weights(module)
+    given: list[Any] = [None] * run.world
+    dist.all_gather_object(given, module.given)
+    torch.manual_seed(0)
+    alone = Transformer(dropout=0.0)
+    alternating = optimizers(alone)
+    for tokens in map(torch.cat, zip(*given, strict=True)):  # those of both ranks
+        for optimizer in alternating:
+            own = optimizer.param_groups[0]["params"]
+            for p, grad in zip(own, torch.autograd.grad(loss_of(alone, tokens), own), strict=True):
+                p.grad = grad
+            nn.utils.clip_grad_norm_(own, 0.5)
+            optimizer.step()
+    run.agrees("weights", dict(module.model.named_parameters()), dict(alone.named_parameters()), tolerance=1e-3)
 
 
 @rows("Trainer: manual optimization, accumulation without sync")
@@ -347,47 +392,82 @@ def manual_accumulation(run: Run) -> None:
 
 @rows("Trainer: two models of one module, each with an optimizer (as GANs)")
 def two_models(run: Run) -> None:
-    class Both(Module):
+    def critic() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(VOCABULARY, 23), nn.Tanh(), nn.Linear(23, 1))
+
+    def first_loss(model: nn.Module, critic: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return loss_of(model, batch) - critic(model(batch).softmax(-1)).mean()
+
+    def other_loss(model: nn.Module, critic: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        real = critic(nn.functional.one_hot(batch, VOCABULARY).float())
+        with torch.no_grad():
+            made = model(batch).softmax(-1)
+        return critic(made).mean() - real.mean() + 0.1 * real.square().mean()
+
+    class Both(WithoutDropout):
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
             self.critic: nn.Module | None = None
+            self.given: list[torch.Tensor] = []
 
         def configure_model(self) -> None:
             if self.critic is None:
                 super().configure_model()
-                torch.manual_seed(1)
-                self.critic = nn.Sequential(nn.Linear(VOCABULARY, 23), nn.Tanh(), nn.Linear(23, 1))
-                fully_shard(self.critic, mesh=self.device_mesh["data_parallel"])
+                self.critic = fully_shard(critic(), mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: torch.Tensor, index: int) -> None:
-            one, other = self.optimizers()
-            self.toggle_optimizer(one)
-            loss = loss_of(self.model, batch) - self.critic(self.model(batch).softmax(-1)).mean()
-            self.manual_backward(loss)
-            one.step()
-            one.zero_grad()
-            self.untoggle_optimizer(one)
-            self.toggle_optimizer(other)
-            real = self.critic(nn.functional.one_hot(batch, VOCABULARY).float())
-            with torch.no_grad():
-                made = self.model(batch).softmax(-1)
-            judged = self.critic(made).mean() - real.mean() + 0.1 * (real.square().mean())
-            self.manual_backward(judged)
-            other.step()
-            other.zero_grad()
-            self.untoggle_optimizer(other)
-            self.seen += [loss.item(), judged.item()]
+            self.given.append(batch)
+            for optimizer, loss_of_both in zip(self.optimizers(), (first_loss, other_loss), strict=True):
+                self.toggle_optimizer(optimizer)
+                loss = loss_of_both(self.model, self.critic, batch)
+                self.manual_backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                self.untoggle_optimizer(optimizer)
+                self.seen.append(loss.item())
 
         def configure_optimizers(self) -> Any:
-            return [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (self.model, self.critic)]
+            return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.model, self.critic)]
 
-    fits(run, trainer(max_steps=6), Both())
+    made, module = trainer(max_steps=6, limit_val_batches=0), Both()
+    made.fit(module, loader())
+    module.model.reshard()  # it was evaluated last
+    run.sharded(module)
+    run.note("losses", module.seen)
+    run.weights(module)
+    given: list[Any] = [None] * run.world
+    dist.all_gather_object(given, module.given)
+    torch.manual_seed(0)
+    alone = Transformer(dropout=0.0), critic()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in alone]
+    for tokens in map(torch.cat, zip(*given, strict=True)):  # those of both ranks
+        for optimizer, loss_of_both in zip(optimizers, (first_loss, other_loss), strict=True):
+            for each in optimizers:
+                each.zero_grad()
+            loss_of_both(*alone, tokens).backward()
+            optimizer.step()
+    for name, one, unsharded in zip(("model", "critic"), (module.model, module.critic), alone, strict=True):
+        run.agrees(name, dict(one.named_parameters()), dict(unsharded.named_parameters()))
 
 
 @rows("Trainer: an average of the weights (WeightAveraging)")
 def averages(run: Run) -> None:
-    fits(run, trainer(callbacks=[WeightAveraging(avg_fn=get_ema_avg_fn(0.7))]), Module())
+    class Watched(Module):
+        """Keeps the average by itself, too."""
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            now = {name: p.detach().full_tensor().clone() for name, p in self.model.named_parameters()}
+            self.average = {name: getattr(self, "average", now)[name].lerp(each, 0.3) for name, each in now.items()}
+
+    made = trainer(callbacks=[WeightAveraging(avg_fn=get_ema_avg_fn(0.7))], limit_val_batches=0)
+    module = Watched()
+    torch.manual_seed(run.rank)
+    made.fit(module, loader())
+    run.sharded(module)
+    run.weights(module)
+    run.agrees("weights", dict(module.model.named_parameters()), module.average)
 
 
 @rows("Trainer: callbacks, a logger, early stopping")
@@ -401,6 +481,7 @@ def callbacks(run: Run) -> None:
     module = Module()
     torch.manual_seed(run.rank)
     made.fit(module, loader(8), loader(6))
+    module.model.reshard()  # it was evaluated last
     run.sharded(module)
     run.note("losses", module.seen)
     run.note("stopped", made.global_step)
@@ -412,29 +493,25 @@ def callbacks(run: Run) -> None:
 def resumes(run: Run, whole: bool, module: type[Module] = Module) -> None:
     """Four steps in one go, and the last two once more from the checkpoint after the second."""
     weights = []
-    for path in (None, "saved/step=2.ckpt"):
+    for path in (None, "saved/step=2.ckpt"):  # the end of an epoch
         keeps = ModelCheckpoint("saved", "{step}", every_n_train_steps=2, save_top_k=-1)
         more = {"callbacks": [keeps], "enable_checkpointing": True} if path is None else {}
         made, fitted = trainer(whole=whole, max_steps=4, limit_val_batches=0, **more), module()
         torch.manual_seed(run.rank)
-        made.fit(fitted, loader(), ckpt_path=path)
+        made.fit(fitted, loader(8), ckpt_path=path)
         name = "resumed" if path else "trained"
         run.sharded(fitted, f"sharded, {name}")
         run.note(name, fitted.seen)
         run.weights(fitted, f"weights, {name}")
         weights.append(run.noted[f"weights, {name}"])
-        if path is None:
+        if path is None and whole and run.rank == 0:  # the rest tells of folders
+            saved = torch.load("saved/step=2.ckpt")
+            run.note(
+                "saved", {name: saved[name] for name in ("state_dict", "optimizer_states", "lr_schedulers", "loops")}
+            )
+        elif path is None and not whole:
             run.files("saved")
     run.agrees("resumed weights", weights[1], weights[0], tolerance=0)
-
-
-class WithoutDropout(Module):
-    """Of which the last two steps are the same, whatever was drawn before."""
-
-    def configure_model(self) -> None:
-        if self.model is None:
-            torch.manual_seed(0)
-            self.model = self.shard(Transformer(dropout=0.0))
 
 
 @rows("Trainer: sharded checkpoint, resumed")
@@ -549,7 +626,7 @@ def fabric_accumulates(run: Run) -> None:
     made = fabric()
     model, optimizer = set_up(made, seeded())
     losses = []
-    for step, tokens in enumerate(batches(run, range(6))):
+    for step, tokens in enumerate(batches(run, range(9))):
         with made.no_backward_sync(model, enabled=step % 3 != 2):
             loss = loss_of(model, tokens) / 3
             made.backward(loss)
@@ -558,8 +635,10 @@ def fabric_accumulates(run: Run) -> None:
             made.clip_gradients(model, optimizer, clip_val=0.01)
             optimizer.step()
             optimizer.zero_grad()
-    run.note("accumulated", losses)
-    trains(run, made, model, optimizer)
+    run.sharded(model)
+    run.note("losses", losses)
+    run.weights(model)
+    run.note("evaluated", evaluated(run, model))
 
 
 @rows("Fabric: init_module(empty_init=True), materialized by setup")
@@ -589,7 +668,7 @@ def fabric_compiles(run: Run) -> None:
 @rows("Fabric: tensor parallel and sharded", world=4)
 def fabric_two_dimensions(run: Run) -> None:
     made = fabric(4, 2, parallelize=lambda model, mesh: sharded(tensor_parallel(model, mesh), mesh))
-    trains(run, made, *set_up(made, seeded()), clip=0.3)
+    trains(run, made, *set_up(made, seeded(inner=72)))
 
 
 @rows("Fabric: another method than forward (mark_forward_method)")
@@ -653,6 +732,7 @@ def fabric_teacher(run: Run) -> None:
     made = fabric()
     teacher = made.setup_module(seeded().requires_grad_(False).eval())
     student, optimizer = set_up(made, seeded(dim=20, inner=33))
+    run.sharded(teacher, "sharded teacher")
     losses = []
     for tokens in batches(run, range(3)):
         with torch.no_grad():
@@ -663,6 +743,5 @@ def fabric_teacher(run: Run) -> None:
         optimizer.zero_grad()
         losses.append(made.all_reduce(loss.detach()).item())
     run.sharded(student)
-    run.sharded(teacher, "sharded teacher")
     run.note("losses", losses)
     run.weights(student)
