@@ -86,8 +86,9 @@ def fully_shard(
 
     Attributes and gradient hooks of the parameters are carried over, with the handles of the hooks: these see reduced
     gradients then, cut like their parameters. Parameters that are added later are an error at the next forward that
-    trains them, unless they are sharded by a call of their own, or `allow_unmanaged_parameters` was called; those that
-    only move to other modules of `module` are found there.
+    trains them, unless they are sharded by a call of their own, or have post-accumulate hooks (which average their
+    gradients), or `allow_unmanaged_parameters` was called; those that only move to other modules of `module` are found
+    there.
 
     Args:
         module: a module with a forward, or a list of modules that share one group.
@@ -158,8 +159,8 @@ def _shard(modules: list[nn.Module], placements: Placements, options: Options, i
         each.entries.claim = StateDictOwner(state)
     for owner in {id(owner): owner for owner, _, _, _ in places}.values():
         watch_state_dict(owner, state)
-    for _, submodule in managed:
-        mark_managed(submodule)
+    for _, taken in managed:
+        mark_managed(taken)
     return state
 
 

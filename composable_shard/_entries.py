@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ._bucket import LEAF_OF
 from ._errors import ShardConfigStateError, ShardConfigValueError
 from ._param import ShardedParam, is_sharded_parameter, run_all
+from ._torch import has_post_accumulate_hooks
 
 _setitem: Callable[[dict[str, Any], str, Any], None] = setitem
 
@@ -247,7 +248,8 @@ class ModuleEntries:
     def _look_anew(self) -> None:
         """Modules have changed: find parameters of ours that have moved, and refuse those that nobody shards.
 
-        Those that do not train need nobody; they are noted, for they may be made to train later.
+        Those that do not train need nobody, and those with post-accumulate hooks have somebody who averages their
+        gradients; they are noted, for that may change.
         """
         family = [self, *self.others]
         places = {(id(names), name) for each in family for names, name, _ in each.places}
@@ -269,7 +271,7 @@ class ModuleEntries:
             raise ShardConfigStateError(
                 f"parameters {', '.join(trained)}: were added after fully_shard, so nobody shards them or reduces "
                 "their gradients; call fully_shard on the module that was added, or, if you average their gradients "
-                "yourself, allow_unmanaged_parameters() on the model"
+                "yourself, do so in post-accumulate hooks, or call allow_unmanaged_parameters() on the model"
             )
         for each, index, module, own, name in moved:
             each._move(index, module, own, name)
@@ -324,8 +326,8 @@ def _filled(entries: dict[str, Any]) -> set[str]:
 
 
 def _trains(param: torch.Tensor) -> bool:
-    """Whether a forward that begins now may give it a gradient."""
-    return param.requires_grad and torch.is_grad_enabled()
+    """Whether a forward that begins now may give it a gradient that nobody looks after."""
+    return param.requires_grad and torch.is_grad_enabled() and not has_post_accumulate_hooks(param)
 
 
 def _spec(tensor: Any) -> tuple[object, ...]:

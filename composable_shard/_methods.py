@@ -309,8 +309,9 @@ class Methods(Planning):
         """Accept parameters that are added to this module, or anywhere below it, after `fully_shard`.
 
         Nobody shards them or averages their gradients over the ranks: they train on each rank alone, as under torch's
-        FSDP2, unless you do that yourself (Transformers does so for adapters that were added late). Without this call
-        they are an error, for which the other remedy is to call `fully_shard` on the module that was added.
+        FSDP2, unless you do that yourself. Without this call they are an error, for which the other remedies are to
+        call `fully_shard` on the module that was added, or to average their gradients in post-accumulate hooks (as
+        Transformers does for adapters that were added late).
 
         Args:
             recurse: whether it also holds for what is added to the sharded modules that are below this one now.

@@ -353,6 +353,12 @@ def any_gradient_hooks(leaves: Sequence[torch.Tensor]) -> bool:
         return any(map(_tensor_hooks, leaves)) or any(map(_post_accumulate_hooks, leaves))
 
 
+def has_post_accumulate_hooks(leaf: torch.Tensor) -> bool:
+    """Whether autograd would call somebody once a leaf has a gradient."""
+    with without_torch_function():
+        return bool(_post_accumulate_hooks(leaf))
+
+
 def take_gradient_hooks(leaf: torch.Tensor) -> tuple[dict[int, Hook] | None, dict[int, Hook] | None]:
     """Take the tensor hooks and the post-accumulate hooks of a leaf away, so that autograd does not call them.
 

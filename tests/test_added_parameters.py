@@ -337,6 +337,28 @@ def test_late_adapters_evaluate_and_are_refused_where_they_begin_to_train(rank, 
 
 @pytest.mark.parametrize("after", [0, 1])
 @distributed(world=2)
+def test_late_adapters_train_whose_gradients_hooks_average(rank, world, after):
+    models = three()
+    train(models, after)
+    handles = []
+    for name, model in models.items():
+        add_lora(model)
+        if name != "plain":  # its gradients are averaged by `train`
+            handles += [
+                param.register_post_accumulate_grad_hook(lambda it: dist.all_reduce(it.grad, op=dist.ReduceOp.AVG))
+                for param in model.parameters()
+                if param.requires_grad
+            ]
+    train(models)
+    assert_same(models)
+    for handle in handles:
+        handle.remove()
+    with pytest.raises(cs.ShardConfigStateError, match=ADDED):
+        models["ours"](*token_batch(rank, 3))
+
+
+@pytest.mark.parametrize("after", [0, 1])
+@distributed(world=2)
 def test_late_adapters_that_are_sharded_themselves_train(rank, world, after):
     models = three()
     train(models, after)

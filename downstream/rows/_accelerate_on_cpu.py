@@ -1,7 +1,7 @@
 """FSDP2 of Accelerate, and of Transformers' Trainer, on a CPU.
 
-Accelerate looks for an accelerator before it looks at its FSDP plugin, and without one it ends with DDP. Here it is told
-that its processes are of the kind that they are on accelerators. All that follows from that is its own code.
+Accelerate looks for an accelerator before it looks at its FSDP plugin, and without one it ends with DDP. Here it is
+told that its processes are of the kind that they are on accelerators. All that follows from that is its own code.
 """
 
 from __future__ import annotations

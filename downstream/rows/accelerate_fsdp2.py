@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch._inductor.config
+from _accelerate_on_cpu import fsdp2_on_cpu
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import (
     FullyShardedDataParallelPlugin,
@@ -23,7 +24,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, get_linear_schedule_with_warmup
 
-from _accelerate_on_cpu import fsdp2_on_cpu
 from _rows import Rows, Run
 
 rows = Rows("Accelerate", environment="transformers4", versions=("torch", "accelerate", "transformers"))

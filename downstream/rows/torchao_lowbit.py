@@ -269,10 +269,24 @@ add("int8 mixed-precision training, bfloat16", convert=int8, **HALF)
 STOCHASTIC = eager(AdamWStochastic)
 
 # torchao cannot gather these outside of FSDP2 under this torch: each rank notes its own part.
-OWN = {"convert": int8_weights, "gathers": False}
+OWN = {"convert": int8_weights, "gathers": False, "saves": False}  # nor write a distributed checkpoint
 add("int8 weights, rounded at random", optimize=STOCHASTIC, **OWN)
 add("int8 weights, rounded at random, bfloat16", optimize=STOCHASTIC, dtype=torch.bfloat16, **OWN)
 add("int8 weights, AdamW8bit", optimize=eager(AdamW8bit), **OWN)
+
+
+@rows("int8 weights: each rank's own state dict, saved and loaded")
+def int8_states(run: Run) -> None:
+    model = life(run, int8_weights, STOCHASTIC, saves=False, gathers=False)
+    torch.save(model.state_dict(), f"rank{run.rank}.pt")
+    other = build(int8_weights, seed=1)
+    other.load_state_dict(torch.load(f"rank{run.rank}.pt", weights_only=False))
+    run.note("loaded", {name: value.to_local() for name, value in other.named_parameters()})
+    optimizer = STOCHASTIC(list(other.parameters()))
+    run.note("evaluated after loading", evaluated(run, other))
+    run.note("losses after loading", train(run, other, optimizer, range(4, 6), nothing))
+
+
 add("BitNet training", convert=bitnet)
 add("BitNet training, scales computed after each step", convert=bitnet, after=precompute_bitnet_scale_for_fsdp)
 
@@ -348,7 +362,6 @@ for each in (AdamW8bit, AdamW4bit, AdamWFp8, Adam8bit, AdamFp8):
     size = 64 if each is not AdamW4bit else 128
     add(f"{each.__name__}", optimize=eager(each, block_size=size))
     add(f"{each.__name__}, uneven shards", optimize=eager(each, block_size=64), wide=129)
-add("AdamW8bit, as it is, compiled", optimize=partial(AdamW8bit, lr=1e-2, block_size=64), timeout=400)
 add(
     "AdamW of bfloat16 weights, rounded at random",
     optimize=eager(AdamWStochastic, bf16_stochastic_round=True),

@@ -195,13 +195,14 @@ def evaluated(trainer: Trainer) -> torch.Tensor:
     return output
 
 
-def alone(run: Run, settings: Trainer.Config, steps: int) -> tuple[list[float], nn.Module]:
-    """The unsharded model after the same steps: with the tokens of all ranks in one process."""
+def alone(
+    run: Run, settings: Trainer.Config, steps: int, state: dict[str, torch.Tensor]
+) -> tuple[list[float], nn.Module]:
+    """The unsharded model after the same steps from these weights: with the tokens of all ranks in one process."""
     model = settings.model_spec.model.build()
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        with torch.no_grad():
-            model.init_weights()
+    with torch.no_grad():
+        model.init_weights()  # for its buffers
+    model.load_state_dict(state)
     optimizers = settings.optimizer.build(model_parts=[model])
     schedules = settings.lr_scheduler.build(optimizers=optimizers, training_steps=settings.training.steps)
     batches = [
@@ -224,20 +225,29 @@ def alone(run: Run, settings: Trainer.Config, steps: int) -> tuple[list[float], 
     return losses, model
 
 
-@rows("llama3 by its trainer, gradients divided by its own loss (gloo knows no scaled sum)")
-def unscaled(run: Run) -> None:
-    settings = config(llama())
+def as_alone(run: Run, settings: Trainer.Config) -> None:
+    """Where torch's side fails: three steps agree with those of the unsharded model."""
+    settings.optimizer = GENTLE
     trainer = Trainer(settings)
     model = trainer.model_parts[0]
     run.sharded(model)
+    state = {name: value.to("cpu").full_tensor() for name, value in model.state_dict().items()}
     seen = watched(trainer)
     batches = trainer.batch_generator(trainer.dataloader)
     for _ in range(3):
         trainer.step += 1
         trainer.train_step(batches)
-    losses, unsharded = alone(run, settings, 3)
+    losses, unsharded = alone(run, settings, 3, state)
     run.agrees("losses", [loss for loss, *_ in seen], losses)
-    run.agrees("weights", dict(model.named_parameters()), dict(unsharded.named_parameters()), 1e-4)
+    run.agrees("weights", dict(model.named_parameters()), dict(unsharded.named_parameters()))
+
+
+GENTLE = default_adamw(lr=1e-2, eps=1e-2)  # Adam makes much of small differences in small gradients; with this, less
+
+
+@rows("llama3 by its trainer, gradients divided by its own loss (gloo knows no scaled sum)")
+def unscaled(run: Run) -> None:
+    as_alone(run, config(llama()))
 
 
 # On gloo, torch's FSDP2 needs `set_force_sum_reduction_for_comms` with torchtitan's gradient_divide_factor of 1.
@@ -352,7 +362,7 @@ add(
 @rows("llama3: offload to the CPU")
 def offloaded(run: Run) -> None:
     dist.init_process_group("gloo")  # torchtitan would ask for the backend of the CPU twice
-    trained(run, config(summed(llama()), training={"enable_cpu_offload": True}))
+    as_alone(run, config(summed(llama()), training={"enable_cpu_offload": True}))
 
 
 add("llama3: replicas of shards", llama, world=4, parallelism={"data_parallel_replicate_degree": 2})
@@ -375,10 +385,10 @@ add(
 )
 add("deepseek v3: latent attention, experts in the blocks' groups", deepseek)
 add("deepseek v3: full activation checkpoints", deepseek, activation_checkpoint=FullAC.Config())
-# gloo adds the gradients of four ranks in an order of its own, and Adam makes much of small differences in small
-# gradients: hence the tolerance, and the large epsilon.
+# gloo adds the gradients of four ranks in an order of its own: hence the tolerance, and the large epsilon.
 ORDER = {"tolerance": 1e-5, "why": "sums of four ranks, added in another order"}
-GENTLE = default_adamw(lr=1e-2, eps=1e-2)
+# Where a module runs several times in a forward, torch adds the gradients of its uses and reduces the sum.
+USES = {"tolerance": 1e-5, "why": "gradients of each call are reduced, then added; torch adds them first"}
 
 add(
     "deepseek v3: more ranks than experts, which are cut along dim 1",
@@ -467,9 +477,15 @@ def checkpoint_experts(run: Run) -> None:
     continued(run, partial(config, checkpoint=saving(), parallelism={"expert_parallel_degree": 2}), deepseek)
 
 
-@rows("deepseek v3: it predicts two tokens (MTP)")
+# Beside that, torch adds the gradients of the hidden states, which two modules take, in another order than the
+# unsharded model does; ours has the unsharded model's bits in all but the embedding and the head, which run twice.
+@rows(
+    "deepseek v3: it predicts two tokens (MTP), with one embedding and one head",
+    tolerance=1e-5,
+    why="the embedding and the head run twice, and torch adds activations' gradients in another order",
+)
 def predicting(run: Run) -> None:
-    trained(run, config(summed(deepseek(predicted=1)), loss=MTPLoss.Config()))
+    trained(run, config(summed(deepseek(predicted=1)), loss=MTPLoss.Config(), optimizer=GENTLE))
 
 
 @rows("llama3: LoRA")
@@ -492,31 +508,6 @@ def several(run: Run) -> None:
     trained(run, settings)
 
 
-def stages(run: Run, **given: Any) -> None:
-    """Pipeline stages that are sharded over two ranks each."""
-    parallelism = {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 2} | given
-    settings = config(summed(llama(layers=4)), parallelism=parallelism, training={"local_batch_size": 4})
-    trainer = Trainer(settings)
-    for index, part in enumerate(trainer.model_parts):
-        run.sharded(part, f"sharded {index}")
-    seen = watched(trainer)
-    batches = trainer.batch_generator(trainer.dataloader)
-    for _ in range(3):
-        trainer.step += 1
-        trainer.train_step(batches)
-    run.note("losses and norms", seen)
-    for index, part in enumerate(trainer.model_parts):
-        run.weights(part, f"weights {index}")
-
-
-rows.add("llama3: pipeline of sharded stages, 1F1B", partial(stages), world=4)
-rows.add(
-    "llama3: pipeline of sharded stages, interleaved",
-    partial(stages, pipeline_parallel_schedule="Interleaved1F1B", pipeline_parallel_layers_per_stage=2),
-    world=4,
-)
-
-
 # What torchtitan's pages and its users write by hand around its models.
 
 
@@ -525,7 +516,7 @@ def by_hand(
 ) -> None:
     """A loop without the trainer: tokens in, the norm clipped by torchtitan's function, AdamW."""
     run.sharded(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
     seen = []
     for step in range(4):
         for part in range(accumulate):
@@ -592,12 +583,12 @@ def prefetched(run: Run) -> None:
     by_hand(run, model)
 
 
-@rows("llama3 by hand: reshard_after_forward for each block: True, False, 2 of 4 ranks", world=4)
+@rows("llama3 by hand: reshard_after_forward for each block: True, False, 2 of 4 ranks", world=4, **ORDER)
 def resharded(run: Run) -> None:
     by_hand(run, blocks(run, layered=True))
 
 
-@rows("llama3 by hand: the head is called for each chunk, gathered anew")
+@rows("llama3 by hand: the head is called for each chunk, one backward", **USES)
 def chunked(run: Run) -> None:
     by_hand(run, blocks(run), chunks=3)
 
@@ -607,10 +598,15 @@ def unsynced(run: Run) -> None:
     by_hand(run, blocks(run), accumulate=3, synced=False)
 
 
-@rows("llama3 by hand: accumulation without sync, the head for each chunk, bfloat16")
-def unsynced_chunked(run: Run) -> None:
+@rows("llama3 by hand: accumulation without sync, bfloat16")
+def unsynced_half(run: Run) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    by_hand(run, blocks(run, mp_policy=policy), accumulate=2, synced=False, chunks=2)
+    by_hand(run, blocks(run, mp_policy=policy), accumulate=2, synced=False)
+
+
+@rows("llama3 by hand: accumulation without sync, the head for each chunk", **USES)
+def unsynced_chunked(run: Run) -> None:
+    by_hand(run, blocks(run), accumulate=2, synced=False, chunks=2)
 
 
 @rows("llama3 by hand: set_gradient_divide_factor and set_force_sum_reduction_for_comms")

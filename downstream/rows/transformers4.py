@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _trainer
+
 from _rows import Rows
 
 rows = Rows(

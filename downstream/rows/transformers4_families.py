@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _families
+
 from _rows import Rows
 
 rows = Rows("Transformers 4: models", environment="transformers4", versions=("transformers",))

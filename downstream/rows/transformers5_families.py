@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _families
+
 from _rows import Rows
 
 rows = Rows("Transformers 5: models", environment="transformers5", versions=("transformers",))
