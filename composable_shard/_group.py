@@ -367,7 +367,7 @@ class ParamGroup:
         self._kept.note_wanted()
         for index, gradient in enumerate(gradients):
             if gradient is not None:
-                self._kept.add(index, gradient.to(self.options.reduce_dtype(self.params[index].dtype)))
+                self._kept.add(index, gradient, self.options.reduce_dtype(self.params[index].dtype))
         if self._kept.whole:
             self._set_grads(GradPhase.KEPT)
 

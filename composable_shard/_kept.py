@@ -35,16 +35,16 @@ class KeptGradients:
         """Gradients are about to be kept."""
         self.wanted.update(index for index, param in enumerate(self._params) if param.sharded.requires_grad)
 
-    def add(self, index: int, gradient: torch.Tensor) -> None:
+    def add(self, index: int, gradient: torch.Tensor, dtype: torch.dtype) -> None:
         """Keep an unsharded gradient, in the dtype of reduction, on top of those of the same parameter."""
         kept = self._surviving(index)
         if kept is None:
-            self.whole[index] = gradient
+            self.whole[index] = gradient.to(dtype)
             self._owned.discard(index)
         elif index in self._owned:
             self.whole[index] = kept.add_(gradient)
         else:  # the first one may be shared with others who hold it
-            self.whole[index] = kept + gradient
+            self.whole[index] = _sum(kept, gradient)
             self._owned.add(index)
         self._params[index].mark_kept()
 
@@ -57,7 +57,7 @@ class KeptGradients:
             kept = self._surviving(index)
             new = total[index]
             if kept is not None:
-                total[index] = kept if new is None else kept + new.to(kept.dtype)
+                total[index] = kept if new is None else _sum(kept, new)
         self.whole.clear()
         self._owned.clear()
         return total
@@ -121,3 +121,8 @@ class KeptGradients:
         candidates = (index, *(i for i in (*self.whole, *self.pieces) if i != index))
         told = (self._params[i].kept_survives() for i in candidates if not self._params[i].kept_is_gone())
         return next((t for t in told if t is not None), None)
+
+
+def _sum(kept: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Both, in the dtype of the first, rounded once: the second one is added as it is."""
+    return kept + new if new.dtype == kept.dtype else kept.clone().add_(new)

@@ -44,6 +44,7 @@ from ._torch import (
     plain_parts,
     refuses_saved_tensors_hooks,
     run_while_tracing,
+    saved_tensors_hooks_are_enabled,
     tree_tensors,
     with_side_effects,
 )
@@ -224,7 +225,9 @@ def _run(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str
     root_succeeded = False
     try:
         hooks = None
-        if torch.is_grad_enabled() and not (engine.active and _saved_none(engine, bound.group)):
+        # Where none are allowed, as in `torch.func.grad`, autograd saves weights themselves, and keeps their memory so.
+        takes_hooks = torch.is_grad_enabled() and saved_tensors_hooks_are_enabled()
+        if takes_hooks and not (engine.active and _saved_none(engine, bound.group)):
             hooks = (weights_in_place if stays else saved_weights)(engine)
         if hooks is None:  # without gradients, or inside of another forward, whose hooks serve this one too
             output = call(module, args, kwargs)

@@ -218,6 +218,9 @@ def active_saved_tensors_hooks() -> SavedTensorsHooks | None:
     return _top_saved_tensors_hooks(True)
 
 
+saved_tensors_hooks_are_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+
+
 @contextlib.contextmanager
 def saved_tensors_hooks_set_aside() -> Iterator[None]:
     """Without the innermost saved-tensor hooks of this thread, of which there must be some."""

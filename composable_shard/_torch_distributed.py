@@ -112,22 +112,33 @@ class _Applied(dict[str, RegistryItem]):
         return super().__contains__(name)
 
 
-_MANAGED = "_is_fsdp_managed_module"  # what torch's FSDP sets on modules whose parameters it has taken
-_OURS = "_is_managed_by_composable_shard"  # what we set beside it
-
-
 def is_replicated(module: nn.Module) -> bool:
     """Whether torch's composable `replicate` has this module's parameters."""
     return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
 
 
+_MANAGED = "_is_fsdp_managed_module"  # what torch's FSDP sets on modules whose parameters it has taken
+
+
+class _Mark:
+    """True for every library that asks; false for Dynamo, which would stop guarding a marked module's attributes.
+
+    It would then run old code for a module that was changed after it was compiled.
+    """
+
+    def __bool__(self) -> bool:
+        if torch.compiler.is_dynamo_compiling():
+            return True  # code asks that is being traced
+        return not sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo")
+
+
 def mark_managed(module: nn.Module) -> None:
     """Mark a module whose parameters `fully_shard` has taken, as torch's does.
 
-    Other libraries ask for it to tell whether all ranks must run a module (so many steps of `generate`, layers that are
-    left out by chance), and `torch.compile` for how it looks at the module's attributes.
+    Other libraries ask for it to tell whether all ranks must run a module: as many steps of `generate` as the others,
+    and layers that are left out by chance.
     """
-    module.__dict__[_MANAGED] = module.__dict__["_fsdp_use_orig_params"] = module.__dict__[_OURS] = True
+    module.__dict__[_MANAGED] = _Mark()
 
 
 def check_unmixed(root: nn.Module) -> None:
@@ -141,7 +152,7 @@ def check_unmixed(root: nn.Module) -> None:
         if isinstance(registered_state(module), _TorchsState) and isinstance(module, _TorchsModule):
             where = f"module {name} of this {kind}" if name else f"module: this {kind}"
             raise MixedShardingError(f"{where} was sharded by torch's own fully_shard; {_ONE_KIND}")
-    by_torch = _MANAGED in root.__dict__ and _OURS not in root.__dict__
+    by_torch = not isinstance(root.__dict__.get(_MANAGED, _Mark()), _Mark)
     if by_torch and any(isinstance(p, DTensor) for p in root.parameters()):
         raise MixedShardingError(f"module: this {kind} is inside of one that torch's FSDP has sharded; {_ONE_KIND}")
 

@@ -152,8 +152,14 @@ def plain(value: Any) -> Any:
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, torch.Tensor):
-        if type(value) not in (torch.Tensor, nn.Parameter) and hasattr(value, "dequantize"):
-            value = value.dequantize()
+        if type(value) not in (torch.Tensor, nn.Parameter):
+            for name in (
+                "get_original_weight",
+                "dequantize",
+            ):  # of NF4, where the other one is another function; of most
+                if hasattr(value, name):
+                    value = getattr(value, name)()
+                    break
         return torch.clone(value.detach()).cpu()
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}

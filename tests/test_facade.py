@@ -67,11 +67,39 @@ def same_name(model, other, mine, theirs):
 def test_modules_are_marked_as_managed_like_those_of_torch(rank, world):
     """Libraries ask a module for the mark: whether all ranks must run it."""
     models = twins()
-    other = Transformer()
-    named = {name: [n for n, m in model.named_modules() if m._is_fsdp_managed_module] for name, model in models.items()}
-    assert named["ours"] == named["fsdp2"] == [name for name, _ in other.named_modules()]
+    everything = [name for name, _ in Transformer().named_modules()]
+    marked = {
+        name: [n for n, m in model.named_modules() if m._is_fsdp_managed_module] for name, model in models.items()
+    }
+    assert marked == dict.fromkeys(models, everything)
     outer = nn.Sequential(fully_shard(nn.Linear(3, 3), mesh=mesh_of(1)), nn.Linear(3, 3))
     assert [hasattr(each, "_is_fsdp_managed_module") for each in (outer, *outer)] == [False, True, False]
+    assert copy.deepcopy(outer)[0]._is_fsdp_managed_module
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.factor = 2.0
+
+    def forward(self, x):
+        return self.factor * self.inner(x) if self._is_fsdp_managed_module else x
+
+
+@distributed(world=1)
+def test_compiled_code_of_a_marked_module_follows_changes_of_its_attributes(rank, world):
+    torch.manual_seed(0)
+    plain = Scaled()
+    plain._is_fsdp_managed_module = True
+    model = Scaled()
+    model.load_state_dict(plain.state_dict())
+    fully_shard(model, mesh=mesh_of(1))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 3)
+    for factor in (2.0, 3.0, 2.0):
+        plain.factor = model.factor = factor
+        torch.testing.assert_close(compiled(x), plain(x))
 
 
 PARAM = [

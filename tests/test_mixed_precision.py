@@ -50,8 +50,9 @@ def test_mixed_precision_gives_the_bits_of_fsdp2(rank, world, policy, reshard):
     check_parity(Case(model=Stack, shard=shard, reference=False, optimizer="adamw"), rank, world)
 
 
+@pytest.mark.parametrize(("param", "reduce"), [(BF16, FP32), (None, BF16), (BF16, torch.float16)], ids=str)
 @distributed(world=2)
-def test_accumulated_gradients_are_kept_in_the_reduce_dtype(rank, world):
+def test_accumulated_gradients_are_kept_in_the_reduce_dtype(rank, world, param, reduce):
     def train(run):
         run.set_sync(False)
         run.backward(run.loss(0))
@@ -61,7 +62,7 @@ def test_accumulated_gradients_are_kept_in_the_reduce_dtype(rank, world):
         run.backward(loss)
         return loss
 
-    shard = functools.partial(shard_blocks, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32))
+    shard = functools.partial(shard_blocks, mp_policy=MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce))
     check_parity(Case(model=Stack, shard=shard, train=train, reference=False), rank, world)
 
 

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from _blocks import SwiGLU
 from _engines import ENGINES
 from _pool import distributed, more
+from _stepping import assert_at_rest
 from composable_shard import StaleStateError
 
 func = torch.func
@@ -142,14 +143,45 @@ def test_a_forward_may_transform_itself_and_ordinary_steps_follow(rank, world, n
 AROUND = {
     "jvp": lambda model, x: sum(func.jvp(model, (x,), (torch.ones_like(x),))),
     "vmap": lambda model, x: func.vmap(model)(x),
+    "grad": lambda model, x: model(x) + func.grad(lambda v: model(v).square().sum())(x)[:, :2],
+    "vjp": lambda model, x: model(x) + func.vjp(model, x)[1](torch.ones(4, 2))[0][:, :2],
+    "jacrev": lambda model, x: model(x) + func.jacrev(model)(x).sum((0, 1))[:, :2],
+    "hessian": lambda model, x: model(x) + func.hessian(lambda v: model(v).square().sum())(x).sum((0, 1))[:, :2],
+    "no hooks allowed": lambda model, x: without_hooks(model, x),
 }
 
 
-@pytest.mark.parametrize("name", AROUND)
+def without_hooks(model, x):
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        return model(x)
+
+
+@distributed(world=2)
+def test_what_a_transform_around_a_sharded_model_gives_is_right_whatever_runs_before_it_is_used(rank, world):
+    found = sides()
+    x, outs = torch.randn(4, 6), {}
+    for name, model in found.items():
+        out, pull = func.vjp(model, x)
+        for number in range(2):
+            model(torch.randn(4, 6, generator=torch.Generator().manual_seed(number))).sum()
+        outs[name] = [each.detach() for each in (out, *pull(torch.ones_like(out)))]
+        del out, pull
+    for other in ("fsdp2", "ours"):
+        torch.testing.assert_close(outs[other], outs["plain"])
+    for number in range(2):
+        check(found, number)
+    assert_at_rest(found["ours"])
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("vmap", "grad", "no hooks allowed") else more(name) for name in AROUND]
+)
 @pytest.mark.parametrize("warm", [0, more(2)])
 @distributed(world=2)
 def test_a_transform_around_a_sharded_model_leaves_nothing_of_itself_behind(rank, world, name, warm):
     found = sides()
+    if name in ("grad", "vjp", "jacrev", "hessian"):
+        del found["fsdp2"]  # the loss is of a gradient, and FSDP2 has given the weights up that this backward reads
     for number in range(6):
         check(found, number, AROUND[name] if warm <= number < warm + 2 else None)
 
