@@ -43,6 +43,11 @@ def load(make: Any, **config: Any) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**config), **settings)
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Where differences of rounding are allowed, which AdamW makes larger."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)  # one at a time: their meshes may differ
 
@@ -76,7 +81,7 @@ def trains(run: Run, make: Any, data: int | None = None, reference: bool = False
     """Loads, trains, evaluates, trains on; compares with the unsharded model, if asked for."""
     model = load(make, **config)
     run.sharded(model)
-    optimizer = adamw(model)
+    optimizer = sgd(model) if reference else adamw(model)
     data = run.rank if data is None else data
     run.note("loaded", evaluated(model))
     run.note("training", steps(model, optimizer, data))
@@ -85,7 +90,7 @@ def trains(run: Run, make: Any, data: int | None = None, reference: bool = False
     run.weights(model)
     if reference:
         whole = make()
-        optimizer = adamw(whole)
+        optimizer = sgd(whole)
         steps(whole, optimizer, *range(run.world))
         steps(whole, optimizer, *range(run.world), count=1)
         run.agrees("weights", dict(model.named_parameters()), dict(whole.named_parameters()), 1e-4)
@@ -152,9 +157,14 @@ def expert_parallel(run: Run) -> None:
     trains(run, experts, fsdp_size=2, ep_size=2, ep_implementation="all_to_all")
 
 
-@rows("from_pretrained with ep_size and copies of the experts, four ranks", world=4)
+@rows(
+    "from_pretrained with ep_size and copies of the experts, four ranks",
+    world=4,
+    tolerance=1e-4,
+    why="on gloo FSDP2 sums the gradients of four ranks along a ring, ours in the order of the ranks",
+)
 def expert_parallel_copies(run: Run) -> None:
-    trains(run, experts, fsdp_size=4, ep_size=2, ep_implementation="all_to_all")
+    trains(run, experts, reference=True, fsdp_size=4, ep_size=2, ep_implementation="all_to_all")
 
 
 @rows("save_pretrained, whole and distributed, and from_pretrained of both; the optimizer's state too")
