@@ -384,7 +384,6 @@ COMPILED: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "block.compile(fullgraph=True) after sharding": (of_blocks("aot_eager", fullgraph=True), True),
     "torch.compile(model) of the sharded model": (of_all("aot_eager"), True),
     "torch.compile(model, fullgraph=True) of the sharded model": (of_all("aot_eager", fullgraph=True), True),
-    "torch.compile(model, dynamic=True) of the sharded model": (of_all("aot_eager", dynamic=True), True),
 }
 for title, (compile_it, late) in COMPILED.items():
     # Inductor has random numbers of its own.
