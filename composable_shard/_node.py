@@ -17,7 +17,15 @@ from torch.autograd.graph import get_gradient_edge
 
 from ._group import ParamGroup
 from ._param import lend_attributes, run_all
-from ._torch import Fate, apply_function, called_directly, gradient_fates, node_will_run, plainly
+from ._torch import (
+    Fate,
+    apply_function,
+    called_directly,
+    gradient_fates,
+    node_will_run,
+    outputs_pass_for_leaves,
+    plainly,
+)
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -196,6 +204,7 @@ class _Unshard(torch.autograd.Function):
 
 
 called_directly(_Unshard)
+outputs_pass_for_leaves(_Unshard)  # forward may assign a parameter to a module, a tracer of torch.fx to its graph
 _attributes, _data = attrgetter("__dict__"), attrgetter("data")
 
 

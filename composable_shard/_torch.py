@@ -170,6 +170,11 @@ def called_directly(function: type[torch.autograd.Function]) -> None:
     function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
 
 
+def outputs_pass_for_leaves(function: type[torch.autograd.Function]) -> None:
+    """Let `nn.Module` register outputs of the function as parameters; it asks by `if tensor.grad_fn:` for leaves."""
+    function._backward_cls.__bool__ = lambda _: False  # type: ignore[attr-defined]
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor is not one of torch's fake ones, which have shapes alone."""
     return not isinstance(tensor, FakeTensor)

@@ -56,6 +56,18 @@ def of_weights(layer, x):
     return layer.body(x) + x @ slope.T.tanh().sum(1, keepdim=True)
 
 
+def linearize(layer, x):
+    out, tangents = func.linearize(layer.mlp, x)
+    return layer.body(x) + out + tangents(torch.ones_like(x))
+
+
+def assigned(layer, x):
+    """Attributes of another module are the parameters that forward sees, while it runs."""
+    again = nn.Linear(6, 10, bias=False, device="meta")
+    again.weight = layer.mlp.up.weight
+    return layer.body(x) + again(x).sum(1, keepdim=True)
+
+
 def forward_mode(layer, x):
     with forward_ad.dual_level():
         return sum(forward_ad.unpack_dual(layer.body(forward_ad.make_dual(x, torch.ones_like(x)))))
@@ -72,7 +84,11 @@ def while_loop(layer, x):
 
 
 WAYS = {
-    f.__name__: f for f in (jvp, vmap, grad, vjp, jacrev, jacfwd, hessian, of_weights, forward_mode, cond, while_loop)
+    f.__name__: f
+    for f in (
+        *(jvp, vmap, grad, vjp, jacrev, jacfwd, hessian, linearize),
+        *(of_weights, assigned, forward_mode, cond, while_loop),
+    )
 }
 
 
@@ -122,13 +138,16 @@ def step(model, number, call=None):
 def check(found, number, call=None):
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides it
     warnings.filterwarnings("ignore", category=DeprecationWarning, message="`torch.jit")  # torch's own, where it loads
+    warnings.filterwarnings("ignore", message="Attempted to insert a get_attr Node")  # torch's, in func.linearize
     expected, *others = [step(model, number, call) for model in found.values()]
     assert all(g is None or g.isfinite().all() for g in expected)
     for other in others:
         torch.testing.assert_close(other, expected)
 
 
-@pytest.mark.parametrize("name", [name if name in ("jvp", "hessian", "cond") else more(name) for name in WAYS])
+@pytest.mark.parametrize(
+    "name", [name if name in ("jvp", "hessian", "linearize", "assigned", "cond") else more(name) for name in WAYS]
+)
 @distributed(world=2)
 def test_a_forward_may_transform_itself_and_ordinary_steps_follow(rank, world, name):
     torch._dynamo.reset()
