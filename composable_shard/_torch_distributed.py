@@ -152,7 +152,8 @@ def check_unmixed(root: nn.Module) -> None:
         if isinstance(registered_state(module), _TorchsState) and isinstance(module, _TorchsModule):
             where = f"module {name} of this {kind}" if name else f"module: this {kind}"
             raise MixedShardingError(f"{where} was sharded by torch's own fully_shard; {_ONE_KIND}")
-    by_torch = not isinstance(root.__dict__.get(_MANAGED, _Mark()), _Mark)
+    # Some libraries mark the model that they have sharded by ours; torch marks what we have not taken yet.
+    by_torch = registered_state(root) is None and not isinstance(root.__dict__.get(_MANAGED, _Mark()), _Mark)
     if by_torch and any(isinstance(p, DTensor) for p in root.parameters()):
         raise MixedShardingError(f"module: this {kind} is inside of one that torch's FSDP has sharded; {_ONE_KIND}")
 

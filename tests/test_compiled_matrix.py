@@ -330,7 +330,7 @@ def test_checkpointed_attention_with_dropout_has_the_masks_of_forward_in_backwar
 
 @pytest.mark.parametrize("order", ["shard, torch.compile", more("torch.compile, shard"), "shard, m.compile()"])
 @pytest.mark.parametrize("backend", ["aot_eager", more("inductor"), more("composable_shard")])
-@distributed(world=2)
+@distributed(world=2, limit_s=240)  # without Inductor's cache on disk its compiler has a lot to do
 def test_checkpointed_attention_with_dropout_compiles_as_the_unsharded_model_does(rank, world, order, backend):
     torch._dynamo.reset()
     quiet(lambda: importlib.import_module("torch._inductor.compile_fx"))

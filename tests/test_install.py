@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import pickle
@@ -472,6 +473,17 @@ def test_a_module_of_torchs_that_comes_into_a_model_later_is_found_when_it_runs(
     model.append(TORCHS["fully_shard"](nn.Linear(4, 4)))
     with mixed("module 2 of this FSDPSequential"):
         model(torch.ones(1, 4))
+
+
+@simulated(world=2)
+def test_a_model_that_a_library_marks_as_sharded_runs(rank, world):
+    """Transformers 5 marks its models, for `generate`, when it has sharded them."""
+    model = pair()
+    for module in (*model, model):
+        OURS["fully_shard"](module)
+    model._is_fsdp_managed_module = True
+    for root in (model, OURS["fully_shard"](nn.Sequential(copy.deepcopy(model), nn.Linear(4, 4)))):
+        root(torch.ones(2, 4)).sum().backward()
 
 
 @simulated(world=2)
