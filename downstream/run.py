@@ -4,6 +4,7 @@
     python downstream/run.py --only accelerate,peft     # these files of rows/
     python downstream/run.py --only torch --row swa     # rows whose title has this word
     python downstream/run.py --table docs/neighbours.md # also write the table of all results
+    python downstream/run.py --no-run --table docs/neighbours.md    # write that table alone
 
 Results are kept in results.json; a part that runs again replaces its rows alone. The exit status is 1 if a row is a
 defect of ours.
@@ -148,6 +149,11 @@ def _cell(text: str) -> str:
     return text if len(text) <= 160 else f"{text[:157]}..."
 
 
+def kept() -> dict[str, Any]:
+    """The results of all runs so far, by file of rows."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -156,10 +162,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="rows for which libraries are imported once")
     parser.add_argument("--keep", metavar="FOLDER", help="leave outputs and errors of all ranks there")
     parser.add_argument("--environments", type=Path, default=ROOT / ".downstream", help="where environments are made")
+    parser.add_argument("--no-run", action="store_true", help="run nothing: write the table of the results that are kept")
     parser.add_argument("--table", type=Path, metavar="FILE", help="write the table into this page, between its marks")
     options = parser.parse_args()
     known = files()
-    options.files = [name for name in options.only.split(",") if name] or list(known)
+    options.files = [name for name in options.only.split(",") if name] or ([] if options.no_run else list(known))
     if unknown := [name for name in options.files if name not in known]:
         parser.error(f"no rows/{unknown[0]}.py; there are {', '.join(known)}")
     return options
@@ -169,11 +176,11 @@ def main() -> int:
     """Runs what was asked for, keeps the results, and says whether there is a defect."""
     options = parse()
     console = Console()
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     defects = 0
     for name in options.files:
         found = run_part(Part.of(name, files()[name]), options, console)
         defects += sum(row["word"] == DEFECT for row in found["rows"].values())
+        results = kept()  # other runs may have written theirs meanwhile
         if options.row and name in results:
             found["rows"] = results[name]["rows"] | found["rows"]
         results[name] = found
@@ -181,7 +188,7 @@ def main() -> int:
     if options.table:
         page = options.table.read_text()
         before, after = page[: page.index(BEGIN) + len(BEGIN)], page[page.index(END) :]
-        options.table.write_text(f"{before}\n{table(results)}\n{after}")
+        options.table.write_text(f"{before}\n{table(kept())}\n{after}")
     console.print(f"{defects} defects" if defects else "no defects")
     return 1 if defects else 0
 
