@@ -162,7 +162,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="rows for which libraries are imported once")
     parser.add_argument("--keep", metavar="FOLDER", help="leave outputs and errors of all ranks there")
     parser.add_argument("--environments", type=Path, default=ROOT / ".downstream", help="where environments are made")
-    parser.add_argument("--no-run", action="store_true", help="run nothing: write the table of the results that are kept")
+    parser.add_argument(
+        "--no-run", action="store_true", help="run nothing: write the table of the results that are kept"
+    )
     parser.add_argument("--table", type=Path, metavar="FILE", help="write the table into this page, between its marks")
     options = parser.parse_args()
     known = files()

@@ -29,8 +29,8 @@ from _blocks import Transformer, next_token_loss, token_batch
 from _engines import mesh_of
 from _models import Stack, shard_blocks, vectors
 from _pool import distributed, more, simulated
+from _transport import forced
 from composable_shard import _torch_distributed
-from test_transports import forced
 
 ENGINES = {"fsdp2": fsdp2, "ours": cs.fully_shard}
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,24 +18,13 @@ import composable_shard
 from _engines import mesh_of
 from _parity import Case, check_parity
 from _pool import distributed, more
+from _transport import forced
 from composable_shard import _transports
 from composable_shard._errors import ShardConfigValueError
-from composable_shard._transports import VARIABLE, size_class
+from composable_shard._transports import size_class
 
 WIDE = 256  # a square weight is 256 KiB: a piece of it is large enough to go alone, at world 2 and at 4
 NAMES = ["p2p", "packed", "direct"]
-
-
-@contextmanager
-def forced(name):
-    kept = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = name
-    try:
-        yield
-    finally:
-        os.environ.pop(VARIABLE)
-        if kept is not None:
-            os.environ[VARIABLE] = kept
 
 
 class Block(nn.Module):
