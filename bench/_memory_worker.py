@@ -85,10 +85,10 @@ def note_lease(lease: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Notes for what a slot of the pool is leased: the caller's file tells."""
     slot = lease(*args, **kwargs)
     frame = sys._getframe(2)
-    while frame.f_code.co_filename.endswith("_pool.py") and frame.f_back is not None:
+    while frame.f_code.co_filename.endswith("_memory/pool.py") and frame.f_back is not None:
         frame = frame.f_back
     caller = frame.f_code.co_filename
-    purpose = _kinds.REDUCE if caller.endswith("_reduction.py") else _kinds.GATHER
+    purpose = _kinds.REDUCE if caller.endswith("_group/reduction.py") else _kinds.GATHER
     _kinds.note(_kinds.UNSHARDED if slot.owner is not None else purpose, [slot.begin])
     return slot
 
@@ -106,8 +106,8 @@ def noting(engine: str) -> Iterator[None]:
         with replaced(_fsdp_param_group, "foreach_reduce", note_gradients):
             yield
         return
-    from composable_shard._group import ParamGroup
-    from composable_shard._pool import BufferPool
+    from composable_shard._group.group import ParamGroup
+    from composable_shard._memory.pool import BufferPool
 
     with (
         replaced(ParamGroup, "start_reduce", note_gradients),

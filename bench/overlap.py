@@ -38,7 +38,7 @@ from _engines import COMPILED, compiled_whole, shard_units
 from _simulate import Unit
 from _stand_ins import MODELS, units_of
 from composable_shard import Costs, ShardPlan, current_plan, last_record, testing
-from composable_shard._optimum import least_exposed
+from composable_shard._plan.optimum import least_exposed
 
 WARM_STEPS = 6
 TOKENS = 4

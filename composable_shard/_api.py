@@ -11,28 +11,28 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ._build import declared_plan
-from ._entries import ModuleEntries, check_use
+from ._comm.mesh import MeshInfo, default_mesh, mesh_info, small_mesh
 from ._errors import (
     ShardConfigAssertionError,
     ShardConfigTypeError,
     ShardConfigTypeValueError,
     ShardConfigValueError,
 )
-from ._extension import is_extended
-from ._facade import OurHooks, show_to_torch, state_facade
-from ._mesh import MeshInfo, default_mesh, mesh_info, small_mesh
-from ._module import FSDPModule, adopt_forward_methods, number, post_forward, pre_forward
-from ._param import SHARDED_IN, ShardedParam, shard_parameter
-from ._placement import Cut, PlacementFn, Placements
-from ._plan import ShardPlan
+from ._group.extension import is_extended
+from ._group.param import SHARDED_IN, ShardedParam, shard_parameter
+from ._group.placement import Cut, PlacementFn, Placements
+from ._module.build import declared_plan
+from ._module.entries import ModuleEntries, check_use
+from ._module.module import FSDPModule, adopt_forward_methods, number, post_forward, pre_forward
+from ._module.state import PLACE, STATE, Declaration, ShardState, named_states, state_of
+from ._module.state_dict import StateDictOwner, watch_state_dict
+from ._module.torch_names import OurHooks, show_to_torch, state_facade
+from ._plan.plan import ShardPlan
+from ._plan.record import Record
 from ._policies import MixedPrecisionPolicy, OffloadPolicy, Options, Settings, without_overrides
-from ._record import Record
-from ._state import PLACE, STATE, Declaration, ShardState, named_states, state_of
-from ._state_dict import StateDictOwner, watch_state_dict
 from ._status import stats
-from ._torch import HANDLES
-from ._torch_distributed import check_unmixed, is_replicated, local_tensor, mark_managed
+from ._torch.core import HANDLES
+from ._torch.distributed import check_unmixed, is_replicated, local_tensor, mark_managed
 
 M = TypeVar("M", bound=nn.Module)
 _classes: dict[tuple[type, bool], type] = {}

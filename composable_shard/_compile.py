@@ -11,10 +11,10 @@ import torch
 from torch import fx, nn
 
 from ._errors import ShardConfigTypeError
-from ._guard import guard_pass, guarded
-from ._module import FSDPModule
-from ._torch import never_compile
-from ._torch_compile import aot_backend, as_it_is, inductor, mode_options
+from ._graph.guard import guard_pass, guarded
+from ._module.module import FSDPModule
+from ._torch.compiler import aot_backend, as_it_is, inductor, mode_options
+from ._torch.core import never_compile
 
 M = TypeVar("M", bound=nn.Module)
 

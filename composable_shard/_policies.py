@@ -14,13 +14,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 
 from ._errors import ShardConfigValueError
-from ._torch import default_reduce_dtype
-from ._torch_distributed import AllGather as AllGather
-from ._torch_distributed import DataParallelMeshDims as DataParallelMeshDims
-from ._torch_distributed import FSDPMeshInfo as FSDPMeshInfo
-from ._torch_distributed import HSDPMeshInfo as HSDPMeshInfo
-from ._torch_distributed import ReduceScatter as ReduceScatter
-from ._torch_distributed import ShardPlacementResult as ShardPlacementResult
+from ._torch.core import default_reduce_dtype
+from ._torch.distributed import AllGather as AllGather
+from ._torch.distributed import DataParallelMeshDims as DataParallelMeshDims
+from ._torch.distributed import FSDPMeshInfo as FSDPMeshInfo
+from ._torch.distributed import HSDPMeshInfo as HSDPMeshInfo
+from ._torch.distributed import ReduceScatter as ReduceScatter
+from ._torch.distributed import ShardPlacementResult as ShardPlacementResult
 
 AllReduceHook = Callable[[torch.Tensor], None]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from ._build import declared_plan
-from ._drift import drift as drift_of
-from ._engine import Engine
+from ._engine.engine import Engine
 from ._errors import ShardConfigValueError
-from ._plan import ShardPlan
-from ._schedule import Kind
-from ._state import named_states
-from ._timing import own_seconds
+from ._module.build import declared_plan
+from ._module.state import named_states
+from ._plan.drift import drift as drift_of
+from ._plan.plan import ShardPlan
+from ._plan.record import own_seconds
+from ._plan.schedule import Kind
 
 _WAITING = (Kind.WAIT, Kind.REDUCED)
 _COMPUTE = (Kind.FORWARD, Kind.BACKWARD)

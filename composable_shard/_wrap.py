@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._api import fully_shard
+from ._comm.mesh import ensure_process_group, replicated_mesh
 from ._errors import ShardConfigTypeError, ShardConfigValueError
-from ._mesh import ensure_process_group, replicated_mesh
-from ._module import FSDPModule
+from ._module.module import FSDPModule
 
 Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "hsdp"]
 _KEEPS_AFTER_FORWARD = ("ddp", "zero1", "zero2")

@@ -20,7 +20,7 @@ import composable_shard as cs
 from _engines import fully_shard
 from _models import Stack
 from _pool import POOL
-from composable_shard._torch import GRAPHS_GIVE_NONE
+from composable_shard._torch.core import GRAPHS_GIVE_NONE
 from composable_shard.report import watch_graphs
 
 LIMIT_S = 150.0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from composable_shard._arena import Lifetime
-from composable_shard._group_plan import GroupPlan, ParamPlan
-from composable_shard._layout import Route
-from composable_shard._plan import ShardPlan
-from composable_shard._schedule import Step
-from composable_shard._simulation import Costs, Sizes, Times
+from composable_shard._plan.arena import Lifetime
+from composable_shard._plan.group_plan import GroupPlan, ParamPlan
+from composable_shard._plan.layout import Route
+from composable_shard._plan.plan import ShardPlan
+from composable_shard._plan.schedule import Step
+from composable_shard._plan.simulation import Costs, Sizes, Times
 
 
 def param_plan(fqn, shape, dtype=torch.float32, **kwargs):

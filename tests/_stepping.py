@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from _engines import fully_shard
 from _models import Stack, shard_blocks, vectors
-from composable_shard._group import ParamGroup
-from composable_shard._phases import ParamPhase
+from composable_shard._group.group import ParamGroup
+from composable_shard._group.phases import ParamPhase
 
 
 def engine_of(model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 
-from composable_shard._transports import VARIABLE
+from composable_shard._comm.transports import VARIABLE
 
 
 @contextmanager

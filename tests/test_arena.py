@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from _plans import random_lives
-from composable_shard._arena import Arena, ArenaSlot, Lifetime, Placed, as_placed, pack, peak_bytes, solve
+from composable_shard._plan.arena import Arena, ArenaSlot, Lifetime, Placed, as_placed, pack, peak_bytes, solve
 
 STEPS = 12
 steadily = settings(deadline=None, derandomize=True)

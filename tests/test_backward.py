@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composable_shard import _backward
-from composable_shard._backward import BackwardPass, Token, Uses
-from composable_shard._node import Use
+from composable_shard._engine import backward as _backward
+from composable_shard._engine.backward import BackwardPass, Token, Uses
+from composable_shard._engine.node import Use
 from composable_shard._policies import Options
 
 steadily = settings(deadline=None, derandomize=True)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from _engines import fully_shard
 from _models import Stack, shard_blocks, shard_nested, vectors
 from _pool import distributed
-from composable_shard._pool import BufferPool
-from composable_shard._streams import Lane
+from composable_shard._comm.lanes import Lane
+from composable_shard._memory.pool import BufferPool
 
 
 class Owner:

@@ -15,7 +15,7 @@ from _models import Stack, shard_blocks, shard_lists
 from _nests import POLICIES, shard_nests, with_checkpoints
 from _pool import simulated
 from _stepping import assert_same_gradients, loss_of, train_step, twins
-from composable_shard._late import LateWeight
+from composable_shard._engine.late import LateWeight
 
 
 def within_least_budget(model):

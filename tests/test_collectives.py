@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from _pool import distributed
-from composable_shard._collectives import (
+from composable_shard._comm.collectives import (
     ALONE_FROM_BYTES,
     BROADCAST_FROM_BYTES,
     Direct,
@@ -22,7 +22,7 @@ from composable_shard._collectives import (
     _All,
     transports_of,
 )
-from composable_shard._streams import Job, Launched
+from composable_shard._comm.lanes import Job, Launched
 
 ORDERED = {"rank-ordered": RankOrdered, "rank-ordered direct": RankOrderedDirect, "point-to-point": PointToPoint}
 TRANSPORTS = {"packed": Packed, "direct": Direct, "torch": Plain, **ORDERED}

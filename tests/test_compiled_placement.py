@@ -18,7 +18,7 @@ from _compiling import LIMIT_S, local, text_of
 from _engines import fully_shard
 from _models import shard_blocks, vectors
 from _pool import distributed
-from composable_shard import _tuning
+from composable_shard._engine import tuning as _tuning
 from composable_shard.report import watch_graphs
 
 P = cs.PrefetchPolicy

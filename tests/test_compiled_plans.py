@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import composable_shard as cs
 from _compiling import text_of
-from composable_shard import _copies, testing
+from composable_shard import testing
+from composable_shard._comm import copies as _copies
 from composable_shard.report import watch_graphs
 
 with warnings.catch_warnings():  # imports of its own warn

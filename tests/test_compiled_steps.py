@@ -14,7 +14,7 @@ from _compiling import LIMIT_S, Sides, graphs_of, make_twins, same_gradients, sa
 from _engines import fully_shard
 from _models import Stack, shard_blocks, vectors
 from _pool import POOL, distributed
-from composable_shard._torch import GRAPHS_GIVE_NONE
+from composable_shard._torch.core import GRAPHS_GIVE_NONE
 from composable_shard.report import watch_graphs
 
 

@@ -17,7 +17,7 @@ from _engines import fully_shard
 from _models import Stack, shard_blocks, vectors
 from _pool import distributed
 from composable_shard._compile import aot_eager
-from composable_shard._torch import GRAPHS_GIVE_NONE
+from composable_shard._torch.core import GRAPHS_GIVE_NONE
 from composable_shard.report import watch_graphs
 
 with warnings.catch_warnings():  # Inductor's own imports warn
@@ -207,7 +207,7 @@ backward GmwRw
 
 
 def test_the_guard_says_which_weights_a_forward_keeps():
-    from composable_shard._graphs import Gather, GraphReport, faults, repeated_gathers
+    from composable_shard._graph.graphs import Gather, GraphReport, faults, repeated_gathers
 
     forward = GraphReport("forward", "GwGw", (Gather("blocks.0", True, 512), Gather("blocks.1", True, 0)), 512)
     assert faults(forward) == [

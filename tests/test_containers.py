@@ -17,7 +17,7 @@ from _blocks import TransformerBlock, rotary
 from _engines import ENGINES, fully_shard
 from _pool import distributed
 from _stepping import assert_at_rest, pool_of
-from composable_shard._torch import map_tensors, tree_tensors
+from composable_shard._torch.core import map_tensors, tree_tensors
 
 
 @dataclass

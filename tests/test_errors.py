@@ -19,7 +19,7 @@ import composable_shard
 from _engines import fully_shard
 from _models import Block, Stack, vectors
 from _pool import simulated
-from composable_shard._build import _check_offloaded
+from composable_shard._module.build import _check_offloaded
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from _engines import ENGINES, fsdp2, fully_shard, mesh_of
 from _pool import distributed
 from _stepping import assert_at_rest, engine_of
 from composable_shard import StaleStateError
-from composable_shard._build import build_engine
+from composable_shard._module.build import build_engine
 
 aten = torch.ops.aten
 KEEP_CLASS = {

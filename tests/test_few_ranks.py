@@ -18,7 +18,7 @@ from _parity import Case, check_parity
 from _pool import distributed, more
 from _stepping import assert_at_rest, assert_same_gradients, engine_of, kinds, loss_of, train_step, twins
 from composable_shard import MixedPrecisionPolicy, last_record, make_plan, testing
-from composable_shard._phases import ParamPhase
+from composable_shard._group.phases import ParamPhase
 
 few = functools.partial(shard_blocks, reshard_after_forward=2)
 EVEN = functools.partial(Stack, dim=8, hidden=16)

@@ -16,8 +16,8 @@ from _engines import fully_shard
 from _models import Stack, shard_blocks, vectors
 from _pool import distributed
 from composable_shard import PhaseError
-from composable_shard._group import ParamGroup
-from composable_shard._phases import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradPhase, ParamPhase
+from composable_shard._group.group import ParamGroup
+from composable_shard._group.phases import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradPhase, ParamPhase
 
 
 def make_group(world, frozen=()):

@@ -102,9 +102,9 @@ def test_loaded_modules_that_hold_the_function_under_any_name_get_ours(module):
 
 
 def test_the_modules_of_this_library_keep_torchs_function_where_they_hold_it():
-    held = composable_shard._torch_distributed._torchs_fully_shard
+    held = composable_shard._torch.distributed._torchs_fully_shard
     with composable_shard.install():
-        assert composable_shard._torch_distributed._torchs_fully_shard is held is TORCHS["fully_shard"]
+        assert composable_shard._torch.distributed._torchs_fully_shard is held is TORCHS["fully_shard"]
         assert composable_shard.fully_shard is OURS["fully_shard"]
     assert composable_shard.fully_shard is composable_shard._api.fully_shard is OURS["fully_shard"]
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composable_shard._layout import SHARD_ALIGNMENT_BYTES, Route, bucket_layout, gather_layout, reduce_layout
+from composable_shard._plan.layout import SHARD_ALIGNMENT_BYTES, Route, bucket_layout, gather_layout, reduce_layout
 
 SHAPES = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
 WORLDS = st.integers(1, 9)

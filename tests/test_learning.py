@@ -19,9 +19,11 @@ from _models import shard_blocks, vectors
 from _plans import block_plan
 from _pool import distributed, simulated
 from _stepping import engine_of
-from composable_shard import _agreement, _learning, _tuning
-from composable_shard._learning import phase_of
-from composable_shard._plan import replan
+from composable_shard._comm import agreement as _agreement
+from composable_shard._engine import replanning as _learning
+from composable_shard._engine import tuning as _tuning
+from composable_shard._engine.replanning import phase_of
+from composable_shard._plan.plan import replan
 from composable_shard.testing import Busy, fabric
 
 P = cs.PrefetchPolicy

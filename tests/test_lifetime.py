@@ -13,7 +13,7 @@ import composable_shard
 from _engines import fully_shard
 from _models import Block, Stack, shard_blocks, shard_lists, shard_nested, vectors
 from _pool import distributed
-from composable_shard._torch import active_saved_tensors_hooks
+from composable_shard._torch.core import active_saved_tensors_hooks
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from _engines import mesh_of
 from _pool import distributed
 from composable_shard import ShardConfigValueError, fully_shard
-from composable_shard._mesh import (
+from composable_shard._comm.mesh import (
     compute_device,
     default_device_type,
     default_mesh,

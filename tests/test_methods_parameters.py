@@ -16,7 +16,7 @@ from _models import shard_blocks, vectors
 from _pool import distributed
 from _stepping import counted_gathers, engine_of, kinds, loss_of, resident, train_step, twins
 from composable_shard import last_record
-from composable_shard._torch_distributed import all_gather_options, reduce_scatter_options
+from composable_shard._torch.distributed import all_gather_options, reduce_scatter_options
 
 # ---- parameters
 

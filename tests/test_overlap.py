@@ -6,8 +6,9 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx
 
-from composable_shard._graphs import sequence
-from composable_shard._overlap import GraphSchedule, place
+from composable_shard._graph.graphs import sequence
+from composable_shard._graph.overlap import place
+from composable_shard._plan.graph_schedule import GraphSchedule
 from composable_shard._policies import PrefetchPolicy
 
 P = PrefetchPolicy

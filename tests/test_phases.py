@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import composable_shard as cs
 from _stepping import engine_of
 from composable_shard import testing
-from composable_shard._schedule import Kind
+from composable_shard._plan.schedule import Kind
 
 WIDTH = 64
 

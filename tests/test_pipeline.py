@@ -21,7 +21,7 @@ from _models import Block
 from _pool import distributed, more
 from _stepping import assert_at_rest
 from composable_shard import last_record
-from composable_shard._schedule import Kind
+from composable_shard._plan.schedule import Kind
 
 DIM, MICROBATCHES, LENGTH = 8, 4, 5
 

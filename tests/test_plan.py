@@ -16,7 +16,7 @@ from _gpt import Block as GPTBlock
 from _models import Block, Stack, shard_blocks, shard_lists, shard_nested, shard_root, vectors
 from _pool import POOL, distributed
 from composable_shard import MixedPrecisionPolicy, Record, last_record, make_plan, shard_by_class
-from composable_shard._plan import replan
+from composable_shard._plan.plan import replan
 
 # Jobs run in the workers; what they return is compared with goldens here, where these can be rewritten.
 

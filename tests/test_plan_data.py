@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from _plans import block_plan, costs_of, group_plan, param_plan
 from composable_shard import PoolPolicy, PrefetchPolicy, Record, ShardConfigValueError, ShardPlan
-from composable_shard._drift import drift
-from composable_shard._layout import Route
-from composable_shard._plan import replan
-from composable_shard._simulation import Times
+from composable_shard._plan.drift import drift
+from composable_shard._plan.layout import Route
+from composable_shard._plan.plan import replan
+from composable_shard._plan.simulation import Times
 
 AUTO = PrefetchPolicy.auto()
 

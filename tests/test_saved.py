@@ -11,7 +11,7 @@ import torch.nn as nn
 from _models import shard_blocks, vectors
 from _pool import distributed
 from _stepping import OneLinear, assert_same_gradients, pool_of, shard_whole, twins
-from composable_shard._saved import Handle, _Flattened, _Hooks
+from composable_shard._group.saved_tensors import Handle, _Flattened, _Hooks
 
 
 @contextlib.contextmanager

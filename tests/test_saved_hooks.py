@@ -14,8 +14,8 @@ from _models import Stack, vectors
 from _pool import distributed
 from _stepping import OneLinear, assert_same_gradients, pool_of, shard_whole, twins
 from composable_shard import SavedTensorModifiedError
-from composable_shard._saved import _Hooks
-from composable_shard._torch import active_saved_tensors_hooks
+from composable_shard._group.saved_tensors import _Hooks
+from composable_shard._torch.core import active_saved_tensors_hooks
 
 # ---- the hooks of others
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composable_shard import ShardConfigValueError
-from composable_shard._schedule import MAX_REDUCTIONS, Action, Kind, Step, training_step
+from composable_shard._plan.schedule import MAX_REDUCTIONS, Action, Kind, Step, training_step
 
 steadily = settings(deadline=None, derandomize=True)
 

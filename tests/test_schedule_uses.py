@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import composable_shard as cs
-from composable_shard._fitting import fitting, least_step
-from composable_shard._prefetch import scheduled
-from composable_shard._schedule import Kind, Step, backward_order, one_ahead, timed_step, training_step
-from composable_shard._simulation import Sizes, Times, lifetimes, live_bytes, predict, simulate
+from composable_shard._plan.fitting import fitting, least_step
+from composable_shard._plan.prefetch import scheduled
+from composable_shard._plan.schedule import Kind, Step, backward_order, one_ahead, timed_step, training_step
+from composable_shard._plan.simulation import Sizes, Times, lifetimes, live_bytes, predict, simulate
 
 P = cs.PrefetchPolicy
 steadily = settings(deadline=None, derandomize=True)

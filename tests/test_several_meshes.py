@@ -18,7 +18,7 @@ from _engines import ENGINES, fully_shard, named_mesh
 from _pool import distributed
 from _stepping import assert_at_rest, engine_of
 from composable_shard import ShardPlacementResult, last_record, make_plan, testing
-from composable_shard._schedule import Kind
+from composable_shard._plan.schedule import Kind
 
 TORCH_HAS_RESULTS = ShardPlacementResult.__module__.startswith("torch.distributed")
 SIDES = ("ours", "fsdp2") if TORCH_HAS_RESULTS else ("ours",)

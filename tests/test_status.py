@@ -14,8 +14,9 @@ import composable_shard as cs
 from _models import Stack, vectors
 from _pool import simulated
 from _stepping import engine_of, twins
-from composable_shard._schedule import Kind
-from composable_shard._timing import Stopwatch, own_seconds, use_clock
+from composable_shard._engine.stopwatch import Stopwatch, use_clock
+from composable_shard._plan.record import own_seconds
+from composable_shard._plan.schedule import Kind
 from composable_shard.testing import Busy, fabric
 
 

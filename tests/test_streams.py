@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from composable_shard._streams import Lane, StreamLane, cpu_lanes, lane_for
+from composable_shard._comm.lanes import Lane, StreamLane, cpu_lanes, lane_for
 
 ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
 needs_accelerator = pytest.mark.skipif(

@@ -10,11 +10,12 @@ import torch.nn as nn
 
 import composable_shard as cs
 from _models import Block
-from composable_shard import _api, _mesh, testing
-from composable_shard._collectives import Direct
-from composable_shard._engine import Engine
-from composable_shard._group import ParamGroup
-from composable_shard._streams import Launched
+from composable_shard import _api, testing
+from composable_shard._comm import mesh as _mesh
+from composable_shard._comm.collectives import Direct
+from composable_shard._comm.lanes import Launched
+from composable_shard._engine.engine import Engine
+from composable_shard._group.group import ParamGroup
 
 FLAT = {"world_size": 2}
 COPIES = {"world_size": 4, "mesh": {"replicate": 2, "shard": 2}}
@@ -104,7 +105,7 @@ def test_a_layer_of_tensor_parallelism_and_sharding_matches_within_a_tolerance()
 
 
 def a_sum_for_a_mean(patch):
-    patch.setattr("composable_shard._reduction.division", lambda factor, sums, dtype, axes: (False, 1.0, 1.0))
+    patch.setattr("composable_shard._group.reduction.division", lambda factor, sums, dtype, axes: (False, 1.0, 1.0))
 
 
 def no_wait(patch):

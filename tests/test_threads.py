@@ -209,7 +209,8 @@ class Gate(nn.Module):
 @pytest.mark.parametrize("ran", [False, True], ids=["first forward", "later"])
 @distributed(world=1)
 def test_of_threads_that_enter_a_model_at_the_same_moment_all_but_one_are_told(rank, world, ran):
-    from composable_shard import _engine, _module
+    from composable_shard._engine import engine as _engine
+    from composable_shard._module import module as _module
 
     model = cs.fully_shard(Gate())
     if ran:

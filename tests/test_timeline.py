@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import composable_shard as cs
 from _plans import block_plan, costs_of
-from composable_shard._schedule import Action, Kind
-from composable_shard._timing import Span
+from composable_shard._plan.record import Span
+from composable_shard._plan.schedule import Action, Kind
 from composable_shard.report import timeline
 from composable_shard.testing import Busy, fabric
 

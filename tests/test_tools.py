@@ -30,7 +30,8 @@ from _engines import mesh_of
 from _models import Stack, shard_blocks, vectors
 from _pool import distributed, more, simulated
 from _transport import forced
-from composable_shard import _torch_distributed
+from composable_shard._torch import distributed as _torch_distributed
+from composable_shard.testing import _torch as testing_torch
 
 ENGINES = {"fsdp2": fsdp2, "ours": cs.fully_shard}
 
@@ -87,7 +88,7 @@ def fake_world():
         yield
     finally:
         dist.destroy_process_group()
-        _torch_distributed.forget_meshes()
+        testing_torch.forget_meshes()
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)

@@ -12,7 +12,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from composable_shard import _torch
+from composable_shard._torch import core as _torch
+from composable_shard.testing import _torch as testing_torch
 
 # ---- backward passes
 
@@ -275,7 +276,7 @@ def test_the_tensors_of_a_tree_are_found_and_replaced_in_place_of_themselves():
 
 def test_the_streams_of_the_cpu_can_be_others_for_a_while():
     was = torch.cpu.Stream, torch.cpu.Event, torch.cpu.current_stream()
-    with _torch.cpu_streams(list, dict, "default"):
+    with testing_torch.cpu_streams(list, dict, "default"):
         assert (torch.cpu.Stream(), torch.cpu.Event(), torch.cpu.current_stream()) == ([], {}, "default")
         with torch.cpu.stream("another"):
             assert torch.cpu.current_stream() == "another"

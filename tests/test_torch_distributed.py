@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from _engines import mesh_of
 from _pool import distributed
-from composable_shard import _torch_distributed
+from composable_shard._torch import distributed as _torch_distributed
 
 
 @distributed(world=2)

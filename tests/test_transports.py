@@ -19,9 +19,9 @@ from _engines import mesh_of
 from _parity import Case, check_parity
 from _pool import distributed, more
 from _transport import forced
-from composable_shard import _transports
+from composable_shard._comm import transports as _transports
+from composable_shard._comm.transports import size_class
 from composable_shard._errors import ShardConfigValueError
-from composable_shard._transports import size_class
 
 WIDE = 256  # a square weight is 256 KiB: a piece of it is large enough to go alone, at world 2 and at 4
 NAMES = ["p2p", "packed", "direct"]

@@ -20,8 +20,8 @@ from _nests import Nests, shard_nests
 from _plans import block_plan
 from _pool import more, simulated
 from _stepping import assert_at_rest, loss_of, train_step, twins
-from composable_shard._plan import Record, ShardPlan, replan
-from composable_shard._schedule import Kind
+from composable_shard._plan.plan import Record, ShardPlan, replan
+from composable_shard._plan.schedule import Kind
 
 P = cs.PrefetchPolicy
 

@@ -7,8 +7,8 @@ import torch
 
 import composable_shard as cs
 from _plans import block_plan
-from composable_shard import _agreement
-from composable_shard._agreement import Ballot, Outcome
+from composable_shard._comm import agreement as _agreement
+from composable_shard._comm.agreement import Ballot, Outcome
 
 P = cs.PrefetchPolicy
 LIMIT_S = 60.0  # a hang, where ranks disagree

@@ -12,9 +12,9 @@ from types import FunctionType, ModuleType, TracebackType
 from typing import Any
 
 from .._api import fully_shard
-from .._methods import share_comm_ctx
-from .._module import register_fsdp_forward_method
-from .._torch_distributed import TORCHS_FUNCTIONS
+from .._module.methods import share_comm_ctx
+from .._module.module import register_fsdp_forward_method
+from .._torch.distributed import TORCHS_FUNCTIONS
 
 PUBLIC = "torch.distributed.fsdp"
 HOME = "torch.distributed.fsdp._fully_shard._fully_shard"  # its own names are those that torch's `replicate` uses

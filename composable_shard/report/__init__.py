@@ -3,11 +3,11 @@
 Drawing needs matplotlib (extra `plot`); traces need nothing.
 """
 
-from composable_shard._graphs import Gather as Gather
-from composable_shard._graphs import GraphReport as GraphReport
-from composable_shard._graphs import report_graph as report_graph
-from composable_shard._graphs import sequence as sequence
-from composable_shard._guard import watch_graphs as watch_graphs
+from composable_shard._graph.graphs import Gather as Gather
+from composable_shard._graph.graphs import GraphReport as GraphReport
+from composable_shard._graph.graphs import report_graph as report_graph
+from composable_shard._graph.graphs import sequence as sequence
+from composable_shard._graph.guard import watch_graphs as watch_graphs
 from composable_shard.report._plan_memory import memory as memory
 from composable_shard.report._plots import plot_loss as plot_loss
 from composable_shard.report._plots import plot_memory as plot_memory

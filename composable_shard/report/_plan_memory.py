@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composable_shard._schedule import ROOT_NAME, Action
-from composable_shard._simulation import live_bytes
+from composable_shard._plan.schedule import ROOT_NAME, Action
+from composable_shard._plan.simulation import live_bytes
 from composable_shard.report._plots import MIB, figure, tick_actions
 
 if TYPE_CHECKING:
-    from composable_shard._arena import Arena, Lifetime
-    from composable_shard._plan import ShardPlan
-    from composable_shard._record import Record
+    from composable_shard._plan.arena import Arena, Lifetime
+    from composable_shard._plan.plan import ShardPlan
+    from composable_shard._plan.record import Record
 
 _COLORS = {"kept": "#1f3d57", "weights": "#30638e", "landing": "#9cc3e0", "reductions": "#e3a15f"}
 _WORDS = {

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from composable_shard._record import Record
-    from composable_shard._schedule import Action
+    from composable_shard._plan.record import Record
+    from composable_shard._plan.schedule import Action
 
     Row = Mapping[str, float]
 

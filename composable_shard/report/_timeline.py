@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from composable_shard._errors import ShardConfigValueError
-from composable_shard._schedule import ROOT_NAME, Action, Kind
+from composable_shard._plan.schedule import ROOT_NAME, Action, Kind
 
 if TYPE_CHECKING:
-    from composable_shard._plan import ShardPlan
-    from composable_shard._record import Record
+    from composable_shard._plan.plan import ShardPlan
+    from composable_shard._plan.record import Record
 
 _COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 _WAITS = (Kind.WAIT, Kind.REDUCED)

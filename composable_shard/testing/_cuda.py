@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .._torch import cuda_sleep
+from .._torch.core import cuda_sleep
 
 _SAMPLE_CYCLES = 20_000_000
 

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._comm.lanes import Lane, cpu_lanes
+from .._engine.stopwatch import use_clock
 from .._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
-from .._streams import Lane, cpu_lanes
-from .._timing import use_clock
-from .._torch import cpu_streams, has_side_effect
-from .._torch_distributed import forget_meshes, store_of_one_process
+from .._torch.core import has_side_effect
+from .._torch.distributed import store_of_one_process
 from ._clocks import Clock, Collective, RealClock, StreamClock, VirtualClock
 from ._cuda import CudaLinks
 from ._lanes import StreamedLane
 from ._links import Link, Network, Timeline, network
 from ._process_group import NAME, FabricGroup
+from ._torch import cpu_streams, forget_meshes
 
 CLOCKS: dict[str, Callable[[], Clock]] = {"real": RealClock, "virtual": VirtualClock, "streams": StreamClock}
 

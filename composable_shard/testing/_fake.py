@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from .._errors import ShardConfigValueError
-from .._torch_distributed import fake_group, forget_meshes
 from ._spmd import Axes, World, check_no_group, check_world
+from ._torch import fake_group, forget_meshes
 
 
 @contextlib.contextmanager

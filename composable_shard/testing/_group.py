@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .._errors import ShardConfigValueError
-from .._torch import without_dispatch_modes
+from .._torch.core import without_dispatch_modes
 from ._network import Call, GroupKey, Issued, Network, Tensors, Work
 
 BACKEND = "simulated"

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._streams import Awaitable, Events, Job, Lane, Launched, Steps, WhenDone
+from .._comm.lanes import Awaitable, Events, Job, Lane, Launched, Steps, WhenDone
 from ._clocks import StreamClock
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .._errors import CollectiveMismatchError, ShardConfigValueError
-from .._torch import without_dispatch_modes
+from .._torch.core import without_dispatch_modes
 from ._turns import Turns
 
 Tensors = list[torch.Tensor]

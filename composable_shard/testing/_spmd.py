@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
-from .._torch_distributed import forget_meshes, store_of_one_process, world_per_thread
+from .._torch.distributed import store_of_one_process
 from ._group import BACKEND, DEVICES, HERE, register
 from ._network import Network
+from ._torch import forget_meshes, world_per_thread
 from ._turns import RandomState, Turns
 
 T = TypeVar("T")

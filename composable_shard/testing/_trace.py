@@ -11,12 +11,13 @@ import torch.nn as nn
 
 from .._api import last_record, make_plan
 from .._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
-from .._record import Record
-from .._schedule import ROOT_NAME
-from .._state import state_of
-from .._torch import calls_of_operators, current_backward, tree_tensors
+from .._module.state import state_of
+from .._plan.record import Record
+from .._plan.schedule import ROOT_NAME
+from .._torch.core import current_backward, tree_tensors
 from ._group import HERE
 from ._network import Issued
+from ._torch import calls_of_operators
 
 T = TypeVar("T")
 # How the operators of torch.distributed begin, by what they are; longer ones come first.

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from .._errors import DeadlockError, WorldTimeoutError
-from .._torch import raise_in_thread
+from ._torch import raise_in_thread
 
 _LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, threading.__file__))
 _GRACE_S = 1.0  # for ranks to end after the time limit

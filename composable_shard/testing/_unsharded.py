@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from .._api import fully_shard
 from .._errors import ShardConfigTypeError, ShardConfigValueError
-from .._torch import map_tensors, tree_tensors
-from .._torch_distributed import own_part
+from .._torch.core import map_tensors, tree_tensors
 from ._difference import difference
 from ._spmd import Axes, World, check_world, one_kernel_thread, spmd
+from ._torch import own_part
 from ._turns import RandomState
 
 Part = tuple[torch.Tensor, tuple[int, ...] | None]  # a rank's part, and where it begins; None if it is the whole

@@ -25,10 +25,10 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
-from .._torch import active_saved_tensors_hooks
-from .._torch_distributed import count_groups, forget_meshes, share_gloo_device
+from .._torch.core import active_saved_tensors_hooks
 from ._processes import BODY, Job, Outcome
 from ._spmd import World
+from ._torch import count_groups, forget_meshes, share_gloo_device
 
 _COLLECTIVE_LIMIT_S = 100
 

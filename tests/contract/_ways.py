@@ -35,7 +35,7 @@ import composable_shard
 from _engines import named_mesh
 from _parity import cut
 from _pool import POOL, more
-from composable_shard._torch_distributed import forget_meshes
+from composable_shard.testing._torch import forget_meshes
 
 M = TypeVar("M", bound=nn.Module)
 ENGINES: dict[str, Callable[..., Any]] = {"torch": torch_fully_shard, "ours": composable_shard.fully_shard}

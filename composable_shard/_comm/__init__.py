@@ -1,0 +1,1 @@
+"""Devices, lanes of work beside the main one, and the collectives that run on them."""

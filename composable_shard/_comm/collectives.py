@@ -1,0 +1,397 @@
+"""All-gather, reduce-scatter and all-reduce on tensors: they know no parameter and keep no state.
+
+The eager form launches through the process group's own methods and returns a handle; when its `wait` is over, or on an
+accelerator all that follows on the stream, the result is there. A transport is one way to do it, and its `route` says
+which parameters it takes alone:
+
+    packed   one collective moves all that share a buffer
+    direct   coalesced gathers, each parameter straight into its place
+    p2p      on gloo: large parameters by sends and receives, the others packed
+    torch    packed, by the public functions of torch.distributed, as torch's FSDP2 does it: whoever patches or counts
+             those sees ours; what moves on backends that are not known here, and fake tensors
+
+Gradients are packed by all of them: so autograd's own can go while the collective runs.
+
+gloo's own all-gather and reduce-scatter make a temporary of the full size at every call, and beyond two ranks gloo adds
+in another order than that of the ranks, so that sums would not be equal, to the bit, to those of one process. There
+every transport but `torch` is made of other primitives and adds in the order of the ranks; they give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from .._plan.layout import Route
+from .._policies import Comms
+from .._torch.distributed import (
+    all_gather_options,
+    all_reduce_options,
+    all_to_all_options,
+    backend_name,
+    broadcast_options,
+    is_native,
+    public_all_gather,
+    public_reduce_scatter,
+    reduce_scatter_options,
+)
+from .lanes import Awaitable
+
+BROADCAST_FROM_BYTES = 512 * 1024  # of a bucket: smaller ones are faster with gloo's own all-gather
+ALONE_FROM_BYTES = 64 * 1024  # of a piece: smaller ones cost as much as messages of their own as all of them in one
+_AVERAGING = ("nccl", "xccl")  # backends that know a mean
+PLAIN = "torch"  # the name of the transport that any process group has
+OWN = ("simulated", "fabric")  # backends of this library
+_KNOWN = (*_AVERAGING, *OWN, "gloo", "fake")  # backends of which it is known that other calls than FSDP2's work
+_TAG = 0x5AD0_0000  # of messages; far from those that users number
+
+Tensors = list[torch.Tensor]
+
+
+class Transport(Protocol):
+    """A way to move tensors within one process group. Every rank calls the same methods in the same order."""
+
+    route: Route
+    averages: bool  # whether the reductions can give means instead of sums
+
+    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
+        """Fill each of `wholes`, (world * n,), with every rank's piece of it, n elements and contiguous.
+
+        All have one dtype. A piece may be this rank's part of the whole. Only what the route takes alone comes in
+        several.
+        """
+
+    def reduce_scatter(
+        self, out: torch.Tensor, bucket: torch.Tensor, scratch: torch.Tensor | None, mean: bool = False
+    ) -> Awaitable:
+        """Set `out`, (n,), to the sum over ranks of their part of `bucket`, (world * n,), for this rank.
+
+        With `mean`, which only those can that average, to the mean. It may overwrite the bucket. `scratch` is of the
+        bucket's size, where `route.sums`.
+        """
+
+    def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Awaitable:
+        """Set `tensor` to its sum (or mean) over ranks."""
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Process groups add real numbers."""
+    return torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor
+
+
+# What every backend moves; gathers of others, which are copied and not added, move bytes.
+MOVED = frozenset(
+    (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64)
+)
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as a dtype that every backend moves."""
+    return tensor if tensor.dtype in MOVED else tensor.view(torch.uint8)
+
+
+def _all_gathered(tensors: Tensors) -> list[torch.Tensor]:
+    """The same for tensors of one dtype."""
+    return list(tensors) if tensors[0].dtype in MOVED else [t.view(torch.uint8) for t in tensors]
+
+
+class _All:
+    """Several handles as one, and what is left to do after them; it holds what they read.
+
+    Each handle is waited for once, whatever happens: gloo's messages know no second time, and let it wait for ever.
+    """
+
+    __slots__ = ("_handles", "_held", "_rest")
+
+    def __init__(
+        self, handles: Sequence[Awaitable | None], rest: Callable[[], None] | None = None, held: object = None
+    ) -> None:
+        self._handles = handles
+        self._rest = rest
+        self._held = held
+
+    def wait(self) -> None:
+        handles, self._handles = self._handles, ()
+        error: Exception | None = None
+        for handle in handles:
+            try:
+                if handle is not None:
+                    handle.wait()
+            except Exception as caught:  # the others still use their memory; an interrupt waits for nothing more
+                error = error or caught
+        if error is not None:
+            raise error
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            rest()
+
+
+class _Over:
+    """A handle of what is over: `torch.distributed` gives none where somebody has made a call of it synchronous."""
+
+    def wait(self) -> None:
+        return
+
+
+_OVER = _Over()
+
+
+class Plain:
+    """The public functions of `torch.distributed`, looked up at each call, with the arguments of torch's FSDP2."""
+
+    route = Route(PLAIN)
+
+    def __init__(self, group: dist.ProcessGroup, averages: bool = False) -> None:
+        self.averages = averages
+        self._group = group
+
+    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
+        (whole,), (piece,) = wholes, pieces
+        handle: Awaitable | None = public_all_gather(_gathered(whole), _gathered(piece.view(-1)), self._group)
+        return _OVER if handle is None else handle
+
+    def reduce_scatter(
+        self, out: torch.Tensor, bucket: torch.Tensor, scratch: torch.Tensor | None, mean: bool = False
+    ) -> Awaitable:
+        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        handle: Awaitable | None = public_reduce_scatter(_real(out), _real(bucket), self._group, op)
+        return _OVER if handle is None else handle
+
+    def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Awaitable:
+        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        handle: Awaitable | None = dist.all_reduce(_real(tensor), group=self._group, op=op, async_op=True)
+        return _OVER if handle is None else handle
+
+
+class Packed:
+    """The backend's own collectives."""
+
+    route = Route("packed")
+
+    def __init__(self, group: dist.ProcessGroup, averages: bool = False) -> None:
+        self.averages = averages
+        self._group = group
+        self._gather = all_gather_options()
+        ops = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)  # by whether a mean is wanted
+        self._scatter = [reduce_scatter_options(op) for op in ops]
+        self._reduce = [all_reduce_options(op) for op in ops]
+
+    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
+        (whole,), (piece,) = wholes, pieces
+        handle: Awaitable = self._group._allgather_base(_gathered(whole), _gathered(piece), self._gather)
+        return handle
+
+    def reduce_scatter(
+        self, out: torch.Tensor, bucket: torch.Tensor, scratch: torch.Tensor | None, mean: bool = False
+    ) -> Awaitable:
+        handle: Awaitable = self._group._reduce_scatter_base(_real(out), _real(bucket), self._scatter[mean])
+        return handle
+
+    def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Awaitable:
+        handle: Awaitable = self._group.allreduce([_real(tensor)], self._reduce[mean])
+        return handle
+
+
+class Direct(Packed):
+    """The same, but for gathers of parameters one by one, coalesced."""
+
+    route = Route("direct", gather_from=0)
+
+    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
+        if wholes[0].dtype not in MOVED:
+            wholes, pieces = _all_gathered(wholes), _all_gathered(pieces)
+        handle: Awaitable = self._group.allgather_into_tensor_coalesced(wholes, pieces, self._gather)
+        return handle
+
+
+class OfFakeGroup(Direct):
+    """The same for torch's fake group, which wants pieces of the shape of their places."""
+
+    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
+        return super().all_gather(wholes, [piece.view(-1) for piece in pieces])
+
+
+class RankOrdered:
+    """For gloo: gathers by broadcast, reductions by all-to-all and a local sum in the order of the ranks."""
+
+    route = Route("packed", sums=True)
+    averages = False
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._world = group.size()
+        self._rank = group.rank()
+        self._others = [(self._rank + by) % self._world for by in range(1, self._world)]
+        self._gather = all_gather_options()
+        self._roots = [broadcast_options(rank) for rank in range(self._world)]
+        self._exchange = all_to_all_options()
+
+    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
+        pairs = enumerate(zip(_all_gathered(wholes), _all_gathered(pieces), strict=True))
+        return _All([handle for at, (whole, piece) in pairs for handle in self._gathered(at, whole, piece)])
+
+    def _gathered(self, at: int, whole: torch.Tensor, piece: torch.Tensor) -> list[Awaitable]:
+        """Launch the gather of one tensor, the `at`-th of several."""
+        if whole.nbytes < BROADCAST_FROM_BYTES:
+            return [self._flat_gather(whole, piece)]
+        parts = self._with_own(whole, piece)
+        return [self._group.broadcast([parts[rank]], root) for rank, root in enumerate(self._roots)]
+
+    def _flat_gather(self, whole: torch.Tensor, piece: torch.Tensor) -> Awaitable:
+        handle: Awaitable = self._group._allgather_base(whole, piece.reshape(-1, *whole.shape[1:]), self._gather)
+        return handle
+
+    def _with_own(self, whole: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+        """A whole tensor by ranks, with this rank's part in its place."""
+        parts = whole.view(self._world, -1)
+        own = parts[self._rank]
+        if own.data_ptr() != piece.data_ptr():
+            own.copy_(piece.view(-1))
+        return parts
+
+    def reduce_scatter(
+        self, out: torch.Tensor, bucket: torch.Tensor, scratch: torch.Tensor | None, mean: bool = False
+    ) -> Awaitable:
+        assert scratch is not None
+        handle = self._group.alltoall_base(_real(scratch), _real(bucket), [], [], self._exchange)
+        return _All([handle], partial(_add_up, out, scratch.view(self._world, -1)))
+
+    def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Awaitable:
+        chunk = -(-tensor.numel() // self._world)
+        bucket = tensor.new_zeros(self._world * chunk)
+        bucket[: tensor.numel()].copy_(tensor.view(-1))
+        own = torch.empty_like(bucket[:chunk])
+
+        def rest() -> None:
+            place = bucket.view(self._world, chunk)[self._rank]
+            place.copy_(own)
+            self.all_gather([bucket], [place]).wait()
+            tensor.view(-1).copy_(bucket[: tensor.numel()])
+
+        return _All([self.reduce_scatter(own, bucket, torch.empty_like(bucket), mean)], rest)
+
+
+class RankOrderedDirect(RankOrdered):
+    """The same with gloo's coalesced all-gather, each parameter into its place."""
+
+    route = Route("direct", gather_from=0, sums=True)
+
+    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
+        flat = _all_gathered([piece.view(-1) for piece in pieces])
+        handle: Awaitable = self._group.allgather_into_tensor_coalesced(_all_gathered(wholes), flat, self._gather)
+        return handle
+
+
+class PointToPoint(RankOrdered):
+    """The same with large parameters by sends and receives: from their shards into their places, without a buffer.
+
+    Gradients are packed. To send them from where they are takes less time still, but they are autograd's: others may
+    hold them, and write to them, while they are being sent.
+    """
+
+    route = Route("p2p", gather_from=ALONE_FROM_BYTES, sums=True)
+
+    def _gathered(self, at: int, whole: torch.Tensor, piece: torch.Tensor) -> list[Awaitable]:
+        if piece.nbytes < ALONE_FROM_BYTES:
+            return [self._flat_gather(whole, piece)]
+        parts, tag = self._with_own(whole, piece), _TAG + at
+        found: list[Awaitable] = [self._group.recv([parts[rank]], rank, tag) for rank in self._others]
+        return found + [self._group.send([piece], rank, tag) for rank in self._others]
+
+
+def _add_up(out: torch.Tensor, parts: torch.Tensor) -> None:
+    """The sum of some rows, in their order."""
+    torch.add(parts[0], parts[1], out=out)
+    for rank in range(2, parts.shape[0]):
+        out.add_(parts[rank])
+
+
+class Custom:
+    """A user's own communication around that of another transport.
+
+    It moves packed buckets, in buffers that the user's objects allocate (torch's interfaces `AllGather` and
+    `ReduceScatter`), so a bucket is copied there and back.
+    """
+
+    def __init__(self, inner: Transport, group: dist.ProcessGroup, comms: Comms) -> None:
+        self._inner = inner
+        self._group = group
+        self._gather = comms.all_gather
+        self._scatter = comms.reduce_scatter
+        self.averages = inner.averages
+        was = inner.route
+        self.route = Route(
+            "custom",
+            gather_from=was.gather_from if self._gather is None else None,
+            sums=was.sums and self._scatter is None,
+        )
+
+    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
+        if self._gather is None:
+            return self._inner.all_gather(wholes, pieces)
+        (whole,), (piece,) = wholes, pieces
+        out = self._gather.allocate((whole.numel(),), dtype=whole.dtype, device=whole.device)
+        own = out.view(self._group.size(), -1)[self._group.rank()].copy_(piece.view(-1))
+        handle = self._gather(output_tensor=out, input_tensor=own, group=self._group, async_op=True)
+        return _All([handle], partial(_copy, whole, out), held=own)
+
+    def reduce_scatter(
+        self, out: torch.Tensor, bucket: torch.Tensor, scratch: torch.Tensor | None, mean: bool = False
+    ) -> Awaitable:
+        if self._scatter is None:
+            return self._inner.reduce_scatter(out, bucket, scratch, mean)
+        to, frm = (self._scatter.allocate((t.numel(),), dtype=t.dtype, device=t.device) for t in (out, bucket))
+        frm.copy_(bucket)
+        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        handle = self._scatter(output_tensor=to, input_tensor=frm, group=self._group, op=op, async_op=True)
+        return _All([handle], partial(_copy, out, to), held=frm)
+
+    def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Awaitable:
+        return self._inner.all_reduce(tensor, mean)
+
+
+def _copy(to: torch.Tensor, frm: torch.Tensor) -> None:
+    to.view(-1).copy_(frm)
+
+
+def transports_of(group: dist.ProcessGroup, device: torch.device) -> dict[str, Transport]:
+    """The transports of a process group by name; the first is the one to take without a measurement."""
+    name = backend_name(group, device)
+    plain = Plain(group, averages=device.type != "mtia")  # which knows sums only; all others are asked for means
+    found: list[Transport]
+    if name not in _KNOWN or not (is_native(group) or name in OWN):
+        found = [
+            plain,
+            Direct(group),
+            Packed(group),
+        ]  # the others are for who knows that they work there, and names one
+    elif name == "gloo":
+        found = [RankOrdered(group), RankOrderedDirect(group), plain]
+        if device.type == "cpu":  # gloo sends no memory of a device
+            found.insert(1, PointToPoint(group))
+    elif name == "fake":
+        found = [OfFakeGroup(group), Packed(group), plain]
+    else:
+        found = [Direct(group, name in _AVERAGING), Packed(group, name in _AVERAGING), plain]
+    return {each.route.name: each for each in found}
+
+
+@dataclass(frozen=True)
+class Transports:
+    """The transports of a group; None where an axis has one rank only.
+
+    Attributes:
+        gather, reduce: of the shard axis.
+        replicate: of the replicate axis.
+        small: of the few ranks among which weights stay cut between forward and backward, if that is wanted.
+    """
+
+    gather: Transport | None
+    reduce: Transport | None
+    replicate: Transport | None
+    small: Transport | None = None

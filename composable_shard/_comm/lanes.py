@@ -1,0 +1,257 @@
+"""Lanes: where asynchronous work is queued. On an accelerator a lane is a stream; on a CPU it is nothing.
+
+Work is written once, as a generator that yields whatever has to be waited for (`Awaitable`: a collective's handle).
+`Lane.start` queues it and gives a `Job`; `Job.finish` makes its result ready for the code that follows. On a stream
+all of it is queued at the start and `finish` lets the current stream wait for an event; on a CPU it runs up to the
+first handle at the start, and the rest in `finish`, which blocks.
+
+Memory that a job has leased is given back in `finish`, on all lanes: a stream may be done with it earlier, but only
+there does the order of the plan say so, by which memory is shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from .._torch.core import set_grad_enabled
+
+T = TypeVar("T")
+
+
+class Awaitable(Protocol):
+    """The handle of a running collective."""
+
+    def wait(self) -> Any: ...
+
+
+class Lost:
+    """In the place of a handle whose wait has failed or was interrupted: nobody waits for that again.
+
+    Args:
+        error: in words; the error itself would hold all that was at hand.
+    """
+
+    __slots__ = ("_error",)
+
+    def __init__(self, error: str) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise RuntimeError(f"a collective has failed before: {self._error}")
+
+
+_HIGH_PRIORITY = -1
+Steps = Generator[Awaitable, None, T]
+Events = Iterable[torch.Event | None]
+WhenDone = Callable[[torch.Event | None], None]
+
+
+class Job(Generic[T]):
+    """Queued work.
+
+    Args:
+        steps: the work.
+        held: what it reads or writes and must not be freed before `finish`: on a stream the work itself is forgotten
+            as soon as it is queued.
+        drain: run to the end at once.
+        when_done: called once, in `finish`, with the event behind the end of the work (None on a CPU).
+    """
+
+    __slots__ = ("_event", "_handle", "_held", "_result", "_steps", "_when_done")
+
+    def __init__(self, steps: Steps[T], held: object, drain: bool, when_done: WhenDone | None = None) -> None:
+        self._steps: Steps[T] | None = steps
+        self._held = held
+        self._when_done = when_done
+        self._handle: Awaitable | None = None
+        self._result: T | None = None
+        self._event: torch.Event | None = None
+        self._advance()
+        while drain and self._handle is not None:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Wait for the handle at hand and run on to the next one, or to the end."""
+        if self._handle is not None:
+            try:
+                self._handle.wait()
+            except BaseException as error:
+                self._handle = Lost(repr(error))
+                raise
+        assert self._steps is not None
+        grad = torch.is_grad_enabled()
+        if grad:  # switched off here, for a generator cannot hold it across a yield
+            set_grad_enabled(False)
+        try:
+            self._handle = next(self._steps)
+        except StopIteration as stop:
+            self._handle = self._steps = None
+            self._result = stop.value
+        finally:
+            if grad:
+                set_grad_enabled(True)
+
+    def finish(self, on_host: bool = False) -> T:
+        """Wait for the end and return the result; on a stream only the current stream waits, unless the host shall."""
+        try:
+            while self._handle is not None:
+                self._advance()
+            if self._event is not None:
+                self._event.wait()
+                if on_host:
+                    self._event.synchronize()
+        finally:
+            self._held = None
+            when_done, self._when_done = self._when_done, None
+            if when_done is not None:
+                when_done(self._event)
+        return self._result  # type: ignore[return-value]
+
+
+class Launched(Job[T]):
+    """One collective that has been launched, and nothing after it: the same for less of the host's time.
+
+    Args:
+        handle: of the collective.
+        held: what it reads or writes.
+        result: what `finish` returns.
+        when_done: as of a `Job`.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, handle: Awaitable, held: object, result: T, when_done: WhenDone | None = None) -> None:
+        self._handle = handle
+        self._held = held
+        self._event = None
+        self._result = result
+        self._when_done = when_done
+
+    def _advance(self) -> None:
+        if self._handle is not None:
+            try:
+                self._handle.wait()
+            except BaseException as error:
+                self._handle = Lost(repr(error))
+                raise
+            self._handle = None
+
+    def finish(self, on_host: bool = False) -> T:
+        try:
+            self._advance()
+            if self._event is not None:
+                self._event.wait()
+                if on_host:
+                    self._event.synchronize()
+        finally:
+            self._held = None
+            if self._when_done is not None:
+                when_done, self._when_done = self._when_done, None
+                when_done(self._event)
+        return self._result  # type: ignore[return-value]
+
+
+class Lane:
+    """The lane of a CPU: order of issue is order of execution, nothing has to be fenced.
+
+    Attributes:
+        streams: whether it is a stream that waits for what is queued, and never the host.
+    """
+
+    streams = False
+
+    def start(
+        self, steps: Steps[T], after: Events = (), held: object = None, when_done: WhenDone | None = None
+    ) -> Job[T]:
+        """Queue `steps` behind the events `after`; `held` and `when_done` are a `Job`'s."""
+        return Job(steps, held, False, when_done)
+
+    def launch(
+        self,
+        collective: Callable[..., Awaitable],
+        args: tuple[Any, ...],
+        after: Events,
+        result: T,
+        when_done: WhenDone | None = None,
+    ) -> Job[T]:
+        """Queue one collective, behind the events `after`, and hold what it is given; its job gives `result`."""
+        return Launched(collective(*args), args, result, when_done)
+
+    def mark(self) -> torch.Event | None:
+        """An event behind all that the current stream has been given so far."""
+        return None
+
+
+class StreamLane(Lane):
+    """The lane of an accelerator: a stream of its own."""
+
+    streams = True
+
+    def __init__(self, device: torch.device) -> None:
+        # Copies and casts around a collective go ahead of compute, which waits for them.
+        self._stream = torch.Stream(device, priority=_HIGH_PRIORITY)
+
+    def start(
+        self, steps: Steps[T], after: Events = (), held: object = None, when_done: WhenDone | None = None
+    ) -> Job[T]:
+        self._wait_for(after)
+        with self._stream:
+            return self._ended(Job(steps, held, True, when_done))
+
+    def launch(
+        self,
+        collective: Callable[..., Awaitable],
+        args: tuple[Any, ...],
+        after: Events,
+        result: T,
+        when_done: WhenDone | None = None,
+    ) -> Job[T]:
+        self._wait_for(after)
+        with self._stream:
+            job = Launched(collective(*args), args, result, when_done)
+            job._advance()
+            return self._ended(job)
+
+    def _wait_for(self, events: Events) -> None:
+        for event in events:
+            if event is not None:
+                self._stream.wait_event(event)
+
+    def _ended(self, job: Job[T]) -> Job[T]:
+        job._event = torch.Event(self._stream.device)
+        job._event.record(self._stream)
+        return job
+
+    def mark(self) -> torch.Event | None:
+        event = torch.Event(self._stream.device)
+        event.record(torch.accelerator.current_stream())
+        return event
+
+
+_simulated: list[Callable[[], Lane]] = []
+
+
+@contextmanager
+def cpu_lanes(make: Callable[[], Lane]) -> Iterator[None]:
+    """Within, the CPU's lanes are made by `make`: by a simulation of an accelerator."""
+    _simulated.append(make)
+    try:
+        yield
+    finally:
+        _simulated.pop()
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether the lanes of a device are streams."""
+    return bool(_simulated) if device.type == "cpu" else device.type != "meta"
+
+
+def lane_for(device: torch.device) -> Lane:
+    """A new lane of a device."""
+    if not has_streams(device):
+        return Lane()
+    return _simulated[-1]() if device.type == "cpu" else StreamLane(device)

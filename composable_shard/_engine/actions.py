@@ -1,0 +1,404 @@
+"""Issuing actions: the one place that starts a collective, waits for one, or gives weights up, and writes it down."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import torch
+
+from .._group.group import Gradients, ParamGroup, Runtime
+from .._group.param import accumulate, any_gradient
+from .._group.phases import GATHERING, SHARDED, UNSHARDED
+from .._group.reduction import GroupReduced, Reduction
+from .._plan.record import Record, Span
+from .._plan.schedule import MAX_REDUCTIONS, Kind
+from .._torch.core import set_grad_enabled
+from .budget import Budget, gathering
+from .history import History
+from .node import Entries, Outputs, Use
+from .owners import Owners
+from .parameters import Shown, StrayHook
+from .stopwatch import Stopwatch
+
+T = TypeVar("T")
+UNSHARD, WAIT, RESHARD, REDUCE, REDUCED = Kind.UNSHARD, Kind.WAIT, Kind.RESHARD, Kind.REDUCE, Kind.REDUCED
+_AT_ONCE = 4  # of so many reduced groups `.grad` is set together: more than one at a time costs half as much for each
+_NOTHING, _away = object(), attrgetter("away")
+
+
+class Actions:
+    """What is done to the groups of one engine, and the record of it.
+
+    Args:
+        groups: all groups, with the entries of the modules that each belongs to.
+        runtime: pool and lanes that the groups were built with.
+        watch_leaf: called once with every leaf that users may find in a module outside of its forward.
+
+    Attributes:
+        changed: the event behind the last change of the parameters; gathers start behind it.
+        repeated: groups that get gradients from several uses in the backward that runs now.
+        max_reductions: how many reductions may be in flight, by a schedule; a group's settings may allow fewer.
+        in_flight: groups whose reduction a schedule issues with another number of them in flight.
+        reduces_first: whether reductions are waited for before backward gathers, whatever the groups say.
+        stays_for_next: whether weights stay for the next backward of their group, where that follows at once.
+        budget: bounds the bytes that are leased at once; what would exceed it is not gathered ahead.
+        streams: whether it is streams that wait for communication, and never the host.
+        watch: times what is done, if anybody wants to know.
+        shown: what modules find under the names of their parameters.
+        owners: whose bucket is which.
+        ask_first: called before anything is reduced, until it succeeds once.
+        history: what was done, and the record of that.
+        staying: groups whose weights stay, a backward of theirs being over, for the next one.
+    """
+
+    def __init__(self, groups: Sequence[tuple[ParamGroup, Entries]], runtime: Runtime, watch_leaf: StrayHook) -> None:
+        self.groups = [group for group, _ in groups]
+        self.pool = runtime.pool
+        self.changed: torch.Event | None = None
+        self.repeated: frozenset[ParamGroup] = frozenset()
+        self.max_reductions: int | None = None
+        self.in_flight: dict[ParamGroup, int] = {}
+        self.reduces_first = False
+        self.stays_for_next = True
+        self.budget = Budget(self.groups, runtime.pool)
+        self.watch: Stopwatch | None = None
+        self.streams = runtime.gather_lane.streams
+        self.history = History()
+        self._runtime = runtime
+        self.shown = Shown(groups, watch_leaf)
+        self.owners = Owners(self.groups)
+        self.ask_first: Callable[[], None] | None = None  # before anything is reduced
+        self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
+        self._gathers_behind: Sequence[ParamGroup] | None = None  # ... the reductions in flight, to be issued
+        self._unset: dict[ParamGroup, GroupReduced] = {}  # reduced, `.grad` yet to be set
+        self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}  # for hooks, which see all uses at once
+        self.staying: set[ParamGroup] = set()
+
+    # ---- the record
+
+    def roll_record(self) -> None:
+        """An iteration has ended: what was done becomes the last record, unless nothing was."""
+        if self.history.roll(self._spans) and self.watch is not None:
+            self.watch.take()
+
+    def record_so_far(self) -> Record | None:
+        """What was done since the last record; None if nothing was. The same object until more is done."""
+        return self.history.so_far(self._spans)
+
+    @property
+    def _spans(self) -> tuple[Span, ...]:
+        return () if self.watch is None else self.watch.spans
+
+    def compute_ended(self, kind: Kind) -> None:
+        """Tell whoever watches that the forward of a group, or the last backward, is over."""
+        if self.watch is not None:
+            self.watch.end(kind)
+
+    # ---- issuing
+
+    def _act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], given: Any = _NOTHING) -> T:
+        """Do something to a group, and write it down; every action of a rank comes through here."""
+        if self.watch is not None:
+            result = self.watch.timed(kind, group.fqn, work, *(() if given is _NOTHING else (given,)))
+        else:  # `work(*args)` would leave the interpreter and enter it anew
+            result = work() if given is _NOTHING else work(given)
+        done = self.history.done
+        done += (kind, group.fqn, self.pool.live_bytes)  # flat: tuples would keep the cycle collector busy
+        return result
+
+    def parameters_changed(self, at: torch.Event | None = None) -> None:
+        """Whatever gathers from now on waits for `at`, or for what the current stream has been given so far."""
+        self.changed = at or self._runtime.gather_lane.mark()
+
+    def ahead(self, group: ParamGroup | None) -> None:
+        """Issue the gather of a group that will be needed soon."""
+        if group is not None and group.away:
+            self._act(UNSHARD, group, group.start_gather, self.changed)
+            if self.watch is not None and self.watch.serial:
+                self._arrive(group)
+
+    def prefetch(self, groups: Sequence[ParamGroup]) -> None:
+        """Gather these ahead, as far as the budget allows: a step may be another than the planned one."""
+        for group in groups:
+            if group.away and not (self.budget.most is not None and self.budget.exceeded_by(gathering(group))):
+                self.ahead(group)
+
+    def need(self, group: ParamGroup) -> None:
+        """Make the weights of a group readable."""
+        if group.away:
+            if self.budget.most is not None:
+                self._make_room(gathering(group))
+            self.ahead(group)
+        if group.phase is GATHERING:
+            self._arrive(group)
+
+    def _make_room(self, nbytes: int) -> None:
+        """In a step that is not the planned one: wait for reductions in flight, then give weights up."""
+        while self._reductions and self.budget.exceeded_by(nbytes):
+            self._settle_oldest()
+        for group in self.budget.yielding(self.staying) if self.budget.exceeded_by(nbytes) else ():
+            if self.budget.exceeded_by(nbytes):
+                self.drop(group)
+
+    def _arrive(self, group: ParamGroup) -> None:
+        """Wait for a gather that was issued."""
+        self._act(WAIT, group, group.finish_gather)
+
+    def drop(self, group: ParamGroup) -> None:
+        """Give the weights of a group up, wherever they are."""
+        self.staying.discard(group)
+        self.shown.hide(group)
+        if group.phase is GATHERING:
+            self._arrive(group)
+        if group.phase is not SHARDED:
+            self._act(RESHARD, group, group.reshard)
+
+    def give_up(self, group: ParamGroup) -> None:
+        """Forward is over: give the weights of a group up, or keep them among a few ranks."""
+        if not group.shrinks:
+            self.drop(group)
+        elif group.phase is UNSHARDED:
+            self.shown.hide(group)
+            self._act(Kind.SHRINK, group, group.shrink)
+            self.history.lasted(group.weight_bytes)  # which were there beside the pieces
+            self.shown.show_pieces(group)
+
+    def drop_outdated(self, waiting: bool) -> bool:
+        """A forward begins: adopt parameters that were replaced, and drop weights that are out of date.
+
+        Args:
+            waiting: whether an earlier forward may still get its backward, for which weights are kept that are not
+                resharded after forward. No graph is asked whether it lives: ranks must decide alike.
+
+        Returns:
+            whether any was replaced.
+        """
+        adopted = False
+        for group in self.groups:
+            entries = self.shown.entries(group)
+            adopted |= entries is not None and entries.adopt()
+            if group.phase is SHARDED or group.running:
+                continue
+            kept = waiting or group.pinned or not group.options.reshard_after_backward
+            if adopted or not kept or group.is_stale():
+                self.drop(group)
+        return adopted
+
+    def drop_after_forward(self) -> None:
+        """A forward of the root is over: no prefetch outlives it, and no copy of one without gradients."""
+        keeps = torch.is_grad_enabled()
+        for group in self.groups:
+            if group.phase is not SHARDED and not group.pinned and (group.phase is GATHERING or not keeps):
+                self.drop(group)
+
+    def drop_idle(self) -> None:
+        """Give the weights of all groups up that no forward reads and no user keeps."""
+        for group in self.groups:
+            if not group.running and not group.pinned:
+                self.drop(group)
+
+    def pin(self, group: ParamGroup, wait: bool) -> None:
+        """Gather a group and keep it until `reshard`, its next use, or a change of its parameters."""
+        if group.away:
+            self.parameters_changed()
+        group.pinned = True
+        self.ahead(group)
+        if wait:
+            self.need(group)
+            self.shown.show_leaves(group)
+
+    def drop_after_backward(self) -> None:
+        """A backward is over: drop all that no setting keeps, and hide the rest."""
+        self.staying.clear()
+        self.budget.end_backward()
+        for group in self.groups:
+            if group.phase is SHARDED or group.pinned or group.running:
+                continue
+            if group.options.reshard_after_backward or group.phase is GATHERING:
+                self.drop(group)
+            else:
+                self.shown.hide(group)
+
+    def reduce(self, group: ParamGroup, gradients: Gradients) -> None:
+        """Issue the reduction of a group's gradients; `.grad` is set some time after it was waited for (`hand_out`)."""
+        if self._reductions:
+            planned, allowed = self.in_flight.get(group, self.max_reductions), group.settings.current.max_reductions
+            most = min(planned, allowed) if planned and allowed else planned or allowed or MAX_REDUCTIONS
+            while len(self._reductions) >= most:
+                self._settle_oldest()
+        if self.budget.most is not None:
+            self._make_room(group.reduce_bytes)
+        self._start_reduce(group, gradients)
+        if self.watch is not None and self.watch.serial:
+            self._settle_oldest()
+
+    def _start_reduce(self, group: ParamGroup, gradients: Gradients) -> None:
+        if self.ask_first is not None:
+            self.ask_first()
+            self.ask_first = None
+        self._reductions.append((group, self._act(REDUCE, group, group.start_reduce, gradients)))
+
+    def _finish_oldest(self) -> tuple[ParamGroup, GroupReduced]:
+        group, reduction = self._reductions.popleft()
+        return group, self._act(REDUCED, group, group.finish_reduce, reduction)
+
+    def reduce_now(self, group: ParamGroup, gradients: Gradients) -> dict[int, torch.Tensor]:
+        """Reduce and wait; returns this rank's piece of each gradient, by index, and sets no `.grad`."""
+        self.settle()
+        if self.budget.most is not None:
+            self._make_room(group.reduce_bytes)
+        self._start_reduce(group, gradients)
+        return self._finish_oldest()[1].pieces()
+
+    def begin_forward(self, group: ParamGroup, following: Sequence[ParamGroup]) -> None:
+        """A forward begins, outside of any backward: gather those of the groups that follow."""
+        self.history.begins(group)
+        if self.watch is not None:
+            self.watch.begin(Kind.FORWARD, group.fqn)
+        if following:
+            self.prefetch(following)
+
+    def end_forward(self, group: ParamGroup) -> None:
+        """A forward is over, be it a recomputation."""
+        self.history.ended(group)
+        self.compute_ended(Kind.FORWARD)
+
+    def begin_backward(
+        self, use: Use, outputs: Outputs, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]
+    ) -> None:
+        """Backward has reached a use: show its weights and gather those of the groups that follow.
+
+        What should have been gathered before, with a use that is reached only now or not at all, comes first.
+        Where only waiting frees memory, these come behind the reductions in flight, and both when half of the weights
+        that the use has saved were read: the reductions take the first half of its backward, the gathers the second.
+        """
+        if self._gathers_behind is not None:
+            self.catch_up()
+        group = use.group
+        self.staying.discard(group)
+        if self.budget.unread:
+            self.budget.reached(group)
+        waits = bool(self._reductions) and (self.reduces_first or group.reduces_first)
+        at_once = group.away or any(map(_away, missed))
+        waits = waits and (at_once or any(map(_away, following)))
+        if waits and at_once:
+            self._gathers_behind = ()
+            self.catch_up()
+        if missed:
+            self.prefetch(missed)
+        if group.settings.current.unshard_in_backward or not group.away:
+            self.need(group)
+            self.shown.show_again(use, outputs)
+        # A root that returns what its last module does is reached behind that one, whose compute this is.
+        if self.watch is not None and not (group.is_root and self.watch.runs(Kind.BACKWARD)):
+            self.watch.begin(Kind.BACKWARD, group.fqn)
+        if not waits:
+            self.prefetch(following)
+            return
+        self._gathers_behind = following
+        if use.reads > 1:
+            group.buckets[0].reads_left = use.reads // 2
+        else:
+            self.catch_up()
+
+    def pass_over(self, group: ParamGroup, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]) -> None:
+        """Gather what is gathered where backward reaches a use of this group: later, or on other ranks only."""
+        self.budget.reached(group)
+        own = (group,) if group.options.unshard_in_backward else ()
+        self._settle_for(group, (*missed, *own))
+        self.prefetch(missed)
+        if own:
+            self.need(group)
+        self._settle_for(group, following)
+        self.prefetch(following)
+
+    def _settle_for(self, group: ParamGroup, gathers: Sequence[ParamGroup]) -> None:
+        """`catch_up` and, where only waiting frees memory for these, wait for all reductions."""
+        first = self.reduces_first or group.reduces_first
+        if first and any(each.away for each in gathers):
+            self._gathers_behind = self._gathers_behind or ()
+        self.catch_up()
+
+    def end_use(self, group: ParamGroup, following: ParamGroup | None) -> None:
+        """The backward of a use is over: give its weights up, unless they are about to be needed again."""
+        if self._gathers_behind is not None:
+            self.catch_up()
+        if group.running or (following is group and self.stays_for_next):
+            self.staying.add(group)
+        elif group.settings.current.reshard_after_backward:
+            self.drop(group)
+        else:
+            self.shown.hide(group)  # the weights stay, but what clips or steps must find the sharded parameters
+
+    def catch_up(self) -> None:
+        """If gathers wait behind reductions: wait for those, then gather ahead."""
+        following, self._gathers_behind = self._gathers_behind, None
+        if following is None:
+            return
+        grad = torch.is_grad_enabled()  # with create_graph
+        set_grad_enabled(False)
+        try:
+            while self._reductions:
+                self._settle_oldest()
+        finally:
+            set_grad_enabled(grad)
+        self.prefetch(following)
+
+    def settle(self) -> None:
+        """Wait for all reductions and set `.grad`."""
+        while self._reductions:
+            self._settle_oldest()
+        self.hand_out()
+        sums, self._sums = self._sums, {}
+        for group, pieces in sums.items():
+            accumulate(group.params, pieces, group.hooks_taken)
+
+    def _settle_oldest(self) -> None:
+        group, reduced = self._finish_oldest()
+        first = group not in self._unset and not any_gradient(group.shards)  # else memory goes when it is added
+        if first and self.pool.backward and reduced.is_uncut and not group.hooks_taken:
+            self._unset[group] = reduced
+            if len(self._unset) == _AT_ONCE:
+                self.hand_out()
+        elif group in self.repeated and any(param.has_hooks for param in group.params):
+            sums = self._sums.setdefault(group, {})
+            for each in filter(None, (self._unset.pop(group, None), reduced)):
+                for index, piece in each.pieces().items():
+                    sums[index] = sums[index] + piece if index in sums else piece
+        else:
+            self.hand_out()
+            accumulate(group.params, reduced.pieces(), group.hooks_taken)
+
+    def hand_out(self) -> None:
+        """Set `.grad` of what is reduced."""
+        found, self._unset = self._unset, {}
+        for group, reduced in found.items():
+            accumulate(group.params, reduced.pieces(), group.hooks_taken)
+
+    def discard(self) -> None:
+        """Wait for all reductions and throw their results away."""
+        self._sums.clear()
+        self._unset.clear()
+        self._gathers_behind = None
+        self.budget.end_backward()
+        while self._reductions:
+            self._finish_oldest()
+
+    def rebuild(self, groups: Sequence[ParamGroup]) -> None:
+        """Make the buckets of these groups anew, and give back all memory that nobody uses."""
+        for group in groups:
+            if group.phase is SHARDED:
+                group.rebuild()
+        self.owners.forget()
+        self.pool.forget()
+
+    def plan_memory(self) -> None:
+        """Between two steps: make an arena of what the pool has learned, if there is anything new."""
+        if self.pool.wants_arena and all(group.phase is SHARDED for group in self.groups):
+            for group in self.groups:
+                group.leave_slots()
+            self.owners.forget()
+            self.pool.make_arena()

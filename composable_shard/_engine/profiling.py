@@ -1,0 +1,96 @@
+"""Ranges for torch's profiler, under the names that torch's FSDP2 gives them.
+
+While a profiler runs, the engine and its parts are of the classes below, which put ranges around what they do. At other
+times they are of their own, so that ranges cost nothing: they are changed where a forward or a backward begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+
+from .._group.group import Gradients, ParamGroup
+from .._plan.schedule import Kind
+from .._torch.core import current_backward
+from .actions import _NOTHING, Actions
+from .backward import Token
+from .engine import Engine
+from .gradients import GradientFlow
+from .node import Entries, Outputs, Use
+
+T = TypeVar("T")
+_ACTIONS = {
+    Kind.UNSHARD: "all_gather",
+    Kind.WAIT: "all_gather_copy_out",
+    Kind.REDUCE: "post_backward_reduce",
+    Kind.REDUCED: "post_backward_rs_wait",
+}
+record: Callable[[str], AbstractContextManager[Any]] = torch.profiler.record_function
+
+
+def range_of(label: str, group: ParamGroup) -> AbstractContextManager[Any]:
+    """A range with the name of a group, and, if its module has several, the size of its mesh."""
+    fqn, _, on_other_mesh = group.fqn.partition(" on ")
+    name = f"FSDP::{label} ({fqn})" if fqn else f"FSDP::{label}"
+    return record(f"{name} [pg={group.shard_size}]" if on_other_mesh or group.companions else name)
+
+
+class ProfiledActions(Actions):
+    """Actions in ranges."""
+
+    def _act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], given: Any = _NOTHING) -> T:
+        label = _ACTIONS.get(kind)
+        if label is None:
+            return super()._act(kind, group, work, given)
+        with range_of(label, group):
+            return super()._act(kind, group, work, given)
+
+    def prefetch(self, groups: Sequence[ParamGroup]) -> None:
+        direction = "backward" if current_backward() >= 0 else "forward"
+        for group in groups:
+            if group.away:
+                with record(f"FSDP::{direction}_prefetch for {group.fqn}"):
+                    super().prefetch((group,))
+
+    def begin_backward(
+        self, use: Use, outputs: Outputs, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]
+    ) -> None:
+        with range_of("pre_backward", use.group):
+            super().begin_backward(use, outputs, missed, following)
+
+    def end_use(self, group: ParamGroup, following: ParamGroup | None) -> None:
+        with range_of("post_backward_reshard", group):
+            super().end_use(group, following)
+
+
+class ProfiledFlow(GradientFlow):
+    """The way of gradients in ranges."""
+
+    def _reduce_or_keep(self, group: ParamGroup, gradients: Gradients) -> None:
+        with range_of("post_backward_accumulate", group):
+            super()._reduce_or_keep(group, gradients)
+
+
+class ProfiledEngine(Engine):
+    """The engine's events in ranges."""
+
+    profiled = True
+
+    def _begin_forward(self) -> None:
+        with record("FSDP::root_pre_forward"):
+            super()._begin_forward()
+
+    def before_forward(self, group: ParamGroup, entries: Entries) -> tuple[Use, Outputs] | None:
+        with range_of("pre_forward", group):
+            return super().before_forward(group, entries)
+
+    def after_forward(self, group: ParamGroup, copied: Sequence[torch.Tensor] = ()) -> None:
+        with range_of("post_forward", group):
+            super().after_forward(group, copied)
+
+    def _end_backward(self, token: Token) -> None:
+        with record("FSDP::root_post_backward_callback"):
+            super()._end_backward(token)

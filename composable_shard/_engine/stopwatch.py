@@ -1,0 +1,91 @@
+"""What a step took: spans of compute, of collectives and of waiting, by group.
+
+The engine tells a `Stopwatch` when compute of a group begins and ends, and lets it time what is issued and waited for.
+While it *measures*, everything is waited for at once, so that each collective is timed alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from .._plan.record import Span
+from .._plan.schedule import Kind
+
+T = TypeVar("T")
+
+
+_clock: Callable[[], float] = time.perf_counter
+
+
+def use_clock(now: Callable[[], float]) -> Callable[[], float]:
+    """Read times, in seconds, from another clock; returns the one before."""
+    global _clock
+    before, _clock = _clock, now
+    return before
+
+
+class Stopwatch:
+    """Times one engine.
+
+    Args:
+        device: on an accelerator, `serial` waits for it at each reading.
+
+    Attributes:
+        serial: whether each collective is to be waited for where it is issued.
+    """
+
+    def __init__(self, device: torch.device, serial: bool = False) -> None:
+        self.serial = serial
+        self._device = device
+        self._running: list[tuple[Kind, str, float, int]] = []
+        self._spans: dict[int, Span] = {}  # by the order in which they began
+        self._begun = 0
+        self._origin = self._read()
+
+    def _read(self) -> float:
+        if self.serial and self._device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(self._device)
+        return _clock()
+
+    def begin(self, kind: Kind, fqn: str) -> None:
+        """Compute of a group begins. That of a backward ends where the next one begins."""
+        if kind is Kind.BACKWARD:
+            self.end(kind)
+        self._running.append((kind, fqn, self._read(), self._next()))
+
+    def runs(self, kind: Kind) -> bool:
+        """Whether compute of this kind has begun last, and not ended."""
+        return bool(self._running) and self._running[-1][0] is kind
+
+    def end(self, kind: Kind) -> None:
+        """The compute that has begun last ends, if it is of this kind."""
+        if self.runs(kind):
+            of, fqn, begin, at = self._running.pop()
+            self._spans[at] = Span(of, fqn, begin - self._origin, self._read() - self._origin)
+
+    def timed(self, kind: Kind, fqn: str, work: Callable[..., T], *args: Any) -> T:
+        """Do this work, and note how long it took."""
+        begin, at = self._read(), self._next()
+        result = work(*args)
+        self._spans[at] = Span(kind, fqn, begin - self._origin, self._read() - self._origin)
+        return result
+
+    def _next(self) -> int:
+        self._begun += 1
+        return self._begun
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The spans so far, in the order in which they began."""
+        return tuple(self._spans[at] for at in sorted(self._spans))
+
+    def take(self) -> tuple[Span, ...]:
+        """The same; the next iteration begins."""
+        spans = self.spans
+        self._spans, self._origin = {}, self._read()
+        self._running.clear()
+        return spans

@@ -1,0 +1,170 @@
+"""The times that `PrefetchPolicy.auto` needs: a few steps are measured, ranks agree, and the plan is made anew.
+
+The first training step is left alone: it learns the order and warms up. In the next ones every collective is waited
+for where it is issued, so that it and the compute around it are timed alone; the least of several times counts.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+
+from .._comm.agreement import Among, agree, slowest
+from .._plan.drift import time_drift
+from .._plan.plan import ShardPlan
+from .._plan.record import Record, own_seconds
+from .._plan.schedule import ROOT_NAME, Kind
+from .._plan.simulation import Costs
+from .actions import Actions
+from .order import Order
+from .replanning import Learning
+from .stopwatch import Stopwatch
+
+STEPS = 2  # that are measured
+CHECK_AFTER = 64  # iterations with costs until they are measured again; then twice as many, and so on
+_TRIES = 8  # steps after which it is given up: none of them was one that can be measured
+
+_PARTS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
+    ("forward", (Kind.FORWARD,)),
+    ("backward", (Kind.BACKWARD,)),
+    ("gather", (Kind.UNSHARD, Kind.WAIT)),
+    ("reduce", (Kind.REDUCE, Kind.REDUCED)),
+)
+
+
+class Tuning:
+    """Measures some steps of one engine, if its plan asks for it.
+
+    At first until there are costs; later again, more and more rarely, to see whether they still hold. What counts is
+    the number of iterations, which is the same on all ranks, and no clock.
+
+    Args:
+        learning: what else holds the plan to what happens.
+        order: whose plan is made anew.
+        actions: what is measured.
+        among: the process groups of the model; their ranks decide alike.
+    """
+
+    def __init__(self, learning: Learning, order: Order, actions: Actions, among: Among) -> None:
+        self._learning = learning
+        self._order = order
+        self._do = actions
+        self._among = among
+        self._found: list[dict[tuple[str, str], float]] = []
+        self._tries = 0
+        self._for: tuple[str, ...] = ()  # the order that was last measured, or given up
+        self._iterations = 0  # since the last measurement
+        self._next = CHECK_AFTER
+        self._before: Stopwatch | None = None  # what the user had watched with
+
+    def _is_due(self) -> bool:
+        """Whether the plan waits for costs, or it is time to see whether they still hold. Asked once an iteration."""
+        plan = self._order.plan
+        if plan.prefetch.kind != "auto":
+            return False
+        if plan.costs is None:
+            return self._tries <= _TRIES or plan.order != self._for
+        self._iterations += not self.measures
+        return self._iterations >= self._next
+
+    def between_steps(self) -> None:
+        """An iteration is over."""
+        if not self._is_due():
+            if self.measures:  # and the user has changed his mind
+                self._end()
+            return
+        plan, record = self._order.plan, self._do.history.last
+        if record is None:
+            return
+        if plan.order != self._for:
+            self._for, self._tries, self._found = plan.order, 0, []
+        self._tries += self.measures
+        if not _is_whole(plan, record):
+            if self._tries > _TRIES:
+                self._end()
+                if plan.costs is None:
+                    warnings.warn(_given_up(plan), stacklevel=2)
+                else:
+                    self._check_later()
+            return
+        if not self.measures:
+            self._before, self._do.watch = self._do.watch, Stopwatch(self._do.pool.device, serial=True)
+            return
+        seconds = _seconds(plan, record)
+        self._found = [each for each in self._found if each.keys() == seconds.keys()] + [seconds]
+        if len(self._found) == STEPS:
+            least = [min(each[part] for each in self._found) for part in seconds]
+            agreed = slowest(least, [(group, device) for group, device, _ in self._among])
+            self._end()
+            self._compare(plan, dict(zip(seconds, agreed, strict=True)))
+
+    def _compare(self, plan: ShardPlan, seconds: Mapping[tuple[str, str], float]) -> None:
+        """Make the plan anew, unless what was measured is as planned."""
+        costs = _costs(plan, seconds, self._do.streams)
+        if plan.costs is not None:
+            found = time_drift(plan, replace(plan, costs=costs).times() or {})
+            self._check_later()
+            if not found:
+                return
+            self._learning.log.add("time", self._learning.forwards, found)
+        measured = plan.with_policies(costs=costs)
+        agree(measured, self._among)
+        self._order.follow(measured)
+        self._order.replans += 1
+
+    def _check_later(self) -> None:
+        self._iterations, self._next, self._tries = 0, 2 * self._next, 0
+
+    @property
+    def measures(self) -> bool:
+        """Whether steps are measured now."""
+        return self._do.watch is not None and self._do.watch.serial
+
+    def watch(self, watch: Stopwatch | None) -> None:
+        """The user's own watch; it begins when nothing is measured any more."""
+        if self.measures:
+            self._before = watch
+        else:
+            self._do.watch = watch
+
+    def _end(self) -> None:
+        self._do.watch, self._before, self._found = self._before, None, []
+        if self._do.watch is not None:
+            self._do.watch.take()  # what it has not seen is over
+
+
+def _is_whole(plan: ShardPlan, record: Record) -> bool:
+    """Whether an iteration was a training step: the forwards that are planned, and reductions."""
+    trains = {group.fqn for group in plan.groups if group.trains and group.fqn in plan.order}
+    reduced = {action.fqn for action in record.actions if action.kind is Kind.REDUCED}
+    return record.order == plan.order and trains <= reduced
+
+
+def _given_up(plan: ShardPlan) -> str:
+    forwards = ", ".join(fqn or ROOT_NAME for fqn in plan.order)
+    return (
+        f"PrefetchPolicy.auto: none of {_TRIES} steps ran the forwards {forwards} "
+        "and reduced the gradients of them all, so nothing is known of times; groups are gathered one ahead. Set the "
+        "policy when steps are regular, or PrefetchPolicy.depth"
+    )
+
+
+def _seconds(plan: ShardPlan, record: Record) -> dict[tuple[str, str], float]:
+    """Forward, backward, one gather and one reduction of each group."""
+    own, found = own_seconds(record.spans), {}
+    for fqn in dict.fromkeys(plan.order):
+        for name, kinds in _PARTS:
+            times = max(1, sum(span.fqn == fqn and span.kind is kinds[0] for span in record.spans))
+            whole = sum(own.get((kind, fqn), 0.0) for kind in kinds)
+            found[name, fqn] = whole / times if len(kinds) > 1 else whole
+    return found
+
+
+def _costs(plan: ShardPlan, seconds: Mapping[tuple[str, str], float], streams: bool) -> Costs:
+    parts = {name: {fqn: took for (of, fqn), took in seconds.items() if of == name} for name, _ in _PARTS}
+    groups = [plan.group(fqn) for fqn in dict.fromkeys(plan.order)]
+    moved = sum(sum(g.moved.gather) * (g.shard_size - 1) / g.shard_size for g in groups)
+    taken = sum(parts["gather"].values())
+    bandwidth = moved / taken if moved and taken else 1e9
+    return Costs.of(latency=0.0, bandwidth=bandwidth, streams=streams, **parts)

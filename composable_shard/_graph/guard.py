@@ -1,0 +1,200 @@
+"""The guard: reads each graph that `torch.compile` makes of a sharded model, and warns when it is not what is promised.
+
+Under Inductor it is a pass after all others (`torch._inductor.config.post_grad_custom_post_pass`), installed when a
+sharded model is first traced, chained behind the user's own. It changes nothing, and graphs without gathers are none of
+its business. Its version is part of the key of the compile cache, as that of every pass; what comes from the cache was
+read by the guard when it was made, and a graph with a fault carries its warning along. Other backends are read when the
+model is compiled by `composable_shard.compile`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._errors import CompiledGraphWarning
+from .._plan.graph_schedule import NOTHING_SAID, GraphSchedule
+from .._policies import ONE_AHEAD, PrefetchPolicy
+from .._torch.compiler import graph_pass, last_graph_break, last_pass, set_last_pass
+from .._torch.core import (
+    compilation,
+    current_compilation,
+    forward_outputs,
+    has_side_effect,
+    run_while_tracing,
+    tracing_context,
+)
+from .graphs import GraphReport, faults, outputs_of, repeated_gathers, report_graph
+from .overlap import place
+
+_VERSION = "composable_shard guard 4"
+_listeners: list[list[GraphReport]] = []
+_forwards: weakref.WeakKeyDictionary[Any, GraphReport] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def watch_graphs() -> Iterator[list[GraphReport]]:
+    """Collect a report of each graph that the guard reads within the context, in the order of their compilation."""
+    found: list[GraphReport] = []
+    _listeners.append(found)
+    try:
+        yield found
+    finally:
+        _listeners.remove(found)
+
+
+def read(graph: fx.Graph) -> list[str]:
+    """Read one graph; returns what is wrong with it, in words."""
+    report = report_graph(graph, forward_outputs(len(outputs_of(graph))))
+    for found in _listeners:
+        found.append(report)
+    if not report.gathers:
+        return []
+    context = tracing_context()
+    if report.direction == "forward":
+        if context is not None:
+            _forwards[context] = report
+        return faults(report)
+    forward = _forwards.get(context) if context is not None else None
+    return repeated_gathers(forward, report) if forward is not None and report.direction == "backward" else []
+
+
+def _say(text: str) -> None:
+    warnings.warn(
+        f"{text}. Results are right, but the compiled step needs more memory or more communication than was asked for. "
+        "A policy of selective checkpointing, or another partitioner, can be the reason",
+        CompiledGraphWarning,
+        stacklevel=2,
+    )
+
+
+_library = torch.library.Library("composable_shard_guard", "DEF")  # type: ignore[no-untyped-call]
+_library.define("warn(str text) -> ()")  # type: ignore[no-untyped-call]
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        _say(text)
+
+
+_library.impl("warn", _say_once, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+has_side_effect(torch.ops.composable_shard_guard.warn.default)
+
+
+def _mark(graph: fx.Graph, found: list[str]) -> None:
+    """Let the graph say it, wherever and from whatever cache it is run."""
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        for text in found:
+            graph.call_function(torch.ops.composable_shard_guard.warn.default, (text,))
+
+
+def guard_pass(before: Any, places: bool = False) -> Any:
+    """An Inductor pass: `before`, another one or None; then communication is placed, if it shall; then the guard."""
+    base: Any = graph_pass()
+    version = f"{_VERSION}, {'places' if places else 'reads'}"
+
+    class Guard(base):  # type: ignore[misc]
+        chained = before
+        kind = version
+
+        def __call__(self, graph: fx.Graph) -> None:
+            if before is not None:
+                before(graph)
+            if places:
+                place(graph, *_policies_now())
+            _mark(graph, read(graph))
+
+        def __eq__(self, other: object) -> bool:  # models compiled alike share code, as equal layers do
+            same = getattr(other, "kind", None) == version
+            return isinstance(other, base) and same and getattr(other, "chained", self) == before
+
+        def __hash__(self) -> int:
+            return hash(version)
+
+        def uuid(self) -> Any:
+            now = f"{version}, {_policies_now()}" if places else version
+            return (now, before.uuid()) if isinstance(before, base) else (now, before)
+
+    return Guard()
+
+
+def _is_guard(found: Any) -> bool:
+    return hasattr(found, "chained")
+
+
+def install() -> None:
+    """Put the guard behind the passes that Inductor has."""
+    before = last_pass()
+    if not _is_guard(before):
+        set_last_pass(guard_pass(before))
+
+
+def guarded(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiler of a backend of AOTAutograd; before it communication is placed, and the guard reads the graph."""
+
+    @functools.wraps(compiler)
+    def compile_graph(module: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        place(module.graph, *_policies_now())
+        module.recompile()
+        for text in read(module.graph):
+            _say(text)
+        return compiler(module, inputs, **options)
+
+    return compile_graph
+
+
+# ---- graphs that break
+
+_begun_in = ""
+
+
+_Policies = tuple[PrefetchPolicy, int | None, GraphSchedule]
+_policies: weakref.WeakKeyDictionary[object, _Policies] = weakref.WeakKeyDictionary()  # by compilation
+
+
+def _policies_now() -> _Policies:
+    """The policies of the model that is compiled now."""
+    now = compilation()
+    nothing = ONE_AHEAD, None, NOTHING_SAID
+    return nothing if now is None else _policies.get(now, nothing)
+
+
+@run_while_tracing
+def begin_trace(kind: str, amount: int | None, budget: int | None, schedule: str) -> bool:
+    """A sharded module is about to be traced; the policies of the outermost one place the communication of its graphs.
+
+    Args:
+        kind, amount: of the `PrefetchPolicy`.
+        budget: of the `PoolPolicy`.
+        schedule: text of what users have listed, or a plan says.
+    """
+    global _begun_in
+    _begun_in = current_compilation()
+    if (now := compilation()) is not None:
+        _policies.setdefault(now, (PrefetchPolicy(kind, amount), budget, GraphSchedule.of_text(schedule)))
+    install()
+    return True
+
+
+@run_while_tracing
+def same_graph() -> bool:
+    """Whether what is traced now becomes part of the graph in which the trace of its module began."""
+    return current_compilation() == _begun_in
+
+
+def say_broken(what: str) -> None:
+    """The graph broke within a sharded module."""
+    _say_once(
+        f"torch.compile broke the graph inside of a sharded {what} ({last_graph_break() or 'reason unknown'}): its "
+        "gathered weights leave the graph and stay until backward. Pass fullgraph=True to make this an error that "
+        "shows where"
+    )

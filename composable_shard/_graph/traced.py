@@ -1,0 +1,190 @@
+"""The same events while `torch.compile` traces: what a module's hooks do then.
+
+A group's gather is one operator (see `_operators`) under `torch.utils.checkpoint`, so that the partitioner gathers
+again in backward instead of saving the weights. What Dynamo reads here becomes a guard of the compiled code: nothing of
+it may differ between equal layers, or they would not share code.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from .._comm.functional import axis_of
+from .._comm.mesh import MeshInfo
+from .._errors import ShardConfigStateError
+from .._group.group import Gradients, ParamGroup
+from .._group.optimizers import watch_steps
+from .._group.param import ShardedParam
+from .._policies import Comms, Options, Settings
+from .._torch.core import GRAPHS_GIVE_NONE, any_gradient_hooks, queue_backward_callback, with_side_effects
+from .operators import KEEP, REDUCE, TAKE, Layout, owners
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+_save_gathered = partial(create_selective_checkpoint_contexts, _policy)
+
+
+NO_COMMS = Comms()
+
+
+class Follower(Protocol):
+    """The places in the modules where parameters are found."""
+
+    def follow(self) -> None:
+        """Take over parameters that users have put there."""
+
+
+class TracedGroup:
+    """A group as traced code sees it.
+
+    Attributes:
+        unknown: number of a module of the group while its root is not known; empty once it is.
+        is_root: whether the group is the root's own.
+        compiled: whether a graph gathers it.
+    """
+
+    def __init__(self, params: Sequence[ShardedParam], info: MeshInfo, settings: Settings) -> None:
+        self.unknown = ""
+        self.is_root = False
+        self._params = params
+        self._settings = settings
+        self._group: weakref.ref[ParamGroup] | None = None
+        layout = Layout(
+            shapes=tuple(param.shape for param in params),
+            dims=tuple(param.dim for param in params),
+            keeps=tuple(param.keeps_dtype for param in params),
+            rank=info.shard_rank,
+            shard=axis_of(info.shard_group, info.shard_size, info.device),
+            replicate=axis_of(info.replicate_group, info.replicate_size, info.device),
+            options=Options(mp_policy=settings.current.mp_policy),
+        )
+        self._key = layout.register()
+        self._replicated = layout.replicate is not None
+        self.compiled = False
+        self._extended = False
+        # Memory that stands for the group when a graph runs, if this rank holds no element of it.
+        self._tag = (
+            None if any(p.sharded.is_meta or p.local.numel() for p in params) else torch.empty(1, device=info.device)
+        )
+        owners.add(self)
+        watch_steps(self)
+
+    def bind(self, group: ParamGroup | None, is_root: bool) -> None:
+        """The root is known: this is the group of the eager runtime."""
+        self.unknown = ""
+        self.is_root = is_root
+        self._group = weakref.ref(group) if group is not None else None
+        self._extended = group is not None and group.extended
+
+    # ---- while tracing
+
+    def unshard(self, entries: Follower) -> list[torch.Tensor]:
+        """The unsharded parameters, of what stands in the modules now."""
+        with_side_effects(entries.follow)
+        with_side_effects(partial(setattr, self, "compiled", True))
+        options = self._settings.current
+        partial_sums = self._replicated and options.requires_gradient_sync and not options.requires_all_reduce
+        if partial_sums or options.comms != NO_COMMS:
+            raise ShardConfigStateError(
+                "torch.compile: custom communication, all-reduce hooks and set_requires_all_reduce(False) work in "
+                "eager steps only; unset them, or run this step on the model that is not compiled"
+            )
+        if self._extended:
+            raise ShardConfigStateError(
+                "torch.compile: parameters with fsdp_pre_all_gather are gathered in eager steps only; compile the "
+                "modules that hold them one by one, by module.compile()"
+            )
+        shards = [param.sharded for param in self._params]
+        if self._settings.reshards(self.is_root):
+            full = checkpoint(self._again, *shards, use_reentrant=False)
+        elif torch.compiler.is_compiling():  # not again, even if a user's checkpoint around the module recomputes it
+            full = checkpoint(self._once, *shards, use_reentrant=False, context_fn=_save_gathered)
+        else:
+            full = self._once(*shards)
+        # A plain view outside of the region: else a user's own checkpointed block would have the weights saved.
+        found = [tensor.view(tensor.shape) for tensor in full]
+        return [p.parallel.wrap(t) if p.parallel else t for t, p in zip(found, self._params, strict=True)]
+
+    def _again(self, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self._call(shards, again=self._settings.current.unshard_in_backward)
+
+    def _once(self, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self._call(shards, again=False)
+
+    def _call(self, shards: Sequence[torch.Tensor], again: bool) -> tuple[torch.Tensor, ...]:
+        options = self._settings.current
+        how = self._key, self._fate(), again, options.divide_factor, options.only_sums
+        return tuple(
+            torch.ops.composable_shard.unshard([cast(DTensor, shard).to_local() for shard in shards], self._tag, *how)
+        )
+
+    def _fate(self) -> int:
+        if not self._settings.current.requires_gradient_sync:
+            if not GRAPHS_GIVE_NONE:  # and zeros in `.grad` would look like `zero_grad`
+                raise ShardConfigStateError(
+                    f"torch.compile: set_requires_gradient_sync(False) needs torch 2.13 or later, this is "
+                    f"{torch.__version__}; run such a micro-batch on the model that is not compiled"
+                )
+            return KEEP
+        return TAKE if self._settings.accumulates else REDUCE
+
+    # ---- when a graph runs
+
+    def anchors(self) -> list[int]:
+        """Addresses of the memory that stands for the group."""
+        if self._tag is not None:
+            return [self._tag.data_ptr()]
+        return [param.local.data_ptr() for param in self._params]
+
+    def keep(self, gradients: Gradients) -> None:
+        """Keep these for a later backward."""
+        group = self._group() if self._group is not None else None
+        if group is not None:
+            self._set_hooks_aside()
+            group.keep(gradients)
+
+    def take(self, gradients: Gradients) -> list[torch.Tensor | None]:
+        """These and those that were kept, added; the latter are kept no longer."""
+        group = self._group() if self._group is not None else None
+        return list(gradients) if group is None else group.take_kept(gradients)
+
+    def settle(self, index: int, piece: torch.Tensor) -> None:
+        """Add a reduced gradient to `.grad`, and call the hooks."""
+        self._set_hooks_aside()
+        self._params[index].accumulate(piece)
+
+    def _set_hooks_aside(self) -> None:
+        """Until this pass is over: autograd has no gradients for the parameters, and would call hooks with none."""
+        group = self._group() if self._group is not None else None
+        if group is None:
+            return
+        if any_gradient_hooks(group.shards) or (not group.hooks_taken and group.may_have_hooks):
+            group.take_hooks()
+            queue_backward_callback(group.give_hooks_back)
+
+    @property
+    def zeros_for_unused(self) -> bool:
+        """Whether a parameter that got no gradient on any rank gets zeros."""
+        return self._settings.current.reduce_unused
+
+    def before_optimizer_step(self, theirs: set[int]) -> None:
+        """An optimizer is about to change parameters, by id.
+
+        Foreach functions move no version of a sharded parameter, so that autograd would not notice in backward that
+        the shards which a graph has saved are others now.
+        """
+        if self.compiled and not theirs.isdisjoint([id(param.sharded) for param in self._params]):
+            torch.autograd.graph.increment_version([param.local for param in self._params])
+
+    def check_reduced(self, theirs: set[int]) -> None:
+        """Nothing: the group of the eager runtime keeps gradients for graphs, too."""

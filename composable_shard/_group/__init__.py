@@ -1,0 +1,1 @@
+"""Parameters that share a collective: how they are laid out, gathered, reduced and put back."""

@@ -1,0 +1,317 @@
+"""Parameters that say themselves what is gathered: torch's extension of FSDP2 for tensor subclasses.
+
+    inputs, metadata = shard.fsdp_pre_all_gather(mesh[, outer_size, outer_stride, module, mp_policy])
+    tensor, owned = shard.fsdp_post_all_gather(outputs, metadata, param_dtype)
+    shard.fsdp_post_all_gather(outputs, metadata, param_dtype, out=tensor)  # from the second time on
+
+The unsharded tensor stays one object, as such subclasses expect: a leaf Parameter, which modules are given where there
+is no node. It lies in memory of its own and not the pool's: what is gathered (`outputs`) and what the shard hands
+over with it (`owned`). The storage of both is emptied when the weights are given up; whatever else the tensor refers to
+is the shard's own and stays.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._comm.collectives import Transport
+from .._comm.lanes import Job, Lane, Steps
+from .._comm.mesh import MeshInfo
+from .._errors import ShardConfigAssertionError, ShardConfigTypeAssertionError
+from .._memory.pool import BufferPool
+from .._memory.slots import Outside, Request, Slot
+from .._plan.layout import bucket_layout
+from .._policies import MixedPrecisionPolicy
+from .._torch.core import plain_parts
+from .._torch.distributed import local_tensor
+from .bucket import LEAF_OF, Bucket, Leaves
+from .param import ShardedParam
+
+_ALIGNMENT_BYTES = 16
+_PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+def is_extended(param: ShardedParam) -> bool:
+    """Whether a parameter says itself what is gathered.
+
+    Raises:
+        ShardConfigTypeAssertionError: it has one of the two methods only, or one with other parameters than torch's.
+    """
+    has = [hasattr(param.local, name) for name in (_PRE, _POST)]
+    if has[0] is not has[1]:
+        there, missing = (_PRE, _POST) if has[0] else (_POST, _PRE)
+        raise ShardConfigTypeAssertionError(
+            f"parameter {param.fqn}: Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using "
+            f"all-gather extensions: its tensor has {there} but not {missing}"
+        )
+    if has[0]:
+        _takes_all(param)
+    return has[0]
+
+
+def _takes_all(param: ShardedParam) -> bool:
+    """Whether `fsdp_pre_all_gather` takes five arguments, and not the mesh alone."""
+    signature = inspect.signature(param.local.fsdp_pre_all_gather)  # type: ignore[attr-defined]
+    if len(signature.parameters) not in (1, 5):
+        raise ShardConfigTypeAssertionError(
+            f"parameter {param.fqn}: Invalid fsdp_pre_all_gather: {signature}; it must take (mesh) or (mesh, "
+            "outer_size, outer_stride, module, mp_policy)"
+        )
+    return len(signature.parameters) == 5
+
+
+def _inner_storages(tensor: torch.Tensor) -> list[torch.UntypedStorage] | None:
+    """The memory of a tensor, which may be of a subclass; None if it does not tell."""
+    parts = plain_parts(tensor)
+    told = all(type(part) in (torch.Tensor, nn.Parameter) for part in parts)
+    return [part.untyped_storage() for part in parts] if told else None
+
+
+class _Memory:
+    """Storages that come and go while the tensors over them stay."""
+
+    def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        by_id = {storage._cdata: storage for storage in storages}
+        self.ids = set(by_id)
+        self.storages = [(storage, storage.nbytes()) for storage in by_id.values()]
+
+    def allocate(self) -> None:
+        for storage, nbytes in self.storages:
+            if storage.nbytes() != nbytes:
+                storage.resize_(nbytes)
+
+    def free(self) -> None:
+        for storage, _ in self.storages:
+            storage.resize_(0)
+
+
+class _Extended:
+    """One such parameter.
+
+    Attributes:
+        leaf: the unsharded parameter, as torch's FSDP2 has it; None before the first gather.
+        inputs: what this rank sends for it.
+        outputs: where that of all ranks arrives, flat.
+    """
+
+    def __init__(self, param: ShardedParam, dtype: torch.dtype, info: MeshInfo, policy: MixedPrecisionPolicy) -> None:
+        self.param = param
+        self.leaf: nn.Parameter | None = None
+        self.inputs: list[torch.Tensor] = []
+        self.outputs: list[torch.Tensor] = []
+        self._dtype = dtype
+        self._info = info
+        shape = torch.Size(param.shape)
+        self._stride = torch.empty(shape, device="meta").stride()
+        module = None if param.module is None else param.module()
+        rest = (shape, self._stride, module, policy) if _takes_all(param) else ()
+        self._asked_with = (info.shard_mesh, *rest)
+        self._metadata: Any = None
+        self._sizes: list[torch.Size] = []
+        self._arriving = _Memory([])  # of the outputs
+        self._handed_over = _Memory([])  # what the shard has made, and gives to whoever gathers
+
+    def ask(self) -> bool:
+        """Learn what to send, and make room for what will arrive; whether that is of another kind than before."""
+        param, info = self.param, self._info
+        local: Any = param.local.to(info.device, non_blocking=True) if info.offloads else param.local
+        inputs, self._metadata = local.fsdp_pre_all_gather(*self._asked_with)
+        self.inputs = [tensor.contiguous() for tensor in inputs]
+        self._check_padded()
+        self._sizes = [tensor.shape for tensor in self.inputs]
+        kinds = [(tensor.numel() * info.shard_size, tensor.dtype) for tensor in self.inputs]
+        before = self.leaf
+        if kinds != [(output.numel(), output.dtype) for output in self.outputs]:
+            self._arriving.free()
+            self._handed_over.free()
+            self.outputs = [torch.empty(numel, dtype=dtype, device=info.device) for numel, dtype in kinds]
+            self._arriving = _Memory([output.untyped_storage() for output in self.outputs])
+            self.leaf = None
+        self._arriving.allocate()
+        return before is not None and self.leaf is None
+
+    def _check_padded(self) -> None:
+        param, info = self.param, self._info
+        layout = bucket_layout([param.shape], info.shard_size, dims=[param.dim]).params[0]
+        rows = layout.rows_of(info.shard_rank)
+        unpadded = torch.Size(layout.local_shape(info.shard_rank))
+        if rows < layout.chunk and any(tensor.shape == unpadded for tensor in self.inputs):
+            raise ShardConfigAssertionError(
+                f"parameter {param.fqn}: When a parameter is unevenly sharded by FSDP (orig size="
+                f"{torch.Size(param.shape)}, FSDP world size={info.size}), fsdp_pre_all_gather must return all-gather "
+                f"inputs with the padded sharded size, of {layout.chunk} rows, on every rank, but got "
+                f"{[tuple(t.shape) for t in self.inputs]}"
+            )
+
+    def take(self) -> list[torch.UntypedStorage]:
+        """Make the unsharded parameter of what has arrived; returns the memory that will be freed with it."""
+        local: Any = self.param.local
+        outputs = tuple(output.view(-1, *size[1:]) for output, size in zip(self.outputs, self._sizes, strict=True))
+        if self.leaf is None:
+            made, owned = local.fsdp_post_all_gather(outputs, self._metadata, self._dtype)
+            self._handed_over = _Memory([tensor.untyped_storage() for tensor in owned])
+            self.leaf = self._leaf(made)
+        else:
+            self._handed_over.allocate()
+            local.fsdp_post_all_gather(outputs, self._metadata, self._dtype, out=self.leaf)
+        self.inputs, self._metadata = [], None
+        kept = [self._handed_over, self._arriving]
+        lies_in = _inner_storages(self.leaf)
+        if lies_in is not None and {storage._cdata for storage in lies_in}.isdisjoint(self._arriving.ids):
+            kept.remove(self._arriving)
+            self._arriving.free()
+        return [storage for memory in kept for storage, _ in memory.storages]
+
+    def _leaf(self, made: torch.Tensor) -> nn.Parameter:
+        shape, parallel = torch.Size(self.param.shape), self.param.parallel
+        if made.shape != shape:  # padded rows at its end
+            made = torch.as_strided(made, shape, self._stride, 0)
+        leaf = nn.Parameter(made if parallel is None else parallel.wrap(made), requires_grad=False)
+        leaf.__dict__[LEAF_OF] = self.param.fqn
+        return leaf
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The unsharded parameter, of one that was a DTensor its local tensor."""
+        assert self.leaf is not None
+        return self.leaf if self.param.parallel is None else local_tensor(self.leaf)
+
+    def free(self) -> None:
+        """Empty its memory."""
+        self._arriving.free()
+        self._handed_over.free()
+        self.inputs = []
+
+
+class ExtensionBucket(Bucket):
+    """The parameters of a group that say themselves what is gathered: as bytes, in one collective."""
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        dtype: torch.dtype,
+        info: MeshInfo,
+        transport: Transport | None,
+        pool: BufferPool,
+        lane: Lane,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        self.fqns = [p.fqn for p in params]
+        self.dtype = dtype
+        self.slot = None
+        self.shown: Sequence[torch.Tensor] = ()
+        self.here: Leaves | None = None
+        self.unedited: Sequence[torch.Tensor] | None = None
+        self.readable = self.edited = False
+        self.generation = self.saved = self.reads_left = self.gather_bytes = 0
+        self._members = [_Extended(p, dtype, info, policy) for p in params]
+        self._info = info
+        self._transport = transport
+        self._pool = pool
+        self._lane = lane
+        self._for_landing: tuple[int, Request] | None = None  # bytes, and what to ask the pool for
+        self._claims: list[Outside] = []
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        return [member.tensor for member in self._members]
+
+    def weights_for_use(self) -> list[torch.Tensor]:
+        return self.weights
+
+    def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
+        assert self.here is not None
+        self.shown, self.edited = outputs, self.here.are_edited()
+
+    def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
+        self.shown = ()  # views that others keep are of memory that is nobody else's
+
+    def leaves(self) -> list[nn.Parameter]:
+        assert self.here is not None
+        return self.here.params
+
+    def start(self, after: torch.Event | None) -> Job[None]:
+        if after is not None:  # what is sent is made here, of the parameters
+            after.wait()
+        with torch.inference_mode(False), torch.no_grad():
+            if any([member.ask() for member in self._members]):  # noqa: C419 - all of them
+                self.generation += 1  # what was saved of the tensors before is gone
+        inputs = [_bytes(tensor) for member in self._members for tensor in member.inputs]
+        outputs = [_bytes(tensor) for member in self._members for tensor in member.outputs]
+        if self._transport is None:
+            return self._lane.start(_copied(inputs, outputs), (self._lane.mark(),), held=inputs)
+        starts, end = [], 0
+        for each in inputs:
+            starts.append(end)
+            end += -(-each.numel() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        landing = self._pool.lease_for(self._landing_of(end * self._info.shard_size))
+        steps = self._gathered(inputs, outputs, starts, end, landing)
+        done = functools.partial(self._pool.release, landing)
+        return self._lane.start(steps, (self._lane.mark(), *landing.free_after), inputs, done)
+
+    def _landing_of(self, nbytes: int) -> Request:
+        if self._for_landing is None or self._for_landing[0] != nbytes:
+            self._for_landing = nbytes, self._pool.request(f"landing {self.fqns[0]}", nbytes)
+        return self._for_landing[1]
+
+    def _gathered(
+        self,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        starts: list[int],
+        end: int,
+        landing: Slot,
+    ) -> Steps[None]:
+        assert self._transport is not None
+        bucket = landing.typed(torch.uint8, written=True)[: end * self._info.shard_size]
+        chunks = bucket.view(self._info.shard_size, end)
+        chunk = chunks[self._info.shard_rank]
+        for start, sent in zip(starts, inputs, strict=True):
+            chunk[start : start + sent.numel()].copy_(sent)
+        yield self._transport.all_gather([bucket], [chunk])
+        for start, sent, arrived in zip(starts, inputs, outputs, strict=True):
+            arrived.view(self._info.shard_size, sent.numel()).copy_(chunks[:, start : start + sent.numel()])
+
+    def arrived(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            memory = [(storage, index) for index, member in enumerate(self._members) for storage in member.take()]
+        by_id = {storage._cdata: (storage, index) for storage, index in memory}
+        self._claims = [Outside(storage, self, index) for storage, index in by_id.values()]
+        self._pool.claim(self._claims)
+        self.here = Leaves([member.leaf for member in self._members if member.leaf is not None])
+        self.readable = True
+
+    def release(self, after: torch.Event | None, reserve: bool = False) -> None:
+        if self.here is not None:
+            self.here.give_up()
+        self._pool.unclaim(self._claims)
+        self._claims = []
+        self.here = self.unedited = None
+        self.readable = self.edited = False
+        for member in self._members if not reserve else ():
+            member.free()
+
+    def lose(self) -> None:
+        self.release(None)  # what gathers write to is theirs, and no memory of the pool
+
+    def forget(self) -> None:
+        for member in self._members:
+            member.free()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _copied(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> Steps[None]:
+    """One rank alone: what it sends arrives."""
+    for sent, arrived in zip(inputs, outputs, strict=True):
+        arrived.copy_(sent)
+    return
+    yield

@@ -1,0 +1,137 @@
+"""Between forward and backward: weights cut among a few neighbouring ranks (``reshard_after_forward=n``).
+
+Each of `n` ranks keeps its piece of the gathered weights, so that backward gathers within `n` ranks (those of one node,
+say) and not within all.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .._comm.collectives import Transport
+from .._comm.copies import paired
+from .._comm.lanes import Job, Lane, Steps
+from .._comm.mesh import MeshInfo
+from .._memory.pool import BufferPool
+from .._memory.slots import Slot
+from .._plan.layout import bucket_layout
+from .._torch.core import plainly
+from .bucket import GatherBucket
+from .param import ShardedParam
+
+
+class Resident:
+    """One bucket's pieces.
+
+    Args:
+        bucket: whose weights they are.
+        info: the mesh of the few ranks.
+        transport: that gathers within them.
+        pool, lane: where memory comes from, and where gathers are queued.
+
+    Attributes:
+        for_pieces, for_landing: what it asks the pool for.
+    """
+
+    def __init__(
+        self,
+        bucket: GatherBucket,
+        info: MeshInfo,
+        transport: Transport,
+        pool: BufferPool,
+        lane: Lane,
+    ) -> None:
+        self._bucket = bucket
+        self._info = info
+        self._transport = transport
+        self._pool = pool
+        self._lane = lane
+        shapes, dims = [p.shape for p in bucket.params], [p.dim for p in bucket.params]
+        self._layout = bucket_layout(shapes, info.shard_size, bucket.dtype.itemsize, dims)
+        itemsize, name = bucket.dtype.itemsize, bucket.fqns[0]
+        self.for_pieces = pool.request(f"pieces {name}", self._layout.numel * itemsize)
+        self.for_landing = pool.request(f"landing {name}", self._layout.total * itemsize)
+        self._slot: Slot | None = None
+        self._kept_at: torch.Event | None = None
+        self._shown: dict[Slot, list[nn.Parameter]] = {}
+
+    def keep(self) -> None:
+        """Take this rank's pieces from the gathered weights."""
+        slot = self._slot = self._pool.lease_for(self.for_pieces)
+        for event in slot.free_after:
+            event.wait()
+        with torch.no_grad():
+            mine = zip(self._pieces(slot, written=True), self._bucket.weights, self._layout.params, strict=True)
+            for piece, weight, at in mine:
+                rows = at.rows_of(self._info.shard_rank)
+                first = min(self._info.shard_rank * at.chunk, at.shape[at.dim])
+                piece.copy_(weight.narrow(at.dim, first, rows))
+        self._kept_at = self._lane.mark()
+
+    def _pieces(self, slot: Slot, written: bool = False) -> list[torch.Tensor]:
+        flat = slot.typed(self._bucket.dtype, written)
+        shapes = [at.local_shape(self._info.shard_rank) for at in self._layout.params]
+        return [
+            flat[at.offset : at.offset + at.rows_of(self._info.shard_rank) * at.row].view(shape)
+            for at, shape in zip(self._layout.params, shapes, strict=True)
+        ]
+
+    def shown(self) -> list[nn.Parameter]:
+        """The pieces as DTensor parameters on the mesh of the few ranks, for modules between forward and backward."""
+        assert self._slot is not None
+        found = self._shown.get(self._slot)
+        if found is None:
+            with plainly():
+                locals_ = zip(self._pieces(self._slot), self._bucket.params, strict=True)
+                found = self._shown[self._slot] = [
+                    nn.Parameter(self._dtensor(local, param), requires_grad=False) for local, param in locals_
+                ]
+        for shown, param in zip(found, self._bucket.params, strict=True):
+            shown.requires_grad_(param.sharded.requires_grad)
+        return found
+
+    def _dtensor(self, local: torch.Tensor, param: ShardedParam) -> DTensor:
+        shape, info = torch.Size(param.shape), self._info  # of a parameter that was a DTensor, its local tensor's
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            local, info.mesh, info.placements(param.dim), run_check=False, shape=shape, stride=stride
+        )
+
+    def start(self) -> Job[None]:
+        """Begin to gather the weights into a slot of the bucket."""
+        assert self._slot is not None
+        slot = self._bucket.open()
+        landing = self._pool.lease_for(self.for_landing)
+        after = (self._kept_at, *slot.free_after, *landing.free_after)
+        return self._lane.start(self._steps(slot, landing), after, None, functools.partial(self._gathered, landing))
+
+    def _steps(self, slot: Slot, landing: Slot) -> Steps[None]:
+        assert self._slot is not None
+        layout, dtype = self._layout, self._bucket.dtype
+        flat = landing.typed(dtype, written=True)[: layout.total]
+        chunks = flat.view(layout.world, layout.numel)
+        chunk = chunks[self._info.shard_rank].copy_(self._slot.typed(dtype)[: layout.numel])
+        yield self._transport.all_gather([flat], [chunk])
+        pairs = [
+            pair
+            for whole, at in zip(self._bucket.wholes_in(slot), layout.params, strict=True)
+            for pair in paired(chunks[:, at.offset : at.offset + at.piece], whole, at)
+        ]
+        torch._foreach_copy_([whole for _, whole in pairs], [piece for piece, _ in pairs])
+
+    def _gathered(self, landing: Slot, after: torch.Event | None) -> None:
+        self._pool.release(landing, after)
+        self._release(after)
+
+    def release(self) -> None:
+        """Keep the pieces no longer."""
+        self._release(self._lane.mark())
+
+    def _release(self, after: torch.Event | None) -> None:
+        if self._slot is not None:
+            self._pool.release(self._slot, after)
+            self._slot = None

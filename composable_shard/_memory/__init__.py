@@ -1,0 +1,1 @@
+"""The pool from which all memory of gathers and reductions comes."""

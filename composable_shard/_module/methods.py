@@ -1,0 +1,430 @@
+"""The settings of a sharded module: the methods of torch's `FSDPModule` that change what the runtime does.
+
+Each writes new options in the place of the old ones (see `Options`); forward and backward read them as they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._engine.engine import Engine
+from .._errors import (
+    ShardConfigStateAssertionError,
+    ShardConfigStateError,
+    ShardConfigTypeError,
+    ShardConfigTypeValueError,
+    ShardConfigValueError,
+)
+from .._torch.distributed import is_torchs_comm, process_group_allocation, symmetric_memory_gather
+from .planning import Planning
+from .state import STATE, ShardState, named_states, share_lanes
+from .torch_names import StateFacade, state_facade
+
+
+class GradientReductionHandle:
+    """The end of a backward that was not waited for."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def wait(self) -> None:
+        """Wait for the reductions and set `.grad`."""
+        self._engine.end_backward_by_hand()
+
+
+class Methods(Planning):
+    """Settings, with the names and signatures of torch.
+
+    `recurse` says whether a setting holds for the sharded modules below, too. Settings of gathers and reductions may
+    change between iterations, and on every rank alike.
+    """
+
+    _orig_cls_mro_index = 5  # FSDPLinear, FSDPModule, Methods, Planning, torch's FSDPModule, Linear
+
+    # ---- gradients
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients.
+
+        While off, gradients stay unsharded, in the dtype of reduction, and are added to the next ones that are
+        reduced. `zero_grad` clears them. Switched on, `set_requires_all_reduce` is on again, too.
+
+        Raises:
+            ShardConfigValueError: the value is no bool.
+        """
+        _check_bool("requires_gradient_sync", requires_gradient_sync)
+        _set(self, recurse, requires_gradient_sync=requires_gradient_sync, requires_all_reduce=requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward, on a mesh of replicas, finishes reductions.
+
+        While off, it stops after the reduce-scatter: pieces of gradients are kept apart from `.grad` until a backward
+        with this setting on, which adds its own and reduces all of them over the replicas. `zero_grad` clears them.
+
+        Raises:
+            ShardConfigValueError: the value is no bool.
+        """
+        _check_bool("requires_all_reduce", requires_all_reduce)
+        _set(self, recurse, requires_all_reduce=requires_all_reduce)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the backwards to come wait, at their end, for the reductions that they have issued.
+
+        Otherwise `.grad` may be set only by the next backward, or just before the optimizer's step. Call it on the
+        root; it holds for all sharded modules below. Modules have their sharded parameters again: they are the leaves
+        of the graph, where torch's zero-bubble pipelines look for them.
+
+        Raises:
+            ShardConfigValueError: the value is no bool.
+        """
+        _check_bool("is_last_backward", is_last_backward)
+        self._own_state().set_for_root(is_last_backward=is_last_backward)
+        for state in _states(self, recurse=True):
+            state.show_sharded()
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether the caller ends each backward, or several of them, by `finalize_backward`. Call it on the root.
+
+        Raises:
+            ShardConfigValueError: the value is no bool.
+        """
+        _check_bool("enabled", enabled)
+        self._own_state().set_for_root(ends_by_hand=enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce gradients that are kept, if gradient sync is on, wait for all reductions, and reshard.
+
+        Args:
+            async_op: return at once, with a handle whose `wait()` waits for the reductions and sets `.grad`.
+        """
+        bound = self._own_state().bound
+        if bound is None:
+            return None
+        bound.engine.end_backward_by_hand(wait=not async_op)
+        return GradientReductionHandle(bound.engine) if async_op else None
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients over all ranks by `factor`, and not by the number of ranks. For this module.
+
+        Raises:
+            ShardConfigValueError: the factor is not a positive number.
+        """
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
+            raise ShardConfigValueError(f"factor: expected a positive number, got {factor!r}")
+        _set(self, False, divide_factor=float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Whether collectives only ever add, and divisions are steps of their own. For this module.
+
+        Raises:
+            ShardConfigValueError: the value is no bool.
+        """
+        _check_bool("enable", enable)
+        _set(self, False, only_sums=enable)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Whether parameters that got no gradient in backward are given one of zeros.
+
+        Then every backward reduces every group, so that the losses of ranks may use different modules in a step. (Ranks
+        that use different parameters of a module need no setting.) Without it, as in FSDP2, a group of which a rank got
+        no gradient at all is not reduced there: ranks that got one wait for it, for ever. So set it where a rank may
+        use none of a group's experts, and on the module of the experts alone: its groups are reduced when backward is
+        over, in one order on all ranks, and until then their unsharded gradients are kept.
+
+        Gathers remain those of the modules that run, and all ranks must run the same ones. Where they cannot, `unshard`
+        what only some will run on all ranks, before the forward, and let it stay (`reshard_after_forward=False`).
+
+        Raises:
+            ShardConfigValueError: the value is no bool.
+        """
+        _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        _set(self, recurse, reduce_unused=reduce_scatter_unused_params)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reductions may be in flight: issuing one more waits for the oldest.
+
+        Before it is called two may be; and on a CPU, without replicas, they are waited for before backward gathers what
+        follows, so that both use the same memory.
+
+        Raises:
+            ShardConfigTypeError: the value is no int.
+            ShardConfigValueError: it is less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise ShardConfigTypeError(
+                f"max_input_buffers must be an int, got {type(max_input_buffers).__name__} ({max_input_buffers!r})"
+            )
+        if max_input_buffers < 1:
+            raise ShardConfigValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        _set(self, recurse, max_reductions=max_input_buffers)
+
+    # ---- parameters
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether the unsharded parameters are given up between forward and backward.
+
+        Raises:
+            ShardConfigValueError: the value is no bool.
+        """
+        _check_bool("reshard_after_forward", reshard_after_forward)
+        _set(self, recurse, reshard_after_forward=reshard_after_forward)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether they are given up at the end of backward; False saves gathers while gradients accumulate.
+
+        They never outlive an optimizer's step. Whoever changes parameters otherwise calls `reshard` then: a change by
+        foreach functions or through ``.data`` cannot be noticed.
+
+        Raises:
+            ShardConfigValueError: the value is no bool.
+        """
+        _check_bool("reshard_after_backward", reshard_after_backward)
+        _set(self, recurse, reshard_after_backward=reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward gathers this module's parameters. False saves a gather where it needs none of them.
+
+        An embedding's backward, for one, reads no weight. If backward asks for a weight nevertheless, it is gathered.
+
+        Raises:
+            ShardConfigValueError: the value is no bool.
+        """
+        _check_bool("unshard_in_backward", unshard_in_backward)
+        _set(self, False, unshard_in_backward=unshard_in_backward)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether the memory of unsharded parameters is kept for them alone, so that their addresses stay the same.
+
+        It costs all of that memory all the time. What keeps weights otherwise than autograd does needs it: CUDA graphs,
+        transforms of `torch.func` in a forward, a selective checkpoint that saves views of weights.
+
+        Raises:
+            ShardConfigValueError: the value is no bool.
+        """
+        _check_bool("keep", keep)
+        _set(self, recurse, keep_storage=keep)
+
+    def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
+        """Gather these modules' parameters when this one's forward begins, and not those of the next one to run.
+
+        Raises:
+            ShardConfigValueError: one of them is not sharded.
+        """
+        self._own_state().set_prefetch(False, _states_to_prefetch(modules))
+
+    def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
+        """Gather these modules' parameters when this one's backward begins, and not those of the next one to run.
+
+        Raises:
+            ShardConfigValueError: one of them is not sharded.
+        """
+        self._own_state().set_prefetch(True, _states_to_prefetch(modules))
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the gathers of the next forward wait for `event`, and not for all that precedes that forward.
+
+        Call it every time on the root, with an event that was recorded right after the optimizer's step.
+        """
+        self._own_state().set_for_root(changed_at=event)
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Nothing: gathers are issued from the current stream's thread and never allocate on another stream."""
+
+    # ---- communication
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather this module's parameters by `comm`, an object like torch's `AllGather`. None: as before."""
+        _set_comms(self, all_gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce this module's gradients by `comm`, an object like torch's `ReduceScatter`. None: as before."""
+        _set_comms(self, reduce_scatter=comm)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call `hook` with this module's gradients when they are reduced: a 1D tensor, averaged, to change in place.
+
+        Args:
+            hook: called once for each dtype of reduction.
+            stream: where it runs; by default, on the stream of reductions.
+
+        Raises:
+            ShardConfigValueError: a stream is given and the mesh has replicas.
+        """
+        infos = [state.declaration.info for state in self._own_state().family]
+        if stream is not None and any(info.replicate_group is not None for info in infos):
+            raise ShardConfigValueError(
+                "stream cannot be set when using native HSDP: the hook runs behind the all-reduce over the replicas"
+            )
+        _set_comms(self, all_reduce_hook=hook, hook_stream=stream)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce over a process group (a communicator) of its own, so that reductions and gathers can overlap.
+
+        Every rank of the mesh must call it.
+        """
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for state in _states(self, recurse):
+            shard_group = state.declaration.info.shard_group
+            wanted = enable and shard_group is not None
+            _change_comms(state, reduce_group=_own_group(shard_group, made) if wanted else None)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Whether buffers of communication come from the process group's own allocator, if its backend has one.
+
+        Raises:
+            ShardConfigStateError: custom communication is set, which allocates for itself.
+        """
+        _refuse_custom(self, "set_allocate_memory_from_process_group", "ProcessGroupAlloc")
+        for state, group in _shard_groups(self):
+            gather, scatter = process_group_allocation(group) if enable else (None, None)
+            _change_comms(state, all_gather=gather, reduce_scatter=scatter)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Gather through torch's symmetric memory.
+
+        Raises:
+            ShardConfigStateError: custom communication is set, which allocates for itself; or torch has none.
+        """
+        _refuse_custom(self, "set_symm_mem", "SymmMem")
+        for state, group in _shard_groups(self):
+            gather = symmetric_memory_gather(group, backend)
+            if gather is None:
+                raise ShardConfigStateError(
+                    f"symmetric memory: torch {torch.__version__} has none for FSDP; use 2.12 or later"
+                )
+            _change_comms(state, all_gather=gather)
+
+    # ---- state
+
+    def allow_unmanaged_parameters(self, *, recurse: bool = True) -> None:
+        """Accept parameters that are added to this module, or anywhere below it, after `fully_shard`.
+
+        Nobody shards them or averages their gradients over the ranks: they train on each rank alone, as under torch's
+        FSDP2, unless you do that yourself. Without this call they are an error, for which the other remedies are to
+        call `fully_shard` on the module that was added, or to average their gradients in post-accumulate hooks (as
+        Transformers does for adapters that were added late).
+
+        Args:
+            recurse: whether it also holds for what is added to the sharded modules that are below this one now.
+        """
+        for state in _states(self, recurse):
+            state.entries.allows_unmanaged = True
+
+    def reset_iter_state(self) -> None:
+        """Forget a forward or backward that an exception has ended. The next forward does so by itself.
+
+        Gradients that were kept with gradient sync off, or in flight, are lost.
+
+        Raises:
+            RuntimeError: this is not the root.
+        """
+        bound = self._own_state().bound
+        if bound is None:
+            return
+        if not bound.is_root:
+            raise ShardConfigStateError(
+                "reset_iter_state must be called on the root FSDP module, the one whose forward runs first"
+            )
+        bound.engine.reset()
+
+    def _get_fsdp_state(self) -> StateFacade:  # type: ignore[override]
+        found = state_facade(self)  # type: ignore[arg-type]
+        assert found is not None
+        return found
+
+    def _own_state(self) -> ShardState:
+        state: ShardState = self.__dict__[STATE]
+        return state
+
+
+def _check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ShardConfigTypeValueError(f"{name} should be a bool, got {type(value)}: {value!r}")
+
+
+def _states(module: Methods, recurse: bool) -> list[ShardState]:
+    return [state for _, state in named_states(module)] if recurse else [*module._own_state().family]  # type: ignore[arg-type]
+
+
+def _set(module: Methods, recurse: bool, **changes: Any) -> None:
+    states = _states(module, recurse)
+    for state in states:
+        state.declaration.settings.change(**changes)
+    planned = changes.keys() & {"reshard_after_forward", "max_reductions", "reduce_unused"}
+    for engine in {state.bound.engine for state in states if state.bound is not None} if planned else ():
+        engine.learning.settings_changed()
+
+
+def _set_comms(module: Methods, **changes: Any) -> None:
+    for state in module._own_state().family:
+        _change_comms(state, **changes)
+
+
+def _change_comms(state: ShardState, **changes: Any) -> None:
+    settings = state.declaration.settings
+    settings.change(comms=replace(settings.current.comms, **changes))
+    state.comms_changed()
+
+
+def _refuse_custom(module: Methods, what: str, own: str) -> None:
+    """Refuse communication that a user has set, but for torch's own of the kind that `what` sets."""
+    comms = module._own_state().declaration.settings.current.comms
+    for kind, comm in (("all gather", comms.all_gather), ("reduce scatter", comms.reduce_scatter)):
+        if comm is not None and not is_torchs_comm(comm, own):
+            raise ShardConfigStateAssertionError(
+                f"cannot call {what}() when {kind} comm is custom: {type(comm).__name__}, which allocates for itself; "
+                "set only one"
+            )
+
+
+def _states_of(modules: list[Any], expected: str = "list of FSDPModules but got {module}") -> list[ShardState]:
+    states = []
+    for module in modules:
+        if not isinstance(module, Methods):
+            found = expected.format(module=module, kind=type(module))
+            raise ShardConfigValueError(
+                f"Expects {found}; {type(module).__name__} is not sharded, call fully_shard on it first"
+            )
+        states.append(module._own_state())
+    return states
+
+
+def _states_to_prefetch(modules: list[Any]) -> list[ShardState]:
+    return _states_of(modules, "FSDPModule but got {kind}: {module}")
+
+
+def _shard_groups(module: Methods) -> list[tuple[ShardState, dist.ProcessGroup]]:
+    """The states of a call, with the process groups of their shard axes, where they have one."""
+    found = [(state, state.declaration.info.shard_group) for state in module._own_state().family]
+    return [(state, group) for state, group in found if group is not None]
+
+
+def _own_group(
+    shard_group: dist.ProcessGroup | None, made: dict[tuple[int, ...], dist.ProcessGroup]
+) -> dist.ProcessGroup:
+    """A process group over the ranks of a shard axis; one for all meshes that shard over the same ranks."""
+    ranks = tuple(dist.get_process_group_ranks(shard_group))
+    if ranks not in made:
+        # its type names the group of those outside as well, from torch 2.15 on; this rank is among `ranks`
+        group: Any = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="composable_shard_reduce")
+        made[ranks] = group
+    return made[ranks]
+
+
+def share_comm_ctx(modules: list[Any]) -> None:
+    """Let several roots (the chunks of a pipeline stage, say) queue their communication on the same streams.
+
+    Raises:
+        ShardConfigValueError: one of them is not sharded.
+        ShardConfigStateError: one of them has run already.
+    """
+    share_lanes(_states_of(modules))

@@ -1,0 +1,498 @@
+"""The module: the class that `fully_shard` swaps in, its hooks, and the methods that users call.
+
+`__call__` stands around everything: it opens the forward at the engine, sets the hooks for saved weights, and closes
+the forward whatever happens in it. The rest is done by ordinary forward hooks, which `torch.compile` can trace.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
+
+from .._engine.engine import Engine
+from .._engine.iterations import two_threads
+from .._engine.node import Outputs, Use
+from .._engine.profiling import record
+from .._errors import ShardConfigStateError, ShardConfigValueError
+from .._graph.guard import begin_trace, same_graph, say_broken
+from .._group.group import ParamGroup
+from .._group.phases import GATHERING
+from .._group.saved_tensors import PLAIN, saved_weights, weights_in_place
+from .._torch.compiler import put_rng_states_before_meshes
+from .._torch.core import (
+    HANDLES,
+    address_of,
+    any_module_hooks,
+    apart_from_checkpoints,
+    current_backward,
+    map_tensors,
+    plain_parts,
+    refuses_saved_tensors_hooks,
+    run_while_tracing,
+    saved_tensors_hooks_are_enabled,
+    tree_tensors,
+    with_side_effects,
+)
+from .._torch.distributed import registered_by_torch
+from .build import build_engine, check_root
+from .methods import Methods
+from .state import EAGER, STATE, TRACED, Bound, ShardState, Way, named_states
+
+_BUILDER = "_shard_builder"  # where a root has the thread that builds its engine: `setdefault` is atomic
+
+
+class UnshardHandle(TorchUnshardHandle):
+    """An unshard that was issued and not yet waited for."""
+
+    def __init__(self, engine: Engine, groups: Sequence[ParamGroup]) -> None:
+        self._engine = engine
+        self._groups = groups
+
+    def wait(self) -> None:
+        """Make the unsharded parameters readable in the module; nothing, if they are or have been given up."""
+        for group in self._groups:
+            if group.phase is GATHERING:
+                self._engine.unshard(group, wait=True)
+
+
+def _bound(module: nn.Module, measure: bool = True, runs: bool = True) -> Bound:
+    state: ShardState = module.__dict__[STATE]
+    if state.bound is None:
+        here = threading.get_ident()
+        if module.__dict__.setdefault(_BUILDER, here) != here:
+            raise two_threads("its first forward")
+        try:
+            if state.bound is None:  # or another thread has built it in the meantime
+                apart_from_checkpoints(build_engine)(module, measure, runs)
+        finally:
+            module.__dict__.pop(_BUILDER, None)
+    assert state.bound is not None
+    return state.bound
+
+
+class FSDPModule(Methods):
+    """Base of the class of every sharded module; use it for `isinstance` and for the methods below."""
+
+    _leads_to_torchs: bool  # whether the class that was sharded has torch's own `_call_impl`
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = super().__call__  # type: ignore[misc]
+        if torch.compiler.is_compiling():
+            return _trace(self, partial(_call_whole, call), args, kwargs)  # type: ignore[arg-type]
+        if self._compiled_call_impl is not None:  # type: ignore[attr-defined]
+            _let_engine_surround_compiled_code(self)  # type: ignore[arg-type]
+            return _run(self, partial(_call_whole, call), args, kwargs)  # type: ignore[arg-type]
+        if _is_torchs(call) and not _has_hooks_of_others(self):  # type: ignore[arg-type]
+            return _run(self, _call_alone, args, kwargs)  # type: ignore[arg-type]
+        return _run(self, partial(_call_past, call), args, kwargs)  # type: ignore[arg-type]
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """Torch's own call ends up here.
+
+        `torch.compile` keeps that call from before the module was sharded, and so passes our `__call__` by: it starts
+        over with ours. A recomputation by a checkpoint around `super().__call__` passes it by as well, but goes on, for
+        the call that it repeats has been through ours.
+        """
+        state: ShardState = self.__dict__[STATE]
+        if state.way is EAGER and not state.calls and (torch.compiler.is_compiling() or current_backward() < 0):
+            return self(*args, **kwargs)
+        return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        state: ShardState = self.__dict__[STATE]
+        state.release()
+        try:
+            return super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # past torch's own
+        finally:
+            for each in state.family:
+                each.entries.converted = True
+            if state.bound is not None:
+                state.bound.engine.converted(state.groups)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, also while unsharded parameters are in the place of those that have them."""
+        for _, state in named_states(self):  # type: ignore[arg-type]
+            for param in state.declaration.params if state.entries.shown else ():
+                grad = param.sharded.grad
+                if set_to_none:
+                    param.sharded.grad = None
+                elif grad is not None:
+                    grad.detach_().zero_()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:
+        """A module with sharded parameters of its own, in the same mesh. It has run nothing yet."""
+        adopt_forward_methods(self)  # type: ignore[arg-type]  # torch's are bound to this module
+        for _, state in named_states(self):  # type: ignore[arg-type]
+            state.release()
+            for param in state.declaration.params:
+                copy.deepcopy(param, memo)  # before the modules that hold it
+        made = memo[id(self)] = object.__new__(type(self))
+        compiled = {"_compiled_call_impl"}  # bound to this module; a copy of any module leaves it behind
+        made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in compiled}, memo))
+        number(made)  # type: ignore[arg-type]
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardConfigStateError(
+            f"{type(self).__name__}: a sharded module cannot be pickled; save its state_dict() "
+            "(torch.distributed.checkpoint does so from all ranks), or deepcopy it"
+        )
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own parameters (not those of sharded modules below it).
+
+        They stay unsharded until `reshard`, the end of the module's next use, or a change of their values.
+
+        Args:
+            async_op: return at once, with a handle whose `wait()` makes them readable.
+        """
+        engine = _bound(self, runs=False).engine  # type: ignore[arg-type]
+        groups = self._own_state().groups
+        for group in groups:
+            engine.unshard(group, wait=not async_op)
+        return UnshardHandle(engine, groups) if async_op else None
+
+    def reshard(self) -> None:
+        """Give the unsharded parameters of this module up. Ignored while its forward runs."""
+        state: ShardState = self.__dict__[STATE]
+        state.release()
+
+
+def _is_torchs(call: Any) -> bool:
+    """Whether a module's call is torch's own: a class may have another, and torch.fx puts one in its place."""
+    return getattr(call, "__func__", None) is nn.Module._wrapped_call_impl and type(call.__self__)._leads_to_torchs
+
+
+def _has_hooks_of_others(module: nn.Module) -> bool:
+    """Whether somebody else than we listens to the calls of a module."""
+    own = module.__dict__  # past `Module.__getattr__`
+    if len(own["_forward_hooks"]) != 1 or len(own["_forward_pre_hooks"]) != 1:
+        return True
+    return bool(own["_backward_hooks"] or own["_backward_pre_hooks"]) or any_module_hooks()
+
+
+def _call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch's own call does for a module that has our hooks only, at half the cost."""
+    cast = pre_forward(module, args, kwargs)
+    if cast is not None:
+        args, kwargs = cast
+    return post_forward(module, args, module.forward(*args, **kwargs))
+
+
+def _call_whole(call: Callable[..., Any], _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Torch's own call of a module, or what somebody has put in its place."""
+    return call(*args, **kwargs)
+
+
+def _call_past(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same in eager steps, where it leads to `FSDPModule._call_impl` and is to go on from there."""
+    state: ShardState = module.__dict__[STATE]
+    state.calls += 1
+    try:
+        return call(*args, **kwargs)
+    finally:
+        state.calls -= 1
+
+
+_Call = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _run(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One eager call of a sharded module."""
+    bound = _bound(module)
+    engine = bound.engine
+    state: ShardState = module.__dict__[STATE]
+    stays = state.declaration.settings.current.keep_storage
+    if bound.is_root:
+        check_root(module)
+        engine.check_thread()
+    engine.enter()
+    depth = len(state.open_calls)
+    root_succeeded = False
+    try:
+        hooks = None
+        # Where none are allowed, as in `torch.func.grad`, autograd saves weights themselves, and keeps their memory so.
+        takes_hooks = torch.is_grad_enabled() and saved_tensors_hooks_are_enabled()
+        if takes_hooks and not (engine.active and _saved_none(engine, bound.group)):
+            hooks = (weights_in_place if stays else saved_weights)(engine)
+        if hooks is None:  # without gradients, or inside of another forward, whose hooks serve this one too
+            output = call(module, args, kwargs)
+        else:
+            with hooks:
+                output = call(module, args, kwargs)
+        root_succeeded = bound.is_root
+        return output
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            engine.interrupted()
+        state.abort(depth)
+        if refuses_saved_tensors_hooks(error) and not stays:
+            name = bound.group.name if bound.group is not None else type(module).__name__
+            raise ShardConfigStateError(
+                f"module {name}: its forward runs inside of a transform of torch.func, or uses one, that needs the "
+                "weights to stay in place until backward; call set_keep_unsharded_storage(True) on the root, before "
+                "its first forward"
+            ) from error
+        raise
+    finally:
+        engine.leave(root_succeeded)
+
+
+def _saved_none(engine: Engine, group: ParamGroup | None) -> bool:
+    """Whether the forward that is recomputed now has saved no weights, nor shall this one, for a checkpoint counts.
+
+    It may have begun the checkpoint itself, in a hook behind ours, as `torch.distributed._composable.checkpoint` does.
+    """
+    use = None if group is None else engine.active.get(group)
+    return use is not None and not use.reads and not any(bucket.saved for bucket in use.group.buckets[1:])
+
+
+class _ForwardMethod:
+    """A method of a sharded module that runs as a forward. It holds the module weakly, for the module holds it.
+
+    Args:
+        module: the module.
+        name: under which it has the method.
+        method: what it has there: a method bound to it, or anything else that can be called.
+    """
+
+    def __init__(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
+        self._takes_module = getattr(method, "__self__", None) is module and hasattr(method, "__func__")
+        functools.update_wrapper(self, method.__func__ if self._takes_module else method)  # type: ignore[attr-defined]
+        self._module = weakref.ref(module)
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        if module is None:
+            raise ShardConfigStateError(f"{self._name}: its module is gone")
+        return _forward_as(self.__wrapped__, self._takes_module, module, args, kwargs)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardMethod:
+        module = self._module()
+        assert module is not None
+        made = copy.deepcopy(module, memo)
+        function: Any = self.__wrapped__  # type: ignore[attr-defined]
+        method = types.MethodType(function, made) if self._takes_module else copy.deepcopy(function, memo)
+        return _ForwardMethod(made, self._name, method)
+
+
+def _forward_as(
+    function: Callable[..., Any], takes_module: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cast = pre_forward(module, args, kwargs)
+        if cast is not None:
+            args, kwargs = cast
+        output = function(module, *args, **kwargs) if takes_module else function(*args, **kwargs)
+        return post_forward(module, args, output)
+
+    return (_trace if torch.compiler.is_compiling() else _run)(module, call, args, kwargs)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let another method of a sharded module run as its forward does: on unsharded parameters, and with a backward.
+
+    Modules that are not sharded stay as they are, so that code may call this for both.
+
+    Args:
+        module: the module.
+        method_name: name of the method, for example ``generate`` or ``encode``. It may be one of the class, or a
+            function that was set on this module alone.
+
+    Raises:
+        ShardConfigValueError: the module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    adopt_forward_methods(module)
+    method = getattr(module, method_name, None)
+    if isinstance(method, _ForwardMethod) and method._module() is module:
+        return
+    if not callable(method) or isinstance(method, nn.Module):
+        raise ShardConfigValueError(
+            f"method_name: {type(module).__name__} does not have a method {method_name!r}; name one that it has"
+        )
+    module.__dict__[method_name] = _ForwardMethod(module, method_name, method)
+
+
+def adopt_forward_methods(module: nn.Module) -> None:
+    """Put ours in the place of the wrappers that torch's own `register_fsdp_forward_method` has set on a module.
+
+    A wrapper that runs right now has begun with the state's `_pre_forward` and goes on with the method under it: that
+    becomes ours, too, which does the whole of a forward, and ends it also when the method fails.
+    """
+    for name, value in list(module.__dict__.items()):
+        cell = registered_by_torch(value)
+        if cell is not None:
+            method = cell.cell_contents
+            while (inner := registered_by_torch(method)) is not None:
+                method = inner.cell_contents  # registered several times
+            ours = method if isinstance(method, _ForwardMethod) else _ForwardMethod(module, name, method)
+            cell.cell_contents = module.__dict__[name] = ours
+
+
+_numbers = itertools.count()
+_modules: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
+
+
+def number(module: nn.Module) -> None:
+    """Give a sharded module a number, for what can be handed a constant only."""
+    here = str(next(_numbers))
+    _modules[here] = module
+    module.__dict__[STATE].traced.unknown = here
+
+
+@run_while_tracing
+def _find_root(unknown: str) -> bool:
+    """Make the engine of a module that is compiled before it has ever run.
+
+    Dynamo may trace a function several times before it is done, and must find the same way through it each time: so
+    this is always called, and after the first time with an empty string.
+    """
+    put_rng_states_before_meshes()
+    if unknown:
+        _bound(_modules[unknown], measure=False)  # a graph has collectives of its own
+    return True
+
+
+def _trace(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One call of a sharded module while Dynamo traces."""
+    state: ShardState = module.__dict__[STATE]
+    _find_root(state.traced.unknown)
+    begin_trace(*state.asked.for_graphs())
+    with_side_effects(partial(setattr, state, "way", Way.TRACED))
+    output = call(module, args, kwargs)
+    with_side_effects(partial(setattr, state, "way", Way.EAGER))
+    if state.lists:
+        with_side_effects(state.finish_traced)
+    return output
+
+
+def _let_engine_surround_compiled_code(module: nn.Module) -> None:
+    """Have the engine work around the compiled forward of a module on which `compile()` was called.
+
+    Torch compiles the forward then, hooks included, and runs that wherever the module is called: also in a checkpoint
+    that the class's own `__call__` makes, which runs it again in backward. So layers of one class share their code, and
+    sharded modules within are part of the graph.
+    """
+    compiled = module._compiled_call_impl
+    if hasattr(compiled, "_surrounded"):
+        return
+    known = weakref.ref(module)
+
+    def surrounded(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return compiled(*args, **kwargs)  # type: ignore[misc]
+        there = known()
+        assert there is not None
+        return _run_around(compiled, there, args, kwargs)  # type: ignore[arg-type]
+
+    surrounded._surrounded = compiled  # type: ignore[attr-defined]
+    module._compiled_call_impl = surrounded
+
+
+def _run_around(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One call of a compiled forward, which gathers for the sharded modules within but not for the module itself."""
+    state: ShardState = module.__dict__[STATE]
+    depth = len(state.open_calls)
+    state.begin(module)
+    before, state.way = state.way, Way.AROUND
+    try:
+        with warnings.catch_warnings():  # Dynamo looks for a `.grad` of the unsharded parameters, which are no leaves
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+            output = call(*args, **kwargs)
+    except BaseException:
+        state.abort(depth)
+        raise
+    finally:
+        state.way = before
+    return _ended(module, state, output)
+
+
+def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Before forward, and before all other hooks: show the unsharded parameters, cast the inputs."""
+    state: ShardState = module.__dict__[STATE]
+    way = state.way
+    if way is TRACED:
+        if not (torch.compiler.is_compiling() and same_graph()):
+            say_broken(type(module).__name__)
+        state.begin_traced(module)
+    elif way is EAGER:
+        state.begin(module)
+    policy = state.declaration.settings.current.mp_policy
+    if policy.param_dtype is None or not policy.cast_forward_inputs:
+        return None
+    if way is EAGER and state.bound is not None and state.bound.engine.profiled:
+        with record("FSDP::cast_forward_inputs"):
+            return _cast(args, policy.param_dtype), _cast(kwargs, policy.param_dtype)
+    return _cast(args, policy.param_dtype), _cast(kwargs, policy.param_dtype)
+
+
+def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """After forward: hide the unsharded parameters, listen for backward, cast the outputs."""
+    state: ShardState = module.__dict__[STATE]
+    way = state.way
+    if way is TRACED:
+        state.end_traced(module)
+    elif way is EAGER and state.bound is not None:
+        output = _ended(module, state, output)
+    dtype = state.declaration.settings.current.mp_policy.output_dtype
+    if dtype is None:
+        return output
+    if way is EAGER and state.bound is not None and state.bound.engine.profiled:
+        with record("FSDP::cast_forward_outputs"):
+            return _cast(output, dtype)
+    return _cast(output, dtype)
+
+
+def _ended(module: nn.Module, state: ShardState, output: Any) -> Any:
+    """The engine's part of the end of a forward; returns the output, without views of weights."""
+    assert state.bound is not None
+    engine = state.bound.engine
+    find = engine.pool.find
+    if type(output) is torch.Tensor and find(address_of(output)) is None:
+        for found in state.end(module, ()):
+            _listen(engine, found, (output,))
+        return output
+    tensors = tree_tensors(output)
+    parts = tensors if all([type(t) in PLAIN for t in tensors]) else [p for t in tensors for p in plain_parts(t)]  # noqa: C419
+    among_weights = [part for part in parts if find(address_of(part)) is not None]
+    if among_weights:
+        # A view of a weight would change when its slot is used again.
+        views = {id(part) for part in among_weights}
+        output = map_tensors(lambda t: t.clone() if any(id(p) in views for p in plain_parts(t)) else t, output)
+        tensors = tree_tensors(output)
+    for found in state.end(module, among_weights):
+        _listen(engine, found, tensors)
+    return output
+
+
+def _listen(engine: Engine, found: tuple[Use, Outputs], tensors: Sequence[torch.Tensor]) -> None:
+    """Tell the engine when backward reaches one of these outputs."""
+    for tensor in tensors:
+        node = tensor.grad_fn
+        if node is not None:
+            node.register_prehook(partial(engine.before_backward, *found))
+            HANDLES.ours += 1
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    return map_tensors(cast, tree)

@@ -1,0 +1,75 @@
+"""State dicts hold the sharded parameters, also while unsharded ones are in their place; full tensors load, too.
+
+The hooks are functions of the module alone, so that a copy of a module uses its own state.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .._group.param import ShardedParam
+from .._torch.core import HANDLES
+from .state import ShardState
+
+OWNED_BY = "_shard_owner"  # where a module keeps the state that manages its own parameters
+
+
+def watch_state_dict(owner: nn.Module, state: ShardState) -> None:
+    """Let `owner`, whose parameters `state` manages, save and load them rightly."""
+    owner.__dict__[OWNED_BY] = StateDictOwner(state)
+    owner.register_state_dict_post_hook(_after_save)  # type: ignore[no-untyped-call]
+    owner.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
+    HANDLES.ours += 2
+
+
+class StateDictOwner:
+    """A state, weakly, for it knows modules that hold this one; copied with it."""
+
+    def __init__(self, state: ShardState) -> None:
+        self.state = weakref.ref(state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateDictOwner:
+        state = self.state()
+        return self if state is None else StateDictOwner(copy.deepcopy(state, memo))
+
+    def __call__(self, module: nn.Module) -> None:
+        """This module has got some of its parameters."""
+        state = self.state()
+        if state is not None and OWNED_BY not in module.__dict__:
+            watch_state_dict(module, state)
+
+
+def _params(module: nn.Module) -> list[tuple[ShardState, str, ShardedParam]]:
+    """The sharded parameters of a module by name, each with its state."""
+    first: ShardState | None = module.__dict__[OWNED_BY].state()
+    return [
+        (state, name, state.entries.params[index])
+        for state in (first.family if first is not None else ())
+        for names, name, index in state.entries.places
+        if names is module._parameters
+    ]
+
+
+def _after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for state, name, param in _params(module):
+        found = state_dict.get(prefix + name)
+        if found is not None and (state.entries.shown or not isinstance(found, DTensor)):
+            state_dict[prefix + name] = found if found is param.sharded else param.sharded.detach()
+
+
+def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    params = _params(module)
+    for state in {state: None for state, _, _ in params}:
+        state.overwritten()
+    for state, name, param in params:
+        given = state_dict.get(prefix + name)
+        if not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
+            continue
+        if tuple(given.shape) in (param.shape, tuple(param.sharded.shape)):
+            state_dict[prefix + name] = param.piece_of(given, state.declaration.info)

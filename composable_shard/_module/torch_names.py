@@ -1,0 +1,911 @@
+"""What other code reads of the state of an FSDP module: torch's names, each computed from our own facts when asked.
+
+`torch.distributed.pipelining` runs backward without `Tensor.backward`, asks each group for its `post_backward` when the
+last micro-batch is through, and then ends the backward by hand. Tools look at a group's parameters, phases and meshes.
+All of it can be read; what may be set has a method of the module, which the error of an attempt names.
+
+Torch's `FSDPMemTracker` also puts itself around what happens: it removes the hooks of a state, registers others that
+call `_pre_forward` and `_post_forward`, and replaces `pre_backward` and `post_backward` of a group. Those can be set:
+hooks of ours stand aside for those of a tool until it registers ours again (`_Hooks`), and the engine calls what was
+put in the place of a group's methods (see `_listened`).
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils.hooks import RemovableHandle
+
+from .._comm.mesh import MeshInfo
+from .._engine.engine import Engine
+from .._engine.listeners import LISTENERS, POST_BACKWARD, PRE_BACKWARD
+from .._errors import ShardConfigAssertionError, ShardConfigAttributeError, ShardConfigStateError
+from .._group.group import Gradients, ParamGroup
+from .._group.param import ShardedParam
+from .._group.phases import GATHERING, RESIDENT, SHARDED, UNSHARDED, GradPhase
+from .._policies import CPUOffloadPolicy, HSDPMeshInfo, MixedPrecisionPolicy, OffloadPolicy, Options
+from .._torch.core import forward_hooks
+from .._torch.distributed import (
+    ParamModuleInfo,
+    ShardedState,
+    TrainingState,
+    called_by_forward_method,
+    data_parallel_mesh_info,
+    register_state,
+    registered_state,
+    spec_of,
+)
+from .build import build_engine
+from .state import ShardState, share_lanes, state_of
+
+_SETTERS = {
+    "reduce_grads": "set_requires_gradient_sync",
+    "all_reduce_grads": "set_requires_all_reduce",
+    "reshard_after_backward": "set_reshard_after_backward",
+    "post_forward_mesh_info": "set_reshard_after_forward",
+    "gradient_divide_factor": "set_gradient_divide_factor",
+    "reduce_scatter_unused_params": "set_reduce_scatter_unused_params",
+    "reduce_scatter_max_input_buffers": "set_reduce_scatter_max_input_buffers",
+    "force_sum_reduction_for_comms": "set_force_sum_reduction_for_comms",
+    "unshard_in_backward": "set_unshard_in_backward",
+    "_all_reduce_hook": "set_all_reduce_hook",
+    "_all_gather_comm": "set_custom_all_gather",
+    "_reduce_scatter_comm": "set_custom_reduce_scatter",
+    "_states_to_forward_prefetch": "set_modules_to_forward_prefetch",
+    "_states_to_backward_prefetch": "set_modules_to_backward_prefetch",
+    "is_last_backward": "set_is_last_backward",
+    "post_optim_event": "set_post_optim_event",
+}
+
+
+class _View:
+    """Something that can be read, but not written."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(type(self), name, None)
+        if isinstance(found, property):  # it has raised an AttributeError, which says more
+            return found.__get__(self)
+        raise ShardConfigAttributeError(
+            f"{type(self).__name__} has no {name!r}: it shows what torch's FSDP2 state of a module and this library "
+            "have in common; composable_shard.stats and last_record tell more"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        found = getattr(type(self), name, None)
+        if isinstance(found, property) and found.fset is not None:
+            object.__setattr__(self, name, value)
+            return
+        use = f"; use the module's {_SETTERS[name]}" if name in _SETTERS else ""
+        raise ShardConfigAttributeError(f"{type(self).__name__}.{name}: can be read, but not set{use}")
+
+    def _hold(self, **facts: Any) -> None:
+        self.__dict__.update(facts)
+
+
+class UnshardedGradient(NamedTuple):
+    """What stands for an unsharded parameter while `post_backward` runs, when the weights may be gone already."""
+
+    grad: torch.Tensor | None
+
+
+class ParamFacade(_View):
+    """A parameter, under the names of torch's `FSDPParam`."""
+
+    _known: weakref.ref[GroupFacade]  # which holds this
+    _param: ShardedParam
+    _index: int
+
+    def __init__(self, group: GroupFacade, param: ShardedParam, index: int) -> None:
+        self._hold(_known=weakref.ref(group), _param=param, _index=index)
+
+    def __repr__(self) -> str:
+        return f"FSDPParam(fqn={self._param_fqn}, orig_size={self._orig_size})"
+
+    @property
+    def _group(self) -> GroupFacade:
+        group = self._known()
+        if group is None:
+            raise ShardConfigStateError(f"parameter {self._param.fqn}: its module is gone")
+        return group
+
+    @property
+    def _param_fqn(self) -> str | None:
+        return None if self._group._of._root is None else self._param.fqn
+
+    @property
+    def _module_info(self) -> Any:
+        holders = {id(m._parameters): m for each in self._group.modules for m in each.modules()}
+        places = self._group._own.entries.places
+        found = [(holders.get(id(names)), name) for names, name, index in places if index == self._index]
+        (module, name), *shared = [(m, name) for m, name in found if m is not None]
+        return ParamModuleInfo(module, name, [m for m, _ in shared], [name for _, name in shared])
+
+    # ---- sharded
+
+    @property
+    def _dtensor(self) -> DTensor:
+        sharded: Any = self._param.sharded
+        return sharded  # type: ignore[no-any-return]
+
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        return self._param.sharded
+
+    @property
+    def _sharded_local_tensor(self) -> torch.Tensor:
+        return self._param.local
+
+    @property
+    def _sharding_spec(self) -> Any:
+        return spec_of(self._dtensor)
+
+    @property
+    def _spmd_mesh(self) -> DeviceMesh:
+        return self._dtensor.device_mesh
+
+    @property
+    def _spmd_placements(self) -> tuple[Placement, ...]:
+        return tuple(self._dtensor.placements)
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        return self._group._info.shard_mesh
+
+    @property
+    def fsdp_placement(self) -> Shard:
+        return Shard(self._param.dim)
+
+    @property
+    def sharded_size(self) -> torch.Size:
+        return self._param.local.size()
+
+    @property
+    def contiguous_sharded_stride(self) -> tuple[int, ...]:
+        return _strides(self.sharded_size)
+
+    @property
+    def sharded_state(self) -> Any:
+        return self._group._sharded_state
+
+    # ---- unsharded
+
+    @property
+    def _orig_size(self) -> torch.Size:
+        return torch.Size(self._param.shape)
+
+    @property
+    def _contiguous_orig_stride(self) -> tuple[int, ...]:
+        return _strides(self._orig_size)
+
+    @property
+    def is_dtensor(self) -> bool:
+        return self._param.parallel is not None
+
+    @property
+    def unsharded_param(self) -> torch.Tensor:
+        group = self._group._group
+        if group is None or group.phase is not UNSHARDED:
+            raise ShardConfigAttributeError(f"parameter {self._param.fqn}: is not unsharded now; call unshard() first")
+        entries = self._group._own.entries
+        return entries.there(self._index) if entries.shown else group.leaves()[self._index]
+
+    @property
+    def _unsharded_param(self) -> torch.Tensor | UnshardedGradient:
+        event = self._group._event
+        if event is None or event.moment != POST_BACKWARD:
+            return self.unsharded_param
+        return UnshardedGradient(event.gradients[self._index] if event.gradients else None)
+
+    @property
+    def unsharded_accumulated_grad(self) -> torch.Tensor | None:
+        group = self._group._group
+        return None if group is None else group.kept_gradient(self._index)
+
+    # ---- dtypes, devices, meshes
+
+    @property
+    def orig_dtype(self) -> torch.dtype:
+        return self._param.dtype
+
+    @property
+    def param_dtype(self) -> torch.dtype | None:
+        computed: torch.dtype = self._param.compute_dtype(self._group._options)
+        return None if computed == self.orig_dtype else computed
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        policy = self.mp_policy
+        return None if policy.reduce_dtype == policy.param_dtype else policy.reduce_dtype
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        return self._group.mp_policy
+
+    @property
+    def offload_to_cpu(self) -> bool:
+        return self._group._info.offloads
+
+    @property
+    def pin_memory(self) -> bool:
+        return self._group._info.pins
+
+    @property
+    def device(self) -> torch.device:
+        return self._group.device
+
+    @property
+    def mesh_info(self) -> Any:
+        return self._group.mesh_info
+
+    @property
+    def post_forward_mesh_info(self) -> Any:
+        return self._group.post_forward_mesh_info
+
+
+@dataclass
+class _Event:
+    """Something that is about to be done, by the method of a group that torch's does it in."""
+
+    moment: str
+    work: Callable[[], None]
+    gradients: Gradients
+    done: bool = False
+
+
+class GroupFacade(_View):
+    """A group of parameters, under the names of torch's `FSDPParamGroup`."""
+
+    _state: weakref.ref[StateFacade]
+    _own: ShardState
+    _param_group_index: int
+    fsdp_params: list[ParamFacade]
+    _event: _Event | None
+    _theirs: dict[str, Callable[..., None]]  # methods that a tool has put in the place of ours
+    _seen: weakref.WeakSet[Any]  # and all that it has put there since its hooks came
+    _gone: bool  # whether its hooks have gone since
+
+    def __init__(self, state: StateFacade, own: ShardState, index: int) -> None:
+        self._hold(_state=weakref.ref(state), _own=own, _param_group_index=index)
+        self._hold(_event=None, _theirs={}, _seen=weakref.WeakSet(), _gone=False)
+        params = [ParamFacade(self, param, at) for at, param in enumerate(own.declaration.params)]
+        self._hold(fsdp_params=params)
+
+    def __repr__(self) -> str:
+        return f"FSDPParamGroup(fqn={self._module_fqn})"
+
+    @property
+    def _of(self) -> StateFacade:
+        state = self._state()
+        if state is None:
+            raise ShardConfigStateError("the module of this group is gone")
+        return state
+
+    @property
+    def _info(self) -> MeshInfo:
+        return self._own.declaration.info
+
+    @property
+    def _options(self) -> Options:
+        return self._own.declaration.settings.current
+
+    @property
+    def _group(self) -> ParamGroup | None:
+        return None if self._own.bound is None else self._own.bound.group
+
+    @property
+    def _engine(self) -> Engine | None:
+        return None if self._own.bound is None else self._own.bound.engine
+
+    # ---- what it is made of
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return self._of._modules
+
+    @property
+    def _module_fqn(self) -> str | None:
+        root = self._of._root
+        if root is None or root._root_module is None:
+            return None
+        own = self.modules
+        named = root._root_module.named_modules()
+        return ", ".join(name for name, module in named if any(module is each for each in own))
+
+    @property
+    def _num_param_groups(self) -> int:
+        return len(self._of._fsdp_param_groups)
+
+    @property
+    def mesh_info(self) -> Any:
+        return data_parallel_mesh_info(self._info)
+
+    @property
+    def post_forward_mesh_info(self) -> Any:
+        asked = self._own.declaration
+        if not self._options.reshards(self._of._is_root is True) or self._info.shard_group is None:
+            return None
+        return (
+            self.mesh_info
+            if asked.small is None or not self._options.few_ranks
+            else data_parallel_mesh_info(asked.small)
+        )
+
+    @property
+    def _reshard_after_forward(self) -> bool:
+        return self.post_forward_mesh_info is not None
+
+    @property
+    def _use_post_forward_mesh(self) -> bool:
+        return self._reshard_after_forward and self._options.few_ranks > 0
+
+    @property
+    def _is_hsdp(self) -> bool:
+        return isinstance(self.mesh_info, HSDPMeshInfo)
+
+    @property
+    def _all_gather_process_group(self) -> dist.ProcessGroup | None:
+        small = self._own.declaration.small
+        return small.shard_group if small is not None and self.is_sharded_post_forward else self._info.shard_group
+
+    @property
+    def _reduce_scatter_process_group(self) -> dist.ProcessGroup | None:
+        return self._options.comms.reduce_group or self._info.shard_group
+
+    @property
+    def _all_reduce_process_group(self) -> dist.ProcessGroup | None:
+        return self._info.replicate_group
+
+    @property
+    def device(self) -> torch.device:
+        return self._info.device
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        return self._options.mp_policy
+
+    @property
+    def offload_policy(self) -> OffloadPolicy:
+        return CPUOffloadPolicy(pin_memory=self._info.pins) if self._info.offloads else OffloadPolicy()
+
+    @property
+    def _orig_dtype(self) -> torch.dtype | None:
+        return self._uniform([p.orig_dtype for p in self._trained])
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype | None:
+        return self._uniform([p.reduce_dtype for p in self._trained])
+
+    @property
+    def _trained(self) -> list[ParamFacade]:
+        return [p for p in self.fsdp_params if p.sharded_param.requires_grad]
+
+    @staticmethod
+    def _uniform(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:
+        return dtypes[0] if len(set(dtypes)) == 1 else None
+
+    # ---- settings
+
+    @property
+    def reduce_grads(self) -> bool:
+        return self._options.requires_gradient_sync
+
+    @property
+    def all_reduce_grads(self) -> bool:
+        return self._options.requires_all_reduce
+
+    @property
+    def reshard_after_backward(self) -> bool:
+        return self._options.reshard_after_backward
+
+    @property
+    def unshard_in_backward(self) -> bool:
+        return self._options.unshard_in_backward
+
+    @property
+    def unshard_async_op(self) -> bool:
+        return False
+
+    @property
+    def gradient_divide_factor(self) -> float | None:
+        return self._options.divide_factor
+
+    @property
+    def reduce_scatter_unused_params(self) -> bool:
+        return self._options.reduce_unused
+
+    @property
+    def reduce_scatter_max_input_buffers(self) -> int:
+        return self._options.max_reductions or 1
+
+    @property
+    def force_sum_reduction_for_comms(self) -> bool:
+        return self._options.only_sums
+
+    @property
+    def _all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
+        return self._options.comms.all_reduce_hook
+
+    @property
+    def _all_reduce_hook_stream(self) -> Any:
+        return self._options.comms.hook_stream
+
+    @property
+    def _all_gather_comm(self) -> Any:
+        return self._options.comms.all_gather
+
+    @property
+    def _reduce_scatter_comm(self) -> Any:
+        return self._options.comms.reduce_scatter
+
+    # ---- where it is
+
+    @property
+    def _sharded_state(self) -> Any:
+        phase = SHARDED if self._group is None else self._group.phase
+        if phase is UNSHARDED:
+            return ShardedState.UNSHARDED
+        return ShardedState.SHARDED_POST_FORWARD if phase is RESIDENT else ShardedState.SHARDED
+
+    @property
+    def is_sharded(self) -> bool:
+        return self._sharded_state is ShardedState.SHARDED
+
+    @property
+    def is_sharded_post_forward(self) -> bool:
+        return self._sharded_state is ShardedState.SHARDED_POST_FORWARD
+
+    @property
+    def is_unsharded(self) -> bool:
+        return self._sharded_state is ShardedState.UNSHARDED
+
+    @property
+    def _all_gather_result(self) -> object | None:
+        """Something while a gather is on its way."""
+        return self._group if self._group is not None and self._group.phase is GATHERING else None
+
+    @property
+    def _training_state(self) -> Any:
+        group, engine = self._group, self._engine
+        if group is None or engine is None:
+            return TrainingState.IDLE
+        if group in engine.active:
+            return TrainingState.PRE_BACKWARD
+        if group.running:
+            return TrainingState.FORWARD
+        return TrainingState.POST_BACKWARD if group.grad_phase is GradPhase.REDUCING else TrainingState.IDLE
+
+    # ---- what it can be asked to do
+
+    @property
+    def comm_ctx(self) -> CommContextFacade:
+        """What its module shares with other roots; given one of another root, the module shares it."""
+        return self._of._comm_ctx
+
+    @comm_ctx.setter
+    def comm_ctx(self, context: CommContextFacade) -> None:
+        self._of._comm_ctx = context
+
+    def lazy_init(self) -> None:
+        """Make the engine, if there is none yet."""
+        if self._own.bound is None:
+            build_engine(self.modules[0], runs=False)
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Issue the gather; `wait_for_unshard` makes the parameters readable."""
+        self.lazy_init()
+        if self._engine is not None and self._group is not None:
+            self._engine.unshard(self._group, wait=False)
+
+    def wait_for_unshard(self) -> None:
+        """Make the parameters readable in the modules, if a gather was issued."""
+        if self._engine is not None and self._group is not None and self._group.phase is GATHERING:
+            self._engine.unshard(self._group, wait=True)
+
+    def reshard(self) -> None:
+        """Give the unsharded parameters up. Ignored while a forward reads them."""
+        if self._engine is not None and self._group is not None:
+            self._engine.reshard(self._group)
+
+    # ---- what a tool can put itself around
+
+    @property
+    def heard(self) -> ParamGroup | None:
+        """As a `Listener`."""
+        return self._group
+
+    def around(self, moment: str, work: Callable[[], None], gradients: Gradients = ()) -> None:
+        """As a `Listener`."""
+        before, event = self._event, _Event(moment, work, gradients)
+        self._hold(_event=event)
+        try:
+            if moment == PRE_BACKWARD:
+                self.pre_backward(self._own.prefetched(backward=True) is None)
+            else:
+                self.post_backward()
+        finally:
+            self._hold(_event=before)
+        if not event.done:
+            raise ShardConfigStateError(
+                f"group {self._module_fqn}: {moment} was replaced by something that does not call what was there, so "
+                "its weights are not gathered, or its gradients not reduced; call the method that was replaced"
+            )
+
+    def _do(self, moment: str) -> None:
+        event = self._event
+        if event is not None and event.moment == moment and not event.done:
+            event.done = True
+            event.work()
+
+    @property
+    def pre_backward(self) -> Callable[..., None]:
+        """Called where backward reaches the outputs of the modules: gathers. What replaces it calls it."""
+        return self._theirs.get(PRE_BACKWARD, self._pre_backward)
+
+    @pre_backward.setter
+    def pre_backward(self, method: Callable[..., None]) -> None:
+        self._replace(PRE_BACKWARD, method, self._pre_backward)
+
+    def _pre_backward(self, default_prefetch: bool = True, *unused: Any) -> None:
+        self._do(PRE_BACKWARD)
+
+    @property
+    def post_backward(self) -> Callable[..., None]:
+        """Called where the gradients of the modules are there, and again when the sharded parameters have theirs.
+
+        It reshards and reduces, and what replaces it calls it. Whoever else calls it does nothing: what is kept is
+        reduced in plan order, by `StateFacade._root_post_backward_final_callback`.
+        """
+        return self._theirs.get(POST_BACKWARD, self._post_backward)
+
+    @post_backward.setter
+    def post_backward(self, method: Callable[..., None]) -> None:
+        self._replace(POST_BACKWARD, method, self._post_backward)
+
+    def _post_backward(self, *unused: Any) -> None:
+        self._do(POST_BACKWARD)
+
+    def _replace(self, moment: str, method: Callable[..., None], ours: Callable[..., None]) -> None:
+        if method == ours:
+            self._theirs.pop(moment, None)
+        elif not self._gone or method not in self._seen:
+            self._theirs[moment] = method
+            if isinstance(method, types.FunctionType):
+                self._seen.add(method)
+        self._listen()
+
+    def _listen(self) -> None:
+        (LISTENERS.add if self._theirs else LISTENERS.discard)(self)
+
+    def _note_tool(self, there: bool) -> None:
+        """Whether the hooks of a tool stand in the place of ours: when they go, its methods go with them.
+
+        For a list it has replaced the methods once for each module, the later ones around the earlier, and when it
+        goes it would put back the earlier ones of its own.
+        """
+        if there and self._gone:
+            self._seen.clear()
+        self._hold(_gone=not there)
+        if not there:
+            self._theirs.clear()
+            self._listen()
+
+
+class CommContextFacade(_View):
+    """What roots can share: the streams of their communication."""
+
+    _own: ShardState
+
+    def __init__(self, state: ShardState) -> None:
+        self._hold(_own=state)
+
+
+class ContextFacade(_View):
+    """What the states of one root share."""
+
+    _top: StateFacade
+
+    def __init__(self, root: StateFacade) -> None:
+        self._hold(_top=root)
+
+    @property
+    def all_states(self) -> list[StateFacade]:
+        module = self._top._root_module
+        found = [] if module is None else [registered_state(each) for each in module.modules()]
+        return list(dict.fromkeys(state for state in found if isinstance(state, StateFacade)))
+
+    @property
+    def iter_forward_root(self) -> StateFacade | None:
+        engine = self._top._engine
+        return self._top if engine is not None and engine.in_forward else None
+
+    @property
+    def post_backward_final_callback_queued(self) -> bool:
+        engine = self._top._engine
+        return engine is not None and engine.in_backward
+
+    @property
+    def is_last_backward(self) -> bool:
+        engine = self._top._engine
+        return engine is None or engine.is_last_backward
+
+    @property
+    def post_optim_event(self) -> torch.Event | None:
+        engine = self._top._engine
+        return None if engine is None else engine.changed_at
+
+
+@dataclass(frozen=True)
+class OurHooks:
+    """What a module of ours does around its forward.
+
+    Attributes:
+        before, after: the hooks.
+        adopt: makes what torch's own `register_fsdp_forward_method` has set on a module ours.
+    """
+
+    before: Callable[..., Any]
+    after: Callable[..., Any]
+    adopt: Callable[[nn.Module], None]
+
+
+def _stand_in(*unused: Any) -> None:
+    """In the place of a hook of ours that stands aside."""
+
+
+class _Hooks:
+    """The hooks of a state's modules that run before their forward, or after it; named as a handle of torch's.
+
+    Ours stand aside when a tool removes them. A hook that it registers, of which it sets the handle, is its own, unless
+    it is the method of the state that torch has for a hook: then ours takes its place again.
+    """
+
+    def __init__(self, state: StateFacade, name: str, ours: Callable[..., Any]) -> None:
+        self._state = weakref.ref(state)
+        self._name, self._before, self._ours = name, name == "_pre_forward", ours
+        self._lent: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
+
+    def are_lent(self, module: nn.Module) -> bool:
+        """Whether hooks of a tool stand in the place of ours."""
+        return module in self._lent
+
+    def remove(self) -> None:
+        """Let ours stand aside, or remove those that stand in their place."""
+        for handle in self._lent.values():
+            handle.remove()
+        state = self._state()
+        for module in state._modules if state is not None and not self._lent else ():
+            self._swap(module, self._ours, _stand_in)
+
+    def take(self, handle: Any) -> None:
+        """A tool has registered a hook on one of the modules."""
+        state = self._state()
+        assert state is not None
+        for module in state._modules:
+            hooks = forward_hooks(module, self._before)
+            if isinstance(handle, RemovableHandle) and handle.hooks_dict_ref() is hooks and handle.id in hooks:
+                break
+        else:
+            raise ShardConfigAttributeError(
+                f"{self._name}_hook_handle: takes the handle of a forward hook of one of the state's modules; register "
+                "the hook on the module and set what that returns"
+            )
+        if hooks[handle.id] != getattr(state, self._name):
+            self._swap(module, self._ours, _stand_in)
+            self._lent[module] = handle
+            return
+        handle.remove()
+        self._swap(module, _stand_in, self._ours)
+        self._lent.pop(module, None)
+
+    def _swap(self, module: nn.Module, old: Callable[..., Any], new: Callable[..., Any]) -> None:
+        hooks = forward_hooks(module, self._before)
+        hooks.update({key: new for key, hook in hooks.items() if hook is old})
+
+
+class StateFacade(_View):
+    """The state of the modules of one call, which it holds weakly, for they hold it; named as torch's `FSDPState`.
+
+    Args:
+        modules: of the call.
+        state: theirs.
+        ours: what they do around their forward.
+    """
+
+    _own: ShardState
+    _ours: OurHooks
+    _hooks: tuple[_Hooks, _Hooks]
+    _known: list[weakref.ref[nn.Module]]
+    _initialised: bool
+    _fsdp_param_groups: list[GroupFacade]
+    _comm: CommContextFacade
+
+    def __init__(self, modules: Sequence[nn.Module], state: ShardState, ours: OurHooks) -> None:
+        self._build(modules, state, ours)
+
+    def _build(self, modules: Sequence[nn.Module], state: ShardState, ours: OurHooks) -> None:
+        self._hold(_own=state, _ours=ours, _known=[weakref.ref(module) for module in modules])
+        self._hold(_hooks=(_Hooks(self, "_pre_forward", ours.before), _Hooks(self, "_post_forward", ours.after)))
+        own = [each for each in state.family if each.declaration.params]
+        self._hold(_initialised=False)
+        groups = [GroupFacade(self, each, index) for index, each in enumerate(own)]
+        self._hold(_fsdp_param_groups=groups, _comm=CommContextFacade(state))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateFacade:
+        made = memo[id(self)] = object.__new__(StateFacade)
+        modules = [copy.deepcopy(module, memo) for module in self._modules]
+        made._build(modules, copy.deepcopy(self._own, memo), self._ours)
+        return made
+
+    @property
+    def _fsdp_param_group(self) -> GroupFacade | None:
+        groups = self._fsdp_param_groups
+        if len(groups) > 1:
+            raise ShardConfigAssertionError(
+                f"Expected at most 1 param group, but got {len(groups)}: the call has put parameters on several "
+                "meshes; read _fsdp_param_groups"
+            )
+        return groups[0] if groups else None
+
+    @property
+    def _modules(self) -> tuple[nn.Module, ...]:
+        return tuple(module for known in self._known if (module := known()) is not None)
+
+    @property
+    def _engine(self) -> Engine | None:
+        return None if self._own.bound is None else self._own.bound.engine
+
+    @property
+    def _root(self) -> StateFacade | None:
+        """That of the root's module, once it is known which one that is."""
+        bound = self._own.bound
+        module = None if bound is None else bound.root()
+        found: StateFacade | None = None if module is None else registered_state(module)
+        if bound is None or found is None:
+            return None
+        # An engine that was made for `unshard` alone may get another root.
+        return found if found._initialised or bound.engine.has_run or bound.engine.in_forward else None
+
+    @property
+    def _root_module(self) -> nn.Module | None:
+        """The module of a root: of a list, the one that was asked first."""
+        module = None if self._own.bound is None else self._own.bound.root()
+        return module if module is not None else next(iter(self._modules), None)
+
+    @property
+    def _is_root(self) -> bool | None:
+        bound = self._own.bound
+        return None if bound is None or self._root is None else bound.is_root
+
+    @property
+    def _device(self) -> torch.device:
+        return self._own.declaration.info.device
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        return self._own.declaration.settings.current.mp_policy
+
+    @property
+    def _auto_reshard_after_forward(self) -> bool:
+        return self._own.declaration.settings.current.reshard_after_forward is None
+
+    @property
+    def _training_state(self) -> Any:
+        states = [group._training_state for group in self._fsdp_param_groups]
+        return next((state for state in states if state is not TrainingState.IDLE), TrainingState.IDLE)
+
+    @property
+    def _states_to_forward_prefetch(self) -> list[StateFacade]:
+        return self._prefetched(backward=False)
+
+    @property
+    def _states_to_backward_prefetch(self) -> list[StateFacade]:
+        return self._prefetched(backward=True)
+
+    def _prefetched(self, backward: bool) -> list[StateFacade]:
+        wanted = self._own.prefetched(backward) or ()
+        by_state = {facade._own: facade for facade in self._state_ctx.all_states}
+        return [by_state[state] for state in wanted if state in by_state]
+
+    @property
+    def _state_ctx(self) -> ContextFacade:
+        return ContextFacade(self._root or self)
+
+    @property
+    def _comm_ctx(self) -> CommContextFacade:
+        """What this module shares with other roots; given one of another root, it shares it."""
+        return (self._root or self)._comm
+
+    @_comm_ctx.setter
+    def _comm_ctx(self, context: CommContextFacade) -> None:
+        if context is not self._comm_ctx:
+            share_lanes([context._own, self._own])
+            self._hold(_comm=context)
+
+    def _lazy_init(self) -> None:
+        """Make the engine, with the module as its root, if there is none yet."""
+        if self._own.bound is None:
+            build_engine(self._modules[0])
+            self._hold(_initialised=True)
+
+    @property
+    def _pre_forward_hook_handle(self) -> Any:
+        """What stands for the hooks before forward; a tool that removes them sets the handle of its own."""
+        return self._hooks[0]
+
+    @_pre_forward_hook_handle.setter
+    def _pre_forward_hook_handle(self, handle: Any) -> None:
+        self._set_hooks(0, handle)
+
+    @property
+    def _post_forward_hook_handle(self) -> Any:
+        """The same for those after forward."""
+        return self._hooks[1]
+
+    @_post_forward_hook_handle.setter
+    def _post_forward_hook_handle(self, handle: Any) -> None:
+        self._set_hooks(1, handle)
+
+    def _set_hooks(self, place: int, handle: Any) -> None:
+        self._hooks[place].take(handle)
+        lent = any(hooks.are_lent(module) for hooks in self._hooks for module in self._modules)
+        for group in self._fsdp_param_groups:
+            group._note_tool(lent)
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What our hook does, for the hook of a tool that stands in its place.
+
+        Also what torch's own `register_fsdp_forward_method` calls before the method, whose place ours takes.
+
+        Raises:
+            ShardConfigStateError: somebody else calls it.
+        """
+        if called_by_forward_method():
+            self._ours.adopt(module)
+            return args, kwargs
+        engine = self._engine
+        if engine is None or not engine.in_forward or not self._hooks[0].are_lent(module):
+            raise ShardConfigStateError(
+                f"{type(module).__name__}: _pre_forward and _post_forward cannot be called apart, for a method that "
+                "fails between them would leave its weights unsharded; use register_fsdp_forward_method"
+            )
+        cast = self._ours.before(module, args, kwargs)
+        return (args, kwargs) if cast is None else cast
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The end of `_pre_forward`."""
+        return self._ours.after(module, args, output) if self._hooks[1].are_lent(module) else output
+
+    def _reset_iter_state(self) -> None:
+        self._modules[0].reset_iter_state()  # type: ignore[operator]
+
+    def _root_post_backward_final_callback(self) -> None:
+        if self._engine is not None:
+            self._engine.end_backward_by_hand()
+
+
+def _strides(size: torch.Size) -> tuple[int, ...]:
+    return torch.empty(size, device="meta").stride()
+
+
+def state_facade(module: nn.Module) -> StateFacade | None:
+    """The state of a sharded module, None of others; as `torch.distributed.fsdp.fully_shard.state` gives it."""
+    found = registered_state(module) if state_of(module) is not None else None
+    return found if isinstance(found, StateFacade) else None
+
+
+def show_to_torch(modules: Sequence[nn.Module], state: ShardState, ours: OurHooks) -> None:
+    """Let `torch.distributed.fsdp.fully_shard.state` find the state too: torch's own code knows no other way."""
+    facade = StateFacade(modules, state, ours)
+    for module in modules:
+        register_state(module, facade)

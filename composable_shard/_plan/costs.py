@@ -1,0 +1,150 @@
+"""What a group takes: bytes of memory, and seconds of compute and of communication on a machine. Frozen data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from .._errors import ShardConfigValueError
+from .schedule import ROOT_NAME
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes that a group takes.
+
+    Attributes:
+        weights: its unsharded parameters.
+        landing: the buffers that a gather needs besides, until it is waited for.
+        reduction: the buffers of a reduction, until it is waited for.
+        small: what is kept of weights that a few ranks share between forward and backward.
+        small_landing: the buffers of a gather among these.
+    """
+
+    weights: int
+    landing: int = 0
+    reduction: int = 0
+    small: int = 0
+    small_landing: int = 0
+
+
+class Moved(NamedTuple):
+    """Bytes that the collectives of a group move, all ranks' parts together; each dtype has a collective of its own.
+
+    Attributes:
+        ranks, few: among how many ranks it is sharded, and kept between forward and backward (1 if it is not).
+        gather, reduce, small_gather: bytes of each collective.
+    """
+
+    ranks: int
+    gather: tuple[int, ...]
+    reduce: tuple[int, ...]
+    few: int = 1
+    small_gather: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds that a group takes: compute, and each of its collectives alone on the link."""
+
+    forward: float
+    backward: float
+    gather: float
+    reduce: float
+    small_gather: float = 0.0
+
+
+Seconds = tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What was measured, or is assumed, of a machine: ``seconds = latency + (ranks - 1) / ranks * bytes / bandwidth``.
+
+    All ranks must be given the same; ranks that measure take the slowest one's. Made by `of`.
+
+    Attributes:
+        latency: seconds of a collective of no bytes.
+        bandwidth: bytes per second of a rank's link.
+        forward, backward: seconds of compute of each group in a step, all its uses together, by FQN, sorted.
+        gather, reduce: seconds of each of its collectives, for groups where the formula is not to be used.
+        streams: whether it is a stream that waits for communication, as on an accelerator, and never the host.
+
+    Raises:
+        ShardConfigValueError: a number is negative or not finite, or the bandwidth is 0.
+    """
+
+    latency: float
+    bandwidth: float
+    forward: Seconds
+    backward: Seconds
+    gather: Seconds = ()
+    reduce: Seconds = ()
+    streams: bool = False
+
+    def __post_init__(self) -> None:
+        _require_seconds("latency", self.latency)
+        _require_seconds("bandwidth", self.bandwidth)
+        if self.bandwidth == 0:
+            raise ShardConfigValueError("Costs.bandwidth=0: expected bytes per second above 0")
+        for name in ("forward", "backward", "gather", "reduce"):
+            for fqn, seconds in getattr(self, name):
+                _require_seconds(f"{name}[{fqn!r}]", seconds)
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        latency: float,
+        bandwidth: float,
+        forward: Mapping[str, float],
+        backward: Mapping[str, float],
+        gather: Mapping[str, float] | None = None,
+        reduce: Mapping[str, float] | None = None,
+        streams: bool = False,
+    ) -> Costs:
+        """The costs of groups by FQN; arguments and errors as above."""
+
+        def by_fqn(each: Mapping[str, float] | None) -> Seconds:
+            return tuple(sorted((each or {}).items()))
+
+        parts = by_fqn(forward), by_fqn(backward), by_fqn(gather), by_fqn(reduce)
+        return cls(latency, bandwidth, *parts, streams)
+
+    def scaled(self, by: Mapping[str, float]) -> Costs:
+        """The costs where the compute of some groups takes so many times as long."""
+        parts = ({fqn: seconds * by.get(fqn, 1.0) for fqn, seconds in of} for of in (self.forward, self.backward))
+        forward, backward = (tuple(part.items()) for part in parts)
+        return replace(self, forward=forward, backward=backward)
+
+    def times(self, moved: Mapping[str, Moved]) -> dict[str, Times]:
+        """Seconds of each group.
+
+        Raises:
+            ShardConfigValueError: no compute is known of a group.
+        """
+        known = {name: dict(getattr(self, name)) for name in ("forward", "backward", "gather", "reduce")}
+        found = {}
+        for fqn, its in moved.items():
+            for name in ("forward", "backward"):
+                if fqn not in known[name]:
+                    raise ShardConfigValueError(f"Costs.{name}: has no seconds for group {fqn or ROOT_NAME}")
+            found[fqn] = Times(
+                known["forward"][fqn],
+                known["backward"][fqn],
+                known["gather"].get(fqn, self._sent(its.gather, its.ranks)),
+                known["reduce"].get(fqn, self._sent(its.reduce, its.ranks)),
+                self._sent(its.small_gather, its.few),
+            )
+        return found
+
+    def _sent(self, collectives: tuple[int, ...], ranks: int) -> float:
+        sent = [nbytes for nbytes in collectives if nbytes] if ranks > 1 else []
+        return len(sent) * self.latency + (ranks - 1) / ranks * sum(sent) / self.bandwidth
+
+
+def _require_seconds(field: str, value: float) -> None:
+    if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ShardConfigValueError(f"Costs.{field}={value!r}: expected a finite number, 0 or more")

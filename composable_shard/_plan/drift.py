@@ -1,0 +1,110 @@
+"""Where what happened left the plan."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+
+from .plan import ShardPlan
+from .record import Record
+from .schedule import ROOT_NAME
+from .simulation import Times
+
+TIME_TOLERANCE = 0.25  # of the planned seconds
+_LEAST_TIME = 0.01  # of the planned compute of a step: what is less makes no difference
+_TOLD = 32
+
+
+class DriftLog:
+    """What has left its plan so far.
+
+    Attributes:
+        counts: of forwards in another order, of iterations with more bytes, and of measurements with other times:
+            ``order``, ``bytes``, ``time``.
+        lines: the last statements, each with the forward of the root in which it was noticed.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter(order=0, bytes=0, time=0)
+        self.lines: deque[str] = deque(maxlen=_TOLD)
+
+    def add(self, kind: str, forward: int, statements: Sequence[str]) -> None:
+        """Something has drifted, for the reasons given."""
+        self.counts[kind] += 1
+        self.lines += [f"forward {forward}, {kind}: {each}" for each in statements]
+
+
+def drift(plan: ShardPlan, record: Record, tolerance: float = TIME_TOLERANCE) -> tuple[str, ...]:
+    """What a step did otherwise than its plan says, a statement each; none if it kept to it.
+
+    Args:
+        plan: what was expected.
+        record: what happened.
+        tolerance: by what share of it a time may differ from the planned one.
+
+    Times are compared where both sides have them: a record that was measured, a plan with costs.
+    """
+    return (
+        *order_drift(plan.order, record.order),
+        *around_drift(plan.around, record.around),
+        *_steps(plan, record),
+        *time_drift(plan, dict(record.times), tolerance),
+    )
+
+
+def order_drift(planned: Sequence[str], seen: Sequence[str]) -> list[str]:
+    """How an order of forwards differs from the planned one, by group."""
+    missing = [fqn for fqn in dict.fromkeys(planned) if fqn not in seen]
+    strange = [fqn for fqn in dict.fromkeys(seen) if fqn not in planned]
+    found = [f"{_name(fqn)}: planned, and has not run" for fqn in missing]
+    found += [f"{_name(fqn)}: has run, and is not in the planned order" for fqn in strange]
+    if found or tuple(planned) == tuple(seen):
+        return found
+    for place, (expected, fqn) in enumerate(zip(planned, seen, strict=False), 1):
+        if expected != fqn:
+            return [f"{_name(fqn)}: was forward {place}, where {_name(expected)} is planned"]
+    return [f"{_name(seen[-1])}: ended the forwards at {len(seen)}, and {len(planned)} are planned"]
+
+
+def around_drift(planned: Sequence[tuple[str, str]], seen: Sequence[tuple[str, str]]) -> list[str]:
+    """Groups that have run in the forward of another one, and not by plan."""
+    strange = sorted(set(seen) - set(planned))
+    return [f"{fqn}: has run inside of {outer}, which is not planned" for fqn, outer in strange]
+
+
+def _steps(plan: ShardPlan, record: Record) -> list[str]:
+    """Where the actions part; where they do not, where the bytes do."""
+    if not record.actions or plan.order != record.order:
+        return []
+    actions, live = plan.actions(), plan.live_bytes()
+    for place, (planned, done) in enumerate(zip(actions, record.actions, strict=False), 1):
+        if planned != done:
+            return [f"{_name(done.fqn)}: action {place} was {done}, and {planned} is planned"]
+    if len(actions) != len(record.actions):
+        longer = max(actions, record.actions, key=len)
+        extra = longer[min(len(actions), len(record.actions))]
+        what = "was planned and not done" if longer is actions else "was done and not planned"
+        return [f"{_name(extra.fqn)}: {extra} {what}"]
+    for action, planned_bytes, seen_bytes in zip(actions, live, record.live_bytes, strict=False):
+        if planned_bytes != seen_bytes:
+            where = _name(action.fqn)
+            return [f"{where}: {seen_bytes} bytes were live after {action}, and {planned_bytes} are planned"]
+    return []
+
+
+def time_drift(plan: ShardPlan, times: Mapping[str, Times], tolerance: float = TIME_TOLERANCE) -> list[str]:
+    """Which groups took another time than planned, by more than `tolerance` of it, and enough to make a difference."""
+    planned = plan.times() or {}
+    least = _LEAST_TIME * sum(each.forward + each.backward for each in planned.values())
+    found = []
+    for fqn in [each for each in planned if each in times]:
+        for name in Times.__dataclass_fields__:
+            expected, measured = getattr(planned[fqn], name), getattr(times[fqn], name)
+            if abs(measured - expected) > max(tolerance * expected, least):
+                words = f"took {1e3 * measured:.3f} ms, and {1e3 * expected:.3f} ms are planned"
+                found.append(f"{_name(fqn)}: its {name.replace('_', ' ')} {words}")
+    return found
+
+
+def _name(fqn: str) -> str:
+    return fqn or ROOT_NAME

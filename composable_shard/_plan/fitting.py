@@ -1,0 +1,226 @@
+"""A step within a budget, before anything is gathered ahead, and what policies by count or bytes make of it.
+
+In the order of precedence, what yields to a budget is: gathers ahead, then reductions in flight, then weights that stay
+for the next backward of their group, then those that are kept after forward.
+What a step needs even so, each group alone with those around it, is the least budget that works.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from .._errors import PoolBudgetError
+from .schedule import (
+    MAX_REDUCTIONS,
+    ROOT_NAME,
+    Action,
+    Kind,
+    Schedule,
+    Step,
+    backward_order,
+    first_of,
+    forward_order,
+    kept_by_setting,
+    listed,
+    modules_of,
+    timed_step,
+)
+from .simulation import Sizes, lifetimes, live_bytes
+
+# Reductions in flight; whether they come first; whether weights stay for the next backward of their group.
+_LEVELS = ((MAX_REDUCTIONS, False, True), (1, False, True), (1, True, True))
+_LEAST = (1, True, False)  # where uses of a group follow one another
+SMALL = 160  # actions of a step up to which what costs more than it mostly gains is tried as well
+
+
+class Gather(NamedTuple):
+    """A gather of a step in which nothing is gathered ahead.
+
+    Attributes:
+        event: which forward or backward needs it, counted from 0.
+        fqn: of its group.
+        nbytes: it takes until it is waited for.
+        place: of its action.
+    """
+
+    event: int
+    fqn: str
+    nbytes: int
+    place: int
+
+
+class Bare:
+    """A step in which nothing is gathered ahead: what is kept, how many reductions fly, and what memory that takes."""
+
+    def __init__(self, steps: Sequence[Step], sizes: Mapping[str, Sizes], schedule: Schedule) -> None:
+        self.steps, self.sizes, self.schedule = steps, sizes, schedule
+        self.actions = timed_step(steps, schedule)
+        self.live = live_bytes(lifetimes(self.actions, sizes), len(self.actions))
+        self.peak = max(self.live, default=0)
+        self.events: list[Action] = []
+        self.issues: list[int] = []  # behind which action each event gathers ahead
+        self.gathers: list[Gather] = []
+        shrunk: set[str] = set()
+        for place, action in enumerate(self.actions):
+            if action.kind in (Kind.FORWARD, Kind.BACKWARD):
+                self.events.append(action)
+                self.issues.append(place)
+            elif action.kind is Kind.SHRINK:
+                shrunk.add(action.fqn)
+            elif action.kind is Kind.UNSHARD:
+                size = sizes[action.fqn]
+                landing = size.small_landing if action.fqn in shrunk else size.landing
+                self.gathers.append(Gather(len(self.events) - 1, action.fqn, size.weights + landing, place))
+            elif action.kind is Kind.WAIT:
+                self.issues[-1] = place
+        self.first_backward = len(self.events) // 2
+        forward, backward = modules_of(forward_order(steps)), modules_of(backward_order(steps))
+        self.modules = forward + [forward[-1] + 1 + number for number in backward]  # of the events
+        self.reduces_first = schedule.reduces_first or any(step.reduces_first for step in steps)
+        self.work = len(self.actions)  # actions that were written down
+
+    def first_event(self, gather: Gather) -> int:
+        """The first event at which a gather can be issued: no forward gathers for backward."""
+        return self.first_backward if gather.event >= self.first_backward else 0
+
+    def limited(self, wanted: Sequence[int], budget: int | None) -> list[int]:
+        """The event at which each gather is issued: the one wanted, or the next one at which there is memory for it."""
+        live, issued, least, looked_at = list(self.live), [], 0, 0
+        for gather, want in zip(self.gathers, wanted, strict=True):
+            event, place = gather.event, gather.place
+            while event > max(want, least):
+                before = self.issues[event - 1]
+                looked_at += place - before
+                if budget is not None and max(live[before:place]) + gather.nbytes > budget:
+                    break
+                if budget is not None:
+                    live[before:place] = [each + gather.nbytes for each in live[before:place]]
+                event, place = event - 1, before
+            issued.append(event)
+            least = event
+        self.work += looked_at // 16
+        return issued
+
+    def scheduled(self, issued: Sequence[int]) -> Schedule:
+        """The schedule with each gather at its event."""
+        edges: dict[int, list[str]] = {}
+        for gather, event in zip(self.gathers, issued, strict=True):
+            if event < gather.event:
+                edges.setdefault(event, []).append(gather.fqn)
+        turn, names = self.first_backward, [event.fqn for event in self.events]
+        later = {event - turn: groups for event, groups in edges.items()}
+        return replace(self.schedule, forward=listed(names[:turn], edges), backward=listed(names[turn:], later))
+
+    def _moved_one_by_one(self, wanted: Sequence[int], budget: int) -> list[int]:
+        """`limited`, with the whole step written anew for each change: gathers ahead move the waits for reductions."""
+        issued = [gather.event for gather in self.gathers]
+        for place, want in enumerate(wanted):
+            least = max(want, issued[place - 1] if place else 0)
+            for event in range(least, issued[place]):
+                tried = [*issued[:place], event, *issued[place + 1 :]]
+                if self.peak_of(self.scheduled(tried)) <= budget:
+                    issued = tried
+                    break
+        return issued
+
+    def peak_of(self, schedule: Schedule) -> int:
+        """The most bytes that are live at once."""
+        actions = timed_step(self.steps, schedule)
+        self.work += len(actions)
+        return max(live_bytes(lifetimes(actions, self.sizes), len(actions)), default=0)
+
+    def under(self, wanted: Sequence[int], budget: int | None) -> tuple[Schedule, list[int]]:
+        """The schedule that comes nearest to what is wanted, within the budget, and the event of each gather."""
+        allowed, cut = budget, 0
+        if budget is not None and len(self.actions) <= SMALL and self.reduces_first:
+            issued = self._moved_one_by_one(wanted, budget)
+            return self.scheduled(issued), issued
+        while True:
+            issued = self.limited(wanted, allowed)
+            schedule = self.scheduled(issued)
+            if budget is None or allowed is None:
+                return schedule, issued
+            over = self.peak_of(schedule) - budget
+            if over <= 0:
+                return schedule, issued
+            # Where reductions come first, gathers ahead move their waits, which `limited` does not see.
+            cut = max(over, 2 * cut)
+            wanted, allowed = issued, allowed - cut
+
+
+def by_depth(bare: Bare, depth: int) -> list[int]:
+    """So many modules ahead, those that are there already counted in."""
+    modules, first = bare.modules, first_of(bare.modules)
+    return [max(bare.first_event(each), first[max(0, modules[each.event] - depth)]) for each in bare.gathers]
+
+
+def by_bytes(bare: Bare, nbytes: int) -> list[int]:
+    """As early as what is gathered ahead, and has not begun, takes no more than so many bytes."""
+    wanted, ahead, oldest = [], 0, 0
+    for place, gather in enumerate(bare.gathers):
+        ahead += gather.nbytes
+        while ahead > nbytes:
+            ahead -= bare.gathers[oldest].nbytes
+            oldest += 1
+        # those from `oldest` on may be ahead together: from the event on that needs the one before them
+        event = bare.gathers[oldest - 1].event if oldest else 0
+        wanted.append(gather.event if oldest > place else max(bare.first_event(gather), event))
+    return wanted
+
+
+def fitting(steps: Sequence[Step], sizes: Mapping[str, Sizes], budget: int | None) -> Bare:
+    """A bare step within the budget: with what settings keep, or as much of it as fits.
+
+    Raises:
+        PoolBudgetError: not even the least one fits.
+    """
+    kept = list(kept_by_setting(steps))
+    if budget is None:
+        return bare_step(steps, sizes, kept, 0)
+    _check_budget(steps, sizes, budget)
+    droppable = [fqn for fqn in kept if fqn not in {step.fqn for step in steps if step.is_root}]
+    low, high = 0, len(droppable)  # how many to drop: those that would be held longest
+    while low < high:
+        middle = (low + high) // 2
+        less = [fqn for fqn in kept if fqn not in droppable[:middle]]
+        low, high = (low, middle) if bare_step(steps, sizes, less, -1).peak <= budget else (middle + 1, high)
+    kept = [fqn for fqn in kept if fqn not in droppable[:low]]
+    tries = (bare_step(steps, sizes, kept, level) for level in range(len(levels(steps))))
+    return next(bare for bare in tries if bare.peak <= budget)
+
+
+def levels(steps: Sequence[Step]) -> tuple[tuple[int, bool, bool], ...]:
+    """What yields to a budget next, from nothing to all that can."""
+    pairs = itertools.pairwise(backward_order(steps))
+    return (*_LEVELS, _LEAST) if any(one.fqn == other.fqn for one, other in pairs) else _LEVELS
+
+
+def bare_step(steps: Sequence[Step], sizes: Mapping[str, Sizes], kept: Sequence[str], level: int) -> Bare:
+    """A step that keeps these groups, at one of `levels`."""
+    most, first, stays = levels(steps)[level]
+    return Bare(steps, sizes, Schedule((), (), tuple(kept), most, first, stays_for_next=stays))
+
+
+def least_step(steps: Sequence[Step], sizes: Mapping[str, Sizes]) -> Bare:
+    roots = list(dict.fromkeys(step.fqn for step in steps if step.is_root and not step.reshard_after_forward))
+    return bare_step(steps, sizes, roots, -1)
+
+
+def _check_budget(steps: Sequence[Step], sizes: Mapping[str, Sizes], budget: int) -> None:
+    least = least_step(steps, sizes)
+    if least.peak <= budget:
+        return
+    fqn = least.actions[least.live.index(least.peak)].fqn
+    size = sizes[fqn]
+    around = next((step.around for step in steps if step.fqn == fqn), ())
+    beside = " and of ".join(("the root", *around))
+    raise PoolBudgetError(
+        f"PoolPolicy(budget={budget}): {fqn or ROOT_NAME} cannot fit. The least budget that works is {least.peak} "
+        f"bytes: its weights take {size.weights}, a gather {size.landing} and a reduction {size.reduction} besides, "
+        f"and the weights of {beside} stay beside it. Raise the budget, or shard the group's modules one by one",
+        fqn,
+        least.peak,
+    )

@@ -1,0 +1,196 @@
+"""A group in a plan: its parameters, and the bytes that they take where they are gathered and reduced. Frozen data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from .costs import Moved, Sizes
+from .layout import (
+    BucketLayout,
+    GatherLayout,
+    ReduceLayout,
+    Route,
+    bucket_layout,
+    gather_layout,
+    reduce_layout,
+    slot_bytes,
+)
+from .schedule import ROOT_NAME, Step
+
+
+@dataclass(frozen=True, slots=True)
+class ParamPlan:
+    """A parameter: its name within the root, its unsharded shape, and the dtypes it has in turn."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    stored: torch.dtype
+    gathered: torch.dtype
+    reduced: torch.dtype
+    trains: bool
+    dim: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """A group of parameters that share their collectives.
+
+    Attributes:
+        fqn: name of its module within the root ("" for the root itself).
+        params: its members, tied ones once.
+        shard_size: number of ranks that each hold a piece.
+        mesh: the mesh in words.
+        is_root: whether it is the root's own group.
+        reshard_after_forward: whether the unsharded parameters are given up between forward and backward.
+        route: how it is moved; None if its axis has one rank only.
+        small_size: among how many ranks weights stay cut between forward and backward; 0 if they do not.
+        reduces_first: whether its backward waits for reductions before it gathers.
+        reduces_last: whether its gradients are reduced only when backward is over: other ranks may not have them.
+    """
+
+    fqn: str
+    params: tuple[ParamPlan, ...]
+    shard_size: int
+    mesh: str
+    is_root: bool
+    reshard_after_forward: bool
+    route: Route | None
+    small_size: int = 0
+    reduces_first: bool = False
+    reduces_last: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name to show."""
+        return self.fqn or ROOT_NAME
+
+    def gather_layouts(self) -> list[GatherLayout]:
+        """Where each dtype's parameters are gathered."""
+        found = []
+        for dtype in dict.fromkeys(p.gathered for p in self.params):
+            members = [p for p in self.params if p.gathered == dtype]
+            shapes, dims = [p.shape for p in members], [p.dim for p in members]
+            found.append(gather_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route))
+        return found
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of the slots of its unsharded parameters, padding included."""
+        return sum(slot_bytes(layout.nbytes) for layout in self.gather_layouts())
+
+    @property
+    def landing_bytes(self) -> int:
+        """Bytes of the buffers that a gather needs besides, until it is done."""
+        return sum(slot_bytes(layout.landing_bytes) for layout in self.gather_layouts() if layout.landing)
+
+    def resident_layouts(self) -> list[tuple[torch.dtype, BucketLayout]]:
+        """Where this rank keeps its part of weights that a few ranks share, and gathers them again, by dtype."""
+        found = []
+        for dtype in dict.fromkeys(p.gathered for p in self.params) if self.small_size else ():
+            members = [p for p in self.params if p.gathered == dtype]
+            shapes, dims = [p.shape for p in members], [p.dim for p in members]
+            found.append((dtype, bucket_layout(shapes, self.small_size, dtype.itemsize, dims)))
+        return found
+
+    def reduce_layouts(self) -> list[tuple[torch.dtype, ReduceLayout]]:
+        """Where each dtype's gradients are reduced; none where there is nothing to reduce over the shard axis."""
+        if self.route is None:
+            return []
+        found = []
+        slots = [layout.nbytes for layout in self.gather_layouts()]
+        for dtype in dict.fromkeys(p.reduced for p in self.params if p.trains):
+            members = [p for p in self.params if p.trains and p.reduced == dtype]
+            shapes, dims = [p.shape for p in members], [p.dim for p in members]
+            layout = reduce_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route, slots)
+            found.append((dtype, layout))
+        return found
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of the buffers that a reduction needs until it is done."""
+        total = 0
+        for dtype, layout in self.reduce_layouts():
+            total += slot_bytes(layout.nbytes)
+            total += slot_bytes(layout.scratch * dtype.itemsize) if layout.scratch else 0
+        return total
+
+    @property
+    def sizes(self) -> Sizes:
+        """Bytes that it takes of the pool."""
+        few = self.resident_layouts()
+        small = sum(slot_bytes(layout.numel * dtype.itemsize) for dtype, layout in few)
+        small_landing = sum(slot_bytes(layout.total * dtype.itemsize) for dtype, layout in few)
+        return Sizes(self.unsharded_bytes, self.landing_bytes, self.reduce_bytes, small, small_landing)
+
+    @property
+    def moved(self) -> Moved:
+        """What its collectives move."""
+        dtypes = dict.fromkeys(p.gathered for p in self.params)
+        layouts = zip(self.gather_layouts(), dtypes, strict=True)
+        gather = tuple(layout.moved(dtype.itemsize) for layout, dtype in layouts) if self.route else ()
+        reduce = tuple(self.shard_size * layout.numel * dtype.itemsize for dtype, layout in self.reduce_layouts())
+        few = tuple(layout.total * dtype.itemsize for dtype, layout in self.resident_layouts())
+        return Moved(self.shard_size, gather, reduce, self.small_size or 1, few)
+
+    @property
+    def step(self) -> Step:
+        """What the schedule must know of it."""
+        small = self.small_size > 0
+        return Step(self.fqn, self.is_root, self.reshard_after_forward, self.trains, small, self.reduces_first)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of a full rank's pieces, as stored."""
+        shapes, dims = [p.shape for p in self.params], [p.dim for p in self.params]
+        layout = bucket_layout(shapes, self.shard_size, dims=dims)
+        return sum(at.piece * p.stored.itemsize for at, p in zip(layout.params, self.params, strict=True))
+
+    @property
+    def trains(self) -> bool:
+        """Whether any member gets a gradient."""
+        return any(p.trains for p in self.params)
+
+    @property
+    def dtype(self) -> str:
+        """In words: the dtypes of its parameters as stored, gathered and reduced."""
+        return joined(_dtype(p) for p in self.params)
+
+    @property
+    def transport(self) -> str:
+        """In words: how it is moved."""
+        if self.route is None:
+            return "local"
+        layouts = self.gather_layouts()
+        alone, packed = sum(len(x.alone) for x in layouts), sum(len(x.packed) for x in layouts)
+        if not packed:
+            return self.route.name if self.route.name != "packed" else "direct"
+        return f"{self.route.name}, {packed} packed" if alone else "packed"
+
+    @property
+    def reshard(self) -> str:
+        """In words: when its weights are given up."""
+        if not self.reshard_after_forward:
+            return "after backward"
+        return f"after forward, among {self.small_size}" if self.small_size else "after forward"
+
+
+def _dtype(param: ParamPlan) -> str:
+    stored, gathered, reduced = (str(d).removeprefix("torch.") for d in (param.stored, param.gathered, param.reduced))
+    text = stored if gathered == stored else f"{stored} as {gathered}"
+    if not param.trains:
+        return f"{text} frozen"
+    return text if reduced == gathered else f"{text}, reduced as {reduced}"
+
+
+def joined(texts: Iterable[str]) -> str:
+    """The different ones of some texts."""
+    return ", ".join(dict.fromkeys(texts))

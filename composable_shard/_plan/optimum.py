@@ -1,0 +1,369 @@
+"""The schedule that leaves least exposed, for given kept groups and a budget.
+
+It plays the step of `_simulation` from event to event; an event is the forward or the backward of a group. Open is how
+many gathers are issued at each, in the order in which they are needed, and how many reductions are waited for before
+the next one is issued. Choices that have issued and waited for as much have the same bytes live; those that are nowhere
+earlier than another one are dropped, for whatever follows is no earlier either; so are those that cannot end in time,
+by the compute and the transfers that are still to come. Nothing else is left out, so what is found is the optimum, as
+long as no width bounds how many choices are followed at once (a beam search).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from operator import le
+from typing import NamedTuple
+
+from .schedule import MAX_REDUCTIONS, Step, backward_order, forward_order
+from .simulation import Sizes, Times
+
+_STATE_WORK = 16  # what a state costs, in comparisons
+
+Path = tuple["Path | None", tuple[str, int]]  # what was chosen, last one first
+
+
+class _State(NamedTuple):
+    """When compute and the link are free, gathers on their way arrive and reductions in flight are done; and how."""
+
+    now: float
+    link: float
+    gathers: tuple[float, ...]
+    reductions: tuple[float, ...]
+    path: Path | None
+
+
+class _Gather(NamedTuple):
+    event: int
+    fqn: str
+    weights: int
+    landing: int
+    seconds: float
+
+
+class _Reduction(NamedTuple):
+    event: int
+    fqn: str
+    nbytes: int
+    seconds: float
+
+
+class Found(NamedTuple):
+    """A schedule: seconds exposed; by gather, in order, the event that issues it; by group, how many may fly with it.
+
+    `gathers` are those of groups that are not there, first of forward, then of backward.
+    """
+
+    exposed: float
+    gathers: tuple[int, ...]
+    in_flight: tuple[tuple[str, int], ...]
+
+
+def _sums(numbers: Iterable[int]) -> list[int]:
+    """Of the first none, one, two, ..."""
+    return list(itertools.accumulate(numbers, initial=0))
+
+
+def _sums_from(numbers: Sequence[float]) -> list[float]:
+    """Of all, of all but the first, ..., of none."""
+    return list(itertools.accumulate(reversed(numbers), initial=0.0))[::-1]
+
+
+class _Ahead(NamedTuple):
+    """Seconds of what is still to come: of compute and of what follows all compute; of reductions on the link."""
+
+    compute: float
+    reductions: float
+
+
+_Place = tuple[int, int]  # gathers that were issued, reductions that were waited for
+_States = dict[_Place, list[_State]]
+
+
+class Optimum:
+    """The search for one set of kept groups.
+
+    Args:
+        steps, sizes, times: the groups, each used once, and one after the other but for the root; none of them keeps
+            pieces among a few ranks, waits for reductions before it gathers or is reduced only at the end, and a root
+            stays until then. (The memory of the root's own reduction is not looked at.)
+        budget: the most bytes that may be live at once; None for no limit.
+        kept: groups that stay between forward and backward.
+        anywhere: whether gathers may also be issued right before a reduction, and reductions be waited for where an
+            event begins, any number of them being in flight: more than the engine does, to tell what it could gain.
+
+    Attributes:
+        link_seconds: what all collectives take.
+        compute: what all events take.
+        least: what no schedule falls below: what must come before all compute and after it, or what the link moves
+            beyond compute.
+        work: states so far, and comparisons of two of them, a state counted as so many comparisons as it costs.
+        is_exact: whether no state was left out that might have led to the best schedule.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        sizes: Mapping[str, Sizes],
+        times: Mapping[str, Times],
+        budget: int | None,
+        kept: Collection[str],
+        anywhere: bool = False,
+    ) -> None:
+        forward, backward = forward_order(steps), backward_order(steps)
+        self._turn = len(forward)
+        self._events = [step.fqn for step in [*forward, *backward]]
+        self._seconds = [times[s.fqn].forward for s in forward] + [times[s.fqn].backward for s in backward]
+        roots = {step.fqn for step in steps if step.is_root}
+        stays = roots | set(kept)
+        self._gathers = [
+            _Gather(at, fqn, sizes[fqn].weights, sizes[fqn].landing, times[fqn].gather)
+            for at, fqn in enumerate(self._events)
+            if at < self._turn or fqn not in stays
+        ]
+        self._due = {gather.event: place for place, gather in enumerate(self._gathers)}
+        self._reductions = [
+            _Reduction(at, step.fqn, sizes[step.fqn].reduction, times[step.fqn].reduce)
+            for at, step in enumerate(backward, self._turn)
+            if step.trains and not step.is_root
+        ]
+        self._reduces = {reduction.event: place for place, reduction in enumerate(self._reductions)}
+        self._weights_up_to = _sums(gather.weights for gather in self._gathers)
+        self._landing_up_to = _sums(gather.landing for gather in self._gathers)
+        self._reduced_up_to = _sums(reduction.nbytes for reduction in self._reductions)
+        self._arrived = _sums(int(at in self._due) for at in range(len(self._events)))
+        self._gives_up = [
+            0 if fqn in roots or (at < self._turn and fqn in stays) else sizes[fqn].weights
+            for at, fqn in enumerate(self._events)
+        ]
+        self._tail = sum(times[step.fqn].reduce for step in steps if step.is_root and step.trains)
+        self._budget = float("inf") if budget is None else budget
+        self._anywhere = anywhere
+        self._in_flight = len(self._events) if anywhere else MAX_REDUCTIONS
+        self.compute = sum(self._seconds)
+        self._gathers_left = _sums_from([gather.seconds for gather in self._gathers])
+        self._reductions_left = _sums_from([reduction.seconds for reduction in self._reductions])
+        self.link_seconds = self._gathers_left[0] + self._reductions_left[0] + self._tail
+        computing = [at for at, seconds in enumerate(self._seconds) if seconds]
+        first, self._last = (computing[0], computing[-1]) if computing else (0, len(self._events))
+        before = sum(gather.seconds for gather in self._gathers if gather.event <= first)
+        self.least = max(before + self._behind(0), self.link_seconds - self.compute)
+        self.work = 0
+        self.is_exact = True
+        self._most_work = self._width = float("inf")
+
+    def _behind(self, at: int) -> float:
+        """Seconds of reductions that follow all compute, if the events from `at` on are still to end."""
+        late = max(at, self._last)
+        return self._tail + sum(reduction.seconds for reduction in self._reductions if reduction.event >= late)
+
+    def best(self, below: float, most_work: float = float("inf"), width: float = float("inf")) -> Found | None:
+        """The best schedule if it leaves less than `below` seconds exposed, None else.
+
+        Args:
+            below: seconds of a schedule that is known.
+            most_work: if it takes more (`work`), None.
+            width: how many states may follow an event; of more, those that can still end first.
+        """
+        self.work, self.is_exact, self._most_work, self._width = 0, True, most_work, width
+        if self.least >= below:
+            return None
+        latest = below + self.compute
+        states: _States = {(0, 0): [_State(0.0, 0.0, (), (), None)]}
+        freed, left, reduced = 0, self.compute, 0  # bytes of weights given up; seconds to compute; reductions issued
+        for at, seconds in enumerate(self._seconds):
+            ahead = _Ahead(left + self._behind(at), self._reductions_left[reduced] + self._tail)
+            states = self._sifted(self._begun(states, at, freed, reduced), ahead, latest)
+            left -= seconds
+            freed += self._gives_up[at]
+            reduced += at in self._reduces
+            ahead = _Ahead(left + self._behind(at + 1), self._reductions_left[reduced] + self._tail)
+            states = self._sifted(self._ended(states, at, freed), ahead, latest)
+        ends = [(max(s.now, s.link, (max(s.link, s.now) + self._tail) * (self._tail > 0)), s.path)
+                for listed in states.values() for s in listed]  # fmt: skip
+        end, path = min(ends, key=lambda each: each[0], default=(float("inf"), None))
+        return self._told(end - self.compute, path) if end < latest else None
+
+    def _told(self, exposed: float, path: Path | None) -> Found:
+        gathers: list[int] = []
+        in_flight: list[int] = []
+        while path is not None:
+            path, (what, number) = path
+            (gathers if what == "gather" else in_flight).append(number)
+        reduced = [reduction.fqn for reduction in self._reductions]
+        return Found(exposed, tuple(gathers[::-1]), tuple(zip(reduced, in_flight[::-1], strict=True)))
+
+    def _live(self, place: _Place, at: int, freed: int, reduced: int) -> int:
+        """Bytes: weights and landing buffers of what was issued, less what was freed, and reductions in flight."""
+        issued, settled = place
+        arrived = min(issued, self._arrived[at + 1])
+        return (
+            self._weights_up_to[issued]
+            - freed
+            + (self._landing_up_to[issued] - self._landing_up_to[arrived])
+            + (self._reduced_up_to[reduced] - self._reduced_up_to[settled])
+        )
+
+    def _begun(self, states: _States, at: int, freed: int, reduced: int) -> Iterator[tuple[_Place, _State]]:
+        """Gather what is needed, wait for it, gather ahead."""
+        due = self._due.get(at)
+        for start, listed in states.items():
+            for state in listed:
+                begun = [(start, state)]
+                if due is not None:
+                    if start[0] == due:
+                        settled = self._settled(start, state, reduced) if self._anywhere else begun
+                        begun = [each for s in settled for each in self._issued(*s, at, at - 1, freed, reduced)]
+                    begun = [(p, _State(max(s.now, s.gathers[0]), s.link, s.gathers[1:], *s[3:])) for p, s in begun]
+                for place, its in begun:
+                    yield from self._choices(place, its, at, freed, reduced, self._anywhere)
+
+    def _ended(self, states: _States, at: int, freed: int) -> Iterator[tuple[_Place, _State]]:
+        """Compute is over: its weights are given up, and its gradients are reduced."""
+        seconds, turn = self._seconds[at], self._reduces.get(at)
+        for place, listed in states.items():
+            for before in listed:
+                state = _State(before.now + seconds, *before[1:])
+                if turn is None:
+                    yield place, state
+                    continue
+                for p, s in self._settled(place, state, turn):
+                    if turn - p[1] >= self._in_flight:
+                        continue
+                    ready = self._choices(p, s, at, freed, turn, False) if self._anywhere else [(p, s)]
+                    for each, its in ready:
+                        if self._live(each, at, freed, turn + 1) <= self._budget:
+                            link = max(its.now, its.link) + self._reductions[turn].seconds
+                            flying = (*its.reductions, link)
+                            path = its.path, ("reduce", turn + 1 - each[1])
+                            yield each, _State(its.now, link, its.gathers, flying, path)
+
+    def _choices(
+        self, place: _Place, state: _State, at: int, freed: int, reduced: int, settles: bool
+    ) -> Iterator[tuple[_Place, _State]]:
+        """Wait for so many reductions, if that may be, then issue so many gathers."""
+        for found in self._settled(place, state, reduced) if settles else [(place, state)]:
+            while True:
+                yield found
+                following = list(self._issued(*found, at, at, freed, reduced))
+                if not following:
+                    break
+                (found,) = following
+
+    def _settled(self, place: _Place, state: _State, reduced: int) -> Iterator[tuple[_Place, _State]]:
+        yield place, state
+        while place[1] < reduced:
+            place = place[0], place[1] + 1
+            flying = state.reductions
+            state = _State(max(state.now, flying[0]), state.link, state.gathers, flying[1:], state.path)
+            yield place, state
+
+    def _issued(
+        self, place: _Place, state: _State, at: int, arrived: int, freed: int, reduced: int
+    ) -> Iterator[tuple[_Place, _State]]:
+        """With the next gather, if there is one, it may be issued at this event, and it fits.
+
+        Args:
+            place, state: before.
+            at: the event.
+            arrived: the last event whose gather was waited for.
+            freed, reduced: bytes that were given up, reductions that were issued.
+        """
+        if place[0] == len(self._gathers):
+            return
+        gather = self._gathers[place[0]]
+        after = place[0] + 1, place[1]
+        if gather.event >= self._turn > at or self._live(after, arrived, freed, reduced) > self._budget:
+            return  # no forward gathers for backward
+        link = max(state.now, state.link) + gather.seconds
+        path = state.path, ("gather", at)
+        yield after, _State(state.now, link, (*state.gathers, link), state.reductions, path)
+
+    def _sifted(self, found: Iterable[tuple[_Place, _State]], ahead: _Ahead, latest: float) -> _States:
+        """Without what must end too late, and without what is nowhere earlier than another; no more than the width."""
+        by_place: dict[_Place, dict[tuple[float, ...], tuple[float, _State]]] = {}
+        for place, state in found:
+            self.work += _STATE_WORK
+            if self.work > self._most_work:
+                self.is_exact = False
+                return {}
+            soonest = max(state.now + ahead.compute, state.link + ahead.reductions + self._gathers_left[place[0]])
+            if soonest < latest:
+                times = (state.now, state.link, *state.gathers, *state.reductions)
+                by_place.setdefault(place, {}).setdefault(times, (soonest, state))
+        left = [
+            (each[times][0], place, times, each[times][1])
+            for place, each in by_place.items()
+            for times in self._undominated(sorted(each))
+        ]
+        if len(left) > self._width:
+            self.is_exact = False
+            left = sorted(left, key=lambda one: one[:3])[: int(self._width)]
+        states: _States = {}
+        for _, place, _, state in left:
+            states.setdefault(place, []).append(state)
+        return states
+
+    def _undominated(self, found: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
+        """Of times in order, those than which no others are nowhere later."""
+        kept: list[tuple[float, ...]] = []
+        for times in found:
+            for other in kept:
+                self.work += 1
+                if all(map(le, other, times)):
+                    break
+            else:
+                kept.append(times)
+            if self.work > self._most_work:
+                self.is_exact = False
+                break
+        return kept
+
+
+def sets_to_keep(
+    steps: Sequence[Step],
+    sizes: Mapping[str, Sizes],
+    times: Mapping[str, Times],
+    budget: int | None,
+    always: Collection[str] = (),
+) -> list[tuple[str, ...]]:
+    """The sets of groups whose weights fit into the budget together; first those that save the link most.
+
+    Args:
+        steps, sizes, times: as above.
+        budget: bytes.
+        always: groups that are in each.
+    """
+    order = [step.fqn for step in forward_order(steps)]
+    stays = {step.fqn for step in steps if step.is_root} | set(always)
+    free = [fqn for fqn in order if fqn not in stays]
+    room = float("inf") if budget is None else budget - sum(sizes[fqn].weights for fqn in stays)
+    found: list[tuple[float, tuple[str, ...]]] = []
+    for more in itertools.chain.from_iterable(itertools.combinations(free, count) for count in range(len(free) + 1)):
+        if sum(sizes[fqn].weights for fqn in more) <= room:
+            kept = tuple(fqn for fqn in order if fqn in stays or fqn in more)
+            found.append((-sum(times[fqn].gather for fqn in more), kept))
+    found.sort(key=lambda each: each[0])
+    return [kept for _, kept in found]
+
+
+def least_exposed(
+    steps: Sequence[Step],
+    sizes: Mapping[str, Sizes],
+    times: Mapping[str, Times],
+    budget: int | None,
+    known: float,
+    always: Collection[str] = (),
+) -> float:
+    """The least seconds that any schedule within the budget leaves exposed, whatever is kept, issued anywhere.
+
+    Args:
+        steps, sizes, times, budget: as above; for a dozen groups it takes seconds.
+        known: seconds that some schedule reaches.
+        always: groups that must be kept.
+    """
+    best = known
+    for kept in sets_to_keep(steps, sizes, times, budget, always):
+        found = Optimum(steps, sizes, times, budget, kept, anywhere=True).best(best - 1e-9)
+        best = best if found is None else found.exposed
+    return best

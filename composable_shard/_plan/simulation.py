@@ -1,0 +1,354 @@
+"""What a list of actions costs: bytes over its course and, where times are known, how long compute waits.
+
+Compute runs one group after the other. A link carries one collective at a time, gathers and reductions in the order of
+issue: with ``s`` and ``f`` the start and the end of a collective that takes ``t``, and ``c`` the start of compute that
+takes ``F``,
+
+    s_i = max(issue_i, f_{i-1})    f_i = s_i + t_i    c_i = max(c_{i-1} + F_{i-1}, f_i)
+
+That is a machine whose host stands by while compute waits. With streams the host issues all at once, in the same order,
+and a gather begins when what had its memory before is done, which may be earlier, or later: `issue_i` is the end of the
+last use of the memory. Gradients are packed by compute, which waits for that memory itself.
+
+What a step takes longer than its compute alone is *exposed*: the sum of ``c_i - c_{i-1} - F_{i-1}``, and what is waited
+for at the end. Issuing takes no time. The compute of the root counts where it begins, in forward and in backward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from .arena import Arena, Lifetime, followers, peak_bytes
+from .costs import Costs as Costs
+from .costs import Sizes as Sizes
+from .costs import Times as Times
+from .schedule import MARKS, Action, Kind
+
+
+def lifetimes(actions: Sequence[Action], sizes: Mapping[str, Sizes]) -> list[Lifetime]:
+    """The buffers that these actions lease, by place in the list; named ``weights layers.3`` and so on."""
+    opened: dict[tuple[str, str], list[int]] = {}
+    lives: list[Lifetime] = []
+
+    def close(what: str, fqn: str, nbytes: int, step: int) -> None:
+        lives.append(Lifetime(f"{what} {fqn}", nbytes, opened[what, fqn].pop(0), step))
+
+    for step, action in enumerate(actions):
+        fqn, size = action.fqn, sizes[action.fqn]
+        match action.kind:
+            case Kind.UNSHARD:
+                opened.setdefault(("weights", fqn), []).append(step)
+                opened.setdefault(("landing", fqn), []).append(step)
+            case Kind.WAIT if opened.get(("small", fqn)):
+                close("landing", fqn, size.small_landing, step)
+                close("small", fqn, size.small, step)
+            case Kind.WAIT:
+                close("landing", fqn, size.landing, step)
+            case Kind.SHRINK:
+                close("weights", fqn, size.weights, step + 1)  # the pieces are cut from them
+                opened.setdefault(("small", fqn), []).append(step)
+            case Kind.RESHARD if opened.get(("small", fqn)):
+                close("small", fqn, size.small, step)
+            case Kind.RESHARD:
+                close("weights", fqn, size.weights, step)
+            case Kind.REDUCE:
+                opened.setdefault(("reduction", fqn), []).append(step)
+            case Kind.REDUCED:
+                close("reduction", fqn, size.reduction, step)
+    return lives
+
+
+def live_bytes(lives: Sequence[Lifetime], steps: int) -> list[int]:
+    """Bytes that are live after each of so many steps."""
+    changes = [0] * (steps + 1)
+    for life in lives:
+        changes[life.opened] += life.nbytes
+        changes[life.closed] -= life.nbytes
+    live, found = 0, []
+    for change in changes[:steps]:
+        live += change
+        found.append(live)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """How a step goes by.
+
+    Attributes:
+        begins: when each forward and backward begins to compute, in order; seconds from the start.
+        gathers: seconds of each gather on the link, in order of issue.
+        waits: seconds that compute waits before the forward (`FORWARD`) or the backward of a group, for its reduction
+            (`REDUCED`), or for the memory of that (`REDUCE`); those of 0 seconds are left out.
+        seconds: the whole step.
+        compute: seconds of compute.
+    """
+
+    begins: tuple[float, ...]
+    gathers: tuple[float, ...]
+    waits: Mapping[Action, float]
+    seconds: float
+    compute: float
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that compute waits for communication."""
+        return sum(self.waits.values())
+
+
+class _Clock:
+    """Compute and the link, as the actions are read one by one.
+
+    Args:
+        times: of the groups.
+        arena: where buffers lie, if it is streams that wait: gathers are issued when their memory is free.
+    """
+
+    def __init__(self, times: Mapping[str, Times], arena: Arena | None = None) -> None:
+        self.times = times
+        self.memory = None if arena is None else _Memory(arena)
+        self.now = self.link_free = self.compute = 0.0
+        self.running: Action | None = None  # what has begun and did not compute yet
+        self.left = 0.0  # seconds of its compute
+        self.halved = False
+        self.arrives: dict[tuple[Kind, str], deque[float]] = {}
+        self.begins: list[float] = []
+        self.gathers: list[float] = []
+        self.waits: dict[Action, float] = {}
+
+    def send(self, what: Kind, fqn: str, seconds: float) -> None:
+        issued = self.now
+        if self.memory is not None:
+            issued = self.memory.taken()
+            if what is Kind.REDUCE:
+                self.wait_until(issued, Action(what, fqn))
+                issued = self.now
+        self.link_free = max(issued, self.link_free) + seconds
+        self.arrives.setdefault((what, fqn), deque()).append(self.link_free)
+
+    def wait(self, what: Kind, fqn: str, on: Action) -> None:
+        arrived = self.arrives[what, fqn].popleft()
+        self.wait_until(arrived, on)
+        self.leave(arrived)
+
+    def wait_until(self, time: float, on: Action) -> None:
+        late = time - self.now
+        if late > 0:
+            self.now += late
+            self.waits[on] = self.waits.get(on, 0.0) + late
+
+    def leave(self, time: float, lasts: bool = False) -> None:
+        """What the action gives up was used until then; if it lasts, what it gives up when it is over."""
+        if self.memory is not None:
+            self.memory.left(time, lasts)
+
+    def begin(self, action: Action) -> None:
+        self.finish()
+        times = self.times[action.fqn]
+        self.running, self.left = action, times.forward if action.kind is Kind.FORWARD else times.backward
+        self.halved = False
+        self.begins.append(self.now)
+
+    def run(self, share: float = 1.0) -> None:
+        """Compute this share of what is left of the group that runs."""
+        self.now += share * self.left
+        self.compute += share * self.left
+        self.left -= share * self.left
+
+    def finish(self) -> None:
+        self.run()
+        self.running = None
+
+
+class _Memory:
+    """When memory is free, as the actions are read one by one; forwards and backwards are not counted."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.place = -1  # of the action that is read now
+        self._free_at = [0.0] * len(arena.lifetimes)
+        self._before = followers(arena)
+        self._opened: dict[int, list[int]] = {}
+        self._closed: dict[int, list[int]] = {}
+        for at, life in enumerate(arena.lifetimes):
+            self._opened.setdefault(life.opened, []).append(at)
+            self._closed.setdefault(life.closed, []).append(at)
+
+    def taken(self) -> float:
+        """When all that this action takes is free."""
+        taken = self._opened.get(self.place, ())
+        return max((self._free_at[other] for at in taken for other in self._before[at]), default=0.0)
+
+    def left(self, time: float, lasts: bool = False) -> None:
+        """What this action gives up, or gives up when it is over, is free from that time on."""
+        for at in self._closed.get(self.place + lasts, ()):
+            self._free_at[at] = time
+
+
+class _NotingClock(_Clock):
+    """The same, and what took time: compute, the link, and waiting for it."""
+
+    def __init__(self, times: Mapping[str, Times], arena: Arena | None = None) -> None:
+        super().__init__(times, arena)
+        self.spans: list[tuple[Kind, str, float, float]] = []
+
+    def send(self, what: Kind, fqn: str, seconds: float) -> None:
+        super().send(what, fqn, seconds)
+        self.spans.append((what, fqn, self.link_free - seconds, self.link_free))
+
+    def wait_until(self, time: float, on: Action) -> None:
+        begin = self.now
+        super().wait_until(time, on)
+        self._note(Kind.WAIT if on.kind in (Kind.FORWARD, Kind.BACKWARD) else Kind.REDUCED, on.fqn, begin)
+
+    def run(self, share: float = 1.0) -> None:
+        begin = self.now
+        super().run(share)
+        if self.running is not None:
+            self._note(self.running.kind, self.running.fqn, begin)
+
+    def _note(self, kind: Kind, fqn: str, begin: float) -> None:
+        if self.now > begin:
+            self.spans.append((kind, fqn, begin, self.now))
+
+
+def _played(actions: Sequence[Action], clock: _Clock) -> Iterator[Action]:
+    """The actions, each when the clock has seen it."""
+    times = clock.times
+    resident: set[str] = set()
+    shrunk: set[str] = set()
+    for action in actions:
+        fqn = action.fqn
+        if clock.memory is not None and action.kind not in MARKS:
+            clock.memory.place += 1
+        match action.kind:
+            case Kind.FORWARD | Kind.BACKWARD:
+                clock.begin(action)
+            case Kind.ENDED:
+                clock.finish()
+            case Kind.UNSHARD:
+                seconds = times[fqn].small_gather if fqn in shrunk else times[fqn].gather
+                clock.gathers.append(seconds)
+                clock.send(Kind.UNSHARD, fqn, seconds)
+            case Kind.WAIT:
+                assert clock.running is not None
+                resident.add(fqn)
+                shrunk.discard(fqn)
+                clock.wait(Kind.UNSHARD, fqn, clock.running)
+                clock.begins[-1] = clock.now
+            case Kind.RESHARD | Kind.SHRINK:
+                clock.finish()
+                clock.leave(clock.now, action.kind is Kind.SHRINK)
+                resident.discard(fqn)
+                if action.kind is Kind.SHRINK:
+                    shrunk.add(fqn)
+            case Kind.REDUCE:
+                clock.send(Kind.REDUCE, fqn, times[fqn].reduce)
+            case Kind.REDUCED:
+                if clock.running is not None and clock.running.fqn in resident and not clock.halved:
+                    clock.run(0.5)  # the engine waits when half of what the group saved was read
+                    clock.halved = True
+                clock.wait(Kind.REDUCE, fqn, action)
+        yield action
+    clock.finish()
+
+
+def simulate(actions: Sequence[Action], times: Mapping[str, Times], arena: Arena | None = None) -> Timeline:
+    """What becomes of `actions`, as `timed_step` writes them, where collectives and compute take so long.
+
+    Args:
+        actions: of a step.
+        times: of a use of each group.
+        arena: where their buffers lie, if it is streams that wait; None if the host does.
+    """
+    clock = _Clock(times, arena)
+    for _ in _played(actions, clock):
+        pass
+    return Timeline(tuple(clock.begins), tuple(clock.gathers), clock.waits, clock.now, clock.compute)
+
+
+class Trace(NamedTuple):
+    """When what happens in a step. Spans of `UNSHARD` and `REDUCE` are the link's; `WAIT` and `REDUCED` are waiting."""
+
+    done: tuple[float, ...]  # seconds at which each action but the forwards and backwards was done, in order
+    spans: tuple[tuple[Kind, str, float, float], ...]  # what took time, from when, until when
+
+
+def trace(actions: Sequence[Action], times: Mapping[str, Times], arena: Arena | None = None) -> Trace:
+    """`simulate`, and all of it noted, which takes longer."""
+    clock = _NotingClock(times, arena)
+    done = [clock.now for action in _played(actions, clock) if action.kind not in MARKS]
+    return Trace(tuple(done), tuple(clock.spans))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTimes:
+    """Seconds of a group in a step: its gathers, its compute, its reduction, and what compute waits for of them."""
+
+    fqn: str
+    gather: float
+    compute: float
+    reduce: float
+    exposed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a training step takes.
+
+    Attributes:
+        peak: most bytes at once.
+        weights, landing, reductions: most bytes at once of each kind; the peaks may be at different times.
+        kept: bytes of weights that are there between forward and backward.
+        groups: times of each group, in order of their forwards; None without costs, as is what follows.
+        seconds: of the step.
+        exposed: seconds of it that compute waits.
+    """
+
+    peak: int
+    weights: int
+    landing: int
+    reductions: int
+    kept: int
+    groups: tuple[GroupTimes, ...] | None = None
+    seconds: float | None = None
+    exposed: float | None = None
+
+
+def predict(
+    actions: Sequence[Action],
+    sizes: Mapping[str, Sizes],
+    times: Mapping[str, Times] | None,
+    arena: Arena | None = None,
+) -> Prediction:
+    """What becomes of `actions`, as `timed_step` writes them; arguments as for `simulate`."""
+    lives = lifetimes(actions, sizes)
+    by_kind: dict[str, list[Lifetime]] = {"weights": [], "small": [], "landing": [], "reduction": []}
+    for life in lives:
+        by_kind[life.name.partition(" ")[0]].append(life)
+    turn = next((place for place, action in enumerate(actions) if action.kind is Kind.BACKWARD), 0)
+    resident = by_kind["weights"] + by_kind["small"]
+    memory = Prediction(
+        peak_bytes(lives),
+        peak_bytes(resident),
+        peak_bytes(by_kind["landing"]),
+        peak_bytes(by_kind["reduction"]),
+        sum(life.nbytes for life in resident if life.opened < turn < life.closed),
+    )
+    if times is None:
+        return memory
+    timeline = simulate(actions, times, arena)
+    exposed = dict.fromkeys(sizes, 0.0)
+    for action, seconds in timeline.waits.items():
+        exposed[action.fqn] += seconds
+    gathers = dict.fromkeys(sizes, 0.0)
+    for seconds, action in zip(timeline.gathers, (a for a in actions if a.kind is Kind.UNSHARD), strict=True):
+        gathers[action.fqn] += seconds
+    often = Counter((action.kind, action.fqn) for action in actions)
+    groups = []
+    for fqn, time in times.items():
+        computed = often[Kind.FORWARD, fqn] * time.forward + often[Kind.BACKWARD, fqn] * time.backward
+        groups.append(GroupTimes(fqn, gathers[fqn], computed, often[Kind.REDUCE, fqn] * time.reduce, exposed[fqn]))
+    return replace(memory, groups=tuple(groups), seconds=timeline.seconds, exposed=timeline.exposed)

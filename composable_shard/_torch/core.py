@@ -1,0 +1,566 @@
+"""Every torch-private name that the runtime needs, one shim each. Holds for torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import types
+from collections import OrderedDict, UserDict, UserList
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from functools import partial
+from operator import attrgetter
+from typing import Any, TypeVar, TypeVarTuple
+
+import torch
+import torch.utils.checkpoint
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses import FakeTensor
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+GRAPHS_GIVE_NONE = torch.__version__ >= "2.13"  # a missing gradient; compiled backward graphs of 2.11 give zeros
+Hook = Callable[[torch.Tensor], torch.Tensor | None]
+SavedTensorsHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+def run_while_tracing(function: Callable[..., T]) -> Callable[..., T]:
+    """Decorate a function of constants that Dynamo shall call, not trace; its result is a constant of the graph.
+
+    This is `torch.compiler.assume_constant_result`, which would load all of Dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def never_compile(code: types.CodeType) -> None:
+    """Keep Dynamo from compiling a function, and those within, when they are called under compiled code.
+
+    Functions that they call can be compiled, and code that is traced may still inline them. It costs nothing at a call.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        skipped = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        frames.set_code_exec_strategy(code, skipped)
+    else:
+        frames.skip_code(code)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            never_compile(inner)
+
+
+def never_trace(function: Callable[..., T]) -> Callable[..., T]:
+    """Decorate a function that Dynamo shall call between two graphs. `torch.compiler.disable` would load Dynamo."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+has_side_effect: Callable[[Any], Any] = torch.fx.has_side_effect  # keeps calls of an operator that nothing reads
+
+
+def with_side_effects(function: Callable[[], None]) -> None:
+    """Call `function`; while Dynamo traces, also let it change objects inside of a user's checkpointed region.
+
+    Dynamo refuses that, because a recomputation will not repeat the change; here each is taken back before the end.
+    """
+    if torch.compiler.is_compiling():
+        torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(function)
+    else:
+        function()
+
+
+def dynamo_is_active() -> bool:
+    """Whether Dynamo looks at every function that is called now: a frame above was compiled, or could not be."""
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
+
+
+def tracing_context() -> Any:
+    """What AOTAutograd knows of the graph that is being compiled; one object for its forward and its backward."""
+    return torch._guards.TracingContext.try_get()
+
+
+def forward_outputs(outputs: int) -> int | None:
+    """How many of the outputs of the graph being compiled are not there for backward; None if it has no backward.
+
+    What torch knows of a graph over tensor subclasses has no tangents, but more outputs than the forward returns.
+    """
+    facts = getattr(tracing_context(), "fw_metadata", None)
+    returned = 0 if facts is None else int(facts.num_forward_returns)
+    return returned if facts is not None and (facts.traced_tangents or outputs > returned) else None
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size as it was when the graph was made. To ask for the number itself would make the graph good for it alone."""
+    return size if isinstance(size, int) else int(size.node.hint or 0)
+
+
+def current_compilation() -> str:
+    """Name of the compilation that runs now, the same for all that becomes one graph; empty if there is none."""
+    found = torch._guards.CompileContext.current_compile_id()
+    return "" if found is None else str(found)
+
+
+def compilation() -> object | None:
+    """What stands for the compilation that runs now; None if there is none."""
+    return torch._guards.CompileContext.try_get()
+
+
+# Number of the backward pass that runs on this thread, -1 if none does. Nested passes have larger numbers.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Call `callback` at the end of the backward pass that runs now; it is dropped uncalled if the pass fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+# Whether the backward pass that runs now executes an autograd node.
+node_will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+
+
+class Fate(Enum):
+    """What becomes of a leaf's gradient in the backward pass that runs now."""
+
+    ADDED = "added to .grad"
+    RETURNED = "given to the caller of torch.autograd.grad"
+    DROPPED = "asked for by nobody"
+
+
+_LEAF_WAS_ASKED_FOR = RuntimeError  # torch raises it for a leaf that was given to `torch.autograd.grad`
+
+
+def gradient_fates(leaf_nodes: Sequence[Any]) -> list[Fate] | None:
+    """What becomes of the gradients of some leaves, by their nodes (None for a leaf that wants none).
+
+    Returns:
+        a fate for each, or None if all are added, as they are in an ordinary backward.
+    """
+    try:
+        if all(map(node_will_run, filter(None, leaf_nodes))):
+            return None
+    except _LEAF_WAS_ASKED_FOR:
+        pass
+    return [_fate(node) for node in leaf_nodes]
+
+
+def _fate(leaf_node: Any) -> Fate:
+    try:
+        runs = leaf_node is not None and node_will_run(leaf_node)
+    except _LEAF_WAS_ASKED_FOR:
+        return Fate.RETURNED
+    return Fate.ADDED if runs else Fate.DROPPED
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> tuple[torch.Tensor, ...]:
+    """`function.apply` without the search of its arguments for dead wrappers of functorch."""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc, no-any-return]
+
+
+def called_directly(function: type[torch.autograd.Function]) -> None:
+    """Let autograd call a function's `backward` itself, past torch's look at which methods the class has."""
+    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
+
+
+def outputs_pass_for_leaves(function: type[torch.autograd.Function]) -> None:
+    """Let `nn.Module` register outputs of the function as parameters; it asks by `if tensor.grad_fn:` for leaves."""
+    function._backward_cls.__bool__ = lambda _: False  # type: ignore[attr-defined]
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is not one of torch's fake ones, which have shapes alone."""
+    return not isinstance(tensor, FakeTensor)
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory under a storage, and a version counter, of its own; it holds the memory."""
+    if not has_memory(tensor):
+        return tensor.detach()  # of the same storage
+    return torch.utils.dlpack.from_dlpack(torch._C._to_dlpack(tensor))
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """What tells the storage of a tensor from all that live."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where the data of a tensor begins, made up for a fake one; 0 if nowhere, as of sparse and functorch's tensors."""
+    if not has_memory(tensor):
+        return (storage_id(tensor) << 48) + int(tensor.storage_offset()) * tensor.element_size()
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+# How many tensors and other objects share a storage, by its id; some tensor must hold it.
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+# A context in which subclasses of tensors are not asked for a `__torch_function__`.
+without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+
+
+def chunk_cat(tensors: list[torch.Tensor], chunks: int, out: torch.Tensor) -> None:
+    """Cut each tensor along dim 0 into so many equal chunks; row r of `out`, (chunks, n), gets the r-th of each."""
+    torch._chunk_cat(tensors, 0, chunks, out=out)
+
+
+_top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def active_saved_tensors_hooks() -> SavedTensorsHooks | None:
+    """The innermost saved-tensor hooks of this thread; torch applies no others."""
+    return _top_saved_tensors_hooks(True)
+
+
+saved_tensors_hooks_are_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def saved_tensors_hooks_set_aside() -> Iterator[None]:
+    """Without the innermost saved-tensor hooks of this thread, of which there must be some."""
+    pack, unpack = _top_saved_tensors_hooks(True)
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+_Match = Callable[[SavedTensorsHooks], bool]
+
+
+@functools.cache  # once in a process
+def give_way_to_transforms(ours: _Match) -> None:
+    """From now on, set our saved-tensor hooks aside where a transform of `torch.func` would refuse to run under any.
+
+    For as long as it runs. Others' hooks are refused as before. The function that transforms call stays the same
+    object, with another body, for Dynamo knows it by identity and would not trace one in its place.
+    """
+    refuse: Any = torch.autograd.graph.disable_saved_tensors_hooks
+    cells = dict(zip(refuse.__code__.co_freevars, refuse.__closure__ or (), strict=True))
+    if "func" not in cells:  # made otherwise than by `contextlib.contextmanager`: then transforms refuse, and say so
+        return
+    body = cells["func"].cell_contents
+    refusing = contextlib.contextmanager(body)
+
+    @functools.wraps(body)
+    def give_way(error_message: str) -> Iterator[None]:
+        with _without_ours(ours, refusing(error_message)):
+            yield
+
+    cells["func"].cell_contents = give_way
+
+
+@contextlib.contextmanager
+def _without_ours(ours: _Match, refusing: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        while (active := active_saved_tensors_hooks()) is not None and ours(active):
+            stack.enter_context(saved_tensors_hooks_set_aside())
+        stack.enter_context(refusing)
+        yield
+
+
+def refuses_saved_tensors_hooks(error: BaseException) -> bool:
+    """Whether a transform of `torch.func` has raised this error because there are saved-tensor hooks."""
+    return type(error) is RuntimeError and "torch.func" in str(error) and "saved tensor hooks" in str(error)
+
+
+_CHECKPOINTS_LOOK_FOR_HOOKS = hasattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks")  # from torch 2.15
+
+
+def passed_by_checkpoints(pack: Callable[[torch.Tensor], Any], outer: SavedTensorsHooks | None) -> Any:
+    """The `pack` of saved-tensor hooks, a bound method, as a checkpoint is to see it: not one that the user has set.
+
+    From torch 2.15 on a selective checkpoint warns of a user's hooks around it and, if told to, has them pack what it
+    saves. Ours are then passed over, in favour of `outer`, those in force outside of them.
+    """
+    if not _CHECKPOINTS_LOOK_FOR_HOOKS:
+        return pack
+    marked: Any = partial(pack)
+    marked.__self__ = pack.__self__  # type: ignore[attr-defined]
+    marked._checkpoint_internal = True
+    marked._user_hooks = outer
+    return marked
+
+
+modes_in_force: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+# Whether a transform of `torch.func` runs. To ask functorch itself makes a state in each thread, which autograd then
+# copies for every node that it runs.
+is_transforming: Callable[[], bool] = partial(
+    torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+)
+
+
+def transforms_set_aside() -> contextlib.AbstractContextManager[Any]:
+    """Without the transforms of `torch.func` that run."""
+    return temporarily_clear_interpreter_stack() if is_transforming() else contextlib.nullcontext()
+
+
+def apart_from_checkpoints(method: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
+    """A method whose operations selective checkpoints around it do not see: they are not run when it recomputes.
+
+    Nor are they transformed, as by `torch.func.vmap`: sharded parameters are constants to every transform around.
+    """
+
+    @functools.wraps(method)
+    def run(*args: *Ts) -> T:
+        if not modes_in_force() and not is_transforming():
+            return method(*args)
+        with transforms_set_aside(), checkpoints_set_aside():
+            return method(*args)
+
+    return run
+
+
+@contextlib.contextmanager
+def checkpoints_set_aside() -> Iterator[None]:
+    """Without the modes of selective checkpoints, of those that are in force."""
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+    others = [mode for mode in modes if not isinstance(mode, _CachedTorchDispatchMode | _CachingTorchDispatchMode)]
+    for mode in reversed(others):
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+def default_reduce_dtype(stored: torch.dtype, compute: torch.dtype) -> torch.dtype:
+    """The dtype that a `MixedPrecisionPolicy` without ``reduce_dtype`` means, which torch 2.15 has changed.
+
+    There gradients are reduced in the dtype in which their parameters are stored, before in that of compute.
+    """
+    return stored if torch.__version__ >= "2.15" else compute
+
+
+_tensor_hooks, _post_accumulate_hooks = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+
+
+def any_gradient_hooks(leaves: Sequence[torch.Tensor]) -> bool:
+    """Whether a leaf has tensor hooks or post-accumulate hooks that autograd would call."""
+    with without_torch_function():
+        return any(map(_tensor_hooks, leaves)) or any(map(_post_accumulate_hooks, leaves))
+
+
+def has_post_accumulate_hooks(leaf: torch.Tensor) -> bool:
+    """Whether autograd would call somebody once a leaf has a gradient."""
+    with without_torch_function():
+        return bool(_post_accumulate_hooks(leaf))
+
+
+def take_gradient_hooks(leaf: torch.Tensor) -> tuple[dict[int, Hook] | None, dict[int, Hook] | None]:
+    """Take the tensor hooks and the post-accumulate hooks of a leaf away, so that autograd does not call them.
+
+    Handles of the hooks stay valid: they remove from the dictionaries that are returned (None if there is no hook).
+    """
+    tensor_hooks, post_hooks = leaf._backward_hooks, leaf._post_accumulate_grad_hooks
+    if tensor_hooks:
+        leaf._backward_hooks = OrderedDict()
+    if post_hooks:
+        leaf._post_accumulate_grad_hooks = OrderedDict()
+    return tensor_hooks or None, post_hooks or None
+
+
+def return_gradient_hooks(
+    leaf: torch.Tensor, tensor_hooks: list[dict[int, Hook]], post_hooks: list[dict[int, Hook]]
+) -> tuple[list[dict[int, Hook]], list[dict[int, Hook]]]:
+    """Give a leaf the hooks that were taken from it, in dictionaries in the order of the taking; returns what is left.
+
+    A leaf has room for one dictionary of each kind, and handles know theirs: what was registered meanwhile stays taken.
+    """
+    if tensor_hooks and not leaf._backward_hooks:
+        leaf._backward_hooks, tensor_hooks = tensor_hooks[0], tensor_hooks[1:]
+    if post_hooks and not leaf._post_accumulate_grad_hooks:
+        leaf._post_accumulate_grad_hooks, post_hooks = post_hooks[0], post_hooks[1:]
+    return tensor_hooks, post_hooks
+
+
+class _Handles:
+    """Counts the handles of hooks of all kinds, to notice cheaply that somebody may have registered some.
+
+    Attributes:
+        ours: how many were given to this library, for hooks that it registers while a model is trained or sharded.
+    """
+
+    __slots__ = ("ours",)
+
+    def __init__(self) -> None:
+        self.ours = 0
+
+    def of_others(self) -> int:
+        """How many were given to others, since the process began."""
+        return RemovableHandle.next_id - self.ours
+
+
+HANDLES = _Handles()
+
+
+class _Behind(torch.autograd.Function):
+    """Gives a graph in which a leaf's node is next, without an operation on the leaf, which may be of any subclass."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> None:
+        return None
+
+
+def leaf_node(leaf: torch.Tensor) -> Any:
+    """The autograd node that adds gradients to a leaf's `.grad`; it lives as long as anybody holds it."""
+    with torch.inference_mode(False), torch.enable_grad():
+        made: Any = _Behind.apply(leaf)  # type: ignore[no-untyped-call]
+    return made.grad_fn.next_functions[0][0]
+
+
+def hooks_of_node(node: Any) -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
+    """The hooks that are registered on an autograd node, to run before it and after; later ones will be in there, too.
+
+    Only the handle of a hook knows where it is kept.
+    """
+    handles = node.register_prehook(print), node.register_hook(print)
+    HANDLES.ours += 2
+    before, after = (handle.hooks_dict_ref() for handle in handles)
+    for handle in handles:
+        handle.remove()
+    return before, after
+
+
+def carry_gradient_hooks(leaf: torch.Tensor, to: torch.Tensor) -> None:
+    """Let a leaf have the tensor hooks and the post-accumulate hooks of another; handles are good for both."""
+    if leaf._backward_hooks:
+        to._backward_hooks = leaf._backward_hooks
+    if leaf._post_accumulate_grad_hooks:
+        to._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
+
+
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """What is made within is an ordinary view without a history, to be kept, whatever is in force around it.
+
+    Inference mode, transforms of `torch.func` and all dispatch modes are set aside; a view of a fake tensor is fake.
+    """
+    with transforms_set_aside(), _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def to_keep() -> Iterator[None]:
+    """The same for memory: modes that tell what memory there is see it, and where tensors are fake, so is it."""
+    with transforms_set_aside(), checkpoints_set_aside(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
+    """Operations within are seen by no mode of users or of torch (selective checkpoints, fake tensors)."""
+    return _disable_current_modes()
+
+
+def forward_hooks(module: torch.nn.Module, before: bool) -> dict[int, Callable[..., Any]]:
+    """The hooks that run before, or after, the forward of a module, by the ids of their handles."""
+    return module._forward_pre_hooks if before else module._forward_hooks
+
+
+def any_module_hooks() -> bool:
+    """Whether hooks listen to the calls of all modules, or `torch.jit` traces them."""
+    return bool(_has_any_global_hook() or torch._C._get_tracing_state())  # type: ignore[no-untyped-call]
+
+
+# Sets grad mode; a tenth of the cost of `torch.no_grad`.
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+
+def tree_tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers: those that torch knows, subclasses of Python's own, and dataclasses."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    found: list[torch.Tensor] = []
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif not isinstance(leaf, _ATOMS):
+            for part in _parts(leaf).values():
+                found += tree_tensors(part)
+    return found
+
+
+_ATOMS = (int, float, str, type(None), type, torch.dtype, torch.device, torch.nn.Module)
+
+
+def _parts(leaf: Any) -> dict[Any, Any]:
+    """What is in a container that `torch.utils._pytree` takes for a leaf, by field, key or place."""
+    if dataclasses.is_dataclass(leaf):
+        names = [field.name for field in dataclasses.fields(leaf)]
+        return {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
+    if isinstance(leaf, dict | UserDict):
+        return dict(leaf.items())
+    if isinstance(leaf, list | tuple | set | frozenset | UserList):
+        return dict(enumerate(leaf))
+    return {}
+
+
+def _with_parts(leaf: Any, changed: dict[Any, Any]) -> Any:
+    """A copy of such a container with other things in some of its places."""
+    if isinstance(leaf, tuple | set | frozenset):
+        parts = (_parts(leaf) | changed).values()
+        return type(leaf)(*parts) if hasattr(leaf, "_fields") else type(leaf)(parts)
+    made = copy.copy(leaf)
+    for place, part in changed.items():
+        if not dataclasses.is_dataclass(leaf):
+            made[place] = part
+            continue
+        object.__setattr__(made, place, part)  # past `frozen`, and without `__init__`, which may want other things
+        if isinstance(leaf, dict) and place in leaf:  # as outputs of Transformers' models are
+            made[place] = part
+    return made
+
+
+def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The ordinary tensors that a tensor of a subclass is made of (a DTensor's local one, say); else the tensor."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [part for each in inner if isinstance(each, torch.Tensor) for part in plain_parts(each)]
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """The same tree with `function` applied to each of its tensors; see `tree_tensors`."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    return pytree.tree_map(partial(_map_leaf, function), tree)
+
+
+def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return function(leaf)
+    if isinstance(leaf, _ATOMS):
+        return leaf
+    parts = _parts(leaf)
+    changed = {place: map_tensors(function, part) for place, part in parts.items() if tree_tensors(part)}
+    changed = {place: part for place, part in changed.items() if part is not parts[place]}
+    return _with_parts(leaf, changed) if changed else leaf
+
+
+# Whether torch's profiler runs.
+is_profiled: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
+
+
+def cuda_sleep(cycles: int) -> None:
+    """Keep the current stream of a GPU busy for so many cycles of its clock."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]

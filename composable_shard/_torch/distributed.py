@@ -1,0 +1,369 @@
+"""What the runtime needs of torch.distributed's private names, one shim each. Holds for torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from types import CellType, CodeType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C import _distributed_c10d as c10d
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard import _fully_shard as _torchs
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo as HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo as ParamModuleInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState as ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as _TorchsState
+from torch.distributed.fsdp._fully_shard._fully_shard import FSDPModule as _TorchsModule
+from torch.distributed.fsdp._fully_shard._fully_shard import fully_shard as _torchs_fully_shard
+from torch.distributed.fsdp._fully_shard._fully_shard import register_fsdp_forward_method as _torchs_register
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from .._errors import MixedShardingError
+
+
+@dataclass
+class _MeshDims:
+    """`DataParallelMeshDims`, where torch has none yet: names of the axes to shard and to replicate over."""
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+
+@dataclass
+class _PlacementResult:
+    """`ShardPlacementResult`, where torch has none yet: where to cut a parameter, and on which mesh."""
+
+    placement: Shard | None
+    mesh_info: FSDPMeshInfo
+
+
+DataParallelMeshDims: Any = getattr(dist.fsdp, "DataParallelMeshDims", _MeshDims)
+ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", _PlacementResult)
+
+
+# Torch's own functions whose place ours can take, by name; not all are in torch 2.11.
+TORCHS_FUNCTIONS: dict[str, Any] = {
+    name: getattr(_torchs, name)
+    for name in ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
+    if hasattr(_torchs, name)
+}
+
+# What to do about modules of both kinds.
+_ONE_KIND = (
+    "both kinds cannot be inside of each other. Shard all modules by one of them: composable_shard.install(), called "
+    "before anything takes fully_shard from torch, turns every call into ours"
+)
+
+# Torch's own, whatever users have put in its place since: it is the key under which torch's code looks for a state.
+_FULLY_SHARD: Any = _torchs_fully_shard.__wrapped__  # type: ignore[attr-defined]
+
+
+def register_state(module: nn.Module, state: Any) -> None:
+    """Have `torch.distributed.fsdp.fully_shard.state(module)` give `state`, and torch's other APIs know of it."""
+    module.__dict__.setdefault(STATE_KEY, {})[_FULLY_SHARD] = state
+    applied = module.__dict__[REGISTRY_KEY] = _Applied(module.__dict__.get(REGISTRY_KEY, {}))
+    applied[_FULLY_SHARD.__name__] = RegistryItem()
+
+
+def registered_state(module: nn.Module) -> Any:
+    """What `register_state` was given for a module; None if it was not."""
+    return module.__dict__.get(STATE_KEY, {}).get(_FULLY_SHARD)
+
+
+# Where torch's own `fully_shard` asks each module inside of its own whether it may take it; None if it does otherwise.
+_MAY_TAKE: CodeType | None = getattr(getattr(_fsdp_common, "_is_composable_with_fsdp", None), "__code__", None)
+
+
+class _Applied(dict[str, RegistryItem]):
+    """What of torch's composable functions was applied to a module that we have sharded; its own must not take it."""
+
+    def __contains__(self, name: object) -> bool:
+        asking = sys._getframe(1)
+        if name == "replicate" and asking.f_code is _MAY_TAKE:
+            of = type(asking.f_locals.get("module")).__name__
+            raise MixedShardingError(
+                f"torch's own fully_shard was called on a module around this {of}, which composable_shard has "
+                f"sharded; {_ONE_KIND}"
+            )
+        return super().__contains__(name)
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether torch's composable `replicate` has this module's parameters."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
+
+
+_MANAGED = "_is_fsdp_managed_module"  # what torch's FSDP sets on modules whose parameters it has taken
+
+
+class _Mark:
+    """True for every library that asks; false for Dynamo, which would stop guarding a marked module's attributes.
+
+    It would then run old code for a module that was changed after it was compiled.
+    """
+
+    def __bool__(self) -> bool:
+        if torch.compiler.is_dynamo_compiling():
+            return True  # code asks that is being traced
+        return not sys._getframe(1).f_globals.get("__name__", "").startswith("torch._dynamo")
+
+
+def mark_managed(module: nn.Module) -> None:
+    """Mark a module whose parameters `fully_shard` has taken, as torch's does.
+
+    Other libraries ask for it to tell whether all ranks must run a module: as many steps of `generate` as the others,
+    and layers that are left out by chance.
+    """
+    module.__dict__[_MANAGED] = _Mark()
+
+
+def check_unmixed(root: nn.Module) -> None:
+    """See that torch's own `fully_shard` has sharded neither a module, nor one inside of it, nor one around it.
+
+    Raises:
+        MixedShardingError: it has.
+    """
+    kind = type(root).__name__
+    for name, module in root.named_modules():
+        if isinstance(registered_state(module), _TorchsState) and isinstance(module, _TorchsModule):
+            where = f"module {name} of this {kind}" if name else f"module: this {kind}"
+            raise MixedShardingError(f"{where} was sharded by torch's own fully_shard; {_ONE_KIND}")
+    # Some libraries mark the model that they have sharded by ours; torch marks what we have not taken yet.
+    by_torch = registered_state(root) is None and not isinstance(root.__dict__.get(_MANAGED, _Mark()), _Mark)
+    if by_torch and any(isinstance(p, DTensor) for p in root.parameters()):
+        raise MixedShardingError(f"module: this {kind} is inside of one that torch's FSDP has sharded; {_ONE_KIND}")
+
+
+# What torch's own `register_fsdp_forward_method` sets on a module, as compiled; None if it is made otherwise.
+_FORWARD_METHOD: CodeType | None = next(
+    (
+        it
+        for it in inspect.unwrap(_torchs_register).__code__.co_consts
+        if getattr(it, "co_name", "") == "wrapped_method"
+    ),
+    None,
+)
+
+
+def registered_by_torch(method: Any) -> CellType | None:
+    """The cell that holds the method under a wrapper that torch's own `register_fsdp_forward_method` has made.
+
+    None if it is no such wrapper.
+    """
+    function: Any = getattr(method, "__func__", None)
+    code: Any = getattr(function, "__code__", None)
+    if _FORWARD_METHOD is None or code is not _FORWARD_METHOD:
+        return None
+    cell: CellType = function.__closure__[_FORWARD_METHOD.co_freevars.index("orig_method")]
+    return cell
+
+
+def called_by_forward_method() -> bool:
+    """Whether such a wrapper has called the function that asks."""
+    return sys._getframe(2).f_code is _FORWARD_METHOD
+
+
+def data_parallel_mesh_info(info: Any) -> Any:
+    """Torch's own description of a `MeshInfo`."""
+    full = info.full
+    extra: dict[str, Any] = {}
+    if full is not None:
+        names = full.mesh.mesh_dim_names
+        shard, replicate = (tuple(names[axis] for axis in axes) or None for axes in (full.shard, full.replicate))
+        extra = {"dp_mesh_dims": DataParallelMeshDims(shard=shard, replicate=replicate), "spmd_mesh": full.mesh}
+    if info.shard_group is None:
+        return _fsdp_common.DDPMeshInfo(info.mesh, replicate_mesh_dim=0, **extra)
+    if info.replicate_group is None:
+        return FSDPMeshInfo(info.mesh, shard_mesh_dim=0, **extra)
+    return HSDPMeshInfo(info.mesh, shard_mesh_dim=1, replicate_mesh_dim=0, **extra)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor, without the autograd node and the copy that `to_local` makes."""
+    return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
+
+
+def spec_of(tensor: DTensor) -> Any:
+    """What a DTensor knows of its placement, as torch's own code passes it on."""
+    return tensor._spec
+
+
+def dtensor_like(reference: torch.Tensor, local: torch.Tensor) -> DTensor:
+    """A DTensor over `local` with the layout of `reference`.
+
+    `DTensor.from_local` costs 20 times as much, and half of what the class itself costs is an `__init__` that does
+    nothing but keep Dynamo out.
+    """
+    return DTensor.__new__(DTensor, local, reference._spec, requires_grad=False)  # type: ignore[attr-defined]
+
+
+_local, _spec = attrgetter("_local_tensor"), attrgetter("_spec")
+_new_dtensor = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
+
+
+def dtensors_like(references: Iterable[torch.Tensor], locals_: Iterable[torch.Tensor]) -> Iterable[DTensor]:
+    """`dtensor_like` of several, one by one."""
+    return map(_new_dtensor, locals_, map(_spec, references))
+
+
+def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`local_tensor` of several DTensors."""
+    return list(map(_local, tensors))
+
+
+def store_of(group: dist.ProcessGroup) -> c10d.Store:
+    """The store over which the ranks of a process group have met."""
+    return dist.distributed_c10d._get_process_group_store(group)
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the backend (``gloo``, ``nccl``, ...) that serves `device` in a process group."""
+    try:
+        return group._get_backend(device).name().lower()
+    except (RuntimeError, NotImplementedError):
+        if is_native(group):
+            raise
+        return group.name().lower()  # one that is made in Python has no backends within
+
+
+def is_native(group: dist.ProcessGroup) -> bool:
+    """Whether a process group is torch's own, which hands all that it is asked for to its backends.
+
+    One of a class made in Python may look the same, and do less, or something else.
+    """
+    return type(group) is dist.ProcessGroup
+
+
+# What torch's FSDP2 calls, by the names of the version that is installed: the older ones warn where there are newer.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+def public_all_gather(whole: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """The asynchronous all-gather of `torch.distributed`, whatever stands there now."""
+    return getattr(dist, _ALL_GATHER)(output_tensor=whole, input_tensor=piece, group=group, async_op=True)
+
+
+def public_reduce_scatter(out: torch.Tensor, bucket: torch.Tensor, group: dist.ProcessGroup, op: Any) -> Any:
+    """The asynchronous reduce-scatter of `torch.distributed`, whatever stands there now."""
+    return getattr(dist, _REDUCE_SCATTER)(output=out, input=bucket, group=group, op=op, async_op=True)
+
+
+def group_all_gather(whole: torch.Tensor, piece: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """The asynchronous all-gather of any process group, its own method: no payload, and nothing that tools count."""
+    gather = getattr(group, _ALL_GATHER, None) or group._allgather_base
+    return gather(whole, piece, all_gather_options())
+
+
+def all_gather_options() -> Any:
+    """Options of an asynchronous all-gather."""
+    options = c10d.AllgatherOptions()
+    options.asyncOp = True
+    return options
+
+
+def broadcast_options(root: int) -> Any:
+    """Options of an asynchronous broadcast from group rank `root`."""
+    options = c10d.BroadcastOptions()
+    options.rootRank = root
+    options.asyncOp = True
+    return options
+
+
+def reduce_scatter_options(op: Any) -> Any:
+    """Options of an asynchronous reduce-scatter."""
+    options = c10d.ReduceScatterOptions()
+    options.reduceOp = op
+    options.asyncOp = True
+    return options
+
+
+def all_reduce_options(op: Any) -> Any:
+    """Options of an asynchronous all-reduce."""
+    options = c10d.AllreduceOptions()
+    options.reduceOp = op
+    options.asyncOp = True
+    return options
+
+
+def all_to_all_options() -> Any:
+    """Options of an asynchronous all-to-all."""
+    options = c10d.AllToAllOptions()
+    options.asyncOp = True
+    return options
+
+
+def store_of_one_process() -> Any:
+    """A store for a process group of one process; it opens no port."""
+    return c10d.HashStore()
+
+
+def launched() -> bool:
+    """Whether a launcher has set the environment of `torch.distributed`."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def process_group_allocation(group: dist.ProcessGroup) -> tuple[Any, Any]:
+    """torch's all-gather and reduce-scatter whose buffers come from the process group's own allocator."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    return collectives.ProcessGroupAllocAllGather(group), collectives.ProcessGroupAllocReduceScatter(group)
+
+
+def symmetric_memory_gather(group: dist.ProcessGroup, backend: str) -> Any:
+    """torch's all-gather through symmetric memory; None where this version of torch has none."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    kind = getattr(collectives, "SymmMemAllGather", None)
+    return None if kind is None else kind(group, backend)
+
+
+def is_torchs_comm(comm: Any, kind: str) -> bool:
+    """Whether a gather or a reduction is one of torch's, of its default kind or of another (``SymmMem``, say)."""
+    of = type(comm)
+    theirs = of.__module__ == "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+    return theirs and of.__name__.startswith(("Default", kind))
+
+
+def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """The axes of several submeshes of one mesh, one after the other, as one mesh."""
+    with unset_fake_temporarily():  # a mesh holds the numbers of its ranks, also where other tensors are fake
+        return DeviceMesh._concatenate(meshes)
+
+
+def strided_shard(dim: int, factor: int) -> Shard:
+    """The placement of a mesh axis that cuts `dim` within each of the `factor` pieces of a later axis."""
+    return _StridedShard(dim, split_factor=factor)  # type: ignore[return-value]
+
+
+def flattened_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Some axes of a mesh as one axis."""
+    with unset_fake_temporarily():
+        return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+# Worlds whose collectives do nothing, made by `testing`: there, fake tensors move as real ones do.
+PLAYED: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def is_played() -> bool:
+    """Whether this world is one of `PLAYED`."""
+    return dist.group.WORLD in PLAYED
