@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOWNSTREAM = ROOT / "downstream"
 sys.path.append(str(DOWNSTREAM))
 

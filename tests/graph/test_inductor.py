@@ -163,7 +163,7 @@ def test_every_case_has_the_collectives_and_the_numbers_that_it_has_without_indu
 
 @pytest.mark.matrix
 def test_a_second_process_that_takes_its_code_from_the_cache_gathers_and_is_guarded_as_well(tmp_path):
-    script = Path(__file__).with_name("_cached_process.py")
+    script = Path(__file__).parents[1] / "_cached_process.py"
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     found = []
     for _ in range(2):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 pytest_plugins = ["pytester"]
-TUTORIAL = Path(__file__).parent.parent / "tutorials" / "04_test_a_layer.py"
+TUTORIAL = Path(__file__).parents[2] / "tutorials" / "04_test_a_layer.py"
 
 
 def test_the_tutorial_passes_where_it_was_copied_to(pytester, torch_is_loaded):

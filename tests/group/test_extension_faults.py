@@ -7,13 +7,13 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
+from test_extensions import Halved, InTwo, Wrapping, aten, make, shard, step, train
 from torch.utils import _pytree as pytree
 
 from _engines import ENGINES, fully_shard
 from _pool import distributed
 from _stepping import assert_at_rest, engine_of
 from composable_shard import StaleStateError
-from test_extensions import Halved, InTwo, Wrapping, aten, make, shard, step, train
 
 
 class Coded(Wrapping):

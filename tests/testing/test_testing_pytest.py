@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 pytest_plugins = ["pytester"]
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ os._exit(0)
 
 @pytest.mark.parametrize("transport", ["p2p", "torch"])
 def test_ctrl_c_ends_as_fast_as_under_fsdp2_when_a_rank_does_not_answer(transport):
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     environment = {**os.environ, "COMPOSABLE_SHARD_TRANSPORT": transport, "PYTHONPATH": str(root)}
     with tempfile.TemporaryDirectory() as folder:
         arguments = [f"{folder}/store", str(TIMEOUT_S)]

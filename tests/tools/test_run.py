@@ -19,7 +19,7 @@ from _pool import more
 from composable_shard.cli import main as command_line
 from composable_shard.cli.run import split
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RUN = [sys.executable, "-m", "composable_shard", "run"]
 ALONE = [sys.executable]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}

@@ -20,7 +20,7 @@ import torch
 from _gpt import Corpus, bigram_entropy, build_gpt, load_corpus, next_byte_loss, spaced_windows
 from _pool import distributed
 
-TUTORIALS = Path(__file__).parents[1] / "tutorials"
+TUTORIALS = Path(__file__).parents[2] / "tutorials"
 
 
 # ------------------------------------------------------------------------------- strategies agree
