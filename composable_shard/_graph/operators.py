@@ -27,17 +27,16 @@ from typing import Any, Protocol
 
 import torch
 
-from .._comm import copies as _copies
-from .._comm import functional as _functional
+from .._comm import copies, functional
 from .._comm.copies import Gradients
 from .._comm.functional import Axis
 from .._plan.layout import BucketLayout, bucket_layout
 from .._policies import Options, division
-from .._torch import compiler as _torch_compile
+from .._torch import compiler
 from .._torch.core import has_side_effect
 
 _CODE = hashlib.sha256(
-    b"".join(Path(f).read_bytes() for f in (__file__, _copies.__file__, _functional.__file__, _torch_compile.__file__))
+    b"".join(Path(f).read_bytes() for f in (__file__, copies.__file__, functional.__file__, compiler.__file__))
 ).hexdigest()
 REDUCE, KEEP, TAKE = 0, 1, 2  # what becomes of the gradients; the last: reduce them with those that were kept
 
@@ -89,7 +88,7 @@ class Layout:
             members = [i for i, d in enumerate(dtypes) if d == dtype]
             flat = torch.ops.composable_shard.pack([shards[i] for i in members], key, members, dtype)
             if self.shard is not None:
-                flat = _functional.all_gather(flat, self.shard)
+                flat = functional.all_gather(flat, self.shard)
             out.update(zip(members, torch.ops.composable_shard.unpack(flat, key, members), strict=True))
         return [out[i] for i in range(len(shards))]
 
@@ -134,9 +133,9 @@ class Layout:
         mean, before, after = division(factor, only_sums, flat.dtype, axes)
         flat = flat / before if before != 1 else flat
         if self.shard is not None:
-            flat = _functional.reduce_scatter(flat, self.shard, mean and self.shard.averages)
+            flat = functional.reduce_scatter(flat, self.shard, mean and self.shard.averages)
         if self.replicate is not None:
-            flat = _functional.all_reduce(flat, self.replicate, mean and self.replicate.averages)
+            flat = functional.all_reduce(flat, self.replicate, mean and self.replicate.averages)
         return flat / after if after != 1 else flat
 
 
@@ -329,28 +328,28 @@ _define(
 )
 _define(
     "pack(Tensor[] shards, str key, int[] members, ScalarType dtype) -> Tensor",
-    {"CompositeExplicitAutograd": lambda shards, key, at, dtype: _copies.pack(shards, _bucket(key, at), dtype)},
+    {"CompositeExplicitAutograd": lambda shards, key, at, dtype: copies.pack(shards, _bucket(key, at), dtype)},
     lambda shards, key, at, dtype: shards[0].new_empty(_bucket(key, at).numel, dtype=dtype),
 )
 _define(
     "unpack(Tensor bucket, str key, int[] members) -> Tensor[]",
-    {"CompositeExplicitAutograd": lambda bucket, key, at: _copies.unpack(bucket, _bucket(key, at))},
-    lambda bucket, key, at: _copies.room_for_wholes(bucket, _bucket(key, at)),
+    {"CompositeExplicitAutograd": lambda bucket, key, at: copies.unpack(bucket, _bucket(key, at))},
+    lambda bucket, key, at: copies.room_for_wholes(bucket, _bucket(key, at)),
 )
 _define(
     "pack_gradients(Tensor?[] gradients, Tensor?[] used, Tensor like, str key, int[] members, ScalarType dtype)"
     " -> Tensor",
     {
-        "CompositeExplicitAutograd": lambda g, used, like, key, at, dtype: _copies.pack_gradients(
+        "CompositeExplicitAutograd": lambda g, used, like, key, at, dtype: copies.pack_gradients(
             g, used, like, _bucket(key, at), dtype
         )
     },
-    lambda g, used, like, key, at, dtype: _copies.room_for_bucket(like, _bucket(key, at), dtype),
+    lambda g, used, like, key, at, dtype: copies.room_for_bucket(like, _bucket(key, at), dtype),
 )
 _define(
     "unpack_pieces(Tensor chunk, str key, int[] members, str dtypes) -> Tensor[]",
-    {"CompositeExplicitAutograd": lambda chunk, *how: _copies.unpack_pieces(chunk, *_pieces(*how))},
-    lambda chunk, *how: _copies.room_for_pieces(chunk, *_pieces(*how)),
+    {"CompositeExplicitAutograd": lambda chunk, *how: copies.unpack_pieces(chunk, *_pieces(*how))},
+    lambda chunk, *how: copies.room_for_pieces(chunk, *_pieces(*how)),
 )
 _define(
     "keep(Tensor[] gradients, Tensor anchor, int[] indices) -> ()",

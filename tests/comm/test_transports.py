@@ -19,7 +19,7 @@ from _engines import mesh_of
 from _parity import Case, check_parity
 from _pool import distributed, more
 from _transport import forced
-from composable_shard._comm import transports as _transports
+from composable_shard._comm import transports
 from composable_shard._comm.transports import size_class
 from composable_shard._errors import ShardConfigValueError
 
@@ -161,17 +161,17 @@ def test_lazily_conjugated_gradients_are_reduced(rank, world, name):
 @distributed(world=4)
 def test_replicas_may_choose_different_transports(rank, world):
     """Each shard group measures for itself; what replicas reduce among them must not depend on it."""
-    mesh, kept = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), _transports._fastest
+    mesh, kept = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), transports._fastest
     grads = {}
     for name, choose in {"same": lambda: "packed", "different": lambda: ("packed", "p2p")[rank // 2]}.items():
-        _transports._measured.clear()
-        _transports._fastest = lambda *_, choose=choose: choose()
+        transports._measured.clear()
+        transports._fastest = lambda *_, choose=choose: choose()
         try:
             model = sharded(mesh=mesh)
             model(*rows(rank, 0)).square().mean().backward()
         finally:
-            _transports._fastest = kept
-            _transports._measured.clear()
+            transports._fastest = kept
+            transports._measured.clear()
         grads[name] = [p.grad.full_tensor() for p in model.parameters()]
     for a, b in zip(grads["same"], grads["different"], strict=True):
         assert torch.equal(a, b)
@@ -230,7 +230,7 @@ def test_a_measurement_is_seen_by_no_dispatch_mode(rank, world):
         with Seen() as mode:
             model(*rows(rank, 0))
         seen.append(mode.names)
-    assert _transports._measured[mesh.get_group()]
+    assert transports._measured[mesh.get_group()]
     assert len(seen[0]) == len(seen[1])
 
 
@@ -249,14 +249,14 @@ def test_the_plan_shows_what_is_forced_and_another_name_is_an_error_that_lists_t
 
 @distributed(world=2)
 def test_the_fastest_is_measured_once_for_each_size_class_and_all_ranks_agree(rank, world):
-    measured, kept = [], _transports._fastest
+    measured, kept = [], transports._fastest
 
     def fastest(transports, *rest):
         measured.append([each.route.name for each in transports])
         kept(*[transports, *rest])  # for real; then one that is not the first, to see that it is taken
         return "p2p"
 
-    _transports._fastest = fastest
+    transports._fastest = fastest
     group = dist.new_group()
     mesh = init_device_mesh("cpu", (world,)).from_group(group, "cpu")
     try:
@@ -272,20 +272,20 @@ def test_the_fastest_is_measured_once_for_each_size_class_and_all_ranks_agree(ra
         small(torch.ones(1, 4)).sum().backward()
         assert len(measured) == 1
     finally:
-        _transports._fastest = kept
+        transports._fastest = kept
 
 
 @distributed(world=2)
 def test_ranks_take_the_slowest_ranks_times(rank, world):
-    kept = _transports._timed
+    kept = transports._timed
     times = iter([9.0, 9.0, *([2.0, 1.0] if rank else [2.0, 3.0]) * 3])  # the first round is not counted
-    _transports._timed = lambda run, device: (run(), next(times))[1]
+    transports._timed = lambda run, device: (run(), next(times))[1]
     try:
         info = sharded().__dict__["_shard_state"].declaration.info
-        transports = [*_transports.transports_of(dist.group.WORLD, torch.device("cpu")).values()][:2]
-        assert _transports._fastest(transports, dist.group.WORLD, info, 1 << 16) == "packed"
+        two = [*transports.transports_of(dist.group.WORLD, torch.device("cpu")).values()][:2]
+        assert transports._fastest(two, dist.group.WORLD, info, 1 << 16) == "packed"
     finally:
-        _transports._timed = kept
+        transports._timed = kept
 
 
 def test_size_classes():

@@ -7,7 +7,7 @@ import torch
 
 import composable_shard as cs
 from _plans import block_plan
-from composable_shard._comm import agreement as _agreement
+from composable_shard._comm import agreement
 from composable_shard._comm.agreement import Ballot, Outcome
 
 P = cs.PrefetchPolicy
@@ -40,7 +40,7 @@ def ballot(plan, *groups, forward=1):
 
 @pytest.fixture
 def stores(monkeypatch):
-    monkeypatch.setattr(_agreement, "store_of", lambda group: group)
+    monkeypatch.setattr(agreement, "store_of", lambda group: group)
     return lambda size: Store(size)
 
 

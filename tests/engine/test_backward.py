@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composable_shard._engine import backward as _backward
+from composable_shard._engine import backward
 from composable_shard._engine.backward import BackwardPass, Token, Uses
 from composable_shard._engine.node import Use
 from composable_shard._policies import Options
@@ -49,8 +49,8 @@ def make_uses(count, made_in=-1, runs=lambda number: True):
 @pytest.fixture(autouse=True)
 def _engine(monkeypatch):
     """A stand-in for the autograd engine: which nodes run, and the callbacks at the ends of passes."""
-    monkeypatch.setattr(_backward, "node_will_run", lambda node: node.will_run)
-    monkeypatch.setattr(_backward, "queue_backward_callback", CALLBACKS.append)
+    monkeypatch.setattr(backward, "node_will_run", lambda node: node.will_run)
+    monkeypatch.setattr(backward, "queue_backward_callback", CALLBACKS.append)
     yield
     CALLBACKS.clear()
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import composable_shard as cs
 from _compiling import text_of
 from composable_shard import testing
-from composable_shard._comm import copies as _copies
+from composable_shard._comm import copies
 from composable_shard.report import watch_graphs
 
 with warnings.catch_warnings():  # imports of its own warn
@@ -170,7 +170,7 @@ class Live:
         self.most = 0
         self._flying: list[int] = []
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        pack, unpack, pack_gradients = _copies.pack, _copies.unpack, _copies.pack_gradients
+        pack, unpack, pack_gradients = copies.pack, copies.unpack, copies.pack_gradients
 
         def packing(*args):
             chunk = pack(*args)
@@ -189,9 +189,9 @@ class Live:
             self._hold(bucket)
             return bucket
 
-        patch.setattr(_copies, "pack", packing)
-        patch.setattr(_copies, "unpack", unpacking)
-        patch.setattr(_copies, "pack_gradients", packing_gradients)
+        patch.setattr(copies, "pack", packing)
+        patch.setattr(copies, "unpack", unpacking)
+        patch.setattr(copies, "pack_gradients", packing_gradients)
 
     def now(self) -> int:
         alive = {key: each for key, each in self._storages.items() if not each[0].expired()}

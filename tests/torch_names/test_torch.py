@@ -12,7 +12,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from composable_shard._torch import core as _torch
+from composable_shard._torch import core
 from composable_shard.testing import _torch as testing_torch
 
 # ---- backward passes
@@ -40,14 +40,14 @@ def test_outside_of_a_backward_pass_there_is_no_number_and_inside_nested_ones_ar
     numbers = []
 
     def outer():
-        numbers.append(_torch.current_backward())
+        numbers.append(core.current_backward())
         with torch.enable_grad():
-            noted(lambda: numbers.append(_torch.current_backward())).sum().backward()
-        numbers.append(_torch.current_backward())
+            noted(lambda: numbers.append(core.current_backward())).sum().backward()
+        numbers.append(core.current_backward())
 
-    assert _torch.current_backward() == -1
+    assert core.current_backward() == -1
     noted(outer).sum().backward()
-    assert _torch.current_backward() == -1
+    assert core.current_backward() == -1
     first, nested, again = numbers
     assert 0 <= first == again < nested
 
@@ -56,7 +56,7 @@ def test_a_callback_runs_at_the_end_of_its_pass():
     log = []
     x = torch.ones(2, requires_grad=True)
     end = noted(lambda: log.append("last node"), x)
-    noted(lambda: _torch.queue_backward_callback(lambda: log.append("end")), end).sum().backward()
+    noted(lambda: core.queue_backward_callback(lambda: log.append("end")), end).sum().backward()
     assert log == ["last node", "end"]
 
 
@@ -65,7 +65,7 @@ def test_a_callback_of_a_nested_pass_runs_at_the_end_of_that_one():
 
     def outer():
         with torch.enable_grad():
-            noted(lambda: _torch.queue_backward_callback(lambda: log.append("nested"))).sum().backward()
+            noted(lambda: core.queue_backward_callback(lambda: log.append("nested"))).sum().backward()
         log.append("outer")
 
     noted(outer).sum().backward()
@@ -86,7 +86,7 @@ def test_a_callback_of_a_pass_that_fails_is_dropped_uncalled():
         raise OSError("boom")
 
     with pytest.raises(OSError, match="boom"):
-        noted(lambda: _torch.queue_backward_callback(Token()), noted(fail)).sum().backward()
+        noted(lambda: core.queue_backward_callback(Token()), noted(fail)).sum().backward()
     assert log == ["dropped"]
 
 
@@ -96,13 +96,13 @@ def test_a_node_will_run_exactly_if_backward_needs_it():
     seen = []
 
     def look():
-        seen.append([_torch.node_will_run(n.grad_fn) for n in (node_x, node_y)])
+        seen.append([core.node_will_run(n.grad_fn) for n in (node_x, node_y)])
 
     noted(look, node_x + node_y).sum().backward(inputs=[x])
     assert seen == [[True, False]]
 
 
-ADDED, RETURNED, DROPPED = _torch.Fate.ADDED, _torch.Fate.RETURNED, _torch.Fate.DROPPED
+ADDED, RETURNED, DROPPED = core.Fate.ADDED, core.Fate.RETURNED, core.Fate.DROPPED
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_the_fates_of_leaf_gradients_are_known_while_backward_runs(run, fates):
     both = x * y
     nodes = [node for node, _ in both.grad_fn.next_functions]
     seen = []
-    run(noted(lambda: seen.append(_torch.gradient_fates(nodes)), both).sum(), x, y)
+    run(noted(lambda: seen.append(core.gradient_fates(nodes)), both).sum(), x, y)
     assert seen == [fates]
 
 
@@ -129,13 +129,13 @@ def test_leaves_that_want_no_gradient_are_left_out_of_the_ordinary_case():
     x = torch.ones(2, requires_grad=True)
     (node, _), *_ = (x * 2).grad_fn.next_functions
     seen = []
-    noted(lambda: seen.append(_torch.gradient_fates([node, None])), x * 2 + x).sum().backward()
+    noted(lambda: seen.append(core.gradient_fates([node, None])), x * 2 + x).sum().backward()
     assert seen == [None]
 
 
 def test_an_autograd_function_is_applied_as_by_its_own_method():
     x, log = torch.ones(2, requires_grad=True), []
-    out = _torch.apply_function(Note, x, lambda: log.append("backward"))
+    out = core.apply_function(Note, x, lambda: log.append("backward"))
     out.sum().backward()
     assert log == ["backward"]
     assert torch.equal(x.grad, torch.ones(2))
@@ -143,7 +143,7 @@ def test_an_autograd_function_is_applied_as_by_its_own_method():
 
 def test_grad_mode_is_set():
     for enabled in (False, True):
-        _torch.set_grad_enabled(enabled)
+        core.set_grad_enabled(enabled)
         assert torch.is_grad_enabled() is enabled
 
 
@@ -151,7 +151,7 @@ def test_grad_mode_is_set():
 
 
 def test_the_innermost_saved_tensor_hooks_are_the_active_ones():
-    assert _torch.active_saved_tensors_hooks() is None
+    assert core.active_saved_tensors_hooks() is None
 
     def pack(tensor):
         return tensor
@@ -160,8 +160,8 @@ def test_the_innermost_saved_tensor_hooks_are_the_active_ones():
         return packed
 
     with save_on_cpu(), saved_tensors_hooks(pack, unpack):
-        assert _torch.active_saved_tensors_hooks() == (pack, unpack)
-    assert _torch.active_saved_tensors_hooks() is None
+        assert core.active_saved_tensors_hooks() == (pack, unpack)
+    assert core.active_saved_tensors_hooks() is None
 
 
 class KeepingHooks:
@@ -183,7 +183,7 @@ def test_a_selective_checkpoint_warns_of_the_hooks_of_a_user_and_not_of_ours(out
     with contextlib.ExitStack() as stack:
         if outside:
             stack.enter_context(save_on_cpu())
-        pack = _torch.passed_by_checkpoints(ours.pack, _torch.active_saved_tensors_hooks())
+        pack = core.passed_by_checkpoints(ours.pack, core.active_saved_tensors_hooks())
         assert pack.__self__ is ours
         stack.enter_context(saved_tensors_hooks(pack, ours.unpack))
         if warns:
@@ -197,8 +197,8 @@ def test_a_selective_checkpoint_warns_of_the_hooks_of_a_user_and_not_of_ours(out
 def test_a_policy_without_reduce_dtype_means_what_torch_says():
     half, full = torch.bfloat16, torch.float32
     changed = "versionchanged:: 2.15" in MixedPrecisionPolicy.__doc__
-    assert _torch.default_reduce_dtype(stored=full, compute=half) == (full if changed else half)
-    assert _torch.default_reduce_dtype(stored=half, compute=half) == half
+    assert core.default_reduce_dtype(stored=full, compute=half) == (full if changed else half)
+    assert core.default_reduce_dtype(stored=half, compute=half) == half
 
 
 def test_hooks_that_were_taken_are_not_called_by_autograd_and_their_handles_still_remove_them():
@@ -207,22 +207,22 @@ def test_hooks_that_were_taken_are_not_called_by_autograd_and_their_handles_stil
         leaf.register_hook(lambda grad: log.append("tensor")),
         leaf.register_post_accumulate_grad_hook(lambda param: log.append("post")),
     ]
-    tensor_hooks, post_hooks = _torch.take_gradient_hooks(leaf)
+    tensor_hooks, post_hooks = core.take_gradient_hooks(leaf)
     assert [len(tensor_hooks), len(post_hooks)] == [1, 1]
     leaf.sum().backward()
     assert log == []
     for handle in handles:
         handle.remove()
     assert [len(tensor_hooks), len(post_hooks)] == [0, 0]
-    assert _torch.take_gradient_hooks(leaf) == (None, None)
+    assert core.take_gradient_hooks(leaf) == (None, None)
 
 
 def test_hooks_that_are_registered_after_the_taking_are_taken_the_next_time():
     leaf = nn.Parameter(torch.ones(2))
     leaf.register_hook(lambda grad: None)
-    first, _ = _torch.take_gradient_hooks(leaf)
+    first, _ = core.take_gradient_hooks(leaf)
     leaf.register_hook(lambda grad: None)
-    second, _ = _torch.take_gradient_hooks(leaf)
+    second, _ = core.take_gradient_hooks(leaf)
     assert len(first) == len(second) == 1
     assert first is not second
 
@@ -233,13 +233,13 @@ def test_hooks_that_are_returned_are_called_by_autograd_again_and_those_that_cam
         leaf.register_hook(lambda grad: log.append("tensor")),
         leaf.register_post_accumulate_grad_hook(lambda param: log.append("post")),
     ]
-    taken = tuple([found] for found in _torch.take_gradient_hooks(leaf))
-    assert _torch.return_gradient_hooks(leaf, *taken) == ([], [])
+    taken = tuple([found] for found in core.take_gradient_hooks(leaf))
+    assert core.return_gradient_hooks(leaf, *taken) == ([], [])
     leaf.sum().backward()
     assert log == ["tensor", "post"]
-    taken = tuple([found] for found in _torch.take_gradient_hooks(leaf))
+    taken = tuple([found] for found in core.take_gradient_hooks(leaf))
     meanwhile = leaf.register_hook(lambda grad: log.append("meanwhile"))
-    assert _torch.return_gradient_hooks(leaf, *taken) == (taken[0], [])
+    assert core.return_gradient_hooks(leaf, *taken) == (taken[0], [])
     leaf.sum().backward()
     assert log == ["tensor", "post", "meanwhile", "post"]
     for handle in (*handles, meanwhile):
@@ -250,12 +250,12 @@ def test_hooks_that_are_returned_are_called_by_autograd_again_and_those_that_cam
 
 def test_it_is_seen_whether_any_leaf_has_a_hook_of_either_kind():
     leaves = [nn.Parameter(torch.ones(1)) for _ in range(3)]
-    assert not _torch.any_gradient_hooks(leaves)
+    assert not core.any_gradient_hooks(leaves)
     handle = leaves[1].register_hook(lambda grad: None)
-    assert _torch.any_gradient_hooks(leaves)
+    assert core.any_gradient_hooks(leaves)
     handle.remove()
     leaves[2].register_post_accumulate_grad_hook(lambda param: None)
-    assert _torch.any_gradient_hooks(leaves)
+    assert core.any_gradient_hooks(leaves)
 
 
 # ---- trees
@@ -264,11 +264,11 @@ def test_it_is_seen_whether_any_leaf_has_a_hook_of_either_kind():
 def test_the_tensors_of_a_tree_are_found_and_replaced_in_place_of_themselves():
     a, b = torch.ones(1), torch.ones(2)
     tree = {"x": [a, 3, None], "y": (b, "text")}
-    assert _torch.tree_tensors(a) == [a]
-    assert [t.numel() for t in _torch.tree_tensors(tree)] == [1, 2]
-    changed = _torch.map_tensors(lambda t: t.numel(), tree)
+    assert core.tree_tensors(a) == [a]
+    assert [t.numel() for t in core.tree_tensors(tree)] == [1, 2]
+    changed = core.map_tensors(lambda t: t.numel(), tree)
     assert changed == {"x": [1, 3, None], "y": (2, "text")}
-    assert torch.equal(_torch.map_tensors(lambda t: t + 1, a), a + 1)
+    assert torch.equal(core.map_tensors(lambda t: t + 1, a), a + 1)
 
 
 # ---- streams of the CPU
