@@ -50,8 +50,8 @@ BENCH=("$PYTHON" bench/run_all.py --device cuda)
 case ${1:-check} in
 check)
     about 2>&1 | tee -a "$LOG" || FAILED=1
-    lap 60 "${TESTS[@]}" tests/test_streams.py
-    lap 240 "${TESTS[@]}" -n 4 tests/test_cuda.py
+    lap 60 "${TESTS[@]}" tests/comm/test_streams.py
+    lap 240 "${TESTS[@]}" -n 4 tests/training/test_cuda.py
     lap 90 "$PYTHON" bench/card/card_probe.py stress
     lap 120 "$PYTHON" bench/card/card_probe.py counts
     lap 60 env TORCH_CUDA_SANITIZER=1 WIDTH=64 "$PYTHON" bench/card/card_probe.py stress

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import _echo
 import composable_shard
-from composable_shard._streams import StreamLane
+from composable_shard._comm.lanes import StreamLane
 
 CARD = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CARD else torch.device("cpu")

@@ -45,9 +45,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import composable_shard
 from _noop import NoopGroup
-from composable_shard._streams import cpu_lanes
-from composable_shard._torch import cpu_streams
+from composable_shard._comm.lanes import cpu_lanes
 from composable_shard.testing._lanes import StreamedLane
+from composable_shard.testing._torch import cpu_streams
 
 NAME = "race"
 PAGE = 4096  # bytes; accesses are looked up by page

@@ -35,10 +35,10 @@ import _report
 import composable_shard
 from card import race
 from composable_shard import MixedPrecisionPolicy, PoolPolicy, PrefetchPolicy
-from composable_shard._actions import Actions
-from composable_shard._bucket import GatherBucket
-from composable_shard._reduction import ReduceBucket
-from composable_shard._streams import Job, Launched
+from composable_shard._comm.lanes import Job, Launched
+from composable_shard._engine.actions import Actions
+from composable_shard._group.bucket import GatherBucket
+from composable_shard._group.reduction import ReduceBucket
 from composable_shard.testing._lanes import StreamedLane
 
 WORLD = 4
