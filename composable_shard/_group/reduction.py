@@ -398,5 +398,8 @@ def reduce_buckets(
         slots: bytes of the slots that its weights leave.
     """
     dtypes = [options.reduce_dtype(p.dtype) if t else None for p, t in zip(params, trains, strict=True)]
-    members = {d: [(i, p) for i, p in enumerate(params) if dtypes[i] == d] for d in dtypes if d}
+    members: dict[torch.dtype, list[tuple[int, ShardedParam]]] = {}
+    for place, (param, dtype) in enumerate(zip(params, dtypes, strict=True)):
+        if dtype is not None:
+            members.setdefault(dtype, []).append((place, param))
     return [ReduceBucket(m, d, info, transports, options, pool, lane, slots) for d, m in members.items()]

@@ -217,9 +217,10 @@ def build_engine(root: nn.Module, measure: bool = True, runs: bool = True) -> En
     if runs:
         check_root(root)
     _check_ready(root, found)
+    recurrent = [module for module in root.modules() if vars(module).get("_flat_weights_names")]
     for _, state in found:
         state.release()  # unsharded before the root was known
-        state.entries.keep_lists(root)
+        state.entries.keep_lists(recurrent)
         state.entries.adopt()
     _set_fqns(root)
     _check_materialised(found)
@@ -248,15 +249,14 @@ def build_engine(root: nn.Module, measure: bool = True, runs: bool = True) -> En
     engine = Engine(described, plan, runtime, among, follow_tools, without)
     if replicas := replicas_of(meshes):
         engine.before_first_reduction(partial(agree, plan, replicas, settings))
-    if own is not None:
-        engine.learning.given = own.asked.plan is not None
-        engine.order.told = weakref.WeakMethod(own.order_changed)
-        own.order_changed(engine.order)
     for _, state in found:
         state.traced.bind(groups.get(state), is_root=state in of_root)
         state.bind(Bound(engine, groups.get(state), state in of_root, weakref.ref(root)))
     for _, state in found:
         state.link_prefetch()
     if own is not None:
+        engine.learning.given = own.asked.plan is not None
+        engine.order.told = weakref.WeakMethod(own.order_changed)
+        own.order_changed(engine.order)
         own.lists = tuple(state for names, state in found if len(names) > 1)
     return engine

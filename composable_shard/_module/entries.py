@@ -91,12 +91,15 @@ class ModuleEntries:
         self._indices = [index for _, _, index in places]
         self._untied = self._indices == list(range(len(self.params)))
 
-    def keep_lists(self, root: nn.Module) -> None:
-        """Look for recurrent modules: they keep their parameters in lists, too, which shall follow the entries."""
-        ours = {id(names) for names, _, _ in self.places}
-        of_ours = [module for module in root.modules() if id(module._parameters) in ours]
-        recurrent = [(it, vars(it).get("_flat_weights_names")) for it in of_ours]
-        self._lists = [weakref.ref(it) for it, names in recurrent if names and it._parameters.keys() >= {*names}]
+    def keep_lists(self, recurrent: Sequence[nn.Module]) -> None:
+        """Of these modules, which keep their parameters in lists, too, those whose lists shall follow the entries."""
+        ours = {id(names) for names in self._dicts} if recurrent else ()
+        of_ours = [module for module in recurrent if id(module._parameters) in ours]
+        self._lists = [
+            weakref.ref(module)
+            for module in of_ours
+            if module._parameters.keys() >= {*vars(module)["_flat_weights_names"]}
+        ]
 
     def _list_anew(self) -> None:
         """As the recurrent module itself would, which would also move its weights to memory of its own on CUDA."""

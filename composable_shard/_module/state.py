@@ -235,6 +235,8 @@ class ShardState:
         except ShardConfigValueError:
             self._prefetch = before
             raise
+        if self.bound is not None and (told := self.bound.engine.order.told()) is not None:
+            told(self.bound.engine.order)
 
     def prefetched(self, backward: bool) -> Sequence[ShardState] | None:
         """What `set_prefetch` was given last; None if it was never called."""
@@ -255,8 +257,6 @@ class ShardState:
             groups = [group for state in states for group in state.groups]
             for place, own in enumerate(self.groups):
                 self.bound.engine.order.explicit[backward, own] = [] if place else groups
-        if (told := self.bound.engine.order.told()) is not None:
-            told(self.bound.engine.order)
 
     def order_changed(self, order: Order) -> None:
         """This is the root: let graphs know what the order of its engine says."""

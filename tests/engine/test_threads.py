@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGr
 
 import composable_shard as cs
 from _blocks import Transformer, next_token_loss, token_batch
-from _pool import distributed
+from _pool import distributed, more
 
 LIMIT_S = 120
 
@@ -98,7 +98,7 @@ def whole(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
-@pytest.mark.parametrize("prefetch", [False, True], ids=["", "prefetch"])
+@pytest.mark.parametrize("prefetch", [pytest.param(False, id=""), more(True, id="prefetch")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_that_are_threads_of_torchs_threaded_group_train_as_under_fsdp2(kind, prefetch):
     world, options, shape = KINDS[kind]

@@ -129,6 +129,7 @@ def test_the_noop_backend_answers_every_collective_and_touches_no_data(beside: B
     beside(NOOP)
 
 
+@pytest.mark.matrix
 def test_a_run_of_all_leaves_figures_of_the_overhead_and_a_chart(tmp_path: Path) -> None:
     shown = bench("run_all.py", "--smoke", "--only=overhead", f"--results={tmp_path}")
     assert "added / FSDP2's" in shown
