@@ -69,4 +69,6 @@ def _short(file: str) -> str:
     path = Path(file)
     if path.is_relative_to(_LIBRARIES):
         return str(path.relative_to(_LIBRARIES))
+    if "composable_shard" in path.parts[-4:-1]:
+        return "/".join(path.parts[path.parts.index("composable_shard", -4) :])
     return f"{path.parent.name}/{path.name}"

@@ -372,10 +372,10 @@ def unused(done: Sequence[tuple[list[int], Reduced]], asked: Sequence[int]) -> l
     """Of these parameters, those that had no gradient on any rank. An accelerator is waited for."""
     found: list[int] = []
     for indices, reduced in done:
-        ours = [index for index in asked if index in indices]
-        seen = [reduced.parts().used[indices.index(index)] for index in ours]
+        places = {index: place for place, index in enumerate(indices)}
+        seen = [(index, reduced.parts().used[places[index]]) for index in asked if index in places]
         # Fake ones do not say what other ranks had: then this rank's own word counts.
-        found += [index for index, mark in zip(ours, seen, strict=True) if not has_memory(mark) or mark.item() == 0]
+        found += [index for index, mark in seen if not has_memory(mark) or mark.item() == 0]
     return found
 
 

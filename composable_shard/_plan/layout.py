@@ -165,7 +165,7 @@ def gather_layout(
     nbytes = (places.total + world * len(shapes)) * itemsize
     least = None if route is None else route.gather_from
     alone = [i for i, param in enumerate(places.params) if _is_alone(param, itemsize, least)]
-    packed = [i for i in range(len(shapes)) if i not in alone]
+    packed = sorted({*range(len(shapes))} - {*alone})
     if len(packed) == 1 and places.params[packed[0]].dim == 0:  # its buffer would be its place
         alone, packed = sorted(alone + packed), []
     if route is None or not packed:

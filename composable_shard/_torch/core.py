@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
+_REDUCES_AS_STORED = torch.__version__ >= "2.15"
 GRAPHS_GIVE_NONE = torch.__version__ >= "2.13"  # a missing gradient; compiled backward graphs of 2.11 give zeros
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 SavedTensorsHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -345,7 +346,7 @@ def default_reduce_dtype(stored: torch.dtype, compute: torch.dtype) -> torch.dty
 
     There gradients are reduced in the dtype in which their parameters are stored, before in that of compute.
     """
-    return stored if torch.__version__ >= "2.15" else compute
+    return stored if _REDUCES_AS_STORED else compute
 
 
 _tensor_hooks, _post_accumulate_hooks = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")

@@ -179,6 +179,15 @@ def test_instructions_are_the_sums_that_callgrind_writes_and_without_it_there_is
     beside(INSTRUCTIONS)
 
 
+def test_first_steps_of_many_modules_are_timed_beside_fsdp2(tmp_path: Path) -> None:
+    file = tmp_path / "first_step.json"
+    assert "first step, s" in bench("first_step.py", "--modules=20", "--groups=each", f"--json={file}")
+    found = {result["engine"]: result for result in read(file)["results"]}
+    assert set(found) == {"ours", "fsdp2"}
+    assert found["fsdp2"]["ratio"]["median"] == 1.0
+    assert found["ours"]["first"]["median"] > found["ours"]["third"]["median"] > 0
+
+
 @pytest.mark.matrix
 def test_the_profile_shows_functions_of_the_package() -> None:
     shown = bench("overhead.py", "--blocks=2", "--world=8", "--profile=ours", "--lines=200")
