@@ -1,7 +1,9 @@
 """The schedule that waits least, by times: a search over the groups that keep their weights.
 
-From a set of groups it goes to sets that keep more, or others, as long as it finds a better schedule. For one set it
-compares a few rules: one group ahead, and gathers as early as memory allows or as late as they may be.
+From a set of groups it goes to sets that keep more, or others, as long as it finds a better schedule. What is best for
+one set comes from `Optimum`, which looks at few states at first and, for the best set, at more; where it does not apply
+(reductions that come first or last, weights that a few ranks share, groups inside of others or used again), from
+gathering as early as memory allows.
 
 A gather is at its best as early as memory allows: that frees no byte later and delays no other gather, for they keep
 their order. From there each is put off to the last event that still lets it arrive in time, which takes memory for as
@@ -18,10 +20,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .fitting import SMALL, Bare, bare_step, by_depth, fitting, levels
-from .schedule import Action, Kind, Schedule, Step, backward_order, forward_order, kept_by_setting, timed_step
+from .optimum import Found, Optimum, sets_to_keep
+from .schedule import MAX_REDUCTIONS, Action, Kind, Schedule, Step, forward_order, kept_by_setting, timed_step
 from .simulation import Sizes, Timeline, Times, lifetimes, live_bytes, simulate
 
-_MOST_WORK = 80_000  # of a search for one schedule, in actions that are written down: less than a second
+_MOST_WORK = 1_200_000  # of all searches for one schedule, in comparisons (see `Optimum.work`): less than a second
+_ACTION_WORK = 10  # what an action that is written down costs, in comparisons
+_WIDTHS = (16, 64, 512)  # states of a search: at first many sets of groups are tried, then some more closely
+_MOST_GROUPS = 12  # that it may keep or not: more have too many sets
 
 
 class _Try(NamedTuple):
@@ -51,32 +57,71 @@ class Auto:
         self.work = 0
         self.slack = 0.002 * sum(times[step.fqn].forward + times[step.fqn].backward for step in steps)
         self.gain = self.slack / max(1, len(steps))
-        self.least = _least_exposed(steps, times)
+        roots, names = {step.fqn for step in steps if step.is_root}, {step.fqn for step in steps}
+        chain = len(names) == len(steps) and not any(step.around or step.turn is not None for step in steps)
+        self.searches = chain and not (self.reduces_first or any(s.shrinks for s in steps)) and roots <= set(self.kept)
+        self.least = Optimum(steps, sizes, times, self.budget, names).least if chain else 0.0
 
     def best(self) -> _Try:
-        """What is better than all its neighbours, or the best one after so much work."""
+        """The best schedule that is found."""
         best = self._tried(self.kept)
         assert best is not None
+        if not self.searches:
+            return self._climbed(best, _MOST_WORK)
+        return self._widened(self._climbed(best, 2 * _MOST_WORK // 3))
+
+    def _climbed(self, best: _Try, most_work: int) -> _Try:
+        """What is better than all its neighbours, or the best one after so much work."""
         seen = {frozenset(best.schedule.kept)}
         improved = True
         while improved:
             improved = False
             for alike in self._neighbours(best):
                 for kept in alike:
-                    if self.work > _MOST_WORK or best.exposed - self.gain <= self.least:
+                    if self._is_over(best, most_work):
                         return best
                     if kept not in seen:
                         seen.add(kept)
-                        found = self._better(kept, best)
+                        found = self._better(kept, best, _WIDTHS[0])
                         best, improved = (best, improved) if found is None else (found, True)
                 if improved:
                     break
         return best
 
-    def _better(self, kept: Collection[str], best: _Try) -> _Try | None:
+    def _widened(self, best: _Try) -> _Try:
+        """What more exact searches find, if that is better: of this set, and where there are few groups, of all."""
+        few = len(self.steps) - len(self.fixed) <= _MOST_GROUPS
+        sets = sets_to_keep(self.steps, self.sizes, self.times, self.budget, self.fixed) if few else []
+        for width in _WIDTHS[1:]:
+            for kept in [best.schedule.kept, *sets]:
+                if self._is_over(best, _MOST_WORK):
+                    return best
+                best = self._better(kept, best, width) or best
+        return best
+
+    def _is_over(self, best: _Try, most_work: int) -> bool:
+        return self.work > most_work or best.exposed - self.gain <= self.least
+
+    def _better(self, kept: Collection[str], best: _Try, width: int) -> _Try | None:
         """The best schedule that keeps these groups, if it is better."""
-        one = self._tried([fqn for fqn in self._names() if fqn in kept])
+        listed = [fqn for fqn in self._names() if fqn in kept]
+        if self.searches:
+            search = Optimum(self.steps, self.sizes, self.times, self.budget, listed)
+            found = search.best(best.exposed - self.gain, _MOST_WORK - self.work, width)
+            self.work += search.work + _ACTION_WORK * len(self.steps)
+            tries = [] if found is None else self._followed(listed, found)
+            one = min(tries, key=lambda each: (each.exposed, each.held), default=None)
+        else:
+            one = self._tried(listed)
         return one if one is not None and one.exposed < best.exposed - 0.5 * self.gain else None
+
+    def _followed(self, kept: Sequence[str], found: Found) -> Iterator[_Try]:
+        """A schedule that was found, with gathers as late as they may be."""
+        fewer = tuple((fqn, number) for fqn, number in found.in_flight if number != MAX_REDUCTIONS)
+        bare = Bare(self.steps, self.sizes, Schedule((), (), tuple(kept), in_flight=fewer))
+        early = self._judged(bare.scheduled(found.gathers))
+        late = self._judged(bare.scheduled(self._put_off(bare, early, found.gathers)))
+        yield from (each for each in (early, late) if each.peak <= self.budget)
 
     def _names(self) -> list[str]:
         """The groups in the order in which their forwards begin first."""
@@ -114,7 +159,7 @@ class Auto:
                 continue
             bare = bare_step(self.steps, self.sizes, kept, level)
             if bare.peak > self.budget:
-                self.work += bare.work
+                self.work += _ACTION_WORK * bare.work
                 continue
             if tries and len(bare.actions) > SMALL:
                 break
@@ -125,7 +170,7 @@ class Auto:
             late = self._put_off(bare, early, issued)
             sooner = [max(event - 1, least) for event, least in zip(late, issued, strict=True)]
             tries += [one, early, *(self._judged(bare.under(each, self.budget)[0]) for each in (late, sooner))]
-            self.work += bare.work
+            self.work += _ACTION_WORK * bare.work
         if not tries:
             return None
         most = min(most, min(each.exposed for each in tries) + self.slack)
@@ -142,7 +187,7 @@ class Auto:
 
     def _judged(self, schedule: Schedule) -> _Try:
         actions = timed_step(self.steps, schedule)
-        self.work += len(actions)
+        self.work += _ACTION_WORK * len(actions)
         timeline = simulate(actions, self.times)
         live = live_bytes(lifetimes(actions, self.sizes), len(actions))
         return _Try(timeline.exposed, max(live), sum(live), schedule, timeline)
@@ -160,15 +205,3 @@ class Auto:
             last = bisect_right(begins, latest + 1e-12) - 1
             found[place] = max(issued[place], min(last, gather.event))
         return found
-
-
-def _least_exposed(steps: Sequence[Step], times: Mapping[str, Times]) -> float:
-    """Seconds that no schedule falls below, whatever it keeps.
-
-    The first gather comes before all compute, and the last reduction after it; and the link has all to move.
-    """
-    first, last = forward_order(steps)[0], backward_order(steps)[-1]
-    ends = times[first.fqn].gather + (times[last.fqn].reduce if last.trains else 0.0)
-    groups = {step.fqn: step for step in steps}.values()
-    moved = sum(times[group.fqn].gather + times[group.fqn].reduce * group.trains for group in groups)
-    return max(ends, moved - sum(times[step.fqn].forward + times[step.fqn].backward for step in steps))

@@ -5,21 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import sys
-from pathlib import Path
 
 import pytest
 
 from _plans import all_issues, random_model
 from composable_shard import PrefetchPolicy
 from composable_shard._plan.fitting import Bare
+from composable_shard._plan.optimum import Optimum, least_exposed, sets_to_keep
 from composable_shard._plan.prefetch import scheduled
 from composable_shard._plan.schedule import MAX_REDUCTIONS, Schedule, Step, kept_by_setting, one_ahead, timed_step
 from composable_shard._plan.simulation import Times, lifetimes, live_bytes, peak_bytes, simulate
-
-sys.path.append(str(Path(__file__).parents[2] / "bench"))
-
-from _optimum import Optimum, least_exposed, sets_to_keep
 
 SEEDS = pytest.mark.parametrize("seed", range(8))
 
@@ -92,6 +87,30 @@ def test_auto_reaches_the_optimum_of_what_the_engine_can_do(seed):
     compute = sum(time.forward + time.backward for time in times.values())
     assert bound <= optimum + 1e-12
     assert exposed <= max(1.10 * optimum, optimum + 0.02 * compute)
+
+
+@SEEDS
+def test_a_narrow_search_is_never_better_than_a_wide_one_and_says_whether_it_left_something_out(seed):
+    steps, sizes, times, budget = model_of(seed, 6)
+    for kept in sets_to_keep(steps, sizes, times, budget)[:8]:
+        wide, narrow = (Optimum(steps, sizes, times, budget, kept) for _ in range(2))
+        best, found = wide.best(math.inf), narrow.best(math.inf, width=2)
+        assert wide.is_exact
+        if found is not None:
+            assert found.exposed >= best.exposed - 1e-12
+        if narrow.is_exact:
+            assert found == best
+
+
+def test_a_search_that_takes_too_much_work_ends_without_a_result():
+    steps, sizes, times, budget = model_of(3, 6)
+    search = Optimum(steps, sizes, times, budget, ("",))
+    assert search.best(math.inf) is not None
+    enough = search.work
+    assert search.best(math.inf, enough) is not None
+    assert search.best(math.inf, enough // 2) is None
+    assert search.work < enough
+    assert not search.is_exact
 
 
 def test_sets_to_keep_fit_and_those_that_save_most_come_first():

@@ -1,11 +1,11 @@
 """The schedule that leaves least exposed, for given kept groups and a budget.
 
-It plays the step of `_plan/simulation.py` from event to event; an event is the forward or the backward of a group. Open
-is how many gathers are issued at each, in the order in which they are needed, and how many reductions are waited for
-before the next one is issued. Choices that have issued and waited for as much have the same bytes live; those that are
-nowhere earlier than another one are dropped, for whatever follows is no earlier either; so are those that cannot end in
-time, by the compute and the transfers that are still to come. Nothing else is left out, so what is found is the
-optimum: the oracle beside which `overlap.py` shows what `PrefetchPolicy.auto` finds.
+It plays the step of `_simulation` from event to event; an event is the forward or the backward of a group. Open is how
+many gathers are issued at each, in the order in which they are needed, and how many reductions are waited for before
+the next one is issued. Choices that have issued and waited for as much have the same bytes live; those that are nowhere
+earlier than another one are dropped, for whatever follows is no earlier either; so are those that cannot end in time,
+by the compute and the transfers that are still to come. Nothing else is left out, so what is found is the optimum, as
+long as no width bounds how many choices are followed at once (a beam search).
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import le
 from typing import NamedTuple
 
-from composable_shard._plan.schedule import MAX_REDUCTIONS, Step, backward_order, forward_order
-from composable_shard._plan.simulation import Sizes, Times
+from .schedule import MAX_REDUCTIONS, Step, backward_order, forward_order
+from .simulation import Sizes, Times
+
+_STATE_WORK = 16  # what a state costs, in comparisons
 
 Path = tuple["Path | None", tuple[str, int]]  # what was chosen, last one first
 
@@ -95,6 +97,8 @@ class Optimum:
         compute: what all events take.
         least: what no schedule falls below: what must come before all compute and after it, or what the link moves
             beyond compute.
+        work: states so far, and comparisons of two of them, a state counted as so many comparisons as it costs.
+        is_exact: whether no state was left out that might have led to the best schedule.
     """
 
     def __init__(
@@ -144,14 +148,24 @@ class Optimum:
         first, self._last = (computing[0], computing[-1]) if computing else (0, len(self._events))
         before = sum(gather.seconds for gather in self._gathers if gather.event <= first)
         self.least = max(before + self._behind(0), self.link_seconds - self.compute)
+        self.work = 0
+        self.is_exact = True
+        self._most_work = self._width = float("inf")
 
     def _behind(self, at: int) -> float:
         """Seconds of reductions that follow all compute, if the events from `at` on are still to end."""
         late = max(at, self._last)
         return self._tail + sum(reduction.seconds for reduction in self._reductions if reduction.event >= late)
 
-    def best(self, below: float) -> Found | None:
-        """The best schedule if it leaves less than `below` seconds exposed; None else."""
+    def best(self, below: float, most_work: float = float("inf"), width: float = float("inf")) -> Found | None:
+        """The best schedule if it leaves less than `below` seconds exposed, None else.
+
+        Args:
+            below: seconds of a schedule that is known.
+            most_work: if it takes more (`work`), None.
+            width: how many states may follow an event; of more, those that can still end first.
+        """
+        self.work, self.is_exact, self._most_work, self._width = 0, True, most_work, width
         if self.least >= below:
             return None
         latest = below + self.compute
@@ -266,21 +280,43 @@ class Optimum:
         yield after, _State(state.now, link, (*state.gathers, link), state.reductions, path)
 
     def _sifted(self, found: Iterable[tuple[_Place, _State]], ahead: _Ahead, latest: float) -> _States:
-        """Without what must end too late, and without what is nowhere earlier than another."""
-        by_place: dict[_Place, dict[tuple[float, ...], _State]] = {}
+        """Without what must end too late, and without what is nowhere earlier than another; no more than the width."""
+        by_place: dict[_Place, dict[tuple[float, ...], tuple[float, _State]]] = {}
         for place, state in found:
+            self.work += _STATE_WORK
+            if self.work > self._most_work:
+                self.is_exact = False
+                return {}
             soonest = max(state.now + ahead.compute, state.link + ahead.reductions + self._gathers_left[place[0]])
             if soonest < latest:
                 times = (state.now, state.link, *state.gathers, *state.reductions)
-                by_place.setdefault(place, {}).setdefault(times, state)
-        return {place: [each[times] for times in self._undominated(sorted(each))] for place, each in by_place.items()}
+                by_place.setdefault(place, {}).setdefault(times, (soonest, state))
+        left = [
+            (each[times][0], place, times, each[times][1])
+            for place, each in by_place.items()
+            for times in self._undominated(sorted(each))
+        ]
+        if len(left) > self._width:
+            self.is_exact = False
+            left = sorted(left, key=lambda one: one[:3])[: int(self._width)]
+        states: _States = {}
+        for _, place, _, state in left:
+            states.setdefault(place, []).append(state)
+        return states
 
     def _undominated(self, found: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
         """Of times in order, those than which no others are nowhere later."""
         kept: list[tuple[float, ...]] = []
         for times in found:
-            if not any(all(map(le, other, times)) for other in kept):
+            for other in kept:
+                self.work += 1
+                if all(map(le, other, times)):
+                    break
+            else:
                 kept.append(times)
+            if self.work > self._most_work:
+                self.is_exact = False
+                break
         return kept
 
 
