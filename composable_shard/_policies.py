@@ -273,6 +273,10 @@ class Settings:
         """Whether forward gives up the unsharded parameters: by the plan, or else by the options."""
         return self.current.reshards(is_root) if self.stays is None else not self.stays
 
+    def follow_plan(self, is_root: bool, keeps: bool | None) -> None:
+        """A plan says whether the unsharded parameters stay behind forward, or nothing of that (None)."""
+        self.stays = keeps if keeps == self.current.reshards(is_root) else None
+
     def change(self, **values: Any) -> None:
         """Put options with these values in the place of the current ones."""
         self._set(replace(self.current, **values))

@@ -18,9 +18,9 @@ from .._plan.schedule import MAX_REDUCTIONS, Kind
 from .._torch.core import set_grad_enabled
 from .budget import Budget, gathering
 from .history import History
-from .node import Entries, Outputs, Use
-from .owners import Owners
-from .parameters import Shown, StrayHook
+from .node import Outputs, Use
+from .order import Order
+from .parameters import LeafHook, Shown
 from .stopwatch import Stopwatch
 
 T = TypeVar("T")
@@ -33,44 +33,35 @@ class Actions:
     """What is done to the groups of one engine, and the record of it.
 
     Args:
-        groups: all groups, with the entries of the modules that each belongs to.
+        groups: all groups.
         runtime: pool and lanes that the groups were built with.
+        order: the schedules that it follows.
         watch_leaf: called once with every leaf that users may find in a module outside of its forward.
 
     Attributes:
         changed: the event behind the last change of the parameters; gathers start behind it.
         repeated: groups that get gradients from several uses in the backward that runs now.
-        max_reductions: how many reductions may be in flight, by a schedule; a group's settings may allow fewer.
-        in_flight: groups whose reduction a schedule issues with another number of them in flight.
-        reduces_first: whether reductions are waited for before backward gathers, whatever the groups say.
-        stays_for_next: whether weights stay for the next backward of their group, where that follows at once.
-        budget: bounds the bytes that are leased at once; what would exceed it is not gathered ahead.
+        budget: which weights yield where a step is not the planned one.
         streams: whether it is streams that wait for communication, and never the host.
         watch: times what is done, if anybody wants to know.
         shown: what modules find under the names of their parameters.
-        owners: whose bucket is which.
-        ask_first: called before anything is reduced, until it succeeds once.
         history: what was done, and the record of that.
         staying: groups whose weights stay, a backward of theirs being over, for the next one.
     """
 
-    def __init__(self, groups: Sequence[tuple[ParamGroup, Entries]], runtime: Runtime, watch_leaf: StrayHook) -> None:
-        self.groups = [group for group, _ in groups]
+    def __init__(self, groups: Sequence[ParamGroup], runtime: Runtime, order: Order, watch_leaf: LeafHook) -> None:
+        self.groups = groups
         self.pool = runtime.pool
+        self.order = order
         self.changed: torch.Event | None = None
         self.repeated: frozenset[ParamGroup] = frozenset()
-        self.max_reductions: int | None = None
-        self.in_flight: dict[ParamGroup, int] = {}
-        self.reduces_first = False
-        self.stays_for_next = True
-        self.budget = Budget(self.groups, runtime.pool)
+        self.budget = Budget(groups, runtime.pool, order)
         self.watch: Stopwatch | None = None
         self.streams = runtime.gather_lane.streams
         self.history = History()
         self._runtime = runtime
-        self.shown = Shown(groups, watch_leaf)
-        self.owners = Owners(self.groups)
-        self.ask_first: Callable[[], None] | None = None  # before anything is reduced
+        self.shown = Shown(watch_leaf)
+        self._ask_first: Callable[[], None] | None = None  # before anything is reduced
         self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
         self._gathers_behind: Sequence[ParamGroup] | None = None  # ... the reductions in flight, to be issued
         self._unset: dict[ParamGroup, GroupReduced] = {}  # reduced, `.grad` yet to be set
@@ -97,6 +88,10 @@ class Actions:
         if self.watch is not None:
             self.watch.end(kind)
 
+    def before_first_reduction(self, ask: Callable[[], None]) -> None:
+        """Have this called before any gradient is reduced, until it succeeds."""
+        self._ask_first = ask
+
     # ---- issuing
 
     def _act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], given: Any = _NOTHING) -> T:
@@ -116,6 +111,8 @@ class Actions:
     def ahead(self, group: ParamGroup | None) -> None:
         """Issue the gather of a group that will be needed soon."""
         if group is not None and group.away:
+            if self.order.forward.kept and group in self.order.forward.kept:
+                group.note_versions()
             self._act(UNSHARD, group, group.start_gather, self.changed)
             if self.watch is not None and self.watch.serial:
                 self._arrive(group)
@@ -123,13 +120,13 @@ class Actions:
     def prefetch(self, groups: Sequence[ParamGroup]) -> None:
         """Gather these ahead, as far as the budget allows: a step may be another than the planned one."""
         for group in groups:
-            if group.away and not (self.budget.most is not None and self.budget.exceeded_by(gathering(group))):
+            if group.away and not (self.order.budget is not None and self.budget.exceeded_by(gathering(group))):
                 self.ahead(group)
 
     def need(self, group: ParamGroup) -> None:
         """Make the weights of a group readable."""
         if group.away:
-            if self.budget.most is not None:
+            if self.order.budget is not None:
                 self._make_room(gathering(group))
             self.ahead(group)
         if group.phase is GATHERING:
@@ -156,9 +153,11 @@ class Actions:
         if group.phase is not SHARDED:
             self._act(RESHARD, group, group.reshard)
 
-    def give_up(self, group: ParamGroup) -> None:
-        """Forward is over: give the weights of a group up, or keep them among a few ranks."""
-        if not group.shrinks:
+    def leave_forward(self, group: ParamGroup) -> None:
+        """Forward is over: give the weights of a group up, or keep them, perhaps among a few ranks."""
+        if not self.order.forward.reshards(group):
+            self.shown.show_leaves(group)
+        elif not group.shrinks:
             self.drop(group)
         elif group.phase is UNSHARDED:
             self.shown.hide(group)
@@ -178,7 +177,7 @@ class Actions:
         """
         adopted = False
         for group in self.groups:
-            entries = self.shown.entries(group)
+            entries = group.entries()
             adopted |= entries is not None and entries.adopt()
             if group.phase is SHARDED or group.running:
                 continue
@@ -204,11 +203,28 @@ class Actions:
         """Gather a group and keep it until `reshard`, its next use, or a change of its parameters."""
         if group.away:
             self.parameters_changed()
-        group.pinned = True
+        group.pin()
         self.ahead(group)
         if wait:
             self.need(group)
             self.shown.show_leaves(group)
+
+    def open_backward(self, repeated: frozenset[ParamGroup]) -> None:
+        """A backward pass begins.
+
+        Args:
+            repeated: groups that get gradients from several uses in it.
+        """
+        self.repeated = repeated
+        self.pool.enter_backward(True)
+        self.order.begin_backward()
+        self.budget.begin_backward()
+
+    def close_backward(self) -> None:
+        """The pass is over, or has failed."""
+        self.staying.clear()
+        self.budget.end_backward()
+        self.pool.enter_backward(False)
 
     def drop_after_backward(self) -> None:
         """A backward is over: drop all that no setting keeps, and hide the rest."""
@@ -225,20 +241,21 @@ class Actions:
     def reduce(self, group: ParamGroup, gradients: Gradients) -> None:
         """Issue the reduction of a group's gradients; `.grad` is set some time after it was waited for (`hand_out`)."""
         if self._reductions:
-            planned, allowed = self.in_flight.get(group, self.max_reductions), group.settings.current.max_reductions
+            schedule, allowed = self.order.backward, group.settings.current.max_reductions
+            planned = schedule.in_flight.get(group, schedule.max_reductions)
             most = min(planned, allowed) if planned and allowed else planned or allowed or MAX_REDUCTIONS
             while len(self._reductions) >= most:
                 self._settle_oldest()
-        if self.budget.most is not None:
+        if self.order.budget is not None:
             self._make_room(group.reduce_bytes)
         self._start_reduce(group, gradients)
         if self.watch is not None and self.watch.serial:
             self._settle_oldest()
 
     def _start_reduce(self, group: ParamGroup, gradients: Gradients) -> None:
-        if self.ask_first is not None:
-            self.ask_first()
-            self.ask_first = None
+        if self._ask_first is not None:
+            self._ask_first()
+            self._ask_first = None
         self._reductions.append((group, self._act(REDUCE, group, group.start_reduce, gradients)))
 
     def _finish_oldest(self) -> tuple[ParamGroup, GroupReduced]:
@@ -248,7 +265,7 @@ class Actions:
     def reduce_now(self, group: ParamGroup, gradients: Gradients) -> dict[int, torch.Tensor]:
         """Reduce and wait; returns this rank's piece of each gradient, by index, and sets no `.grad`."""
         self.settle()
-        if self.budget.most is not None:
+        if self.order.budget is not None:
             self._make_room(group.reduce_bytes)
         self._start_reduce(group, gradients)
         return self._finish_oldest()[1].pieces()
@@ -281,7 +298,7 @@ class Actions:
         self.staying.discard(group)
         if self.budget.unread:
             self.budget.reached(group)
-        waits = bool(self._reductions) and (self.reduces_first or group.reduces_first)
+        waits = bool(self._reductions) and (self.order.backward.reduces_first or group.reduces_first)
         at_once = group.away or any(map(_away, missed))
         waits = waits and (at_once or any(map(_away, following)))
         if waits and at_once:
@@ -317,7 +334,7 @@ class Actions:
 
     def _settle_for(self, group: ParamGroup, gathers: Sequence[ParamGroup]) -> None:
         """`catch_up` and, where only waiting frees memory for these, wait for all reductions."""
-        first = self.reduces_first or group.reduces_first
+        first = self.order.backward.reduces_first or group.reduces_first
         if first and any(each.away for each in gathers):
             self._gathers_behind = self._gathers_behind or ()
         self.catch_up()
@@ -326,7 +343,7 @@ class Actions:
         """The backward of a use is over: give its weights up, unless they are about to be needed again."""
         if self._gathers_behind is not None:
             self.catch_up()
-        if group.running or (following is group and self.stays_for_next):
+        if group.running or (following is group and self.order.backward.stays_for_next):
             self.staying.add(group)
         elif group.settings.current.reshard_after_backward:
             self.drop(group)
@@ -383,7 +400,6 @@ class Actions:
         self._sums.clear()
         self._unset.clear()
         self._gathers_behind = None
-        self.budget.end_backward()
         while self._reductions:
             self._finish_oldest()
 
@@ -392,7 +408,6 @@ class Actions:
         for group in groups:
             if group.phase is SHARDED:
                 group.rebuild()
-        self.owners.forget()
         self.pool.forget()
 
     def plan_memory(self) -> None:
@@ -400,5 +415,4 @@ class Actions:
         if self.pool.wants_arena and all(group.phase is SHARDED for group in self.groups):
             for group in self.groups:
                 group.leave_slots()
-            self.owners.forget()
-            self.pool.make_arena()
+                self.pool.make_arena()

@@ -124,6 +124,7 @@ class BackwardPass:
         self._idle: set[Use] = set()
         self._open: list[Use] = []  # passed, and what is inside of them not yet
         self.told: set[Use] = set()
+        self._edge = 0  # index in a schedule's backwards of the next one that was not asked for
         if len(expected) < len(live):
             expected = self._with_others(live)
         self._upcoming = deque(sorted(expected, key=_last_of, reverse=True))  # see `_backward_place`
@@ -208,6 +209,20 @@ class BackwardPass:
     def expects(self, group: ParamGroup) -> bool:
         """Whether a use of this group is still to come. It may be, where forward made no node, as in a checkpoint."""
         return group.used_in not in self.forwards or any(use.group is group for use in self._upcoming)
+
+    def due(
+        self, group: ParamGroup, backwards: Sequence[tuple[ParamGroup, Sequence[ParamGroup]]]
+    ) -> tuple[list[ParamGroup], Sequence[ParamGroup]]:
+        """What a schedule gathers before the backward of `group` that it was not asked for yet, and with it.
+
+        Where the root returns what its last module does, autograd reaches that module first.
+        """
+        begin = self._edge
+        index = next((i for i in range(begin, len(backwards)) if backwards[i][0] is group), -1)
+        if index < 0:
+            return [], ()
+        self._edge = index + 1
+        return [other for _, ahead in backwards[begin:index] for other in ahead], backwards[index][1]
 
     # Uses that backward passes without reaching them: their node does not run, but on other ranks it may, which gather
     # their weights. And those that return what another one inside of them does: they are reached right behind that.

@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable, Sequence
 from .._group.group import ParamGroup
 from .._group.phases import GATHERING, RESIDENT, UNSHARDED
 from .._memory.pool import BufferPool
+from .order import Order
 
 
 class Budget:
@@ -18,28 +19,29 @@ class Budget:
     Args:
         groups: all of them.
         pool: the memory that it bounds.
+        order: what says how much of it.
 
     Attributes:
-        most: bytes that may be leased at once; None if there is no bound.
         unread: groups whose weights forward has kept, and which the backward that runs now has not reached.
     """
 
-    def __init__(self, groups: Sequence[ParamGroup], pool: BufferPool) -> None:
-        self.most: int | None = None
+    def __init__(self, groups: Sequence[ParamGroup], pool: BufferPool, order: Order) -> None:
+        self._order = order
         self._groups = groups
         self._pool = pool
         self.unread: set[ParamGroup] = set()
 
     def exceeded_by(self, nbytes: int) -> bool:
         """Whether so many bytes more do not fit."""
-        return self.most is not None and self._pool.issued_bytes + nbytes > self.most
+        most = self._order.budget
+        return most is not None and self._pool.issued_bytes + nbytes > most
 
     def begin_backward(self) -> None:
         """A backward begins: weights that forward has kept for it may yield to what checkpoints gather to recompute.
 
         They may until they are read, of which the first handle tells: its bucket counts reads down from here on.
         """
-        if self.most is not None:
+        if self._order.budget is not None:
             self.unread = {group for group in self._groups if group.phase is UNSHARDED}
             self._count_reads(self.unread, 1)
 
@@ -49,7 +51,7 @@ class Budget:
         Not where a group is gathered when they are, or where ranks that do not use it gather it as others reach it.
         """
         options = group.options
-        return self.most is not None and options.unshard_in_backward and not options.reduce_unused
+        return self._order.budget is not None and options.unshard_in_backward and not options.reduce_unused
 
     def reached(self, group: ParamGroup) -> None:
         """Backward has reached a use of a group, perhaps on other ranks only: its weights stay, if they are there."""

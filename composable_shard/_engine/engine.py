@@ -14,7 +14,7 @@ that backward works after the model is gone, and a model is freed without the cy
     backward ends                   _end_backward: wait, set `.grad`, reshard what is left
 
 What else it hears of: the end of a graph (`on_node_gone`), of the saved weights of a frozen group, which has no node
-(`on_handles_gone`), and gradients of weights that were read outside of a forward (`on_stray_gradient`).
+(`on_handles_gone`), and gradients of weights that were read outside of a forward (`on_gradient_outside_forward`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from typing import Any
 import torch
 
 from .._comm.agreement import Among, real
+from .._errors import ShardConfigStateError
 from .._group.bucket import Bucket
-from .._group.group import Gradients, ParamGroup, Runtime
+from .._group.group import Entries, Gradients, ParamGroup, Runtime
 from .._group.optimizers import watch_steps
 from .._group.phases import SHARDED, UNSHARDED, GradPhase
 from .._plan.plan import ShardPlan
@@ -40,23 +41,40 @@ from .backward import BackwardPass, Passed, Token, Uses
 from .gradients import GradientFlow, watch_leaf
 from .iterations import Iterations
 from .late import LateUses
-from .node import Entries, Keeper, Outputs, Use, Witness, unshard
+from .node import Keeper, Outputs, Use, Witness, unshard
 from .order import Order
 from .replanning import Learning
 from .stopwatch import Stopwatch
 from .tuning import Tuning
 
 
+def _group_of(bucket: Bucket) -> ParamGroup:
+    """Whose bucket it is. Conversions make buckets anew.
+
+    Raises:
+        ShardConfigStateError: nobody's any more.
+    """
+    group = bucket.group()
+    if group is None or bucket not in group.buckets:
+        raise ShardConfigStateError(
+            f"parameters {', '.join(bucket.fqns)}: were converted or replaced between forward and backward; "
+            "run backward first, or run forward again"
+        )
+    return group
+
+
 class Engine:
     """Runs the groups of one root.
 
     Args:
-        groups: all groups, with the entries of the modules that each belongs to.
+        groups: all groups.
         plan: order and predictions.
         runtime: pool and lanes that the groups were built with.
         among: the process groups of the meshes, with their devices.
         look: called with the engine when a forward or a backward begins, to see whether somebody profiles it.
         without_group: the entries of sharded modules that have no parameters of their own.
+        listener: gives who is told when the plan or a list of what to gather ahead has changed; None for nobody.
+        is_given: whether the plan is one that a user gave.
 
     Attributes:
         active: by group, the use whose backward has begun and not ended.
@@ -73,23 +91,25 @@ class Engine:
 
     def __init__(
         self,
-        groups: Sequence[tuple[ParamGroup, Entries]],
+        groups: Sequence[ParamGroup],
         plan: ShardPlan,
         runtime: Runtime,
         among: Among,
         look: Callable[[Engine], None],
         without_group: Sequence[Entries] = (),
+        listener: Callable[[], Callable[[Order], None] | None] = lambda: None,
+        is_given: bool = False,
     ) -> None:
         self._look = look
-        self.groups = [group for group, _ in groups]
+        self.groups = groups
         self.pool = runtime.pool
         self.witness = Witness()
-        self._do = Actions(groups, runtime, partial(watch_leaf, weakref.ref(self)))
+        self.order = Order(plan, groups, runtime.pool, listener)
+        self._do = Actions(groups, runtime, self.order, partial(watch_leaf, weakref.ref(self)))
         self._without_group = list(map(weakref.ref, without_group))
         self._late = LateUses(self._do.shown)
-        self.order = Order(plan, self._do)
         self._gradients = GradientFlow(self._do)
-        self.learning = Learning(self.order, self._do, real(among))
+        self.learning = Learning(self.order, self._do, real(among), is_given)
         self._tuning = Tuning(self.learning, self.order, self._do, among)
         self._uses = Uses()
         self.has_run, self.is_last_backward, self.ends_by_hand, self.under_hooks = False, True, False, False
@@ -198,13 +218,13 @@ class Engine:
         """
         for group in self.groups:
             if group.running:
-                group.running = 1
-                self.after_forward(group)
+                group.forget_forwards()
+                self._end_forward_of(group)
 
-    def before_forward(self, group: ParamGroup, entries: Entries) -> tuple[Use, Outputs] | None:
+    def before_forward(self, group: ParamGroup) -> tuple[Use, Outputs] | None:
         """Show the unsharded parameters to a module that is about to run; returns its use, if backward may follow."""
         if group.running:
-            group.running += 1
+            group.begin_forward()
             return None
         made_in = current_backward()
         if made_in >= 0:
@@ -213,40 +233,41 @@ class Engine:
         again = made_in >= 0 and group in self.active and group not in self._late
         if not again:
             self._do.need(group)
-        group.running = 1
+        group.begin_forward()
         self.has_run = True
         if again:
             return None  # recomputed in its own backward: the node's outputs are on show already
-        found: tuple[Use, Outputs] | None = None
+        made: tuple[Use, Outputs] | None = None
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             self._count += 1
             forward = self._iterations.forward if made_in < 0 else 0
-            use = Use(group, self._count, made_in, entries, forward, self.under_hooks)
+            use = Use(group, self._count, made_in, forward, self.under_hooks)
             group.buckets[0].saved = 0
-            self._open[group], found = use, (use, ())
+            self._open[group], made = use, (use, ())
             self._uses.add(use)
             if group.trains:
-                found = (use, unshard(self, use))
-                entries.show(found[1])
-                self._iterations.await_backward(forward)
-                group.used_in = forward or group.used_in
+                made = (use, unshard(self, use))
+                self._do.shown.show_outputs(group, made[1])
+                if forward:
+                    self._iterations.await_backward(forward)
+                    group.note_use(forward)
             else:
                 self.keepers |= dict.fromkeys(group.buckets, Keeper(self, use))
-        if found is None or not found[1]:
+        if made is None or not made[1]:
             self._do.shown.show_leaves(group)
         if made_in < 0:
             self._do.begin_forward(group, self.order.after(group))
-        return found
+        return made
 
     def after_forward(self, group: ParamGroup, copied: Sequence[torch.Tensor] = ()) -> None:
         """A module has run, or failed; views of weights in its outputs were copied and will be dropped."""
-        group.running -= 1
-        if group.running:
-            return
+        if group.end_forward():
+            self._end_forward_of(group, copied)
+
+    def _end_forward_of(self, group: ParamGroup, copied: Sequence[torch.Tensor] = ()) -> None:
         ended = self._open.pop(group, None)
         if ended is not None:
-            ended.last = self._count
-            ended.reads = group.buckets[0].saved
+            ended.end_forward(self._count, group.buckets[0].saved)
         if ended is not None or not torch.is_grad_enabled():
             group.end_use(copied)  # its outputs may hold views of weights in objects that nobody looks into
         for bucket in group.buckets if self.keepers else ():
@@ -254,10 +275,7 @@ class Engine:
         self._do.end_forward(group)
         if group in self.active and group not in self._late:
             return
-        if group.reshard_after_forward:
-            self._do.give_up(group)
-        else:
-            self._do.shown.show_leaves(group)
+        self._do.leave_forward(group)
 
     # ---- backward
 
@@ -270,8 +288,7 @@ class Engine:
             token = Token()
             self._pass = BackwardPass(number, token, self._uses, weakref.WeakMethod(self.on_pass_gone), use)
             self._iterations.reach(self._pass.newest)
-            self.order.begin_backward(self._pass.repeated)
-            self._do.budget.begin_backward()
+            self._do.open_backward(self._pass.repeated)
             queue_backward_callback(partial(self._end_backward, token))
         self._pass.note(number)
         return self._pass
@@ -284,7 +301,7 @@ class Engine:
         self._finish_later_uses(now, use)
         for passed in now.reach(use):
             self._pass_over(now, passed)
-        use.entered = now.number
+        use.reach(now.number)
         self.active[use.group] = use
         missed, following = self.order.before(use, now)
         if use.under_hooks and self._do.budget.puts_off(use.group):
@@ -310,11 +327,11 @@ class Engine:
         if its own node does not run in this pass, nothing more will come.
         """
         for later in [u for u in self.active.values() if u.number > use.last and not now.will_fire(u)]:
-            self._complete(now, later, later.add([None] * len(later.group.params)))
+            self._complete(now, later, [None] * len(later.group.params))
 
     def fetch(self, bucket: Bucket) -> None:
         """Backward asks for a saved weight."""
-        group = self._do.owners.of(bucket)
+        group = _group_of(bucket)
         if group.phase is UNSHARDED:
             return
         if (number := current_backward()) >= 0:
@@ -336,18 +353,18 @@ class Engine:
                 self._end_use(now, use)
                 return self._gradients.returned(use, fates, wanted, self.is_last_backward)
         if now.completes(use, number):
-            self._complete(now, use, use.add(wanted))
+            self._complete(now, use, wanted)
         else:
-            use.partial = use.add(wanted)
+            use.keep(wanted)
         return [None] * len(gradients)
 
     def _complete(self, now: BackwardPass, use: Use, gradients: Gradients) -> None:
-        """All gradients of a use are there."""
-        use.fired = True
+        """The last gradients of a use are there."""
+        total = use.complete(gradients)
         for passed in now.leave(use):
             self._pass_over(now, passed)
         self._end_use(now, use)
-        self._gradients.take(now, use, gradients)
+        self._gradients.take(now, use, total)
 
     def _end_use(self, now: BackwardPass, use: Use) -> None:
         """The backward of a use is over: reshard, unless its weights are about to be needed again."""
@@ -355,7 +372,7 @@ class Engine:
             del self.active[use.group]
             self._late.end(use.group)
         if use.group.running and not self._depth:  # a recomputation that was stopped as soon as it had done enough
-            use.group.running = 0
+            use.group.forget_forwards()
         for bucket in use.group.buckets:
             bucket.unedited = None
         self._do.end_use(use.group, now.next_group())
@@ -370,7 +387,7 @@ class Engine:
                 self._end_abandoned()
             self._do.catch_up()
             for use in list(self.active.values()):
-                self._complete(now, use, use.add([None] * len(use.group.params)))
+                self._complete(now, use, [None] * len(use.group.params))
             for passed in now.reach(None):
                 self._pass_over(now, passed)
         self.end_backward_by_hand(self.is_last_backward and not self.ends_by_hand, now)
@@ -393,13 +410,14 @@ class Engine:
 
     def _forget_running(self) -> None:
         for group in self.groups:
-            group.running = 0
+            group.forget_forwards()
         self._open.clear()
 
     def _forget_pass(self) -> None:
         self._uses.forget(self._pass.forwards if self._pass is not None else ())
         self._late.clear()
-        self._pass, self.pool.backward = None, False
+        self._pass = None
+        self._do.close_backward()
         self.active.clear()
 
     def on_pass_gone(self) -> None:
@@ -408,7 +426,7 @@ class Engine:
             self._late.clear()
             if not self._depth:  # an interrupted recomputation tells nobody of its end
                 self._forget_running()
-            self._do.shown.hide_idle()
+            self._do.shown.hide_idle(self.groups)
 
     def _recover(self) -> None:
         """A backward has failed: give up what it left behind."""
@@ -417,7 +435,7 @@ class Engine:
         self._iterations.end()
         self._uses.forget()
         for use in self._uses:
-            use.partial = None
+            use.forget()
         self._do.drop_idle()
 
     def on_node_gone(self, use: Use) -> None:
@@ -430,14 +448,14 @@ class Engine:
         if self.active.get(use.group) is use and self._pass is not None and self._pass.alive:
             self._end_use(self._pass, use)
 
-    def on_stray_gradient(self, group: ParamGroup, index: int, gradient: torch.Tensor) -> None:
+    def on_gradient_outside_forward(self, group: ParamGroup, index: int, gradient: torch.Tensor) -> None:
         """A gradient came to an unsharded parameter that was read outside of its module's forward."""
         self._open_pass(current_backward())
-        self._gradients.add_stray(group, index, gradient)
+        self._gradients.add_outside_forward(group, index, gradient)
 
     def before_first_reduction(self, ask: Callable[[], None]) -> None:
         """Have this called before any gradient is reduced, until it succeeds."""
-        self._do.ask_first = ask
+        self._do.before_first_reduction(ask)
 
     # ---- what users ask for
 
@@ -456,12 +474,12 @@ class Engine:
         That is from the next forward that begins when no graph reads weights. No collective may depend on it: what is
         gathered or reduced right now stays so.
         """
-        self.pool.counted = wanted
+        self.pool.count(wanted)
         busy = self._depth or self._pass is not None or current_backward() >= 0 or not self._uses.all_fired()
         if busy or any(group.grad_phase is GradPhase.REDUCING for group in self.groups):
             return
         self._do.rebuild(self.groups)
-        self.pool.owns = wanted
+        self.pool.own(wanted)
 
     def _watch(self, on: bool) -> None:
         self._tuning.watch(Stopwatch(self.pool.device) if on else None)

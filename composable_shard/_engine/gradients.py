@@ -2,7 +2,7 @@
 
 take        all gradients of a use are there: they wait for their turn, then are reduced, or kept with sync off
 returned    the caller of `torch.autograd.grad` wants some: reduced at once
-add_stray   a gradient that came to an unsharded parameter outside of its module's forward joins the next ones
+add_outside_forward   a gradient that came to an unsharded parameter outside of its module's forward joins the next ones
 finish      backward is over: what still waits is reduced, and all reductions are waited for
 """
 
@@ -30,16 +30,14 @@ class GradientFlow:
 
     def __init__(self, actions: Actions) -> None:
         self._do = actions
-        self._strays: dict[ParamGroup, Gradients] = {}
+        self._outside_forward: dict[ParamGroup, Gradients] = {}
         self._reduced: set[ParamGroup] = set()  # in this pass
-        self._hooked: set[ParamGroup] = set()  # whose hooks were taken from autograd
         self._looked: set[ParamGroup] = set()  # for hooks, in this pass
 
     def take_hooks(self, group: ParamGroup) -> None:
         """Before autograd can call the hooks of a group's parameters: they see what is reduced, until the pass ends."""
         self._looked.add(group)
         if group.may_have_hooks:
-            self._hooked.add(group)
             group.take_hooks()
 
     def settle(self) -> None:
@@ -48,14 +46,14 @@ class GradientFlow:
         self._give_hooks_back()
 
     def _give_hooks_back(self) -> None:
-        for group in self._hooked:
-            group.give_hooks_back()
-        self._hooked.clear()
+        for group in self._do.groups:
+            if group.hooks_taken:
+                group.give_hooks_back()
 
     def take(self, now: BackwardPass, use: Use, gradients: Gradients) -> None:
         """All gradients of a use are there."""
-        stray = self._strays.pop(use.group, None)
-        total = gradients if stray is None else added(stray, gradients)
+        outside = self._outside_forward.pop(use.group, None)
+        total = gradients if outside is None else added(outside, gradients)
         for each, its in now.in_turn(use, total):
             self._reduce_or_keep(each.group, its)
 
@@ -96,20 +94,20 @@ class GradientFlow:
                     params[index].accumulate(piece)
         return out
 
-    def add_stray(self, group: ParamGroup, index: int, gradient: torch.Tensor) -> None:
+    def add_outside_forward(self, group: ParamGroup, index: int, gradient: torch.Tensor) -> None:
         """A gradient of a leaf that was read outside of its module's forward."""
         its: list[torch.Tensor | None] = [None] * len(group.params)
         parallel = group.params[index].parallel
         its[index] = gradient if parallel is None else parallel.local_gradient(gradient)
-        before = self._strays.get(group)
-        self._strays[group] = its if before is None else added(before, its)
+        before = self._outside_forward.get(group)
+        self._outside_forward[group] = its if before is None else added(before, its)
 
     def finish(self, now: BackwardPass | None, groups: Sequence[ParamGroup], wait: bool) -> None:
         """Reduce what has waited in vain, and wait for all reductions."""
         for use, gradients in now.left_over() if now is not None else ():
             self._reduce_or_keep(use.group, gradients)
-        for group, strays in self._strays.items():
-            self._reduce_or_keep(group, strays)
+        for group, gradients in self._outside_forward.items():
+            self._reduce_or_keep(group, gradients)
         for group in groups:
             options = group.settings.current
             unused = options.reduce_unused and options.requires_gradient_sync and group.trains
@@ -118,8 +116,8 @@ class GradientFlow:
             if group.awaits_reduction or (unused and group not in self._reduced):
                 self.take_hooks(group)
                 self._do.reduce(group, group.take_kept([None] * len(group.params)))
-            group.was_gathered = False
-        self._strays.clear()
+            group.forget_gathers()
+        self._outside_forward.clear()
         self._reduced.clear()
         self._looked.clear()
         if wait:
@@ -129,21 +127,21 @@ class GradientFlow:
 
     def discard(self) -> None:
         """A backward has failed: throw its gradients away."""
-        self._strays.clear()
+        self._outside_forward.clear()
         self._reduced.clear()
         self._looked.clear()
         self._do.discard()
         self._give_hooks_back()
 
 
-class StrayOwner(Protocol):
-    """Who is told of strays."""
+class LeafOwner(Protocol):
+    """Who is told of gradients outside forward."""
 
-    def on_stray_gradient(self, group: ParamGroup, index: int, gradient: torch.Tensor) -> None:
+    def on_gradient_outside_forward(self, group: ParamGroup, index: int, gradient: torch.Tensor) -> None:
         """A gradient came to an unsharded parameter that was read outside of its module's forward."""
 
 
-def watch_leaf(owner: Callable[[], StrayOwner | None], leaf: torch.Tensor, group: ParamGroup, index: int) -> None:
+def watch_leaf(owner: Callable[[], LeafOwner | None], leaf: torch.Tensor, group: ParamGroup, index: int) -> None:
     """Hand on whatever gradient comes to `leaf`, which stands for parameter `index` of `group`."""
     this_group = weakref.ref(group)
 
@@ -151,7 +149,7 @@ def watch_leaf(owner: Callable[[], StrayOwner | None], leaf: torch.Tensor, group
         there, of, gradient = owner(), this_group(), tensor.grad
         if there is not None and of is not None and gradient is not None:
             tensor.grad = None
-            there.on_stray_gradient(of, index, gradient)
+            there.on_gradient_outside_forward(of, index, gradient)
 
     leaf.register_post_accumulate_grad_hook(hand_on)  # type: ignore[no-untyped-call]
     HANDLES.ours += 1

@@ -67,7 +67,7 @@ class LateUses:
 
     def _weight(self, group: ParamGroup, index: int) -> torch.Tensor:
         self.begin(group)
-        entries = self._shown.entries(group)
+        entries = group.entries()
         assert entries is not None
         return entries.there(index)
 

@@ -30,22 +30,6 @@ from .._torch.core import (
 Outputs = tuple[torch.Tensor, ...]
 
 
-class Entries(Protocol):
-    """Where a module's parameters are looked up: what forward finds under their names."""
-
-    def show(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Put these tensors, in the order of the group's parameters, in the place of the sharded ones."""
-
-    def hide(self) -> None:
-        """Put the sharded parameters back."""
-
-    def there(self, index: int) -> torch.Tensor:
-        """What is in the place of a parameter now."""
-
-    def adopt(self) -> bool:
-        """Look for parameters that users have put in the place of sharded ones; True if there are any."""
-
-
 def _no_node() -> None:
     """In the place of a weak reference to a node."""
 
@@ -70,7 +54,6 @@ class Use:
     __slots__ = (
         "__weakref__",
         "entered",
-        "entries",
         "fired",
         "forward",
         "group",
@@ -89,7 +72,6 @@ class Use:
         group: ParamGroup,
         number: int,
         made_in: int,
-        entries: Entries,
         forward: int = 0,
         under_hooks: bool = False,
     ) -> None:
@@ -97,7 +79,6 @@ class Use:
         self.number = self.last = number
         self.made_in = made_in
         self.forward = forward
-        self.entries = weakref.ref(entries)
         self.node: Callable[[], Any] = _no_node
         self.slots = group.slots
         self.reads = 0
@@ -105,6 +86,38 @@ class Use:
         self.fired = False
         self.under_hooks = under_hooks
         self.partial: list[torch.Tensor | None] | None = None
+
+    def end_forward(self, last: int, reads: int) -> None:
+        """Its forward is over.
+
+        Args:
+            last: number of the last use that began before.
+            reads: how many weights autograd has saved, of the group's first bucket.
+        """
+        self.last, self.reads = last, reads
+
+    def reach(self, number: int) -> bool:
+        """A backward pass has reached it, by its number; returns whether for the first time."""
+        first = self.entered != number
+        self.entered = number
+        return first
+
+    def keep(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Gradients have come that are not all."""
+        self.partial = self.add(gradients)
+
+    def complete(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The last gradients have come; returns the sum of all."""
+        self.fired = True
+        return self.add(gradients)
+
+    def move(self, slots: tuple[object, ...]) -> None:
+        """Its outputs show the weights in other slots now."""
+        self.slots = slots
+
+    def forget(self) -> None:
+        """Its backward has failed."""
+        self.partial = None
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The sum of the partial gradients and these; nothing stays behind."""

@@ -1,9 +1,9 @@
-"""Which group comes next: what the plan expects, and what users have listed in its place."""
+"""The schedules in force, and which group comes next: by the plan, or by what users have listed in its place."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .._errors import ShardConfigValueError
@@ -14,54 +14,83 @@ from .._memory.slots import Request
 from .._plan.arena import ArenaSlot, Placed
 from .._plan.graph_schedule import GraphSchedule
 from .._plan.plan import GroupPlan, ShardPlan
-from .._plan.schedule import ROOT_NAME, Action, Kind, Schedule
-from .actions import Actions
+from .._plan.schedule import ROOT_NAME, Action, Kind
 from .backward import BackwardPass
 from .node import Use
 
 
-@dataclass(frozen=True)
-class _Lists:
-    """What is gathered when, in one phase, what stays, and how far reductions lag behind.
+@dataclass(frozen=True, eq=False)
+class PhaseSchedule:
+    """What the groups of an engine do in one phase: what they gather when, what stays, how far reductions lag behind.
 
     Attributes:
-        schedule: by which that is; None for the settings of the groups.
         order: FQNs of the groups in the order in which their forwards begin.
-        expected: the same groups.
-        forward: which groups to gather when one begins, by place in `order`.
-        backward: the same with the group, in the order of backwards, if a schedule says so.
-        in_flight: of the schedule, by group.
+        forward: the same groups, each with those to gather when its forward begins.
+        backward: likewise, in the order of backwards; None where the next group is gathered, whichever that is.
+        kept: groups whose unsharded parameters stay behind forward; None where their settings decide.
+        max_reductions: how many reductions may be in flight; None for what the settings allow, which may be fewer.
+        in_flight: groups whose reduction is issued with another number of them in flight.
+        reduces_first: whether reductions are waited for before backward gathers, whatever the groups say.
+        stays_for_next: whether weights stay for the next backward of their group, where that follows at once.
     """
 
-    schedule: Schedule | None
     order: tuple[str, ...]
-    expected: list[ParamGroup]
-    forward: list[list[ParamGroup]]
-    backward: list[tuple[ParamGroup, list[ParamGroup]]] | None = None
-    in_flight: dict[ParamGroup, int] = field(default_factory=dict)
+    forward: Sequence[tuple[ParamGroup, Sequence[ParamGroup]]]
+    backward: Sequence[tuple[ParamGroup, Sequence[ParamGroup]]] | None = None
+    kept: frozenset[ParamGroup] | None = None
+    max_reductions: int | None = None
+    in_flight: Mapping[ParamGroup, int] = field(default_factory=dict)
+    reduces_first: bool = False
+    stays_for_next: bool = True
+
+    def reshards(self, group: ParamGroup) -> bool:
+        """Whether a group gives its unsharded parameters up behind forward."""
+        return group.resharding if self.kept is None else group not in self.kept
 
 
 class Order:
-    """The order in which the forwards of an engine's groups begin, and this forward's place in it.
+    """The schedules in force, and the place that the forward that runs now has reached in its own.
+
+    It is the only one that holds them; whoever follows them reads them here.
+
+    Args:
+        plan: what to follow at first.
+        groups: all groups of the engine.
+        pool: their memory.
+        listener: gives who is told when the plan or a list has changed; None for nobody.
 
     Attributes:
-        plan: the plan that it follows.
+        plan: the plan in force.
+        forward, backward: its schedule for the forward that runs now, or ran last, and for the next backward.
         phases: those of which it knows the order.
-        replans: how often it was made anew.
-        told: gives whom to tell when the plan or a list has changed; None for nobody.
+        replans: how often the plan was made anew.
         explicit: by direction (backward or not) and group, which groups to gather ahead in the place of what the plan
             says.
     """
 
-    def __init__(self, plan: ShardPlan, actions: Actions) -> None:
+    plan: ShardPlan
+    forward: PhaseSchedule
+    backward: PhaseSchedule
+
+    def __init__(
+        self,
+        plan: ShardPlan,
+        groups: Sequence[ParamGroup],
+        pool: BufferPool,
+        listener: Callable[[], Callable[[Order], None] | None] = lambda: None,
+    ) -> None:
         self.explicit: dict[tuple[bool, ParamGroup], list[ParamGroup]] = {}
         self.replans = 0
-        self.told: Callable[[], Callable[[Order], None] | None] = lambda: None
-        self._do = actions
-        self._by_fqn = {group.fqn: group for group in actions.groups}
-        self._cursor = 0
-        self._told = -1, 0  # a backward pass, and how many of the backward's edges it was told
+        self._listener = listener
+        self._by_fqn = {group.fqn: group for group in groups}
+        self._pool = pool
+        self._next = 0  # index in the order of the forward that should begin next
         self.follow(plan)
+
+    @property
+    def budget(self) -> int | None:
+        """The most bytes that may be leased at once; None for no bound."""
+        return self.plan.pool.budget
 
     def follow(self, plan: ShardPlan) -> None:
         """Take up a plan of the same groups; what is gathered or kept already stays as it is.
@@ -71,57 +100,56 @@ class Order:
             PoolBudgetError: in the order of some phase a group does not fit; likewise.
         """
         named, edges = self._by_fqn, plan.edges()
-        told = [*edges.forward, *edges.backward]
-        names = [*plan.order, *edges.kept, *dict(edges.in_flight), *(fqn for at, ahead in told for fqn in (at, *ahead))]
+        pairs = [*edges.forward, *edges.backward]
+        names = [*plan.order, *edges.kept, *dict(edges.in_flight), *(n for fqn, ahead in pairs for n in (fqn, *ahead))]
         names += [fqn for order in plan.own_orders.values() for fqn in order]
         if strange := [fqn for fqn in names if fqn not in named]:
             raise ShardConfigValueError(f"plan: names {strange[0]!r}, which is no group of this model")
-        usual = self._lists(plan)
-        of_phase = {phase: self._lists(plan.in_phase(phase)) for phase in plan.own_orders}
-        self._do.pool.use_mem_pool(plan.pool.mem_pool)  # the last that can fail
+        usual = self._schedule(plan)
+        of_phase = {phase: self._schedule(plan.in_phase(phase)) for phase in plan.own_orders}
+        self._pool.use_mem_pool(plan.pool.mem_pool)  # the last that can fail
         self._usual, self._of_phase = usual, of_phase
-        self._take_up(usual, trains=True)
+        self.forward = self.backward = usual
         for fqn, group in named.items():
-            stays = not group.resharding if plan.schedule is None else fqn in edges.kept
-            group.settings.stays = stays if stays == group.resharding else None  # a guard of what is compiled
-        self._do.budget.most = plan.pool.budget
+            group.settings.follow_plan(group.is_root, None if plan.schedule is None else fqn in edges.kept)
         self.plan = plan
         self.phases = {phase for phase, _ in plan.orders}
-        if (listener := self.told()) is not None:
+        self.lists_changed()
+
+    def replan(self, plan: ShardPlan) -> None:
+        """`follow` a plan that was made anew, because of what has happened."""
+        self.follow(plan)
+        self.replans += 1
+
+    def gather_ahead(self, group: ParamGroup, backward: bool, following: list[ParamGroup]) -> None:
+        """Users list what is gathered when the forward, or the backward, of a group begins."""
+        self.explicit[backward, group] = following
+
+    def lists_changed(self) -> None:
+        """Tell whoever listens that the plan is another, or what users have listed in its place."""
+        if (listener := self._listener()) is not None:
             listener(self)
 
-    def _take_up(self, lists: _Lists, trains: bool) -> None:
-        """Go by these from now on, forward and, if one can follow, backward."""
-        self._now, schedule = lists, lists.schedule
-        for group in self._do.groups:
-            group.stays = None if schedule is None else group.fqn in schedule.kept
-        if trains:
-            self._backward_of = lists
-            self._do.max_reductions = None if schedule is None else schedule.max_reductions
-            self._do.reduces_first = schedule is not None and schedule.reduces_first
-            self._do.in_flight = lists.in_flight
-            self._do.stays_for_next = schedule is None or schedule.stays_for_next
-
-    def _lists(self, plan: ShardPlan) -> _Lists:
-        named = self._by_fqn
-        expected = [named[fqn] for fqn in plan.order]
+    def _schedule(self, plan: ShardPlan) -> PhaseSchedule:
+        named, schedule = self._by_fqn, plan.schedule
         edges = {event: deque(uses) for event, uses in plan.edges().ahead().items()}
 
-        def ahead(kind: Kind, fqn: str) -> list[ParamGroup]:
+        def ahead(kind: Kind, fqn: str) -> tuple[ParamGroup, Sequence[ParamGroup]]:
             uses = edges.get(Action(kind, fqn))
-            return [named[each] for each in uses.popleft()] if uses else []
+            return named[fqn], [named[each] for each in uses.popleft()] if uses else ()
 
         forward = [ahead(Kind.FORWARD, fqn) for fqn in plan.order]
-        if plan.schedule is None:
-            return _Lists(None, plan.order, expected, forward)
-        order = [step.fqn for step in plan.backward_order()]
-        return _Lists(
-            plan.schedule,
+        if schedule is None:
+            return PhaseSchedule(plan.order, forward)
+        return PhaseSchedule(
             plan.order,
-            expected,
             forward,
-            [(named[fqn], ahead(Kind.BACKWARD, fqn)) for fqn in order],
-            {named[fqn]: number for fqn, number in plan.schedule.in_flight},
+            [ahead(Kind.BACKWARD, step.fqn) for step in plan.backward_order()],
+            frozenset(named[fqn] for fqn in schedule.kept),
+            schedule.max_reductions,
+            {named[fqn]: number for fqn, number in schedule.in_flight},
+            schedule.reduces_first,
+            schedule.stays_for_next,
         )
 
     def described(self) -> ShardPlan:
@@ -131,7 +159,7 @@ class Order:
 
     def placed(self) -> ShardPlan:
         """The plan, which knows now where the pool has what it leases."""
-        places = tuple(each for group in self._do.groups for each in _placed(group, self._do.pool))
+        places = tuple(each for group in self._by_fqn.values() for each in _placed(group, self._pool))
         if places != self.plan.places:
             self.plan = replace(self.plan, places=places)
         return self.plan
@@ -169,16 +197,14 @@ class Order:
             phase: which kind of forward it is.
             trains: whether a backward can follow.
         """
-        self._cursor = 0
-        lists = self._of_phase.get(phase, self._usual) if self._of_phase else self._usual
-        if lists is not self._now or (trains and lists is not self._backward_of):
-            self._take_up(lists, trains)
+        self._next = 0
+        self.forward = self._of_phase.get(phase, self._usual) if self._of_phase else self._usual
+        if trains:
+            self.backward = self.forward
 
-    def begin_backward(self, repeated: frozenset[ParamGroup]) -> None:
+    def begin_backward(self) -> None:
         """A backward begins: what it recomputes follows the phase that it belongs to, whatever has run since."""
-        self._do.repeated, self._do.pool.backward = repeated, True
-        if self._now is not self._backward_of:
-            self._take_up(self._backward_of, trains=True)
+        self.forward = self.backward
 
     def expected(self, phase: str) -> tuple[str, ...]:
         """FQNs of the groups in the order in which a forward of this phase should see them."""
@@ -191,12 +217,15 @@ class Order:
 
     def after(self, group: ParamGroup) -> Sequence[ParamGroup]:
         """What to gather ahead when the forward of `group` begins."""
-        place, now = self._place(group), self._now
+        forwards, index = self.forward.forward, self._next
+        if index >= len(forwards) or forwards[index][0] is not group:
+            indices = [i for i, (planned, _) in enumerate(forwards) if planned is group]
+            index = next((i for i in indices if i >= index), indices[0] if indices else -1)
+        if index >= 0:
+            self._next = index + 1
         if self.explicit and (False, group) in self.explicit:
             return self.explicit[False, group]
-        if place is None:
-            return ()
-        return now.forward[place]
+        return forwards[index][1] if index >= 0 else ()
 
     def before(self, use: Use, now: BackwardPass) -> tuple[Sequence[ParamGroup], Sequence[ParamGroup]]:
         """What to gather ahead when the backward of a use begins; nothing if that was told before.
@@ -207,38 +236,15 @@ class Order:
         if now.told and use in now.told:
             return (), ()
         group = use.group
-        missed: list[ParamGroup] = []
+        missed: Sequence[ParamGroup] = ()
         listed: Sequence[ParamGroup] | None = self.explicit.get((True, group)) if self.explicit else None
-        if listed is None and self._backward_of.backward is not None:
-            before, planned = self._due(group, now.number, self._backward_of.backward)
-            missed = [each for each in before if each is group or now.expects(each)]
-            listed = [each for each in planned if now.expects(each)]  # a loss may leave the last modules out
+        if listed is None and self.backward.backward is not None:
+            before, planned = now.due(group, self.backward.backward)
+            missed = [other for other in before if other is group or now.expects(other)]
+            listed = [other for other in planned if now.expects(other)]  # a loss may leave the last modules out
         if listed is None:
             return (), _wanted(now.next_groups(group))
         return _wanted(missed), _wanted(listed)
-
-    def _due(
-        self, group: ParamGroup, number: int, edges: Sequence[tuple[ParamGroup, list[ParamGroup]]]
-    ) -> tuple[list[ParamGroup], list[ParamGroup]]:
-        """What the schedule gathers before the backward of `group` that this pass has not been told yet, and with it.
-
-        Where the root returns what its last module does, autograd reaches that module first.
-        """
-        begin = 0 if self._told[0] != number else self._told[1]
-        at = next((at for at in range(begin, len(edges)) if edges[at][0] is group), -1)
-        self._told = number, max(begin, at + 1)
-        return [each for _, ahead in edges[begin : max(begin, at)] for each in ahead], edges[at][1] if at >= 0 else []
-
-    def _place(self, group: ParamGroup) -> int | None:
-        """Which of the forwards that the plan expects it is; None if that is none."""
-        order, place = self._now.expected, self._cursor
-        if place >= len(order) or order[place] is not group:
-            if group not in order:
-                return None
-            later = [at for at, each in enumerate(order) if each is group and at >= place]
-            place = later[0] if later else order.index(group)
-        self._cursor = place + 1
-        return place
 
 
 def _wanted(groups: Sequence[ParamGroup]) -> Sequence[ParamGroup]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,53 +9,52 @@ from torch.distributed.tensor import DTensor
 
 from .._group.group import ParamGroup
 from .._torch.distributed import local_tensor
-from .node import Entries, Outputs, Use
+from .node import Outputs, Use
 
-StrayHook = Callable[[torch.Tensor, ParamGroup, int], None]
+LeafHook = Callable[[torch.Tensor, ParamGroup, int], None]
 
 
 class Shown:
-    """The entries of all groups of one engine.
+    """Installs the parameters of the groups of one engine in their modules.
 
     Args:
-        groups: with the entries of the modules that each belongs to.
         watch_leaf: called once with every leaf that users may find in a module outside of its forward.
 
     Attributes:
         late: by group, what its modules have in the place of the sharded parameters.
     """
 
-    def __init__(self, groups: Sequence[tuple[ParamGroup, Entries]], watch_leaf: StrayHook) -> None:
-        self._entries = {group: weakref.ref(entries) for group, entries in groups}
+    def __init__(self, watch_leaf: LeafHook) -> None:
         self._watch_leaf = watch_leaf
         self.late: dict[ParamGroup, Sequence[torch.Tensor]] = {}
 
-    def entries(self, group: ParamGroup) -> Entries | None:
-        """Where the modules of a group look their parameters up; None if they are gone."""
-        return self._entries[group]()
-
     def hide(self, group: ParamGroup) -> None:
         """Let the modules of a group have their sharded parameters, or what stands for late ones."""
-        if (entries := self._entries[group]()) is not None:
+        if (entries := group.entries()) is not None:
             if self.late and group in self.late:
                 entries.show(self.late[group])
             else:
                 entries.hide()
 
-    def hide_idle(self) -> None:
-        """Let the modules of all groups have their sharded parameters, but for those whose forward runs."""
-        for group in self._entries:
+    def hide_idle(self, groups: Sequence[ParamGroup]) -> None:
+        """Let the modules of these groups have their sharded parameters, but for those whose forward runs."""
+        for group in groups:
             if not group.running:
                 self.hide(group)
 
     def show_pieces(self, group: ParamGroup) -> None:
         """Let the modules of a group have what a few ranks keep of the weights, but not in the place of late ones."""
-        if (entries := self._entries[group]()) is not None and group not in self.late:
+        if (entries := group.entries()) is not None and group not in self.late:
             entries.show(group.pieces())
+
+    def show_outputs(self, group: ParamGroup, outputs: Outputs) -> None:
+        """Let the modules of a group have the outputs of a node."""
+        if (entries := group.entries()) is not None:
+            entries.show(outputs)
 
     def show_leaves(self, group: ParamGroup) -> None:
         """Let the modules of a group have unsharded leaves, without history."""
-        if (entries := self._entries[group]()) is None:
+        if (entries := group.entries()) is None:
             return
         leaves = group.leaves()
         for index, leaf in enumerate(leaves):
@@ -71,8 +69,8 @@ class Shown:
         if use.slots != group.slots:
             for out, weight in zip(outputs, group.weights(), strict=False):
                 (local_tensor(out) if group.wraps and isinstance(out, DTensor) else out).data = weight
-            use.slots = group.slots
-        entries = use.entries()
+            use.move(group.slots)
+        entries = group.entries()
         if outputs and entries is not None:
             entries.show(outputs)
         elif entries is not None:

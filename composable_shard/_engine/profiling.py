@@ -19,7 +19,7 @@ from .actions import _NOTHING, Actions
 from .backward import Token
 from .engine import Engine
 from .gradients import GradientFlow
-from .node import Entries, Outputs, Use
+from .node import Outputs, Use
 
 T = TypeVar("T")
 _ACTIONS = {
@@ -83,9 +83,9 @@ class ProfiledEngine(Engine):
         with record("FSDP::root_pre_forward"):
             super()._begin_forward()
 
-    def before_forward(self, group: ParamGroup, entries: Entries) -> tuple[Use, Outputs] | None:
+    def before_forward(self, group: ParamGroup) -> tuple[Use, Outputs] | None:
         with range_of("pre_forward", group):
-            return super().before_forward(group, entries)
+            return super().before_forward(group)
 
     def after_forward(self, group: ParamGroup, copied: Sequence[torch.Tensor] = ()) -> None:
         with range_of("post_forward", group):

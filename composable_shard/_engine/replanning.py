@@ -55,6 +55,7 @@ class Learning:
         order: whose plan is made anew.
         actions: what happens.
         among: the process groups of the model; their ranks decide alike.
+        given: whether the plan is one that a user gave.
 
     Attributes:
         log: what has drifted.
@@ -62,14 +63,14 @@ class Learning:
         given: whether the plan is one that a user gave.
     """
 
-    def __init__(self, order: Order, actions: Actions, among: Among) -> None:
+    def __init__(self, order: Order, actions: Actions, among: Among, given: bool = False) -> None:
         self.log = DriftLog()
         self.forwards = 0
         self._order = order
         self._do = actions
         self._among = among
         self._engine = names_in(among)
-        self.given = False
+        self.given = given
         self._has_learned = False
         self._phase = ""
         self._seen_from = self._done_from = 0
@@ -173,7 +174,7 @@ class Learning:
             fqn = group.fqn
             if fqn in planned and fqn not in ran and fqn not in there and group.phase is SHARDED:
                 apart.add(fqn)
-            elif not self._order.explicit and fqn in there and group.reshard_after_forward:
+            elif not self._order.explicit and fqn in there and self._order.forward.reshards(group):
                 apart |= {fqn} if planned[fqn] and ran[fqn] and ran[fqn] != planned[fqn] else set()
         if not self._order.explicit:
             first = [fqn for fqn in dict.fromkeys(gathered) if fqn in planned]
@@ -286,8 +287,7 @@ class Learning:
         before = self._order.plan
         if found := order_drift(before.order, plan.order) + around_drift(before.around, plan.around):
             self._warn_of_loss(found[0])
-        self._order.follow(plan)
-        self._order.replans += 1
+        self._order.replan(plan)
 
     def _warn_of_loss(self, why: str) -> None:
         if self.given:

@@ -110,8 +110,7 @@ class Tuning:
             self._learning.log.add("time", self._learning.forwards, found)
         measured = plan.with_policies(costs=costs)
         agree(measured, self._among)
-        self._order.follow(measured)
-        self._order.replans += 1
+        self._order.replan(measured)
 
     def _check_later(self) -> None:
         self._iterations, self._next, self._tries = 0, 2 * self._next, 0

@@ -6,9 +6,9 @@ import functools
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -24,6 +24,9 @@ from .._plan.layout import BucketLayout, GatherLayout, ParamLayout, gather_layou
 from .._torch.core import alias, has_memory, plainly, storage_id, storage_uses
 from .._torch.distributed import local_tensors
 from .param import ShardedParam
+
+if TYPE_CHECKING:
+    from .group import ParamGroup
 
 LEAF_OF = "_unsharded_copy_of"  # marks a leaf, for whoever takes it for the parameter
 
@@ -183,6 +186,7 @@ class Bucket(Protocol):
     """Parameters of one group that one collective gathers.
 
     Attributes:
+        group: whose it is, weakly.
         fqns: names of its members.
         dtype: in which they are used.
         slot: where they are now, or will be when the gather is done; None if nowhere.
@@ -197,6 +201,7 @@ class Bucket(Protocol):
         reads_left: after how many reads of a handle the engine wants to hear that a use is half way; 0 if it does not.
     """
 
+    group: Callable[[], ParamGroup | None]
     fqns: list[str]
     dtype: torch.dtype
     slot: Slot | None
@@ -286,19 +291,21 @@ class GatherBucket(Bucket):
     __slots__ = (
         "_copied", "_dropped", "_face", "_faces", "_held_by_views", "_landed", "_lane", "_layout", "_leaves",
         "_lent", "_offloads", "_pool", "_rank", "_reserved", "_seen", "_self", "_sharded", "_straight", "_sum",
-        "_transport", "dtype", "edited", "for_landing", "for_weights", "fqns", "gather_bytes", "generation", "here",
-        "members", "nbytes", "params", "readable", "reads_left", "saved", "shown", "slot", "unedited",
+        "_transport", "dtype", "edited", "for_landing", "for_weights", "fqns", "gather_bytes", "generation", "group",
+        "here", "members", "nbytes", "params", "readable", "reads_left", "saved", "shown", "slot", "unedited",
     )  # fmt: skip
 
     def __init__(
         self,
         params: Sequence[ShardedParam],
         dtype: torch.dtype,
+        group: Callable[[], ParamGroup | None],
         info: MeshInfo,
         transport: Transport | None,
         pool: BufferPool,
         lane: Lane,
     ) -> None:
+        self.group = group
         self.params = list(params)
         self.fqns = [p.fqn for p in params]
         self._sharded = [p.sharded for p in params]

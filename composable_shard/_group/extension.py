@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,6 +32,9 @@ from .._torch.core import plain_parts
 from .._torch.distributed import local_tensor
 from .bucket import LEAF_OF, Bucket, Leaves
 from .param import ShardedParam
+
+if TYPE_CHECKING:
+    from .group import ParamGroup
 
 _ALIGNMENT_BYTES = 16
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -196,12 +199,14 @@ class ExtensionBucket(Bucket):
         self,
         params: Sequence[ShardedParam],
         dtype: torch.dtype,
+        group: Callable[[], ParamGroup | None],
         info: MeshInfo,
         transport: Transport | None,
         pool: BufferPool,
         lane: Lane,
         policy: MixedPrecisionPolicy,
     ) -> None:
+        self.group = group
         self.fqns = [p.fqn for p in params]
         self.dtype = dtype
         self.slot = None

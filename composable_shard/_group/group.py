@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Container, Sequence
+import weakref
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
+from typing import Protocol
 
 import torch
 
@@ -43,15 +45,31 @@ class Runtime:
     reduce_lane: Lane
 
 
+class Entries(Protocol):
+    """Where a module's parameters are looked up: what forward finds under their names."""
+
+    def show(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Put these tensors, in the order of the group's parameters, in the place of the sharded ones."""
+
+    def hide(self) -> None:
+        """Put the sharded parameters back."""
+
+    def there(self, index: int) -> torch.Tensor:
+        """What is in the place of a parameter now."""
+
+    def adopt(self) -> bool:
+        """Look for parameters that users have put in the place of sharded ones; True if there are any."""
+
+
 class ParamGroup:
     """Parameters that are gathered together and whose gradients are reduced together.
 
     Attributes:
         fqn: name of its module within the root.
+        entries: gives the places where its modules look its parameters up; None if the modules are gone.
         params: its parameters, tied ones once.
         is_root: whether it is the root's own group.
         phase: where the weights are; only the group itself changes it.
-        away: whether they must be gathered before they can be read, and no gather was issued.
         grad_phase: where the gradients are; likewise.
         running, used_in: forwards of its modules that have begun and not ended; the root's last one with a node of its.
         shards: the sharded parameters themselves.
@@ -63,16 +81,15 @@ class ParamGroup:
         handles_seen: how many handles of hooks others had been given when no parameter had a hook; -1: unknown.
         was_gathered: whether a gather was finished since the last backward ended; on all ranks alike.
         settings: the options, and what a plan keeps in training, which graphs follow.
-        stays: whether the schedule of the phase that runs keeps the unsharded parameters behind forward; None if none.
         companions: groups of the same module, on other meshes, that begin right behind this one.
         pinned: whether a user asked for the unsharded parameters (`unshard`), so that no forward gives them up.
     """
 
     __slots__ = (
         "__weakref__", "_gathers", "_in_flight", "_info", "_kept", "_members", "_offloads", "_on_nodes", "_runtime",
-        "_small", "_stamp", "_streams", "_transports", "away", "buckets", "companions", "extended", "fqn",
+        "_small", "_streams", "_transports", "_versions", "buckets", "companions", "entries", "extended", "fqn",
         "gather_bytes", "grad_phase", "handles_seen", "hooks_taken", "is_root", "params", "phase", "pinned", "reduces",
-        "residents", "running", "settings", "shards", "stays", "used_in", "was_gathered", "weight_bytes", "wraps",
+        "residents", "running", "settings", "shards", "used_in", "was_gathered", "weight_bytes", "wraps",
     )  # fmt: skip
 
     def __init__(
@@ -84,25 +101,26 @@ class ParamGroup:
         is_root: bool,
         transports: Transports,
         runtime: Runtime,
+        entries: Callable[[], Entries | None] = lambda: None,
         small: MeshInfo | None = None,
     ) -> None:
+        self.entries = entries
         self.fqn = fqn
         self.params = list(params)
         self.is_root = is_root
         self.running = self.used_in = 0
-        self.companions: tuple[ParamGroup, ...] = ()
+        self.companions: Sequence[ParamGroup] = ()
         self.pinned = self.was_gathered = self.hooks_taken = False
         self.handles_seen = min([p.handles_seen for p in self.params], default=-1)
-        self.stays: bool | None = None
         self._info, self._offloads, self._small = info, info.offloads, small
         self.settings = settings
         self._transports = transports
         self._runtime, self._streams = runtime, runtime.gather_lane.streams
-        self.phase, self.away = SHARDED, True
+        self.phase = SHARDED
         self.grad_phase = GradPhase.NONE
         self._gathers: list[tuple[Bucket, Job[None]]] = []
         self._in_flight = 0
-        self._stamp: list[int] = []
+        self._versions: list[int] = []
         self._kept = KeptGradients(self.params)
         self.reduces: dict[tuple[object, ...], list[ReduceBucket]] = {}
         self._build_buckets()
@@ -116,7 +134,7 @@ class ParamGroup:
         for index, p in enumerate(self.params):
             by_kind.setdefault((is_extended(p), p.compute_dtype(options)), []).append(index)
         self._members = list(by_kind.values())
-        how = self._info, self._transports.gather, self._runtime.pool, self._runtime.gather_lane
+        how = weakref.ref(self), self._info, self._transports.gather, self._runtime.pool, self._runtime.gather_lane
         self.buckets: list[Bucket] = []
         for (extended, dtype), members in by_kind.items():
             its = [self.params[i] for i in members], dtype, *how
@@ -125,6 +143,29 @@ class ParamGroup:
         self.residents: list[Resident] = []
         self.gather_bytes = sum(bucket.gather_bytes for bucket in self.buckets)
         self.weight_bytes = sum(b.for_weights[0].nbytes for b in self.buckets if isinstance(b, GatherBucket))
+
+    # ---- forwards
+
+    def note_use(self, forward: int) -> None:
+        """A forward of the root, by its number, has made a node for it."""
+        self.used_in = forward
+
+    def begin_forward(self) -> None:
+        """A module of the group runs."""
+        self.running += 1
+
+    def end_forward(self) -> bool:
+        """A module of it has run; returns whether that was the last one."""
+        self.running -= 1
+        return not self.running
+
+    def forget_forwards(self) -> None:
+        """No forward of it runs any more, whatever was said."""
+        self.running = 0
+
+    def set_companions(self, following: Sequence[ParamGroup]) -> None:
+        """These groups of the same module begin right behind this one, if there are any."""
+        self.companions = following or self.companions
 
     # ---- facts
 
@@ -149,9 +190,9 @@ class ParamGroup:
         return self.settings.current.reshards(self.is_root)
 
     @property
-    def reshard_after_forward(self) -> bool:
-        """The same as the schedule of the phase that runs says, if there is one."""
-        return self.resharding if self.stays is None else not self.stays
+    def away(self) -> bool:
+        """Whether the weights must be gathered before they can be read, and no gather was issued."""
+        return self.phase is SHARDED or self.phase is RESIDENT
 
     @property
     def reduces_first(self) -> bool:
@@ -165,11 +206,13 @@ class ParamGroup:
 
     # ---- the phase tables
 
-    def _set_params(self, new: ParamPhase) -> None:
+    def _check_params(self, new: ParamPhase) -> None:
         if new not in TRANSITIONS[self.phase]:
             raise illegal(self.name, self.phase, new)
+
+    def _set_params(self, new: ParamPhase) -> None:
+        self._check_params(new)
         self.phase = new
-        self.away = new is SHARDED or new is RESIDENT
 
     def _set_grads(self, new: GradPhase) -> None:
         if new not in TRANSITIONS[self.grad_phase]:
@@ -180,14 +223,13 @@ class ParamGroup:
 
     def start_gather(self, after: torch.Event | None) -> None:
         """Issue the all-gather, behind the event `after` (the last change of the parameters)."""
-        if GATHERING not in TRANSITIONS[self.phase]:
-            raise illegal(self.name, self.phase, GATHERING)
+        self._check_params(GATHERING)
         if self.phase is RESIDENT:
             self._gathers = [(b, resident.start()) for b, resident in zip(self.buckets, self.residents, strict=True)]
-            self.phase, self.away = GATHERING, False
+            self._set_params(GATHERING)
             return
-        if self.pinned or self.stays or self.settings.outlives[self.is_root]:
-            self._stamp = self._stamp_now()
+        if self.pinned or self.settings.outlives[self.is_root]:
+            self._versions = self._versions_now()
         self._gathers = []
         try:
             for bucket in self.buckets:
@@ -195,7 +237,7 @@ class ParamGroup:
         except BaseException:  # out of memory, say: the group is sharded as before
             self._give_up_gathers()
             raise
-        self.phase, self.away = GATHERING, False
+        self._set_params(GATHERING)
 
     def _give_up_gathers(self) -> None:
         """Something went wrong on the way to the weights: end what was begun, for it writes to what is freed here."""
@@ -272,11 +314,20 @@ class ParamGroup:
         """What this rank keeps of them, as DTensor parameters on the mesh of the few ranks."""
         return self._in_order([resident.shown() for resident in self.residents])
 
+    def note_versions(self) -> None:
+        """What is gathered next will stay: remember of which values it was made, for `is_stale`."""
+        if self.phase is SHARDED:  # what a few ranks keep was made of older ones
+            self._versions = self._versions_now()
+
+    def pin(self) -> None:
+        """A user asks for the unsharded parameters, until they are given up."""
+        self.pinned = True
+
     def is_stale(self) -> bool:
         """Whether a parameter has visibly changed since the gather."""
-        return self._stamp != self._stamp_now()
+        return self._versions != self._versions_now()
 
-    def _stamp_now(self) -> list[int]:
+    def _versions_now(self) -> list[int]:
         return [x for p in self.params for x in (id(p.local), p.local._version, p.sharded._version)]
 
     @property
@@ -336,6 +387,10 @@ class ParamGroup:
         for bucket in self.buckets:
             bucket.leave_slots()
 
+    def forget_gathers(self) -> None:
+        """A backward is over: nothing was gathered since."""
+        self.was_gathered = False
+
     # ---- gradients
 
     @property
@@ -348,9 +403,7 @@ class ParamGroup:
     def take_hooks(self) -> None:
         """Take over what users have registered on the parameters, before autograd can call it."""
         seen = HANDLES.of_others()
-        for param in self.params:
-            param.take_hooks()
-        self.hooks_taken = any([param.hooks_taken for param in self.params])  # noqa: C419
+        self.hooks_taken = any([param.take_hooks() for param in self.params])  # noqa: C419 - of all
         if not self.hooks_taken:
             self.handles_seen = seen
         found = [param.hooks_on_node for param in self.params]
@@ -358,9 +411,7 @@ class ParamGroup:
 
     def give_hooks_back(self) -> None:
         """A backward is over: let autograd have them again."""
-        for param in self.params:
-            param.give_hooks_back()
-        self.hooks_taken = any(param.hooks_taken for param in self.params)
+        self.hooks_taken = any([param.give_hooks_back() for param in self.params])  # noqa: C419 - of all
 
     def keep(self, gradients: Gradients) -> None:
         """Add unsharded gradients to those that wait for a backward with gradient sync."""

@@ -206,7 +206,6 @@ class ShardedParam:
         dim: the dim along which it is cut.
         parallel: how it was placed before, if it was a DTensor.
         keeps_dtype: whether it is gathered in the dtype in which it is stored, whatever the policy says of others.
-        hooks_taken: whether hooks were taken from autograd and not given back.
         handles_seen: how many handles of hooks others had been given when it was sharded; -1 if it had hooks then.
         module: the module that holds it, weakly; known once the root is.
     """
@@ -221,7 +220,6 @@ class ShardedParam:
         "dim",
         "fqn",
         "handles_seen",
-        "hooks_taken",
         "keeps_dtype",
         "module",
         "parallel",
@@ -250,7 +248,6 @@ class ShardedParam:
         self._post_hooks: list[dict[int, Hook]] = []
         self._node_hooks: _NodeHooks | None = None
         self._node_was_asked = False  # for hooks: then it is kept, for hooks of some kind are registered all the time
-        self.hooks_taken = False
         self.handles_seen = HANDLES.of_others()
         _all.add(self)
 
@@ -339,8 +336,8 @@ class ShardedParam:
         if self._node_hooks or any_gradient_hooks([self.sharded]):
             self.handles_seen = -1
 
-    def take_hooks(self) -> None:
-        """Take over what users have registered on the parameter since the last call."""
+    def take_hooks(self) -> bool:
+        """Take over what users have registered on the parameter since the last call; whether there is anything."""
         tensor_hooks, post_hooks = take_gradient_hooks(self.sharded)
         if tensor_hooks is not None:
             self._tensor_hooks.append(tensor_hooks)
@@ -353,12 +350,12 @@ class ShardedParam:
             self._node_was_asked = True
         if self._node_hooks:
             self._node_hooks.take()
-        self.hooks_taken = bool(self._tensor_hooks or self._post_hooks or self._node_hooks)
+        return bool(self._tensor_hooks or self._post_hooks or self._node_hooks)
 
-    def give_hooks_back(self) -> None:
-        """Let autograd have them again."""
+    def give_hooks_back(self) -> bool:
+        """Let autograd have them again; whether any could not be given back."""
         self._tensor_hooks, self._post_hooks = return_gradient_hooks(self.sharded, self._tensor_hooks, self._post_hooks)
-        self.hooks_taken = bool(self._tensor_hooks or self._post_hooks)
+        return bool(self._tensor_hooks or self._post_hooks)
 
     def hooked(self, gradient: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a reduced gradient as a DTensor, after the tensor hooks."""

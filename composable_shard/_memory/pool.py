@@ -89,6 +89,18 @@ class BufferPool:
             self._mem_pool = torch.cuda.MemPool() if wanted else None
             self._lacks = True
 
+    def count(self, wanted: bool) -> None:
+        """Whether a tool counts memory, and must see what is leased."""
+        self.counted = wanted
+
+    def own(self, wanted: bool) -> None:
+        """Whether each name has memory of its own; while nothing is known (`forget`)."""
+        self.owns = wanted
+
+    def enter_backward(self, runs: bool) -> None:
+        """A backward begins, or is over."""
+        self.backward = runs
+
     def request(self, name: str, nbytes: int, backward: bool = False) -> Request:
         """What to ask for when `nbytes` bytes are needed: its leases have one place in the arena."""
         key = name, slot_bytes(nbytes), backward

@@ -193,8 +193,12 @@ def _check_offloaded(found: Sequence[tuple[list[str], ShardState]]) -> None:
 
 def _group(fqn: str, state: ShardState, is_root: bool, transports: TransportCache, runtime: Runtime) -> ParamGroup:
     asked = state.declaration
-    how = asked.transports(transports), runtime, asked.small
+    how = asked.transports(transports), runtime, weakref.ref(state.entries), asked.small
     return ParamGroup(fqn, asked.params, asked.info, asked.settings, is_root, *how)
+
+
+def _nobody() -> None:
+    """In the place of a weak reference to who listens."""
 
 
 def build_engine(root: nn.Module, measure: bool = True, runs: bool = True) -> Engine:
@@ -242,11 +246,12 @@ def build_engine(root: nn.Module, measure: bool = True, runs: bool = True) -> En
     groups = {state: _group(fqn, state, state in of_root, transports, runtime) for fqn, state in _groups_of(root)}
     for _, state in found:
         family = [groups[each] for each in state.family if each in groups]
-        for place, group in enumerate(family):
-            group.companions = tuple(family[place + 1 :]) or group.companions
+        for index, group in enumerate(family):
+            group.set_companions(family[index + 1 :])
     without = [state.entries for _, state in found if state not in groups]
-    described = [(group, state.entries) for state, group in groups.items()]
-    engine = Engine(described, plan, runtime, among, follow_tools, without)
+    listener = _nobody if own is None else weakref.WeakMethod(own.order_changed)
+    given = own is not None and own.asked.plan is not None
+    engine = Engine(tuple(groups.values()), plan, runtime, among, follow_tools, without, listener, given)
     if replicas := replicas_of(meshes):
         engine.before_first_reduction(partial(agree, plan, replicas, settings))
     for _, state in found:
@@ -255,8 +260,6 @@ def build_engine(root: nn.Module, measure: bool = True, runs: bool = True) -> En
     for _, state in found:
         state.link_prefetch()
     if own is not None:
-        engine.learning.given = own.asked.plan is not None
-        engine.order.told = weakref.WeakMethod(own.order_changed)
         own.order_changed(engine.order)
         own.lists = tuple(state for names, state in found if len(names) > 1)
     return engine

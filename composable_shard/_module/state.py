@@ -235,8 +235,8 @@ class ShardState:
         except ShardConfigValueError:
             self._prefetch = before
             raise
-        if self.bound is not None and (told := self.bound.engine.order.told()) is not None:
-            told(self.bound.engine.order)
+        if self.bound is not None:
+            self.bound.engine.order.lists_changed()
 
     def prefetched(self, backward: bool) -> Sequence[ShardState] | None:
         """What `set_prefetch` was given last; None if it was never called."""
@@ -255,8 +255,8 @@ class ShardState:
                         "list modules of one model"
                     )
             groups = [group for state in states for group in state.groups]
-            for place, own in enumerate(self.groups):
-                self.bound.engine.order.explicit[backward, own] = [] if place else groups
+            for index, own in enumerate(self.groups):
+                self.bound.engine.order.gather_ahead(own, backward, [] if index else groups)
 
     def order_changed(self, order: Order) -> None:
         """This is the root: let graphs know what the order of its engine says."""
@@ -334,7 +334,7 @@ class ShardState:
             else:
                 self._to_run = set(range(self.declaration.modules))
         self.entries.check_kept()
-        self.open_calls.append(self.bound.engine.before_forward(group, self.entries))
+        self.open_calls.append(self.bound.engine.before_forward(group))
 
     def end(self, module: nn.Module, copied: Sequence[torch.Tensor]) -> Sequence[tuple[Use, Outputs]]:
         """It has run; of its outputs, these were views of weights.

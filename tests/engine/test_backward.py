@@ -25,10 +25,6 @@ class Group:
         self.options = Options()
 
 
-class Entries:
-    """Stands for a module's entries."""
-
-
 class Node:
     """Stands for an autograd node."""
 
@@ -39,7 +35,7 @@ class Node:
 def make_uses(count, made_in=-1, runs=lambda number: True):
     uses, keep = [], []
     for number in range(count):
-        use, node = Use(Group(), number, made_in, Entries()), Node(runs(number))
+        use, node = Use(Group(), number, made_in), Node(runs(number))
         use.node = lambda node=node: node
         uses.append(use)
         keep.append(node)
