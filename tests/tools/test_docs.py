@@ -113,8 +113,8 @@ def test_the_first_page_is_short():
 def test_the_script_on_the_first_page_trains_by_the_command_beside_it(tmp_path):
     script = blocks("python")[0]
     assert 15 <= len(script.splitlines()) <= 25
-    (command,) = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("torchrun")]
-    launcher, *arguments = shlex.split(command, comments=True)
+    commands = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("torchrun")]
+    launcher, *arguments = shlex.split(commands[0], comments=True)
     assert (launcher, arguments[:2]) == ("torchrun", ["--nproc-per-node", "2"])
     (tmp_path / arguments[-1]).write_text(script)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
