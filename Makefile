@@ -18,7 +18,7 @@ READY := $(VENV)/.ready-torch-$(TORCH)
 
 help:
 	@echo "make demo    train a small GPT on two processes (options: DEMO='--strategy zero2')"
-	@echo "make test    linters, types, floors and the test suite (JOBS=4 for more cores; each has worker processes)"
+	@echo "make test    linters, types, the import contract and the test suite (JOBS=4 for more cores; each has worker processes)"
 	@echo "make matrix  the larger sweeps of the test suite"
 	@echo "make downstream  other people's libraries, beside torch's FSDP2 (ONLY=accelerate)"
 	@echo "make bench   the benchmarks, half an hour; JSON and charts under $(RESULTS)/ (BENCH='--only memory')"

@@ -187,6 +187,43 @@ def draw_overlap(runs: list[Run], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def draw_step(run: Run, path: Path) -> None:
+    """One step, a row a group: its gathers until they are waited for, how long it stays gathered, its reduction."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    begun: dict[tuple[str, str], float] = {}
+    bars: dict[str, list[tuple[int, float, float]]] = {}
+    rows = {"": len(BLOCKS)} | {f"blocks.{i}": len(BLOCKS) - 1 - i for i in range(len(BLOCKS))}
+    stages = {  # from which action to which
+        "gather": ("UNSHARD", "WAIT"),
+        "gathered": ("WAIT", "RESHARD"),
+        "reduction": ("REDUCE", "REDUCED"),
+    }
+    for span in run.record.spans:
+        for label, (first, last) in stages.items():
+            if span.kind == last and (label, span.fqn) in begun:
+                bars.setdefault(label, []).append((rows[span.fqn], begun.pop((label, span.fqn)), span.end))
+            if span.kind == first:
+                begun[label, span.fqn] = span.end if label == "gathered" else span.begin
+        if span.kind in ("FORWARD", "BACKWARD") and span.fqn:
+            bars.setdefault("forward, backward", []).append((rows[span.fqn], span.begin, span.end))
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    colors = {"gather": "#9cc3e0", "gathered": "#d5dde4", "forward, backward": "#30638e", "reduction": "#e3a15f"}
+    for label, color in colors.items():
+        for row, begin, end in bars[label]:
+            axes.broken_barh([(1e3 * begin, 1e3 * (end - begin))], (row + 0.15, 0.7), facecolor=color, label=label)
+            label = "_"  # matplotlib lists each once
+    axes.set_yticks([row + 0.5 for row in rows.values()], [name or "root" for name in rows])
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("milliseconds of a training step")
+    axes.legend(ncols=4, frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    figure.savefig(path, dpi=110)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="From a slow schedule to one that hides its communication.")
     parser.add_argument("--out", type=Path, default=Path("runs/03"), help="where timelines and pictures go")
@@ -212,6 +249,7 @@ def main(arguments: list[str] | None = None) -> int:
         write(hidden, costs, "hidden", out)
         write(runs[4], costs, "budget", out)
         draw_overlap([slow, runs[1], hidden], out / "overlap.png")
+        draw_step(runs[1], out / "step.png")
         print(f"Timelines (for https://ui.perfetto.dev), pictures and plans are in {out}/:")
         print("  " + ", ".join(sorted(path.name for path in out.iterdir())))
     return 0

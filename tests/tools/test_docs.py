@@ -1,14 +1,24 @@
-"""What the documents say of tests is true: the files exist, and every line of the migration page has one or says no."""
+"""What the documents say is true: files, names and links exist, and the script on the first page runs."""
 
 from __future__ import annotations
 
+import ast
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from _launched import finish
+
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PACKAGE = ROOT / "composable_shard"
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "bench" / "README.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -33,12 +43,100 @@ def test_every_line_of_the_migration_page_names_a_test_or_says_that_there_is_non
     assert [row for row in untested if not re.search("not supported|never run", row)] == []
 
 
-def test_the_map_of_the_files_in_the_readme_is_whole():
-    text = (ROOT / "README.md").read_text()
-    table = text[text.index("## A map of the files") : text.index("## Status")]
-    package = ROOT / "composable_shard"
-    files = {path.name for path in package.glob("_*.py")} | {
-        f"{wing.name}/{path.name}" for wing in package.glob("_*/") for path in wing.glob("*.py")
-    }
-    known = {name for name in files if not name.endswith("__init__.py") and not name.startswith("_integrations")}
-    assert {name for name in known if f"`{name}`" not in table} == set()
+def sources():
+    """The files of the package's wings and of its top, as paths below the package."""
+    paths = [*PACKAGE.glob("_*.py"), *PACKAGE.glob("_*/*.py")]
+    return {str(path.relative_to(PACKAGE)) for path in paths if path.name not in ("__init__.py", "__main__.py")}
+
+
+def test_the_map_of_the_files_is_whole_and_lists_no_file_that_is_gone():
+    table = (ROOT / "docs" / "architecture.md").read_text()
+    known = {name for name in sources() if not name.startswith("_integrations")}
+    listed = set(re.findall(r"`(_[\w/]+\.py)`", table)) - {"__main__.py"}
+    assert known - listed == set()
+    assert listed - known == set()
+
+
+def defined(source):
+    """The classes and functions of a file, and the methods of its classes as Class.method."""
+    names = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+            names |= {f"{node.name}.{each.name}" for each in ast.iter_child_nodes(node) if hasattr(each, "name")}
+    return names
+
+
+def test_the_life_of_a_parameter_has_twelve_steps_whose_files_and_names_exist():
+    text = (ROOT / "docs" / "life-of-a-parameter.md").read_text()
+    steps = re.split(r"^## (?=\d+\. )", text, flags=re.MULTILINE)[1:]
+    assert [int(step.partition(".")[0]) for step in steps] == list(range(1, 13))
+    for step in steps:
+        assert re.search(r"^In `", step, flags=re.MULTILINE), step
+    named = re.findall(r"`([\w/]+\.py)(?:: ([\w.]+))?`", text)
+    inside = [(path, name) for path, name in named if not path.startswith("tests/")]
+    for path, name in inside:
+        assert (PACKAGE / path).exists(), path
+        assert not name or name in defined((PACKAGE / path).read_text()), f"{path}: {name}"
+    wings = {path.partition("/")[0] for path, _ in inside if "/" in path}
+    assert wings == {"_module", "_group", "_engine", "_plan", "_memory", "_comm", "_graph"}
+
+
+LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#\s]*)(?:#([\w-]+))?\)")
+
+
+def anchors(text):
+    """The anchors that GitHub gives to the headings of a page."""
+    return {re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in HEADING.findall(text)}
+
+
+HEADING = re.compile(r"^#+ .*$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_between_pages_leads_somewhere(page):
+    for target, anchor in LINK.findall(page.read_text()):
+        leads_to = (page.parent / target) if target else page
+        assert leads_to.exists(), target
+        assert not anchor or anchor in anchors(leads_to.read_text()), f"{target}#{anchor}"
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_first_page_is_short():
+    assert len(README.read_text().splitlines()) <= 150
+
+
+@pytest.mark.timeout(240)
+def test_the_script_on_the_first_page_trains_by_the_command_beside_it(tmp_path):
+    script = blocks("python")[0]
+    assert 15 <= len(script.splitlines()) <= 25
+    commands = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("torchrun")]
+    launcher, *arguments = shlex.split(commands[0], comments=True)
+    assert (launcher, arguments[:2]) == ("torchrun", ["--nproc-per-node", "2"])
+    (tmp_path / arguments[-1]).write_text(script)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    output, errors = finish(process, limit_s=180)
+    assert process.returncode == 0, errors
+    assert "Warning" not in errors
+    losses = [float(loss) for loss in re.findall(r"^step +\d+: loss ([\d.]+)$", output, flags=re.MULTILINE)]
+    assert len(losses) >= 2, output
+    assert losses[-1] < losses[0] - 1
+
+
+def test_the_picture_on_the_first_page_is_made_by_the_script_beside_it():
+    text = README.read_text()
+    (picture,) = re.findall(r"!\[[^\]]*\]\(docs/(\w+\.png)\)", text)
+    (script,) = re.findall(r"`python (tutorials/\w+\.py)`", text)
+    assert f'"{picture}"' in (ROOT / script).read_text()

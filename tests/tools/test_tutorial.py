@@ -6,7 +6,6 @@ import functools
 import importlib
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from _gpt import Corpus, bigram_entropy, build_gpt, load_corpus, next_byte_loss, spaced_windows
+from _launched import descendants, finish, kill
 from _pool import distributed
 
 TUTORIALS = Path(__file__).parents[2] / "tutorials"
@@ -125,33 +125,6 @@ def start(script, *arguments):
     )
 
 
-def descendants(pid):
-    """Processes below `pid`, from Linux's process table."""
-    found: list[int] = []
-    table = Path(f"/proc/{pid}/task/{pid}/children")
-    for child in table.read_text().split() if table.exists() else ():
-        found += [int(child), *descendants(int(child))]
-    return found
-
-
-def kill(processes):
-    for pid in processes:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-
-
-def finish(process, limit_s=200):
-    try:
-        output, errors = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        kill([*descendants(process.pid), process.pid])
-        output, errors = process.communicate()
-        pytest.fail(f"still running after {limit_s} s\n{output}\n{errors}")
-    return output, errors
-
-
 @pytest.mark.timeout(240)
 def test_the_demo_shows_its_plan_and_leaves_metrics_figures_and_a_checkpoint(tmp_path):
     import torch.distributed.checkpoint as dcp
@@ -209,7 +182,7 @@ def test_the_tutorial_on_plans_goes_from_a_slow_schedule_to_a_hidden_one_as_pred
     written = {
         f"{run}_{what}" for run in ("slow", "hidden", "budget") for what in ("memory.png", "plan.json", "timeline.json")
     }
-    assert {path.name for path in tmp_path.iterdir()} == written | {"overlap.png"}
+    assert {path.name for path in tmp_path.iterdir()} == written | {"overlap.png", "step.png"}
     for path in tmp_path.glob("*_timeline.json"):
         names = [
             event["args"]["name"]

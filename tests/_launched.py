@@ -1,0 +1,37 @@
+"""Commands that tests start as users do: ended after a limit, with all the processes that they have started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+
+def descendants(pid):
+    """Processes below `pid`, from Linux's process table."""
+    found: list[int] = []
+    table = Path(f"/proc/{pid}/task/{pid}/children")
+    for child in table.read_text().split() if table.exists() else ():
+        found += [int(child), *descendants(int(child))]
+    return found
+
+
+def kill(processes):
+    for pid in processes:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def finish(process, limit_s=200):
+    try:
+        output, errors = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        kill([*descendants(process.pid), process.pid])
+        output, errors = process.communicate()
+        pytest.fail(f"still running after {limit_s} s\n{output}\n{errors}")
+    return output, errors
