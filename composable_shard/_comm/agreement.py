@@ -22,8 +22,9 @@ from .._plan.schedule import ROOT_NAME
 from .._torch.core import without_dispatch_modes
 from .._torch.distributed import all_reduce_options, backend_name, group_all_gather, store_of
 from .mesh import MeshInfo
-from .transports import ALONE, SIMULATED
 
+_ALONE = ("fake", "fabric")  # backends that play the other ranks
+_SIMULATED = (*_ALONE, "simulated")
 Settings = Mapping[str, Mapping[str, str]]  # by the FQN of a group: names of settings, and what they are set to
 Among = Sequence[
     tuple[dist.ProcessGroup, torch.device, frozenset[str]]
@@ -39,7 +40,7 @@ def groups_of(meshes: Iterable[tuple[str, MeshInfo]]) -> Among:
     found: dict[int, tuple[dist.ProcessGroup, torch.device, set[str]]] = {}
     for fqn, info in meshes:
         there = info.shard_group
-        if there is not None and there.size() > 1 and backend_name(there, info.device) not in ALONE:
+        if there is not None and there.size() > 1 and backend_name(there, info.device) not in _ALONE:
             found.setdefault(id(there), (there, info.device, set()))[2].add(fqn)
     return [(group, device, frozenset(fqns)) for group, device, fqns in found.values()]
 
@@ -59,7 +60,7 @@ def replicas_of(meshes: Iterable[tuple[str, MeshInfo]]) -> Among:
 
 def real(among: Among) -> Among:
     """Those without simulated worlds, which notice by themselves when ranks differ."""
-    return [each for each in among if backend_name(each[0], each[1]) not in SIMULATED]
+    return [each for each in among if backend_name(each[0], each[1]) not in _SIMULATED]
 
 
 def agree(plan: ShardPlan, among: Among, settings: Settings | None = None) -> None:

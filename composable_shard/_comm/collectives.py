@@ -360,7 +360,7 @@ def _copy(to: torch.Tensor, frm: torch.Tensor) -> None:
 
 
 def transports_of(group: dist.ProcessGroup, device: torch.device) -> dict[str, Transport]:
-    """The transports of a process group by name; the first is the one to take without a measurement."""
+    """The transports of a process group by name; the first is the one to take where nothing speaks for another."""
     name = backend_name(group, device)
     plain = Plain(group, averages=device.type != "mtia")  # which knows sums only; all others are asked for means
     found: list[Transport]

@@ -1,46 +1,27 @@
-"""Which transports serve a group: those that a user names, else those that a measurement has found to be fastest.
+"""Which transports serve a group: those that a user names, else those of a table by backend and size.
 
-What is fastest depends on the network, the backend and the size of what is moved. So the first engine of a process
-group measures the transports of its backend, for each size class that it needs, with gathers of a sample. All ranks of
-the group take the slowest rank's times, and with them the same decision. It is kept as long as the process group is,
-and without it (before the first forward, on a simulated network) the first transport is taken.
+The table depends on nothing that ranks could see differently, so all choose alike, and the choice is known before
+anything has run.
 """
 
 from __future__ import annotations
 
 import os
-import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from .._errors import ShardConfigValueError
-from .._plan.layout import GatherLayout, gather_layout
 from .._policies import Comms, Options
-from .._torch.core import without_dispatch_modes
-from .._torch.distributed import all_reduce_options, backend_name, is_played
+from .._torch.distributed import backend_name, is_played
 from .collectives import PLAIN, Custom, Transport, Transports, transports_of
-from .lanes import Steps, lane_for
 from .mesh import MeshInfo
 
 VARIABLE = "COMPOSABLE_SHARD_TRANSPORT"
-CLASS_LIMITS = (1 << 20, 8 << 20)  # bytes of a bucket at which the next size class begins
-_SAMPLE_BYTES = (1 << 19, 4 << 20, 16 << 20)
-_SHARES = (1, 768, 256, 1, 1024, 1024)  # of a sample among its parameters: a block of a transformer
-_ROUNDS = 4  # of which the first is not counted
-_WORTH = 0.9  # of the time of the first transport: what another one must not exceed to be taken
-ALONE = ("fake", "fabric")  # backends that play the other ranks
-SIMULATED = (*ALONE, "simulated")  # backends whose time says nothing
-
-_measured: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]] = weakref.WeakKeyDictionary()
-
-
-def size_class(nbytes: int) -> int:
-    """The size class of a bucket: 0 for the smallest."""
-    return sum(nbytes >= limit for limit in CLASS_LIMITS)
+LARGE_FROM_BYTES = 16 << 20  # of a group: smaller ones cost less CPU time packed, by bench/step.py on gloo
+_LARGE = {"gloo": "p2p"}  # by backend: what large groups take; all others take the first transport of their backend
 
 
 class TransportCache:
@@ -91,8 +72,7 @@ class TransportCache:
         name = (
             _forced(made, group, info.device)
             or (PLAIN if fake and not is_played() else None)
-            or _measured.get(group, {}).get(size_class(nbytes))
-            or next(iter(made))
+            or _tabled(made, group, info.device, nbytes)
         )
         if comms is None:
             return made[name]
@@ -106,112 +86,21 @@ class TransportCache:
             self._made[group] = transports_of(group, device)
         return self._made[group]
 
-    def measure(self, info: MeshInfo, pieces: Sequence[int]) -> None:
-        """Find the fastest transport of the shard axis for such parameters, unless it is known or makes no difference.
-
-        A collective: all ranks of the axis call it, in the same order.
-        """
-        group = info.shard_group
-        if group is None or info.shard_size == 1 or info.device.type == "meta":
-            return
-        found, at = _measured.setdefault(group, {}), size_class(sum(pieces) * info.shard_size)
-        made = self._all(group, info.device)
-        if (
-            next(iter(made)) == PLAIN
-            or at in found
-            or _forced(made, group, info.device)
-            or backend_name(group, info.device) in SIMULATED
-        ):
-            return
-        ours = [name for name in made if name != PLAIN]
-        candidates = [name for name in ours if name in _CANDIDATES.get(backend_name(group, info.device), ours)]
-        takes = {_takes_alone(made[name], pieces) for name in candidates}
-        if len(takes) > 1:
-            with without_dispatch_modes():
-                found[at] = _fastest([made[name] for name in candidates], group, info, _SAMPLE_BYTES[at])
-
-
-# Of gloo's, `direct` was never the fastest: its coalesced gathers run one after the other, each with a temporary.
-_CANDIDATES = {"gloo": ("packed", "p2p")}
-
 
 def _forced(made: dict[str, Transport], group: dist.ProcessGroup, device: torch.device) -> str | None:
     wanted = os.environ.get(VARIABLE, "").strip().lower()
     if wanted and wanted not in made:
         raise ShardConfigValueError(
             f"{VARIABLE}={wanted}: {_words(group, device)} has no such transport; it has {', '.join(made)}. Unset the "
-            "variable to let a measurement decide"
+            "variable to let the backend and the size decide"
         )
     return wanted or None
 
 
+def _tabled(made: dict[str, Transport], group: dist.ProcessGroup, device: torch.device, nbytes: int) -> str:
+    large = _LARGE.get(backend_name(group, device))
+    return large if large in made and nbytes >= LARGE_FROM_BYTES else next(iter(made))
+
+
 def _words(group: dist.ProcessGroup, device: torch.device) -> str:
     return f"the {backend_name(group, device)} process group of {group.size()} ranks"
-
-
-def _takes_alone(transport: Transport, pieces: Sequence[int]) -> bool:
-    least = transport.route.gather_from
-    return least is not None and any(0 < piece >= least for piece in pieces)
-
-
-def _fastest(transports: Sequence[Transport], group: dist.ProcessGroup, info: MeshInfo, nbytes: int) -> str:
-    """The name of the transport to take for buckets of about that size."""
-    with torch.inference_mode(False), torch.no_grad():
-        runs = [_sample(transport, info, nbytes) for transport in transports]
-        best = [float("inf")] * len(runs)
-        for count in range(_ROUNDS):
-            for at, run in enumerate(runs):  # in turns, so that what else happens falls on all
-                taken = _timed(run, info.device)
-                best[at] = min(best[at], taken) if count else best[at]
-        agreed = torch.tensor(best, dtype=torch.float64, device=info.device)
-        group.allreduce([agreed], all_reduce_options(dist.ReduceOp.MAX)).wait()
-        seconds = agreed.tolist()
-    quickest = min(range(len(seconds)), key=seconds.__getitem__)
-    return transports[quickest if seconds[quickest] <= _WORTH * seconds[0] else 0].route.name
-
-
-def _timed(run: Callable[[], None], device: torch.device) -> float:
-    _wait(device)
-    begin = time.perf_counter()
-    run()
-    _wait(device)
-    return time.perf_counter() - begin
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.current_stream(device).synchronize()
-
-
-def _sample(transport: Transport, info: MeshInfo, nbytes: int) -> Callable[[], None]:
-    """A gather of parameters with so many bytes in all, with the copies that the transport demands."""
-    world, rank, device = info.shard_size, info.shard_rank, info.device
-    rows = -(-nbytes // (4 * sum(_SHARES) * world))
-    shapes, dims = [(world, rows * share) for share in _SHARES], [0] * len(_SHARES)
-    layout = gather_layout(shapes, world, 4, dims, transport.route)
-    slot = torch.zeros(layout.places.total, dtype=torch.float32, device=device)
-    shards = [torch.zeros(param.piece, dtype=torch.float32, device=device) for param in layout.places.params]
-    lane = lane_for(device)
-
-    def run() -> None:
-        lane.start(_gather(transport, layout, slot, shards, rank)).finish()
-
-    return run
-
-
-def _gather(
-    transport: Transport, to: GatherLayout, slot: torch.Tensor, shards: Sequence[torch.Tensor], rank: int
-) -> Steps[None]:
-    world = to.places.world
-    places = [slot[world * at.offset :][: world * at.piece] for at in to.places.params]
-    wholes, pieces = [places[i] for i in to.alone], [shards[i] for i in to.alone]
-    chunks = slot.new_empty(0)
-    if to.landing is not None:
-        landing = slot.new_empty(to.landing.total)
-        chunks = landing.view(world, -1)
-        for i, at in zip(to.packed, to.landing.params, strict=True):
-            chunks[rank, at.offset : at.offset + at.piece] = shards[i]
-        wholes, pieces = [*wholes, landing], [*pieces, chunks[rank]]
-    yield transport.all_gather(wholes, pieces)
-    for i, at in zip(to.packed, to.landing.params if to.landing else (), strict=True):
-        places[i].view(world, -1).copy_(chunks[:, at.offset : at.offset + at.piece])

@@ -201,12 +201,12 @@ def _nobody() -> None:
     """In the place of a weak reference to who listens."""
 
 
-def build_engine(root: nn.Module, measure: bool = True, runs: bool = True) -> Engine:
+def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Engine:
     """Make the engine of a root out of the declarations at and below it.
 
     Args:
         root: the outermost sharded module.
-        measure: find the fastest transports, where that is not known yet: a collective.
+        agrees: see first that all ranks have the same plan: a collective.
         runs: whether it is about to run. Before that, an engine may serve a module that is not the outermost one.
 
     Raises:
@@ -229,19 +229,17 @@ def build_engine(root: nn.Module, measure: bool = True, runs: bool = True) -> En
     _set_fqns(root)
     _check_materialised(found)
     _check_offloaded(found)
-    transports = TransportCache()
     meshes = [(fqn, state.declaration.info) for fqn, state in _groups_of(root)]
     among, settings = groups_of(meshes), _settings(root)
-    if measure:
-        agree(declared_plan(root), real(among), settings)
-        for _, state in found:
-            transports.measure(state.declaration.info, state.declaration.piece_bytes())
     plan = declared_plan(root)
+    if agrees:
+        agree(plan, real(among), settings)
     _set_modules(root, found)
     device = found[0][1].declaration.info.device
     own = state_of(root)
     gather_lane, reduce_lane = (own.lanes if own is not None else None) or (lane_for(device), lane_for(device))
     runtime = Runtime(BufferPool(device, gather_lane), gather_lane, reduce_lane)
+    transports = TransportCache()
     of_root = _of_root(root)
     groups = {state: _group(fqn, state, state in of_root, transports, runtime) for fqn, state in _groups_of(root)}
     for _, state in found:

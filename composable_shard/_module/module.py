@@ -68,7 +68,7 @@ class UnshardHandle(TorchUnshardHandle):
                 self._engine.unshard(group, wait=True)
 
 
-def _bound(module: nn.Module, measure: bool = True, runs: bool = True) -> Bound:
+def _bound(module: nn.Module, agrees: bool = True, runs: bool = True) -> Bound:
     state: ShardState = module.__dict__[STATE]
     if state.bound is None:
         here = threading.get_ident()
@@ -76,7 +76,7 @@ def _bound(module: nn.Module, measure: bool = True, runs: bool = True) -> Bound:
             raise two_threads("its first forward")
         try:
             if state.bound is None:  # or another thread has built it in the meantime
-                apart_from_checkpoints(build_engine)(module, measure, runs)
+                apart_from_checkpoints(build_engine)(module, agrees, runs)
         finally:
             module.__dict__.pop(_BUILDER, None)
     assert state.bound is not None
@@ -366,7 +366,7 @@ def _find_root(unknown: str) -> bool:
     """
     put_rng_states_before_meshes()
     if unknown:
-        _bound(_modules[unknown], measure=False)  # a graph has collectives of its own
+        _bound(_modules[unknown], agrees=False)  # no collective while Dynamo traces
     return True
 
 

@@ -326,11 +326,10 @@ class ShardPlan:
     def digest(self) -> str:
         """SHA-256 of what all ranks must agree on: groups, orders and schedule.
 
-        Some things are left out. The transport of a group may differ among replicas, which measure it on links of their
-        own. Costs are a cause, not a part, of the schedule, and places what came of it. Nothing else in a plan depends
-        on the rank: sizes of shards are those of a full rank.
+        Some things are left out: costs are a cause, not a part, of the schedule, and places what came of it. Nothing
+        else in a plan depends on the rank: sizes of shards are those of a full rank.
         """
-        groups = [{k: v for k, v in encode(group).items() if k != "route"} for group in self.groups]
+        groups = [encode(group) for group in self.groups]
         agreed = {"version": JSON_VERSION, "groups": groups, "order": self.order, "schedule": encode(self.edges())}
         agreed |= {"orders": self.own_orders, "around": self.around, "arounds": self.arounds}
         return hashlib.sha256(json.dumps(agreed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Which transport serves a group: the one that is named, else the one that was measured; bits are equal on all."""
+"""Which transport serves a group: the one that is named, else that of the table; bits are equal on all."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import composable_shard
 from _engines import mesh_of
 from _parity import Case, check_parity
-from _pool import distributed, more
+from _pool import distributed, more, simulated
 from _transport import forced
-from composable_shard._comm import transports
-from composable_shard._comm.transports import size_class
-from composable_shard._errors import ShardConfigValueError
+from composable_shard._comm.transports import LARGE_FROM_BYTES
+from composable_shard._errors import RankMismatchError, ShardConfigValueError
 
 WIDE = 256  # a square weight is 256 KiB: a piece of it is large enough to go alone, at world 2 and at 4
 NAMES = ["p2p", "packed", "direct"]
@@ -158,25 +155,6 @@ def test_lazily_conjugated_gradients_are_reduced(rank, world, name):
         torch.testing.assert_close(model.weight.grad.full_tensor(), plain.weight.grad)
 
 
-@distributed(world=4)
-def test_replicas_may_choose_different_transports(rank, world):
-    """Each shard group measures for itself; what replicas reduce among them must not depend on it."""
-    mesh, kept = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), transports._fastest
-    grads = {}
-    for name, choose in {"same": lambda: "packed", "different": lambda: ("packed", "p2p")[rank // 2]}.items():
-        transports._measured.clear()
-        transports._fastest = lambda *_, choose=choose: choose()
-        try:
-            model = sharded(mesh=mesh)
-            model(*rows(rank, 0)).square().mean().backward()
-        finally:
-            transports._fastest = kept
-            transports._measured.clear()
-        grads[name] = [p.grad.full_tensor() for p in model.parameters()]
-    for a, b in zip(grads["same"], grads["different"], strict=True):
-        assert torch.equal(a, b)
-
-
 class Halves(nn.Module):
     """Rank 0 uses both of its modules, the others one."""
 
@@ -210,30 +188,6 @@ def test_replicas_that_use_different_modules_do_not_wait_for_each_other_for_ever
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
 
 
-class Seen(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@distributed(world=2)
-def test_a_measurement_is_seen_by_no_dispatch_mode(rank, world):
-    """The first forward, in which it is made, may run inside of a selective checkpoint."""
-    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
-    seen = []
-    for _ in range(2):  # measured in the first only
-        model = sharded(mesh=mesh)
-        with Seen() as mode:
-            model(*rows(rank, 0))
-        seen.append(mode.names)
-    assert transports._measured[mesh.get_group()]
-    assert len(seen[0]) == len(seen[1])
-
-
 @distributed(world=2)
 def test_the_plan_shows_what_is_forced_and_another_name_is_an_error_that_lists_them(rank, world):
     for name, shown in {"p2p": "p2p, 2 packed", "packed": "packed", "direct": "direct"}.items():
@@ -248,48 +202,39 @@ def test_the_plan_shows_what_is_forced_and_another_name_is_an_error_that_lists_t
 
 
 @distributed(world=2)
-def test_the_fastest_is_measured_once_for_each_size_class_and_all_ranks_agree(rank, world):
-    measured, kept = [], transports._fastest
+def test_ranks_that_name_different_transports_get_an_error_and_do_not_wait_for_ever(rank, world):
+    with forced(("packed", "p2p")[rank]), pytest.raises(RankMismatchError, match="transport packed: packed -> p2p"):
+        sharded()(*rows(rank, 0))
 
-    def fastest(transports, *rest):
-        measured.append([each.route.name for each in transports])
-        kept(*[transports, *rest])  # for real; then one that is not the first, to see that it is taken
-        return "p2p"
 
-    transports._fastest = fastest
-    group = dist.new_group()
-    mesh = init_device_mesh("cpu", (world,)).from_group(group, "cpu")
-    try:
-        before = str(composable_shard.make_plan(sharded(mesh=mesh)))
-        assert not measured, "a plan is no collective"
-        for _ in range(2):
-            model = sharded(mesh=mesh)
-            train(model, rank, steps=1)
-            assert "p2p" not in before
-            assert "p2p" in str(composable_shard.make_plan(model))
-        assert measured == [["packed", "p2p"]], "once, for the only class in which they differ"
-        small = composable_shard.fully_shard(nn.Linear(4, 4), mesh=mesh)
-        small(torch.ones(1, 4)).sum().backward()
-        assert len(measured) == 1
-    finally:
-        transports._fastest = kept
+def shown(nbytes, mesh):
+    """The transport in the plan of one parameter with so many bytes."""
+    with torch.device("meta"):
+        module = nn.Linear(1, nbytes // 4, bias=False)
+    return composable_shard.make_plan(composable_shard.fully_shard(module, mesh=mesh)).groups[0].route.name
+
+
+@distributed(world=(2, 4))
+def test_large_groups_go_by_sends_and_receives_on_gloo(rank, world):
+    mesh = mesh_of(world)
+    assert shown(LARGE_FROM_BYTES, mesh) == "p2p"
+    assert shown(LARGE_FROM_BYTES // 2, mesh) == "packed"
+    with forced("packed"):
+        assert shown(LARGE_FROM_BYTES, mesh) == "packed"
+
+
+@simulated(world=2)
+def test_other_backends_have_one_transport_for_all_sizes(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    assert [shown(nbytes, mesh) for nbytes in (64, 2 * LARGE_FROM_BYTES)] == ["direct", "direct"]
 
 
 @distributed(world=2)
-def test_ranks_take_the_slowest_ranks_times(rank, world):
-    kept = transports._timed
-    times = iter([9.0, 9.0, *([2.0, 1.0] if rank else [2.0, 3.0]) * 3])  # the first round is not counted
-    transports._timed = lambda run, device: (run(), next(times))[1]
-    try:
-        info = sharded().__dict__["_shard_state"].declaration.info
-        two = [*transports.transports_of(dist.group.WORLD, torch.device("cpu")).values()][:2]
-        assert transports._fastest(two, dist.group.WORLD, info, 1 << 16) == "packed"
-    finally:
-        transports._timed = kept
-
-
-def test_size_classes():
-    assert [size_class(n) for n in (0, (1 << 20) - 1, 1 << 20, (8 << 20) - 1, 8 << 20, 1 << 40)] == [0, 0, 1, 1, 2, 2]
+def test_a_plan_that_is_made_before_the_first_step_names_the_transports_of_the_run(rank, world):
+    model = sharded()
+    before = [group.route for group in composable_shard.make_plan(model).groups]
+    train(model, rank, steps=1)
+    assert [group.route for group in composable_shard.make_plan(model).groups] == before
 
 
 EXACT = [name for name in ("bool", "int8", "int16", "uint16", "uint32", "int64", "uint64") if hasattr(torch, name)]
