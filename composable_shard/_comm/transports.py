@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 
 from .._errors import ShardConfigValueError
-from .._plan.layout import GatherLayout, gather_layout
+from .._plan.layout import gather_layout
 from .._policies import Comms, Options
 from .._torch.core import without_dispatch_modes
 from .._torch.distributed import all_reduce_options, backend_name, is_played
 from .collectives import PLAIN, Custom, Transport, Transports, transports_of
-from .lanes import Steps, lane_for
+from .copies import GatherCopies, regions_in
+from .lanes import lane_for
 from .mesh import MeshInfo
 
 VARIABLE = "COMPOSABLE_SHARD_TRANSPORT"
@@ -189,29 +190,14 @@ def _sample(transport: Transport, info: MeshInfo, nbytes: int) -> Callable[[], N
     rows = -(-nbytes // (4 * sum(_SHARES) * world))
     shapes, dims = [(world, rows * share) for share in _SHARES], [0] * len(_SHARES)
     layout = gather_layout(shapes, world, 4, dims, transport.route)
+    copies = GatherCopies(layout, rank, transport)
     slot = torch.zeros(layout.places.total, dtype=torch.float32, device=device)
-    shards = [torch.zeros(param.piece, dtype=torch.float32, device=device) for param in layout.places.params]
+    wholes = copies.into(regions_in(slot, layout.places, layout.places.begins))
+    landing = None if layout.landing is None else copies.landing(slot.new_empty(layout.landing.total))
+    shards = [torch.zeros(at.local_shape(rank), dtype=torch.float32, device=device) for at in layout.places.params]
     lane = lane_for(device)
 
     def run() -> None:
-        lane.start(_gather(transport, layout, slot, shards, rank)).finish()
+        lane.start(copies.steps(wholes, landing, shards)).finish()
 
     return run
-
-
-def _gather(
-    transport: Transport, to: GatherLayout, slot: torch.Tensor, shards: Sequence[torch.Tensor], rank: int
-) -> Steps[None]:
-    world = to.places.world
-    places = [slot[world * at.offset :][: world * at.piece] for at in to.places.params]
-    wholes, pieces = [places[i] for i in to.alone], [shards[i] for i in to.alone]
-    chunks = slot.new_empty(0)
-    if to.landing is not None:
-        landing = slot.new_empty(to.landing.total)
-        chunks = landing.view(world, -1)
-        for i, at in zip(to.packed, to.landing.params, strict=True):
-            chunks[rank, at.offset : at.offset + at.piece] = shards[i]
-        wholes, pieces = [*wholes, landing], [*pieces, chunks[rank]]
-    yield transport.all_gather(wholes, pieces)
-    for i, at in zip(to.packed, to.landing.params if to.landing else (), strict=True):
-        places[i].view(world, -1).copy_(chunks[:, at.offset : at.offset + at.piece])
