@@ -95,8 +95,6 @@ class GatherCopies:
         is_straight: whether all shards go into their places as they are, so that a collective is all there is to do.
     """
 
-    __slots__ = ("_copied", "_non_blocking", "_rank", "is_straight", "layout", "transport")
-
     def __init__(
         self,
         layout: GatherLayout,

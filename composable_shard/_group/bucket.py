@@ -54,8 +54,6 @@ class Gatherer:
         for_landing: likewise, None if none do.
     """
 
-    __slots__ = ("_begins", "_dtype", "_landed", "_lane", "_pool", "_seen", "copies", "for_landing")
-
     def __init__(
         self,
         copies: GatherCopies,
@@ -72,21 +70,23 @@ class Gatherer:
         self._seen: dict[Slot, Wholes] = {}
         self._landed: dict[Slot, Landing] = {}
 
-    def wholes_in(self, slot: Slot) -> Wholes:
-        """A slot as where the parameters belong."""
+    def start(self, slot: Slot, shards: list[torch.Tensor], after: Events, read: Sequence[Slot] = ()) -> Job[None]:
+        """Begin to gather `shards` into a slot, behind `after`; slots that it reads are given back when it is done."""
         wholes = self._seen.get(slot)
         if wholes is None:
             with plainly():
                 flat = slot.typed(self._dtype, written=True)
                 regions = regions_in(flat, self.copies.layout.places, self._begins)
                 wholes = self._seen[slot] = self.copies.into(regions)
-        return wholes
+        if self.copies.is_straight:
+            assert self.copies.transport is not None
+            return self._lane.launch(self.copies.transport.all_gather, (wholes.regions, shards), after, None)
+        return self.start_into(wholes, shards, after, read)
 
-    def start(self, wholes: Wholes, shards: list[torch.Tensor], after: Events, read: Sequence[Slot] = ()) -> Job[None]:
-        """Begin to gather `shards`, behind the events `after`; slots that it reads are given back when it is done."""
-        copies = self.copies
-        if copies.is_straight and copies.transport is not None:
-            return self._lane.launch(copies.transport.all_gather, (wholes.regions, shards), after, None)
+    def start_into(
+        self, wholes: Wholes, shards: list[torch.Tensor], after: Events, read: Sequence[Slot] = ()
+    ) -> Job[None]:
+        """The same into any memory."""
         leased: list[Slot] = []
         try:
             landing = None
@@ -95,7 +95,7 @@ class Gatherer:
                 after = *after, *slot.free_after
                 landing = self._landing_in(slot)
             done = functools.partial(self._pool.release_all, [*leased, *read]) if leased or read else None
-            return self._lane.start(copies.steps(wholes, landing, shards), after, shards, done)
+            return self._lane.start(self.copies.steps(wholes, landing, shards), after, shards, done)
         except BaseException:
             self._pool.give_up(leased)
             raise
@@ -130,11 +130,6 @@ class Bucket(ABC):
         reads_left: after how many reads of a handle the engine wants to hear that a use is half way; 0 if it does not.
         gather_bytes: that a gather leases from the pool.
     """
-
-    __slots__ = (
-        "__weakref__", "dtype", "edited", "fqns", "gather_bytes", "generation", "here", "params", "readable",
-        "reads_left", "saved", "shown", "slot", "unedited",
-    )  # fmt: skip
 
     def __init__(self, params: Sequence[ShardedParam], dtype: torch.dtype) -> None:
         self.params = list(params)
@@ -257,11 +252,6 @@ class GatherBucket(Bucket):
         nbytes: of the slot.
     """
 
-    __slots__ = (
-        "_faces", "_gatherer", "_pool", "_reserved", "_self", "_sharded", "_sum",
-        "begins", "for_weights", "members", "nbytes",
-    )  # fmt: skip
-
     def __init__(
         self,
         params: Sequence[ShardedParam],
@@ -301,14 +291,17 @@ class GatherBucket(Bucket):
     @property
     def weights(self) -> list[torch.Tensor]:
         assert self.slot is not None
-        return self._faces.idle(self.slot).weights
+        return self._faces.idle(self.slot)
 
     def weights_for_use(self) -> list[torch.Tensor]:
         assert self.slot is not None
-        return self._faces.begin_use(self.slot)
+        return self._faces.idle(self.slot, for_use=True)
 
     def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
-        self._faces.note_shown()
+        face = self._faces.in_use
+        assert face is not None
+        if not face.at_rest:
+            face.note_shown()
         self.shown = outputs
         if self.here is not None:
             self.edited = bool(self.here.edited())
@@ -330,12 +323,12 @@ class GatherBucket(Bucket):
         else:
             self._pool.resume(slot, self._self)
         self.slot = slot
-        self.here = self._faces.leaves_in(slot)
+        self.here = self._faces.leaves.get(slot)
         return slot
 
     def start(self, after: torch.Event | None) -> Job[None]:
-        slot, gatherer = self.open(), self._gatherer
-        return gatherer.start(gatherer.wholes_in(slot), local_tensors(self._sharded), (after, *slot.free_after))
+        slot = self.open()
+        return self._gatherer.start(slot, local_tensors(self._sharded), (after, *slot.free_after))
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
         """Give the slot back, or reserve it for the next gather, as also while others keep views of it."""
@@ -343,7 +336,8 @@ class GatherBucket(Bucket):
             return
         if self._sum is not None:
             self._check_unchanged(self.slot)
-        if self._faces.are_kept(self.here) or reserve:
+        kept = (self.here is not None or self._faces.lent) and self._faces.are_kept(self.here)
+        if kept or reserve:
             self._reserved = self.slot
             self._pool.suspend(self.slot, after, lent=not reserve)
         else:

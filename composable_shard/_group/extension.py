@@ -228,7 +228,7 @@ class ExtensionBucket(Bucket):
         inputs = [_bytes(tensor) for member in self._members for tensor in member.inputs]
         outputs = [_bytes(tensor) for member in self._members for tensor in member.outputs]
         gatherer = self._gatherer_of(tuple([tensor.numel() for tensor in inputs]))
-        return gatherer.start(gatherer.copies.into(outputs), inputs, (self._lane.mark(),))
+        return gatherer.start_into(gatherer.copies.into(outputs), inputs, (self._lane.mark(),))
 
     def _gatherer_of(self, sizes: tuple[int, ...]) -> Gatherer:
         """What gathers so many bytes of each."""

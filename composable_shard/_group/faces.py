@@ -30,9 +30,10 @@ class Face:
 
     Attributes:
         weights: the unsharded parameters, without autograd history.
+        at_rest: how many tensors share each storage while only what a module is shown does; empty until that is made.
     """
 
-    __slots__ = ("_alone", "_at_rest", "_storages", "weights")
+    __slots__ = ("_alone", "_storages", "at_rest", "weights")
 
     def __init__(self, slot: Slot, dtype: torch.dtype, layout: BucketLayout) -> None:
         with plainly():
@@ -44,8 +45,8 @@ class Face:
             ]
         # Memory that resizes is good for views at the next gather, too, wherever that is.
         self._storages = [] if slot.resizes else [storage_id(weight) for weight in self.weights if has_memory(weight)]
-        self._alone = self._users()  # how many tensors share each storage while nobody uses the face
-        self._at_rest: list[int] = []  # likewise, while only what a module is shown does, as counted when that is made
+        self._alone = self._users()  # how many do while nobody uses the face
+        self.at_rest: list[int] = []
 
     def _users(self) -> list[int]:
         """How many tensors share each storage now; those that are fake are not counted."""
@@ -53,12 +54,11 @@ class Face:
 
     def note_shown(self) -> None:
         """All that a module is shown of it was made for the first time; there is one set of that at a time."""
-        if not self._at_rest:
-            self._at_rest = self._users()
+        self.at_rest = self._users()
 
     def note_leaves(self) -> None:
         """Leaves were made over it, which stay."""
-        self._alone = self._at_rest = self._users()
+        self._alone = self.at_rest = self._users()
 
     @property
     def has_outputs(self) -> bool:
@@ -71,12 +71,12 @@ class Face:
 
     def is_at_rest(self) -> bool:
         """Whether nobody uses it but those to whom it is shown."""
-        return self._users() == self._at_rest
+        return list(map(storage_uses, self._storages)) == self.at_rest
 
     def is_kept(self, dropped: Iterable[torch.Tensor]) -> bool:
         """Whether others do than these views."""
         gone = Counter(map(storage_id, dropped))
-        counts = zip(self._users(), self._at_rest, self._storages, strict=True)
+        counts = zip(self._users(), self.at_rest, self._storages, strict=True)
         return any(now - gone[storage] > at_rest for now, at_rest, storage in counts)
 
 
@@ -110,57 +110,40 @@ class Leaves:
 
 
 class Faces:
-    """The faces of a bucket, in all slots where it ever was, and who keeps views of them."""
+    """The faces of a bucket, in all slots where it ever was, and who keeps views of them.
 
-    __slots__ = ("_dropped", "_dtype", "_in_use", "_layout", "_leaves", "_lent", "_of")
+    Attributes:
+        leaves: by slot, where any were made.
+        in_use: what the forward that runs now reads.
+        lent: those of which somebody keeps views.
+    """
 
     def __init__(self, dtype: torch.dtype, layout: BucketLayout) -> None:
         self._dtype, self._layout = dtype, layout
         self._of: dict[Slot, list[Face]] = {}
-        self._leaves: dict[Slot, Leaves] = {}
-        self._in_use: Face | None = None  # what the forward that runs now reads
-        self._lent: list[Face] = []  # those of which somebody keeps views
+        self.leaves: dict[Slot, Leaves] = {}
+        self.in_use: Face | None = None
+        self.lent: list[Face] = []
         self._dropped: list[weakref.ref[torch.Tensor]] = []  # views that are about to go
 
-    def idle(self, slot: Slot) -> Face:
-        """One of which nobody has views."""
+    def idle(self, slot: Slot, for_use: bool = False) -> list[torch.Tensor]:
+        """The weights of a face of which nobody has views, perhaps for a forward that begins."""
         faces = self._of.setdefault(slot, [])
         for face in faces:
-            if not face.has_outputs and (face not in self._lent or not face.is_used()):
-                return face
-        faces.append(Face(slot, self._dtype, self._layout))
-        return faces[-1]
-
-    def begin_use(self, slot: Slot) -> list[torch.Tensor]:
-        """The weights for a forward that begins."""
-        self._in_use = face = self.idle(slot)
-        if self._lent and face in self._lent:
-            self._lent.remove(face)  # nobody has views of it any more
+            if not face.has_outputs and (face not in self.lent or not face.is_used()):
+                break
+        else:
+            face = Face(slot, self._dtype, self._layout)
+            faces.append(face)
+        if for_use:
+            self.in_use = face
+            if self.lent and face in self.lent:
+                self.lent.remove(face)
         return face.weights
 
-    def note_shown(self) -> None:
-        """All that the forward is shown of them is made."""
-        assert self._in_use is not None
-        self._in_use.note_shown()
-
-    def end_use(self, dropped: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
-        """After the forward: notice who else keeps views."""
-        face = self._in_use
-        if face is None or face.is_at_rest() or face in self._lent:
-            return
-        views = {id(view): view for view in dropped if not isinstance(view, torch.nn.Parameter)}
-        if face.is_kept(views.values()):
-            self._lent.append(face)
-        elif leaves is not None and face is leaves.face:
-            self._dropped = list(map(weakref.ref, views.values()))
-
-    def leaves_in(self, slot: Slot) -> Leaves | None:
-        """The leaves in a slot, if any were made."""
-        return self._leaves.get(slot)
-
     def use_leaves(self, slot: Slot, params: Sequence[ShardedParam]) -> Leaves:
-        """The same for a forward, made if there are none."""
-        leaves = self._leaves.get(slot)
+        """The leaves for a forward, made if there are none."""
+        leaves = self.leaves.get(slot)
         if leaves is None:
             with plainly():
                 face = Face(slot, self._dtype, self._layout)
@@ -172,25 +155,35 @@ class Faces:
             for leaf, param in zip(made, params, strict=True):
                 leaf.__dict__[LEAF_OF] = param.fqn
             face.note_leaves()
-            leaves = self._leaves[slot] = Leaves(made, face)
-        self._in_use = leaves.face
+            leaves = self.leaves[slot] = Leaves(made, face)
+        self.in_use = leaves.face
         return leaves
+
+    def end_use(self, dropped: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
+        """After the forward: notice who else keeps views."""
+        face = self.in_use
+        if face is None or face.is_at_rest() or face in self.lent:
+            return
+        views = {id(view): view for view in dropped if not isinstance(view, torch.nn.Parameter)}
+        if face.is_kept(views.values()):
+            self.lent.append(face)
+        elif leaves is not None and face is leaves.face:
+            self._dropped = list(map(weakref.ref, views.values()))
 
     def are_kept(self, leaves: Leaves | None) -> bool:
         """The weights are given up: whether somebody keeps views of them, or of the leaves that lie there."""
-        if self._lent:
-            self._lent = [face for face in self._lent if face.is_used()]
+        self.lent = [face for face in self.lent if face.is_used()]
         if leaves is None:
-            return bool(self._lent)
+            return bool(self.lent)
         leaves.give_up()
         face, dropped, self._dropped = leaves.face, self._dropped, []
         assert face is not None
-        if self._lent or face.is_at_rest():
-            return bool(self._lent)
+        if self.lent or face.is_at_rest():
+            return bool(self.lent)
         return face.is_kept(view for ref in dropped if (view := ref()) is not None)
 
     def clear(self) -> None:
         """Hold no view of any slot."""
         self._of.clear()
-        self._leaves.clear()
-        self._in_use = None
+        self.leaves.clear()
+        self.in_use = None

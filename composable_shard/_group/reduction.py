@@ -220,7 +220,7 @@ class ReduceBucket:
         """What the reduce-scatter is given."""
         assert self._shard is not None
         scratch = self._scratch_in(slots[1]) if len(slots) > 1 else None
-        return out, self._views_of(slots[0])[0], scratch, self._mean and self._shard.averages
+        return out, self._seen[slots[0]][0], scratch, self._mean and self._shard.averages
 
     def _add(self, partial: Partial, out: torch.Tensor) -> None:
         now = self._copies.cut(out, {})

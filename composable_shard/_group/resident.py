@@ -101,8 +101,7 @@ class Resident:
         assert self._slot is not None
         slot = self._bucket.open()
         after = (self._kept_at, *slot.free_after)
-        pieces = self._pieces(self._slot)
-        job = self._gatherer.start(self._gatherer.wholes_in(slot), pieces, after, read=[self._slot])
+        job = self._gatherer.start(slot, self._pieces(self._slot), after, read=[self._slot])
         self._slot = None
         return job
 
