@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from operator import attrgetter
@@ -53,6 +52,8 @@ class Gatherer:
         copies: the same.
         for_landing: likewise, None if none do.
     """
+
+    __slots__ = ("_begins", "_dtype", "_landed", "_lane", "_pool", "_seen", "copies", "for_landing")
 
     def __init__(
         self,
@@ -112,13 +113,13 @@ class Gatherer:
         self._landed.clear()
 
 
-class Bucket(ABC):
+class Bucket:
     """Parameters of one group that one collective gathers, and what handles must know that stand for its weights.
 
     Attributes:
         params: its members.
         fqns: their names.
-        dtype: in which they are used.
+        dtype: in which they are used; `is_complex` says whether its tensors may be lazy conjugates.
         slot: where they are now, or will be when the gather is done; None if nowhere.
         readable: whether they are there.
         generation: how often an optimizer has changed the sharded parameters.
@@ -131,10 +132,15 @@ class Bucket(ABC):
         gather_bytes: that a gather leases from the pool.
     """
 
+    __slots__ = (
+        "__weakref__", "dtype", "edited", "fqns", "gather_bytes", "generation", "here", "is_complex", "params",
+        "readable", "reads_left", "saved", "shown", "slot", "unedited",
+    )  # fmt: skip
+
     def __init__(self, params: Sequence[ShardedParam], dtype: torch.dtype) -> None:
         self.params = list(params)
         self.fqns = [p.fqn for p in params]
-        self.dtype = dtype
+        self.dtype, self.is_complex = dtype, dtype.is_complex
         self.slot: Slot | None = None
         self.readable = self.edited = False
         self.generation = self.saved = self.reads_left = self.gather_bytes = 0
@@ -143,9 +149,9 @@ class Bucket(ABC):
         self.unedited: Sequence[torch.Tensor] | None = None
 
     @property
-    @abstractmethod
     def weights(self) -> list[torch.Tensor]:
         """The unsharded parameters, without autograd history."""
+        raise NotImplementedError
 
     def weights_for_use(self) -> list[torch.Tensor]:
         """The same for a forward that begins; `begin_use` follows when its node is made."""
@@ -168,29 +174,29 @@ class Bucket(ABC):
         """
         self.shown = ()
 
-    @abstractmethod
     def leaves(self) -> list[torch.nn.Parameter]:
         """The unsharded parameters as leaves; the same objects whenever the bucket is in the same place."""
+        raise NotImplementedError
 
-    @abstractmethod
     def start(self, after: torch.Event | None) -> Job[None]:
         """Begin to gather, behind the event `after` (the parameters' last change)."""
+        raise NotImplementedError
 
-    @abstractmethod
     def arrived(self) -> None:
         """The weights can be read."""
+        raise NotImplementedError
 
-    @abstractmethod
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
         """Give the memory back, or reserve it for the next gather; nothing, if there is none."""
+        raise NotImplementedError
 
-    @abstractmethod
     def lose(self) -> None:
         """Give the weights up and leave their memory leased: a gather that nobody waits for may still write to it."""
+        raise NotImplementedError
 
-    @abstractmethod
     def forget(self) -> None:
         """Reserve nothing any more; this bucket will not be used again."""
+        raise NotImplementedError
 
     def leave_slots(self) -> None:
         """Hold no view of any slot, while none is leased."""
@@ -252,6 +258,11 @@ class GatherBucket(Bucket):
         nbytes: of the slot.
     """
 
+    __slots__ = (
+        "_faces", "_gatherer", "_pool", "_reserved", "_self", "_sharded", "_sum", "begins", "for_weights", "members",
+        "nbytes",
+    )  # fmt: skip
+
     def __init__(
         self,
         params: Sequence[ShardedParam],
@@ -307,8 +318,9 @@ class GatherBucket(Bucket):
             self.edited = bool(self.here.edited())
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
-        self.shown = ()
-        self._faces.end_use(dropped, self.here)
+        self.shown, face = (), self._faces.in_use
+        if face is not None and not face.is_at_rest():
+            self._faces.note_users(face, dropped, self.here)
 
     def leaves(self) -> list[torch.nn.Parameter]:
         assert self.slot is not None

@@ -118,6 +118,8 @@ class Faces:
         lent: those of which somebody keeps views.
     """
 
+    __slots__ = ("_dropped", "_dtype", "_layout", "_of", "in_use", "leaves", "lent")
+
     def __init__(self, dtype: torch.dtype, layout: BucketLayout) -> None:
         self._dtype, self._layout = dtype, layout
         self._of: dict[Slot, list[Face]] = {}
@@ -159,10 +161,9 @@ class Faces:
         self.in_use = leaves.face
         return leaves
 
-    def end_use(self, dropped: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
-        """After the forward: notice who else keeps views."""
-        face = self.in_use
-        if face is None or face.is_at_rest() or face in self.lent:
+    def note_users(self, face: Face, dropped: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
+        """A forward that has read a face is over, and others have views of it: notice who keeps them."""
+        if face in self.lent:
             return
         views = {id(view): view for view in dropped if not isinstance(view, torch.nn.Parameter)}
         if face.is_kept(views.values()):

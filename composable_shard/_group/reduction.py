@@ -152,7 +152,7 @@ class ReduceBucket:
         numel, like = self._layout.numel, self._copies.ones
         out = like.new_empty(numel)
         others = {d: like.new_empty(numel, dtype=d) for d in self._others} if self._others else {}
-        slots = [self._pool.lease_for(request) for request in self.requests]
+        slots = list(map(self._pool.lease_for, self.requests))
         try:
             # Packed here, too: then nobody has to hold autograd's gradients until the collective is done.
             if torch.is_grad_enabled():
@@ -163,7 +163,8 @@ class ReduceBucket:
             after = [self._lane.mark()]
             for slot in slots[1:]:
                 after += slot.free_after
-            when_done = functools.partial(self._pool.release_all, slots)
+            pool, bind = self._pool, functools.partial
+            when_done = bind(pool.release, slots[0]) if len(slots) == 1 else bind(pool.release_all, slots)
             if self._is_launched and whole and not partial:
                 assert self._shard is not None
                 result = Reduced(self._copies, out, self._divide_after)

@@ -198,7 +198,7 @@ class _Hooks:
                 return _copied(tensor)
             kept = tensor.detach(), slot.index
             return Handle(bucket, kept, self.owner(), keeper, bucket.generation, bucket.shown)
-        if bucket.dtype.is_complex and (tensor.is_conj() or tensor.is_neg()):
+        if bucket.is_complex and (tensor.is_conj() or tensor.is_neg()):
             return _copied(tensor)  # a handle has no word for a lazy conjugate
         place = self._pool.places[tensor.dtype, address - slot.begin, tensor.shape, tensor.stride()]
         if (version or bucket.edited) and bucket.was_edited(bucket.members[place], version):
