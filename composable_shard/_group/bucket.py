@@ -53,8 +53,6 @@ class Gatherer:
         for_landing: likewise, None if none do.
     """
 
-    __slots__ = ("_begins", "_dtype", "_landed", "_lane", "_pool", "_seen", "copies", "for_landing")
-
     def __init__(
         self,
         copies: GatherCopies,
@@ -94,18 +92,15 @@ class Gatherer:
             if self.for_landing is not None:
                 leased.append(slot := self._pool.lease_for(self.for_landing[self._pool.backward]))
                 after = *after, *slot.free_after
-                landing = self._landing_in(slot)
+                landing = self._landed.get(slot)
+                if landing is None:
+                    buffer = slot.typed(self._dtype, written=True)
+                    landing = self._landed[slot] = self.copies.landing(buffer)
             done = functools.partial(self._pool.release_all, [*leased, *read]) if leased or read else None
             return self._lane.start(self.copies.steps(wholes, landing, shards), after, shards, done)
         except BaseException:
             self._pool.give_up(leased)
             raise
-
-    def _landing_in(self, slot: Slot) -> Landing:
-        landing = self._landed.get(slot)
-        if landing is None:
-            landing = self._landed[slot] = self.copies.landing(slot.typed(self._dtype, written=True))
-        return landing
 
     def leave_slots(self) -> None:
         """Hold no view of any slot."""
@@ -176,7 +171,8 @@ class Bucket:
 
     def leaves(self) -> list[torch.nn.Parameter]:
         """The unsharded parameters as leaves; the same objects whenever the bucket is in the same place."""
-        raise NotImplementedError
+        assert self.here is not None
+        return self.here.params
 
     def start(self, after: torch.Event | None) -> Job[None]:
         """Begin to gather, behind the event `after` (the parameters' last change)."""
@@ -253,14 +249,14 @@ class GatherBucket(Bucket):
 
     Attributes:
         begins: where each begins in a slot, in elements.
-        for_weights: what it asks the pool for, in forward and in backward.
+        for_weights, for_landing: what it asks the pool for, in forward and in backward.
         members: by place, the index of the parameter that lies there.
         nbytes: of the slot.
     """
 
     __slots__ = (
-        "_faces", "_gatherer", "_pool", "_reserved", "_self", "_sharded", "_sum", "begins", "for_weights", "members",
-        "nbytes",
+        "_faces", "_gatherer", "_pool", "_reserved", "_self", "_sharded", "_sum", "begins", "for_landing",
+        "for_weights", "members", "nbytes",
     )  # fmt: skip
 
     def __init__(
@@ -283,6 +279,7 @@ class GatherBucket(Bucket):
         self.for_weights = pool.requests(f"weights {self.fqns[0]}", layout.nbytes)
         landings = pool.requests(f"landing {self.fqns[0]}", layout.landing_bytes)
         self._gatherer = Gatherer(copies, dtype, landings, pool, lane)
+        self.for_landing = self._gatherer.for_landing
         self._faces = Faces(dtype, layout.places)
         self._pool = pool
         self._self = weakref.ref(self)
@@ -293,11 +290,6 @@ class GatherBucket(Bucket):
         self.gather_bytes = sum(forward.nbytes for forward, _ in filter(None, requests))
         self.begins = layout.places.begins
         self.members = _Members([begin * dtype.itemsize for begin in self.begins])
-
-    @property
-    def for_landing(self) -> tuple[Request, Request] | None:
-        """What a gather asks the pool for besides, in forward and in backward."""
-        return self._gatherer.for_landing
 
     @property
     def weights(self) -> list[torch.Tensor]:

@@ -215,10 +215,6 @@ class ExtensionBucket(Bucket):
     def weights(self) -> list[torch.Tensor]:
         return [member.tensor for member in self._members]
 
-    def leaves(self) -> list[nn.Parameter]:
-        assert self.here is not None
-        return self.here.params
-
     def start(self, after: torch.Event | None) -> Job[None]:
         if after is not None:  # what is sent is made here, of the parameters
             after.wait()

@@ -118,8 +118,6 @@ class Faces:
         lent: those of which somebody keeps views.
     """
 
-    __slots__ = ("_dropped", "_dtype", "_layout", "_of", "in_use", "leaves", "lent")
-
     def __init__(self, dtype: torch.dtype, layout: BucketLayout) -> None:
         self._dtype, self._layout = dtype, layout
         self._of: dict[Slot, list[Face]] = {}
