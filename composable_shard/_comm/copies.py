@@ -1,16 +1,24 @@
-"""The copies around a graph's collectives: shards into a bucket, a gathered bucket into parameters, gradients likewise.
+"""The copies around collectives: shards into a bucket, a gathered bucket into parameters, gradients likewise.
 
-Each is one operator of a graph, however many parameters it moves: opaque to a compiler, which would else trace and
-compile a copy for each parameter, and might fuse those of several groups so that all lie in memory at once.
+An eager step replays views that were made once (`GatherCopies`, `GradientCopies`). A graph has one operator for all
+parameters of a bucket (`pack`, `unpack`, `pack_gradients`, `unpack_pieces`): opaque to a compiler, which would else
+trace and compile a copy for each parameter, and might fuse those of several groups so that all lie in memory at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
+from itertools import repeat
+from typing import NamedTuple
 
 import torch
 
-from .._plan.layout import BucketLayout, ParamLayout
+from .._plan.layout import BucketLayout, GatherLayout, ParamLayout
+from .._torch.core import chunk_cat, plainly
+from .collectives import Transport
+from .lanes import Steps
+
+Gradients = Sequence[torch.Tensor | None]
 
 
 def by_rank(whole: torch.Tensor, layout: ParamLayout) -> torch.Tensor:
@@ -32,18 +40,212 @@ def paired(pieces: torch.Tensor, whole: torch.Tensor, layout: ParamLayout) -> li
     return pairs
 
 
-Gradients = Sequence[torch.Tensor | None]
+def own_piece(row: torch.Tensor, layout: ParamLayout, rank: int) -> torch.Tensor:
+    """What a rank really holds of a parameter, without padding; `row` is flat and begins where its piece does."""
+    return row[: layout.rows_of(rank) * layout.row].view(layout.local_shape(rank))
 
 
-def pack(shards: Sequence[torch.Tensor], layout: BucketLayout, dtype: torch.dtype) -> torch.Tensor:
+def own_pieces(chunk: torch.Tensor, layout: BucketLayout, rank: int) -> list[torch.Tensor]:
+    """The same of all parameters of a bucket, of which `chunk` is the rank's."""
+    return [own_piece(chunk[at.offset :], at, rank) for at in layout.params]
+
+
+def regions_in(flat: torch.Tensor, layout: BucketLayout, begins: Sequence[int]) -> list[torch.Tensor]:
+    """Where the pieces of all ranks are wanted, one after the other, of parameters that begin there in `flat`."""
+    return [flat[begin:][: layout.world * at.piece] for begin, at in zip(begins, layout.params, strict=True)]
+
+
+class Wholes(NamedTuple):
+    """Memory of unsharded parameters, as a gather fills it.
+
+    Attributes:
+        regions: of those that are gathered alone, (world * piece,).
+        sent: and what this rank sends of each: its place among them, or None for the shard itself.
+        own: where the pieces go that this rank copies before they are gathered.
+        packed: of those that share a buffer, by rank: (world, piece), or (world, *local shape) if not cut along dim 0.
+    """
+
+    regions: list[torch.Tensor]
+    sent: list[torch.Tensor | None]
+    own: list[torch.Tensor]
+    packed: list[torch.Tensor]
+
+
+class Landing(NamedTuple):
+    """The buffer that some share: whole, this rank's part, its pieces, and those of all ranks as `Wholes.packed`."""
+
+    flat: torch.Tensor
+    chunk: torch.Tensor
+    own: list[torch.Tensor]
+    pieces: list[torch.Tensor]
+
+
+class GatherCopies:
+    """A gather: large parameters alone, straight into their places, the others in one buffer, to be copied there.
+
+    Args:
+        layout: which are which.
+        rank: this rank's place among those that gather.
+        transport: that gathers; None if there is nobody else.
+        converted: indices of shards that cannot be sent as they are.
+        non_blocking: whether shards are copied from elsewhere, which need not be waited for.
+
+    Attributes:
+        layout, transport: the same.
+        is_straight: whether all shards go into their places as they are, so that a collective is all there is to do.
+    """
+
+    def __init__(
+        self,
+        layout: GatherLayout,
+        rank: int,
+        transport: Transport | None,
+        converted: Container[int] = (),
+        non_blocking: bool = False,
+    ) -> None:
+        self.layout, self.transport = layout, transport
+        self._rank, self._non_blocking = rank, non_blocking
+        params = layout.places.params
+        short = [i for i, at in enumerate(params) if i in converted or at.rows_of(rank) < at.chunk]
+        self._copied = list(range(len(params))) if transport is None else [i for i in layout.alone if i in short]
+        self.is_straight = bool(layout.alone) and not self._copied and not layout.packed
+
+    def into(self, regions: Sequence[torch.Tensor]) -> Wholes:
+        """Views of the memory of the parameters, each (world * piece,) and more if it likes."""
+        params, world = self.layout.places.params, self.layout.places.world
+        with plainly():
+            rows = {i: regions[i].view(world, params[i].piece)[self._rank] for i in self._copied}
+            packed = [
+                by_rank(regions[i][: params[i].numel].view(params[i].shape), params[i])
+                if params[i].dim
+                else regions[i].view(world, params[i].piece)
+                for i in self.layout.packed
+            ]
+            alone = self.layout.alone
+            own = [own_piece(row, params[i], self._rank) for i, row in rows.items()]
+            return Wholes([regions[i] for i in alone], [rows.get(i) for i in alone], own, packed)
+
+    def landing(self, buffer: torch.Tensor) -> Landing:
+        """Views of memory for those that share a buffer."""
+        layout = self.layout.landing
+        assert layout is not None
+        with plainly():
+            flat = buffer[: layout.total]
+            chunks = flat.view(layout.world, layout.numel)
+            rows = [(at, chunks[:, at.offset : at.offset + at.piece]) for at in layout.params]
+            pieces = [row.view(layout.world, *at.local_shape(self._rank)) if at.dim else row for at, row in rows]
+            return Landing(flat, chunks[self._rank], own_pieces(chunks[self._rank], layout, self._rank), pieces)
+
+    def steps(self, wholes: Wholes, landing: Landing | None, shards: Sequence[torch.Tensor]) -> Steps[None]:
+        """Gather; `landing` is there if any share a buffer and there is somebody else."""
+        if wholes.own:
+            torch._foreach_copy_(wholes.own, [shards[i] for i in self._copied], non_blocking=self._non_blocking)
+        if self.transport is None or not shards:
+            return
+        sent = [shards[i] if own is None else own for i, own in zip(self.layout.alone, wholes.sent, strict=True)]
+        if landing is None:
+            yield self.transport.all_gather(wholes.regions, sent)
+            return
+        torch._foreach_copy_(landing.own, [shards[i] for i in self.layout.packed], non_blocking=self._non_blocking)
+        yield self.transport.all_gather([*wholes.regions, landing.flat], [*sent, landing.chunk])
+        torch._foreach_copy_(wholes.packed, landing.pieces)
+
+
+def copy_gradients(chunks: torch.Tensor, gradients: Gradients, layout: BucketLayout) -> None:
+    """Fill a bucket, (world, chunk): the pieces of each gradient, then a 1 for each that exists on this rank."""
+    marks = chunks[:, layout.numel :].fill_(1)
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for index, (gradient, at) in enumerate(zip(gradients, layout.params, strict=True)):
+        pieces = chunks[:, at.offset : at.offset + at.piece]
+        if gradient is None:
+            marks[:, index].zero_()
+            pieces.zero_()
+        else:
+            pairs += paired(pieces, gradient, at)
+    if pairs:
+        torch._foreach_copy_([piece for piece, _ in pairs], [gradient for _, gradient in pairs])
+
+
+class Parts(NamedTuple):
+    """The result of a reduction, cut.
+
+    Attributes:
+        pieces: this rank's piece of each gradient, in the dtype in which the parameter is stored.
+        used: one element a gradient, on the device: positive if any rank had one.
+    """
+
+    pieces: list[torch.Tensor]
+    used: torch.Tensor
+
+
+class GradientCopies:
+    """A bucket of gradients of one dtype: how to fill it, and how its result falls into this rank's pieces.
+
+    Args:
+        layout: of the gradients; a mark for each follows them.
+        dtype: of the bucket.
+        stored: dtypes of the parameters.
+        rank, device: this rank's.
+
+    Attributes:
+        ones: the marks of a rank that has all gradients.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        dtype: torch.dtype,
+        stored: Sequence[torch.dtype],
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        self._layout = layout
+        self._stored = stored
+        even = all(at.even and at.piece and at.dim == 0 for at in layout.params)
+        self._chunked = [dtype] * len(stored) if even else None  # dtypes of gradients that one operator can copy
+        self.ones = torch.ones(layout.world * len(stored), dtype=dtype, device=device)
+        # The result falls into what this rank holds of each parameter and the padding behind it, if there is any.
+        self._sizes: list[int] = []
+        self._own: list[int] = []  # which of them are the pieces
+        for at in layout.params:
+            own = at.rows_of(rank) * at.row
+            self._own.append(len(self._sizes))
+            self._sizes += [own, at.piece - own] if own < at.piece else [own]
+        self._sizes.append(len(stored))
+        # Tensors of the shapes that are not flat: `view_as` takes a third of the host's time of `view`.
+        shapes = [(index, at.local_shape(rank)) for index, at in enumerate(layout.params) if len(at.shape) != 1]
+        with plainly():
+            self._shaped = [(index, torch.empty(shape, device="meta")) for index, shape in shapes]
+
+    def fill(self, chunks: torch.Tensor, gradients: Gradients) -> None:
+        """`copy_gradients`, by one operator if it can."""
+        if self._chunked and list(map(getattr, gradients, repeat("dtype"), repeat(None))) == self._chunked:
+            chunk_cat([*gradients, self.ones], self._layout.world, chunks)  # type: ignore[list-item]  # none is None
+        else:
+            copy_gradients(chunks, gradients, self._layout)
+
+    def cut(self, out: torch.Tensor, others: Mapping[torch.dtype, torch.Tensor]) -> Parts:
+        """Cut a result; pieces of parameters that are stored in another dtype are cut from that of `others`."""
+        parts = list(torch.unsafe_split_with_sizes(out, self._sizes))  # the cheapest form of `split`
+        used = parts[-1]
+        pieces = parts[:-1] if len(self._own) == len(parts) - 1 else [parts[place] for place in self._own]
+        for dtype, converted in others.items():
+            parts = list(torch.unsafe_split_with_sizes(converted, self._sizes))
+            choices = zip(pieces, self._own, self._stored, strict=True)
+            pieces = [parts[place] if stored is dtype else piece for piece, place, stored in choices]
+        for index, shaped in self._shaped:
+            pieces[index] = pieces[index].view_as(shaped)
+        return Parts(pieces, used)
+
+
+# ---- a graph's operators
+
+
+def pack(shards: Sequence[torch.Tensor], layout: BucketLayout, rank: int, dtype: torch.dtype) -> torch.Tensor:
     """This rank's pieces, padded and cast, as its chunk of a bucket: (numel,)."""
     even = all(param.even for param in layout.params)
     chunk = (shards[0].new_empty if even else shards[0].new_zeros)(layout.numel, dtype=dtype)
-    places = [
-        chunk[at.offset : at.offset + shard.numel()].view(shard.shape)
-        for shard, at in zip(shards, layout.params, strict=True)
-    ]
-    torch._foreach_copy_(places, list(shards))
+    torch._foreach_copy_(own_pieces(chunk, layout, rank), list(shards))
     return chunk
 
 
@@ -80,18 +282,11 @@ def pack_gradients(
     Returns:
         (world, numel + len(params)).
     """
-    whole = all(at.even for at in layout.params) and all(g is not None for g in gradients)
     bucket = room_for_bucket(like, layout, dtype)
-    if not whole:
-        bucket.zero_()
-    pairs = []
-    for place, (gradient, mark, at) in enumerate(zip(gradients, used, layout.params, strict=True)):
-        if gradient is not None:
-            pairs += paired(bucket[:, at.offset : at.offset + at.piece], gradient, at)
-        column = bucket[:, layout.numel + place]
-        _ = column.copy_(mark.expand(layout.world)) if mark is not None else column.fill_(gradient is not None)
-    for piece, gradient in pairs:
-        piece.copy_(gradient)
+    copy_gradients(bucket, gradients, layout)
+    for column, mark in enumerate(used, layout.numel):
+        if mark is not None:
+            bucket[:, column] = mark
     return bucket
 
 
@@ -105,11 +300,7 @@ def unpack_pieces(
 ) -> list[torch.Tensor]:
     """This rank's pieces of reduced gradients in `dtypes`, without their padding; last the marks, (len(params),)."""
     out = room_for_pieces(chunk, layout, rank, dtypes)
-    for piece, at in zip(out, layout.params, strict=False):
-        full = (*at.shape[: at.dim], at.chunk, *at.shape[at.dim + 1 :])
-        padded = chunk[at.offset : at.offset + at.piece].view(full)
-        piece.copy_(padded.narrow(at.dim, 0, piece.shape[at.dim]))
-    out[-1].copy_(chunk[layout.numel :])
+    torch._foreach_copy_(out, [*own_pieces(chunk, layout, rank), chunk[layout.numel :]])
     return out
 
 

@@ -317,7 +317,7 @@ class Actions:
             return
         self._gathers_behind = following
         if use.reads > 1:
-            group.buckets[0].reads_left = use.reads // 2
+            group.buckets[0].call_after(use.reads // 2)
         else:
             self.catch_up()
 

@@ -68,7 +68,7 @@ class Budget:
     def _count_reads(self, groups: Iterable[ParamGroup], reads_left: int) -> None:
         for group in groups:
             for bucket in group.buckets:
-                bucket.reads_left = reads_left
+                bucket.call_after(reads_left)
 
     def yielding(self, staying: Container[ParamGroup]) -> list[ParamGroup]:
         """The groups whose weights may be given up, the first one first.

@@ -242,7 +242,7 @@ class Engine:
             self._count += 1
             forward = self._iterations.forward if made_in < 0 else 0
             use = Use(group, self._count, made_in, forward, self.under_hooks)
-            group.buckets[0].saved = 0
+            group.buckets[0].count_saved()
             self._open[group], made = use, (use, ())
             self._uses.add(use)
             if group.trains:
@@ -374,7 +374,7 @@ class Engine:
         if use.group.running and not self._depth:  # a recomputation that was stopped as soon as it had done enough
             use.group.forget_forwards()
         for bucket in use.group.buckets:
-            bucket.unedited = None
+            bucket.end_reads()
         self._do.end_use(use.group, now.next_group())
 
     def _end_backward(self, token: Token) -> None:

@@ -328,7 +328,11 @@ _define(
 )
 _define(
     "pack(Tensor[] shards, str key, int[] members, ScalarType dtype) -> Tensor",
-    {"CompositeExplicitAutograd": lambda shards, key, at, dtype: copies.pack(shards, _bucket(key, at), dtype)},
+    {
+        "CompositeExplicitAutograd": lambda shards, key, at, dtype: copies.pack(
+            shards, _bucket(key, at), _layouts[key].rank, dtype
+        )
+    },
     lambda shards, key, at, dtype: shards[0].new_empty(_bucket(key, at).numel, dtype=dtype),
 )
 _define(

@@ -12,7 +12,6 @@ is the shard's own and stays.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,22 +20,23 @@ import torch
 from torch import nn
 
 from .._comm.collectives import Transport
-from .._comm.lanes import Job, Lane, Steps
+from .._comm.copies import GatherCopies
+from .._comm.lanes import Job, Lane
 from .._comm.mesh import MeshInfo
 from .._errors import ShardConfigAssertionError, ShardConfigTypeAssertionError
 from .._memory.pool import BufferPool
-from .._memory.slots import Outside, Request, Slot
-from .._plan.layout import bucket_layout
+from .._memory.slots import Outside
+from .._plan.layout import bucket_layout, gather_layout
 from .._policies import MixedPrecisionPolicy
 from .._torch.core import plain_parts
 from .._torch.distributed import local_tensor
-from .bucket import LEAF_OF, Bucket, Leaves
+from .bucket import Bucket, Gatherer
+from .faces import LEAF_OF, Leaves
 from .param import ShardedParam
 
 if TYPE_CHECKING:
     from .group import ParamGroup
 
-_ALIGNMENT_BYTES = 16
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
@@ -206,40 +206,18 @@ class ExtensionBucket(Bucket):
         lane: Lane,
         policy: MixedPrecisionPolicy,
     ) -> None:
-        self.group = group
-        self.fqns = [p.fqn for p in params]
-        self.dtype = dtype
-        self.slot = None
-        self.shown: Sequence[torch.Tensor] = ()
-        self.here: Leaves | None = None
-        self.unedited: Sequence[torch.Tensor] | None = None
-        self.readable = self.edited = False
-        self.generation = self.saved = self.reads_left = self.gather_bytes = 0
+        super().__init__(params, dtype, group)
         self._members = [_Extended(p, dtype, info, policy) for p in params]
         self._info = info
         self._transport = transport
         self._pool = pool
         self._lane = lane
-        self._for_landing: tuple[int, Request] | None = None  # bytes, and what to ask the pool for
+        self._gatherers: dict[tuple[int, ...], Gatherer] = {}  # by the bytes of the inputs
         self._claims: list[Outside] = []
 
     @property
     def weights(self) -> list[torch.Tensor]:
         return [member.tensor for member in self._members]
-
-    def weights_for_use(self) -> list[torch.Tensor]:
-        return self.weights
-
-    def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
-        assert self.here is not None
-        self.shown, self.edited = outputs, self.here.are_edited()
-
-    def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
-        self.shown = ()  # views that others keep are of memory that is nobody else's
-
-    def leaves(self) -> list[nn.Parameter]:
-        assert self.here is not None
-        return self.here.params
 
     def start(self, after: torch.Event | None) -> Job[None]:
         if after is not None:  # what is sent is made here, of the parameters
@@ -249,39 +227,19 @@ class ExtensionBucket(Bucket):
                 self.generation += 1  # what was saved of the tensors before is gone
         inputs = [_bytes(tensor) for member in self._members for tensor in member.inputs]
         outputs = [_bytes(tensor) for member in self._members for tensor in member.outputs]
-        if self._transport is None:
-            return self._lane.start(_copied(inputs, outputs), (self._lane.mark(),), held=inputs)
-        starts, end = [], 0
-        for each in inputs:
-            starts.append(end)
-            end += -(-each.numel() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        landing = self._pool.lease_for(self._landing_of(end * self._info.shard_size))
-        steps = self._gathered(inputs, outputs, starts, end, landing)
-        done = functools.partial(self._pool.release, landing)
-        return self._lane.start(steps, (self._lane.mark(), *landing.free_after), inputs, done)
+        gatherer = self._gatherer_of(tuple([tensor.numel() for tensor in inputs]))
+        return gatherer.start_into(gatherer.copies.into(outputs), inputs, (self._lane.mark(),))
 
-    def _landing_of(self, nbytes: int) -> Request:
-        if self._for_landing is None or self._for_landing[0] != nbytes:
-            self._for_landing = nbytes, self._pool.request(f"landing {self.fqns[0]}", nbytes)
-        return self._for_landing[1]
-
-    def _gathered(
-        self,
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-        starts: list[int],
-        end: int,
-        landing: Slot,
-    ) -> Steps[None]:
-        assert self._transport is not None
-        bucket = landing.typed(torch.uint8, written=True)[: end * self._info.shard_size]
-        chunks = bucket.view(self._info.shard_size, end)
-        chunk = chunks[self._info.shard_rank]
-        for start, sent in zip(starts, inputs, strict=True):
-            chunk[start : start + sent.numel()].copy_(sent)
-        yield self._transport.all_gather([bucket], [chunk])
-        for start, sent, arrived in zip(starts, inputs, outputs, strict=True):
-            arrived.view(self._info.shard_size, sent.numel()).copy_(chunks[:, start : start + sent.numel()])
+    def _gatherer_of(self, sizes: tuple[int, ...]) -> Gatherer:
+        """What gathers so many bytes of each."""
+        if sizes not in self._gatherers:
+            info, route = self._info, None if self._transport is None else self._transport.route
+            shapes = [(info.shard_size * size,) for size in sizes]
+            layout = gather_layout(shapes, info.shard_size, 1, [0] * len(sizes), route)
+            copies = GatherCopies(layout, info.shard_rank, self._transport)
+            landing = self._pool.request(f"landing {self.fqns[0]}", layout.landing_bytes)
+            self._gatherers = {sizes: Gatherer(copies, torch.uint8, (landing, landing), self._pool, self._lane)}
+        return self._gatherers[sizes]
 
     def arrived(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -312,11 +270,3 @@ class ExtensionBucket(Bucket):
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def _copied(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> Steps[None]:
-    """One rank alone: what it sends arrives."""
-    for sent, arrived in zip(inputs, outputs, strict=True):
-        arrived.copy_(sent)
-    return
-    yield

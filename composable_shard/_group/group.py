@@ -368,7 +368,7 @@ class ParamGroup:
     def stepped(self) -> None:
         """An optimizer or a load is about to change the sharded parameters."""
         for bucket in self.buckets:
-            bucket.generation += 1
+            bucket.note_change()
 
     def rebuild(self, transports: Transports | None = None) -> None:
         """Take notice of parameters whose dtype or device has changed, or of new transports; only while sharded."""

@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .._errors import ShardConfigStateError
 from .._torch.core import never_trace
-from .bucket import LEAF_OF
+from .faces import LEAF_OF
 from .param import SHARDED_IN
 
 

@@ -5,49 +5,28 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .._comm.collectives import Transports
-from .._comm.copies import paired
+from .._comm.copies import GradientCopies, Parts
 from .._comm.lanes import Job, Lane, Steps
 from .._comm.mesh import MeshInfo
 from .._memory.pool import BufferPool
 from .._memory.slots import Slot
-from .._plan.layout import ParamLayout, reduce_layout
+from .._plan.layout import reduce_layout
 from .._policies import AllReduceHook, Comms, Options, division
-from .._torch.core import chunk_cat, has_memory, plainly
+from .._torch.core import has_memory, plainly
 from .accumulation import Partial
 from .param import ShardedParam
-
-
-class _Member(NamedTuple):
-    """A parameter of a bucket of gradients: how to copy one in, and which part of the result is this rank's."""
-
-    layout: ParamLayout
-    shape: tuple[int, ...]
-    stored: torch.dtype
-
-
-class Parts(NamedTuple):
-    """The result of a reduction, cut.
-
-    Attributes:
-        pieces: this rank's piece of each member's gradient, in the dtype in which the parameter is stored.
-        used: one element a member, on the device: positive if any rank had a gradient for it.
-    """
-
-    pieces: list[torch.Tensor]
-    used: torch.Tensor
 
 
 class Reduced:
     """The result of a reduction, which is cut when somebody looks: many in a row take half the time of each alone.
 
     Args:
-        bucket: whose result it is.
+        copies: that cut it.
         out: this rank's part of the sum.
         divisor: what is still to divide it by.
         others: the same in other dtypes in which members are stored.
@@ -56,16 +35,16 @@ class Reduced:
         is_uncut: whether nobody has looked.
     """
 
-    __slots__ = ("_bucket", "_divisor", "_others", "_out", "_parts", "is_uncut")
+    __slots__ = ("_copies", "_divisor", "_others", "_out", "_parts", "is_uncut")
 
     def __init__(
         self,
-        bucket: ReduceBucket,
+        copies: GradientCopies,
         out: torch.Tensor,
         divisor: torch.Tensor | None = None,
         others: Mapping[torch.dtype, torch.Tensor] | None = None,
     ) -> None:
-        self._bucket = bucket
+        self._copies = copies
         self._out: torch.Tensor | None = out
         self._divisor = divisor
         self._others = others
@@ -78,7 +57,7 @@ class Reduced:
             assert self._out is not None
             if self._divisor is not None:
                 torch.div(self._out, self._divisor, out=self._out)  # two thirds of the host's time of `div_`
-            self._parts = self._bucket.cut(self._out, self._others or {})
+            self._parts = self._copies.cut(self._out, self._others or {})
             self._out = self._others = None
             self.is_uncut = False
         return self._parts
@@ -98,6 +77,11 @@ def _on_stream(comms: Comms) -> AllReduceHook | None:
         ours.wait_stream(stream)
 
     return call
+
+
+def _divisor(factor: float) -> torch.Tensor | None:
+    """A tensor of no dims, on the CPU, divides to the same bits as a number does, at a quarter of the host's time."""
+    return torch.tensor(factor, dtype=torch.float64) if factor != 1 else None
 
 
 class ReduceBucket:
@@ -122,33 +106,18 @@ class ReduceBucket:
     ) -> None:
         self.dtype = dtype
         self._shard, self._replicate = transports.reduce, transports.replicate
-        self._set_division(info, options)
+        sizes = ((self._shard, info.shard_size), (self._replicate, info.replicate_size))
+        axes = [(size, transport.averages) for transport, size in sizes if transport is not None]
+        self._mean, before, after = division(options.divide_factor, options.only_sums, dtype, axes)
+        self._divide_before, self._divide_after = _divisor(before), _divisor(after)
         shapes, dims = [p.shape for _, p in members], [p.dim for _, p in members]
         route = None if self._shard is None else self._shard.route
         self._layout = layout = reduce_layout(shapes, info.shard_size, dtype.itemsize, dims, route, slots)
         self.indices = [index for index, _ in members]
         self._first = self.indices == list(range(len(members)))
-        self._dtypes = [dtype] * len(members)
-        self._even = all(p.even and p.piece and p.dim == 0 for p in layout.result.params)
-        self._members = [
-            _Member(at, at.local_shape(info.shard_rank), param.dtype)
-            for (_, param), at in zip(members, layout.result.params, strict=True)
-        ]
-        # The result falls into what this rank holds of each member and the padding behind it, if there is any.
-        self._sizes: list[int] = []
-        self._own: list[int] = []  # which of them are the members'
-        for at in layout.result.params:
-            own = at.rows_of(info.shard_rank) * at.row
-            self._own.append(len(self._sizes))
-            self._sizes += [own, at.piece - own] if own < at.piece else [own]
-        self._sizes.append(len(members))
-        # Tensors of the shapes that are not flat: `view_as` takes a third of the host's time of `view`.
-        whole = [(place, m.shape) for place, m in enumerate(self._members) if len(m.shape) != 1]
-        with plainly():
-            self._shaped = [(place, torch.empty(shape, device="meta")) for place, shape in whole]
-        self._ones = torch.ones(info.shard_size * len(members), dtype=dtype, device=info.device)
-        self._others = {m.stored for m in self._members} - {dtype}
-        self._world = info.shard_size
+        stored = [param.dtype for _, param in members]
+        self._copies = GradientCopies(layout.result, dtype, stored, info.shard_rank, info.device)
+        self._others = {*stored} - {dtype}
         self._hook = _on_stream(options.comms)
         # Then a collective is all there is to a reduction, and the rest is done when its result is cut: by the host,
         # in one loop over many. On an accelerator the lane divides, beside what is computed.
@@ -160,19 +129,8 @@ class ReduceBucket:
         if layout.scratch:
             self.requests.append(pool.request(f"scratch {name}", layout.scratch * dtype.itemsize))
         self.nbytes = sum(request.nbytes for request in self.requests)
-        self._pool = pool
-        self._lane = lane
-        self._info = info
-        self._offloads = info.offloads
+        self._pool, self._lane, self._info = pool, lane, info
         self._seen: dict[Slot, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def _set_division(self, info: MeshInfo, options: Options) -> None:
-        sizes = ((self._shard, info.shard_size), (self._replicate, info.replicate_size))
-        axes = [(size, transport.averages) for transport, size in sizes if transport is not None]
-        self._mean, before, after = division(options.divide_factor, options.only_sums, self.dtype, axes)
-        # A tensor of no dims, on the CPU, divides to the same bits as a number does, at a quarter of the host's time.
-        self._divide_before = torch.tensor(before, dtype=torch.float64) if before != 1 else None
-        self._divide_after = torch.tensor(after, dtype=torch.float64) if after != 1 else None
 
     def chosen(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Of the gradients of a group, those of the members."""
@@ -191,10 +149,10 @@ class ReduceBucket:
             whole: on a mesh of replicas, finish; else stop after the reduce-scatter.
         """
         # What outlives the step as `.grad` is allocated here, on the stream that will read it.
-        numel = self._layout.numel
-        out = self._ones.new_empty(numel)
-        others = {d: self._ones.new_empty(numel, dtype=d) for d in self._others} if self._others else {}
-        slots = [self._pool.lease_for(request) for request in self.requests]
+        numel, like = self._layout.numel, self._copies.ones
+        out = like.new_empty(numel)
+        others = {d: like.new_empty(numel, dtype=d) for d in self._others} if self._others else {}
+        slots = list(map(self._pool.lease_for, self.requests))
         try:
             # Packed here, too: then nobody has to hold autograd's gradients until the collective is done.
             if torch.is_grad_enabled():
@@ -205,10 +163,11 @@ class ReduceBucket:
             after = [self._lane.mark()]
             for slot in slots[1:]:
                 after += slot.free_after
-            when_done = functools.partial(self._pool.release_all, slots)
+            pool, bind = self._pool, functools.partial
+            when_done = bind(pool.release, slots[0]) if len(slots) == 1 else bind(pool.release_all, slots)
             if self._is_launched and whole and not partial:
                 assert self._shard is not None
-                result = Reduced(self, out, self._divide_after)
+                result = Reduced(self._copies, out, self._divide_after)
                 return self._lane.launch(
                     self._shard.reduce_scatter, self._scattered(out, slots), after, result, when_done
                 )
@@ -226,7 +185,7 @@ class ReduceBucket:
             for event in slots[0].free_after:
                 event.wait()
             bucket, chunks = self._views_of(slots[0])
-        self._copy_in(gradients, chunks)
+        self._copies.fill(chunks, gradients)
         if self._divide_before is not None:
             torch.div(bucket, self._divide_before, out=bucket)
 
@@ -243,7 +202,7 @@ class ReduceBucket:
         if partial:
             self._add(partial, out)
         if not whole:
-            return Reduced(self, out)
+            return Reduced(self._copies, out)
         if self._replicate is not None:
             yield self._replicate.all_reduce(out, self._mean and self._replicate.averages)
         if self._divide_after is not None:
@@ -253,7 +212,7 @@ class ReduceBucket:
         for converted in others.values():
             converted.copy_(out)
         theirs = {dtype: self._at_home(t) for dtype, t in others.items()}
-        done = Reduced(self, self._at_home(out), others=theirs)
+        done = Reduced(self._copies, self._at_home(out), others=theirs)
         if others:
             done.parts()  # whoever takes the pieces alone lets `out` go
         return done
@@ -262,10 +221,10 @@ class ReduceBucket:
         """What the reduce-scatter is given."""
         assert self._shard is not None
         scratch = self._scratch_in(slots[1]) if len(slots) > 1 else None
-        return out, self._views_of(slots[0])[0], scratch, self._mean and self._shard.averages
+        return out, self._seen[slots[0]][0], scratch, self._mean and self._shard.averages
 
     def _add(self, partial: Partial, out: torch.Tensor) -> None:
-        now = self.cut(out, {})
+        now = self._copies.cut(out, {})
         for place, index in enumerate(self.indices):
             if index in partial:
                 piece, used = partial[index]
@@ -274,55 +233,24 @@ class ReduceBucket:
 
     def _at_home(self, out: torch.Tensor) -> torch.Tensor:
         """The result where shards are kept; whoever finishes the job waits for the copy."""
-        if not self._offloads:
+        if not self._info.offloads:
             return out
         home = torch.empty(out.shape, dtype=out.dtype, device=self._info.home, pin_memory=self._info.pins)
         return home.copy_(out, non_blocking=self._info.pins)
-
-    def cut(self, out: torch.Tensor, others: Mapping[torch.dtype, torch.Tensor]) -> Parts:
-        """Cut a result; members that are stored in another dtype are cut from that of `others`."""
-        parts = list(torch.unsafe_split_with_sizes(out, self._sizes))  # the cheapest form of `split`
-        used = parts[-1]
-        found = parts[:-1] if len(self._own) == len(parts) - 1 else [parts[at] for at in self._own]
-        for dtype, converted in others.items():
-            parts = list(torch.unsafe_split_with_sizes(converted, self._sizes))
-            ours = zip(found, self._own, self._members, strict=True)
-            found = [parts[at] if m.stored is dtype else piece for piece, at, m in ours]
-        for place, shaped in self._shaped:
-            found[place] = found[place].view_as(shaped)
-        return Parts(found, used)
 
     def _views_of(self, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
         """A slot as the bucket, flat and as (world, chunk)."""
         views = self._seen.get(slot)
         if views is None:
             with plainly():
-                numel = self._world * self._layout.numel
-                flat = slot.typed(self.dtype, written=True)[:numel]
-                views = self._seen[slot] = (flat, flat.view(self._world, -1))
+                world = self._layout.result.world
+                flat = slot.typed(self.dtype, written=True)[: world * self._layout.numel]
+                views = self._seen[slot] = (flat, flat.view(world, -1))
         return views
 
     def _scratch_in(self, slot: Slot) -> torch.Tensor:
         with torch.inference_mode(False), torch.no_grad():
             return slot.typed(self.dtype, written=True)[: self._layout.scratch]
-
-    def _copy_in(self, gradients: Sequence[torch.Tensor | None], chunks: torch.Tensor) -> None:
-        """Fill the bucket, (world, chunk): the pieces of each gradient, then a 1 for each that exists on this rank."""
-        if self._even and list(map(getattr, gradients, repeat("dtype"), repeat(None))) == self._dtypes:
-            chunk_cat([*gradients, self._ones], self._world, chunks)  # type: ignore[list-item]  # none is None
-            return
-        marks = chunks[:, -len(gradients) :].fill_(1)
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for at, (member, gradient) in enumerate(zip(self._members, gradients, strict=True)):
-            place = chunks[:, member.layout.offset : member.layout.offset + member.layout.piece]
-            if gradient is None:
-                marks[:, at].zero_()
-                place.zero_()
-            else:
-                pairs += paired(place, gradient, member.layout)
-        if pairs:
-            to, frm = zip(*pairs, strict=True)
-            torch._foreach_copy_(to, frm)
 
 
 @dataclass

@@ -6,21 +6,19 @@ say) and not within all.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._comm.collectives import Transport
-from .._comm.copies import paired
-from .._comm.lanes import Job, Lane, Steps
+from .._comm.copies import GatherCopies, own_pieces
+from .._comm.lanes import Job, Lane
 from .._comm.mesh import MeshInfo
 from .._memory.pool import BufferPool
 from .._memory.slots import Slot
-from .._plan.layout import bucket_layout
+from .._plan.layout import GatherLayout, bucket_layout
 from .._torch.core import plainly
-from .bucket import GatherBucket
+from .bucket import GatherBucket, Gatherer
 from .param import ShardedParam
 
 
@@ -47,14 +45,17 @@ class Resident:
     ) -> None:
         self._bucket = bucket
         self._info = info
-        self._transport = transport
         self._pool = pool
         self._lane = lane
         shapes, dims = [p.shape for p in bucket.params], [p.dim for p in bucket.params]
-        self._layout = bucket_layout(shapes, info.shard_size, bucket.dtype.itemsize, dims)
+        self._layout = layout = bucket_layout(shapes, info.shard_size, bucket.dtype.itemsize, dims)
         itemsize, name = bucket.dtype.itemsize, bucket.fqns[0]
-        self.for_pieces = pool.request(f"pieces {name}", self._layout.numel * itemsize)
-        self.for_landing = pool.request(f"landing {name}", self._layout.total * itemsize)
+        self.for_pieces = pool.request(f"pieces {name}", layout.numel * itemsize)
+        self.for_landing = landing = pool.request(f"landing {name}", layout.total * itemsize)
+        # The pieces of a few ranks need no more room than those of all, of which their number is a divisor.
+        together = GatherLayout(layout, (), tuple(range(len(shapes))), layout, 0, landing.nbytes)
+        copies = GatherCopies(together, info.shard_rank, transport)
+        self._gatherer = Gatherer(copies, bucket.dtype, (landing, landing), pool, lane, bucket.begins)
         self._slot: Slot | None = None
         self._kept_at: torch.Event | None = None
         self._shown: dict[Slot, list[nn.Parameter]] = {}
@@ -67,18 +68,12 @@ class Resident:
         with torch.no_grad():
             mine = zip(self._pieces(slot, written=True), self._bucket.weights, self._layout.params, strict=True)
             for piece, weight, at in mine:
-                rows = at.rows_of(self._info.shard_rank)
                 first = min(self._info.shard_rank * at.chunk, at.shape[at.dim])
-                piece.copy_(weight.narrow(at.dim, first, rows))
+                piece.copy_(weight.narrow(at.dim, first, at.rows_of(self._info.shard_rank)))
         self._kept_at = self._lane.mark()
 
     def _pieces(self, slot: Slot, written: bool = False) -> list[torch.Tensor]:
-        flat = slot.typed(self._bucket.dtype, written)
-        shapes = [at.local_shape(self._info.shard_rank) for at in self._layout.params]
-        return [
-            flat[at.offset : at.offset + at.rows_of(self._info.shard_rank) * at.row].view(shape)
-            for at, shape in zip(self._layout.params, shapes, strict=True)
-        ]
+        return own_pieces(slot.typed(self._bucket.dtype, written), self._layout, self._info.shard_rank)
 
     def shown(self) -> list[nn.Parameter]:
         """The pieces as DTensor parameters on the mesh of the few ranks, for modules between forward and backward."""
@@ -105,33 +100,13 @@ class Resident:
         """Begin to gather the weights into a slot of the bucket."""
         assert self._slot is not None
         slot = self._bucket.open()
-        landing = self._pool.lease_for(self.for_landing)
-        after = (self._kept_at, *slot.free_after, *landing.free_after)
-        return self._lane.start(self._steps(slot, landing), after, None, functools.partial(self._gathered, landing))
-
-    def _steps(self, slot: Slot, landing: Slot) -> Steps[None]:
-        assert self._slot is not None
-        layout, dtype = self._layout, self._bucket.dtype
-        flat = landing.typed(dtype, written=True)[: layout.total]
-        chunks = flat.view(layout.world, layout.numel)
-        chunk = chunks[self._info.shard_rank].copy_(self._slot.typed(dtype)[: layout.numel])
-        yield self._transport.all_gather([flat], [chunk])
-        pairs = [
-            pair
-            for whole, at in zip(self._bucket.wholes_in(slot), layout.params, strict=True)
-            for pair in paired(chunks[:, at.offset : at.offset + at.piece], whole, at)
-        ]
-        torch._foreach_copy_([whole for _, whole in pairs], [piece for piece, _ in pairs])
-
-    def _gathered(self, landing: Slot, after: torch.Event | None) -> None:
-        self._pool.release(landing, after)
-        self._release(after)
+        after = (self._kept_at, *slot.free_after)
+        job = self._gatherer.start(slot, self._pieces(self._slot), after, read=[self._slot])
+        self._slot = None
+        return job
 
     def release(self) -> None:
         """Keep the pieces no longer."""
-        self._release(self._lane.mark())
-
-    def _release(self, after: torch.Event | None) -> None:
         if self._slot is not None:
-            self._pool.release(self._slot, after)
+            self._pool.release(self._slot, self._lane.mark())
             self._slot = None

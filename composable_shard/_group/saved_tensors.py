@@ -58,23 +58,12 @@ class WeightOwner(Protocol):
 class Handle(NamedTuple):
     """A saved view of a weight."""
 
-    bucket: GatherBucket
-    place: Place
+    bucket: Bucket
+    place: Place | tuple[torch.Tensor, int]  # in memory that is not the pool's: a view, and of which weight
     owner: WeightOwner | None  # who makes them readable
     keeper: object  # dies with the last handle of its use
     generation: int  # of the weights
     shown: Sequence[torch.Tensor]  # in which the forward found them
-
-
-class Kept(NamedTuple):
-    """A saved view of a weight in memory that is not the pool's: the view is kept, and its memory comes back."""
-
-    bucket: Bucket
-    view: tuple[torch.Tensor, int]  # and which weight it is a view of
-    owner: WeightOwner | None
-    keeper: object
-    generation: int
-    shown: Sequence[torch.Tensor]
 
 
 _Tensor, _data_ptr, _is_grad_enabled = torch.Tensor, torch.Tensor.data_ptr, torch.is_grad_enabled
@@ -208,13 +197,13 @@ class _Hooks:
             if (version or bucket.edited) and bucket.was_edited(slot.index, version):
                 return _copied(tensor)
             kept = tensor.detach(), slot.index
-            return Kept(bucket, kept, self.owner(), keeper, bucket.generation, bucket.shown)
-        if bucket.dtype.is_complex and (tensor.is_conj() or tensor.is_neg()):
+            return Handle(bucket, kept, self.owner(), keeper, bucket.generation, bucket.shown)
+        if bucket.is_complex and (tensor.is_conj() or tensor.is_neg()):
             return _copied(tensor)  # a handle has no word for a lazy conjugate
         place = self._pool.places[tensor.dtype, address - slot.begin, tensor.shape, tensor.stride()]
         if (version or bucket.edited) and bucket.was_edited(bucket.members[place], version):
             return _copied(tensor)
-        bucket.saved += 1
+        bucket.note_saved()
         return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation, bucket.shown))
 
     def _flattened(self, tensor: Any, version: int) -> Any:
@@ -239,7 +228,7 @@ def _copied(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     return copy, copy._version
 
 
-def _weight(handle: Handle | Kept) -> torch.Tensor:
+def _weight(handle: Handle) -> torch.Tensor:
     """The weight that a handle stands for, gathered again if need be."""
     bucket, place, owner, _, generation, shown = handle
     if generation != bucket.generation:
@@ -254,10 +243,8 @@ def _weight(handle: Handle | Kept) -> torch.Tensor:
         member = bucket.members[place] if type(bucket) is GatherBucket else place[1]  # type: ignore[index]
         if member in bucket.find_edited(shown):
             raise _edited(bucket.fqns[member])
-    if bucket.reads_left:
-        bucket.reads_left -= 1
-        if not bucket.reads_left and owner is not None:
-            owner.halfway()
+    if bucket.reads_left and bucket.note_read() and owner is not None:
+        owner.halfway()
     view: torch.Tensor = bucket.slot.views[place] if type(place) is Place else place[0]  # type: ignore[union-attr, index]
     # With grad mode on (create_graph) autograd saves what it gets here once more, and then past these hooks.
     return view.clone() if _is_grad_enabled() else view
@@ -269,7 +256,7 @@ def _kept(part: Any) -> Any:
 
 def _restored(packed: Any) -> torch.Tensor:
     """A tensor of a subclass, or one of its inner tensors."""
-    if isinstance(packed, Handle | Kept):
+    if isinstance(packed, Handle):
         return _weight(packed)
     if isinstance(packed, _Flattened):
         inner = {name: _restored(found) for name, found in packed.inner.items()}

@@ -190,6 +190,17 @@ class BufferPool:
             self._free.setdefault(slot.nbytes, []).append(slot)
         slot.request = slot.owner = None
 
+    def suspend(self, slot: Slot, after: torch.Event | None, lent: bool) -> None:
+        """Let nobody read weights from a slot that stays leased, since users keep views of it (`lent`) or by choice."""
+        slot.owner, slot.lent = None, lent
+        slot.free_after = () if after is None else (after,)
+        self.lent_bytes += slot.nbytes if lent else 0
+
+    def resume(self, slot: Slot, owner: weakref.ref[Any] | None = None) -> None:
+        """Lease it anew, as `lease_for` does."""
+        self.lent_bytes -= slot.nbytes if slot.lent else 0
+        slot.owner, slot.lent = owner, False
+
     def release_all(self, slots: Sequence[Slot], after: torch.Event | None) -> None:
         """`release` each of these."""
         for slot in slots:

@@ -83,6 +83,7 @@ class Slot:
         views: of it, by place.
         request: what it is leased for now; None while it is free.
         owner: who reads weights from it now, weakly; None while it is free or only carries communication.
+        lent: whether it stays leased only because users keep views of it.
         free_after: the events behind the last uses; whoever writes next waits for them.
         rivals: other slots of an arena that lie, in part, in the same memory.
         reach: the end of the one of them, or of this slot, that ends last.
@@ -96,6 +97,7 @@ class Slot:
         "begin",
         "end",
         "free_after",
+        "lent",
         "nbytes",
         "owner",
         "reach",
@@ -114,6 +116,7 @@ class Slot:
         self.end = self.reach = self.begin + self.nbytes
         self.request: Request | None = None
         self.owner: weakref.ref[Any] | None = None
+        self.lent = False
         self.free_after = free_after
         self.rivals: tuple[Slot, ...] = ()
         self.resizes = resizes

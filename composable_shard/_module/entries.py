@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from .._errors import ShardConfigStateError, ShardConfigValueError
-from .._group.bucket import LEAF_OF
+from .._group.faces import LEAF_OF
 from .._group.param import ShardedParam, is_sharded_parameter, run_all
 from .._torch.core import has_post_accumulate_hooks
 

@@ -89,6 +89,11 @@ class BucketLayout:
         """Elements of the whole bucket, all ranks."""
         return self.world * self.numel
 
+    @property
+    def begins(self) -> list[int]:
+        """Where each parameter begins in memory that has the pieces of all ranks one after the other."""
+        return [self.world * param.offset for param in self.params]
+
 
 def bucket_layout(
     shapes: Sequence[tuple[int, ...]], world: int, itemsize: int | None = None, dims: Sequence[int] | None = None

@@ -103,7 +103,7 @@ def test_the_memory_of_the_pool_is_given_back_at_once(rank, world, conversion):
     CONVERSIONS[conversion](models["ours"])
     assert engine.pool.held_bytes == 0
     buckets = [bucket for group in engine.groups for bucket in group.buckets]
-    assert not any(found for bucket in buckets for found in (bucket._seen, bucket._faces, bucket._leaves)), (
+    assert not any(bucket._gatherer._seen or bucket._faces._of or bucket._faces.leaves for bucket in buckets), (
         "views of it"
     )
 
