@@ -415,4 +415,4 @@ class Actions:
         if self.pool.wants_arena and all(group.phase is SHARDED for group in self.groups):
             for group in self.groups:
                 group.leave_slots()
-                self.pool.make_arena()
+            self.pool.make_arena()
