@@ -24,7 +24,7 @@ from .._errors import ShardConfigStateError, ShardConfigValueError
 from .._graph.traced import TracedGroup
 from .._group.group import ParamGroup
 from .._group.param import ShardedParam
-from .._plan.layout import bucket_layout
+from .._plan.layout import piece_numel
 from .._plan.plan import ShardPlan
 from .._policies import PoolPolicy, PrefetchPolicy, Settings
 from .._torch.core import (
@@ -64,9 +64,7 @@ class Declaration:
     def piece_bytes(self) -> list[int]:
         """Bytes of what a rank sends of each parameter, padding included."""
         options, world = self.settings.current, self.info.shard_size
-        layouts = [bucket_layout([p.shape], world, dims=[p.dim]).params[0] for p in self.params]
-        dtypes = [p.compute_dtype(options) for p in self.params]
-        return [at.piece * dtype.itemsize for at, dtype in zip(layouts, dtypes, strict=True)]
+        return [piece_numel(p.shape, world, p.dim) * p.compute_dtype(options).itemsize for p in self.params]
 
     def transports(self, made: TransportCache) -> Transports:
         """What moves its parameters and gradients now."""

@@ -17,17 +17,25 @@ import torch
 from .._errors import ShardConfigValueError
 
 T = TypeVar("T")
+_AS_THEY_ARE = frozenset({int, float, str, bool, types.NoneType})
 
 
 def encode(value: Any) -> Any:
     """What JSON can hold of `value`."""
+    kind = type(value)
+    if kind in _AS_THEY_ARE:  # most values of a plan with thousands of parameters
+        return value
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, tuple):
         return [encode(each) for each in value]
-    if dataclasses.is_dataclass(value):
-        return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    return value
+    return {name: encode(getattr(value, name)) for name in _names(kind)} if _names(kind) else value
+
+
+@functools.cache
+def _names(kind: type) -> tuple[str, ...]:
+    """The fields of a dataclass; nothing of other classes."""
+    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
 
 
 def decode(kind: type[T], data: Any, where: str) -> T:

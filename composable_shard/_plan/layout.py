@@ -95,6 +95,11 @@ class BucketLayout:
         return [self.world * param.offset for param in self.params]
 
 
+def piece_numel(shape: tuple[int, ...], world: int, dim: int) -> int:
+    """Elements of one padded piece of a parameter that is cut along `dim`."""
+    return -(-shape[dim] // world) * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
+
+
 def bucket_layout(
     shapes: Sequence[tuple[int, ...]], world: int, itemsize: int | None = None, dims: Sequence[int] | None = None
 ) -> BucketLayout:
