@@ -29,11 +29,12 @@ def encode(value: Any) -> Any:
         return str(value).removeprefix("torch.")
     if isinstance(value, tuple):
         return [encode(each) for each in value]
-    return {name: encode(getattr(value, name)) for name in _names(kind)} if _names(kind) else value
+    names = _names(typing.cast(typing.Hashable, kind))
+    return {name: encode(getattr(value, name)) for name in names} if names else value
 
 
 @functools.cache
-def _names(kind: type) -> tuple[str, ...]:
+def _names(kind: Any) -> tuple[str, ...]:
     """The fields of a dataclass; nothing of other classes."""
     return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
 
