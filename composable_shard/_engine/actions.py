@@ -120,13 +120,13 @@ class Actions:
     def prefetch(self, groups: Sequence[ParamGroup]) -> None:
         """Gather these ahead, as far as the budget allows: a step may be another than the planned one."""
         for group in groups:
-            if group.away and not (self.order.budget is not None and self.budget.exceeded_by(gathering(group))):
+            if group.away and not (self.order.forward.budget is not None and self.budget.exceeded_by(gathering(group))):
                 self.ahead(group)
 
     def need(self, group: ParamGroup) -> None:
         """Make the weights of a group readable."""
         if group.away:
-            if self.order.budget is not None:
+            if self.order.forward.budget is not None:
                 self._make_room(gathering(group))
             self.ahead(group)
         if group.phase is GATHERING:
@@ -246,7 +246,7 @@ class Actions:
             most = min(planned, allowed) if planned and allowed else planned or allowed or MAX_REDUCTIONS
             while len(self._reductions) >= most:
                 self._settle_oldest()
-        if self.order.budget is not None:
+        if self.order.forward.budget is not None:
             self._make_room(group.reduce_bytes)
         self._start_reduce(group, gradients)
         if self.watch is not None and self.watch.serial:
@@ -265,7 +265,7 @@ class Actions:
     def reduce_now(self, group: ParamGroup, gradients: Gradients) -> dict[int, torch.Tensor]:
         """Reduce and wait; returns this rank's piece of each gradient, by index, and sets no `.grad`."""
         self.settle()
-        if self.order.budget is not None:
+        if self.order.forward.budget is not None:
             self._make_room(group.reduce_bytes)
         self._start_reduce(group, gradients)
         return self._finish_oldest()[1].pieces()

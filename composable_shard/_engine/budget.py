@@ -33,7 +33,7 @@ class Budget:
 
     def exceeded_by(self, nbytes: int) -> bool:
         """Whether so many bytes more do not fit."""
-        most = self._order.budget
+        most = self._order.forward.budget
         return most is not None and self._pool.issued_bytes + nbytes > most
 
     def begin_backward(self) -> None:
@@ -41,7 +41,7 @@ class Budget:
 
         They may until they are read, of which the first handle tells: its bucket counts reads down from here on.
         """
-        if self._order.budget is not None:
+        if self._order.forward.budget is not None:
             self.unread = {group for group in self._groups if group.phase is UNSHARDED}
             self._count_reads(self.unread, 1)
 
@@ -51,7 +51,7 @@ class Budget:
         Not where a group is gathered when they are, or where ranks that do not use it gather it as others reach it.
         """
         options = group.options
-        return self._order.budget is not None and options.unshard_in_backward and not options.reduce_unused
+        return self._order.forward.budget is not None and options.unshard_in_backward and not options.reduce_unused
 
     def reached(self, group: ParamGroup) -> None:
         """Backward has reached a use of a group, perhaps on other ranks only: its weights stay, if they are there."""

@@ -217,9 +217,8 @@ class Engine:
         Such are recomputations by a checkpoint around `super().__call__`, which end by an exception that no hook sees.
         """
         for group in self.groups:
-            if group.running:
-                group.forget_forwards()
-                self._end_forward_of(group)
+            while group.running:
+                self.after_forward(group)
 
     def before_forward(self, group: ParamGroup) -> tuple[Use, Outputs] | None:
         """Show the unsharded parameters to a module that is about to run; returns its use, if backward may follow."""
@@ -261,10 +260,8 @@ class Engine:
 
     def after_forward(self, group: ParamGroup, copied: Sequence[torch.Tensor] = ()) -> None:
         """A module has run, or failed; views of weights in its outputs were copied and will be dropped."""
-        if group.end_forward():
-            self._end_forward_of(group, copied)
-
-    def _end_forward_of(self, group: ParamGroup, copied: Sequence[torch.Tensor] = ()) -> None:
+        if not group.end_forward():
+            return
         ended = self._open.pop(group, None)
         if ended is not None:
             ended.end_forward(self._count, group.buckets[0].saved)

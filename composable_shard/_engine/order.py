@@ -32,6 +32,7 @@ class PhaseSchedule:
         in_flight: groups whose reduction is issued with another number of them in flight.
         reduces_first: whether reductions are waited for before backward gathers, whatever the groups say.
         stays_for_next: whether weights stay for the next backward of their group, where that follows at once.
+        budget: the most bytes that may be leased at once; None for no bound.
     """
 
     order: tuple[str, ...]
@@ -42,6 +43,7 @@ class PhaseSchedule:
     in_flight: Mapping[ParamGroup, int] = field(default_factory=dict)
     reduces_first: bool = False
     stays_for_next: bool = True
+    budget: int | None = None
 
     def reshards(self, group: ParamGroup) -> bool:
         """Whether a group gives its unsharded parameters up behind forward."""
@@ -86,11 +88,6 @@ class Order:
         self._pool = pool
         self._next = 0  # index in the order of the forward that should begin next
         self.follow(plan)
-
-    @property
-    def budget(self) -> int | None:
-        """The most bytes that may be leased at once; None for no bound."""
-        return self.plan.pool.budget
 
     def follow(self, plan: ShardPlan) -> None:
         """Take up a plan of the same groups; what is gathered or kept already stays as it is.
@@ -140,7 +137,7 @@ class Order:
 
         forward = [ahead(Kind.FORWARD, fqn) for fqn in plan.order]
         if schedule is None:
-            return PhaseSchedule(plan.order, forward)
+            return PhaseSchedule(plan.order, forward, budget=plan.pool.budget)
         return PhaseSchedule(
             plan.order,
             forward,
@@ -150,6 +147,7 @@ class Order:
             {named[fqn]: number for fqn, number in schedule.in_flight},
             schedule.reduces_first,
             schedule.stays_for_next,
+            plan.pool.budget,
         )
 
     def described(self) -> ShardPlan:

@@ -70,6 +70,7 @@ class ParamGroup:
         params: its parameters, tied ones once.
         is_root: whether it is the root's own group.
         phase: where the weights are; only the group itself changes it.
+        away: whether by that they must be gathered before they can be read, and no gather was issued.
         grad_phase: where the gradients are; likewise.
         running, used_in: forwards of its modules that have begun and not ended; the root's last one with a node of its.
         shards: the sharded parameters themselves.
@@ -87,7 +88,7 @@ class ParamGroup:
 
     __slots__ = (
         "__weakref__", "_gathers", "_in_flight", "_info", "_kept", "_members", "_offloads", "_on_nodes", "_runtime",
-        "_small", "_streams", "_transports", "_versions", "buckets", "companions", "entries", "extended", "fqn",
+        "_small", "_streams", "_transports", "_versions", "away", "buckets", "companions", "entries", "extended", "fqn",
         "gather_bytes", "grad_phase", "handles_seen", "hooks_taken", "is_root", "params", "phase", "pinned", "reduces",
         "residents", "running", "settings", "shards", "used_in", "was_gathered", "weight_bytes", "wraps",
     )  # fmt: skip
@@ -116,7 +117,7 @@ class ParamGroup:
         self.settings = settings
         self._transports = transports
         self._runtime, self._streams = runtime, runtime.gather_lane.streams
-        self.phase = SHARDED
+        self.phase, self.away = SHARDED, True
         self.grad_phase = GradPhase.NONE
         self._gathers: list[tuple[Bucket, Job[None]]] = []
         self._in_flight = 0
@@ -190,11 +191,6 @@ class ParamGroup:
         return self.settings.current.reshards(self.is_root)
 
     @property
-    def away(self) -> bool:
-        """Whether the weights must be gathered before they can be read, and no gather was issued."""
-        return self.phase is SHARDED or self.phase is RESIDENT
-
-    @property
     def reduces_first(self) -> bool:
         """Whether reductions are waited for before backward gathers for it; not if their waits issue collectives."""
         return self._transports.replicate is None and self.settings.current.reduces_first(self._streams)
@@ -206,13 +202,10 @@ class ParamGroup:
 
     # ---- the phase tables
 
-    def _check_params(self, new: ParamPhase) -> None:
+    def _set_params(self, new: ParamPhase) -> None:
         if new not in TRANSITIONS[self.phase]:
             raise illegal(self.name, self.phase, new)
-
-    def _set_params(self, new: ParamPhase) -> None:
-        self._check_params(new)
-        self.phase = new
+        self.phase, self.away = new, new is SHARDED or new is RESIDENT
 
     def _set_grads(self, new: GradPhase) -> None:
         if new not in TRANSITIONS[self.grad_phase]:
@@ -223,7 +216,8 @@ class ParamGroup:
 
     def start_gather(self, after: torch.Event | None) -> None:
         """Issue the all-gather, behind the event `after` (the last change of the parameters)."""
-        self._check_params(GATHERING)
+        if not self.away:
+            raise illegal(self.name, self.phase, GATHERING)
         if self.phase is RESIDENT:
             self._gathers = [(b, resident.start()) for b, resident in zip(self.buckets, self.residents, strict=True)]
             self._set_params(GATHERING)
