@@ -54,7 +54,7 @@ def _group_of(bucket: Bucket) -> ParamGroup:
     Raises:
         ShardConfigStateError: nobody's any more.
     """
-    group = bucket.group()
+    group: ParamGroup | None = bucket.group()
     if group is None or bucket not in group.buckets:
         raise ShardConfigStateError(
             f"parameters {', '.join(bucket.fqns)}: were converted or replaced between forward and backward; "

@@ -7,7 +7,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -24,9 +24,6 @@ from .._torch.core import plainly
 from .._torch.distributed import local_tensors
 from .faces import Faces, Leaves
 from .param import ShardedParam
-
-if TYPE_CHECKING:
-    from .group import ParamGroup
 
 _version = attrgetter("_version")
 
@@ -137,9 +134,7 @@ class Bucket:
         "params", "readable", "reads_left", "saved", "shown", "slot", "unedited",
     )  # fmt: skip
 
-    def __init__(
-        self, params: Sequence[ShardedParam], dtype: torch.dtype, group: Callable[[], ParamGroup | None]
-    ) -> None:
+    def __init__(self, params: Sequence[ShardedParam], dtype: torch.dtype, group: Callable[[], Any]) -> None:
         self.group = group
         self.params = list(params)
         self.fqns = [p.fqn for p in params]
@@ -271,7 +266,7 @@ class GatherBucket(Bucket):
         self,
         params: Sequence[ShardedParam],
         dtype: torch.dtype,
-        group: Callable[[], ParamGroup | None],
+        group: Callable[[], Any],
         info: MeshInfo,
         transport: Transport | None,
         pool: BufferPool,

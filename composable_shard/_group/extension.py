@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,9 +33,6 @@ from .._torch.distributed import local_tensor
 from .bucket import Bucket, Gatherer
 from .faces import LEAF_OF, Leaves
 from .param import ShardedParam
-
-if TYPE_CHECKING:
-    from .group import ParamGroup
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -199,7 +196,7 @@ class ExtensionBucket(Bucket):
         self,
         params: Sequence[ShardedParam],
         dtype: torch.dtype,
-        group: Callable[[], ParamGroup | None],
+        group: Callable[[], Any],
         info: MeshInfo,
         transport: Transport | None,
         pool: BufferPool,
