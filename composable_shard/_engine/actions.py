@@ -92,6 +92,10 @@ class Actions:
         """Have this called before any gradient is reduced, until it succeeds."""
         self._ask_first = ask
 
+    def time_by(self, watch: Stopwatch | None) -> None:
+        """From now on `watch` times what is done; None for nobody."""
+        self.watch = watch
+
     # ---- issuing
 
     def _act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], given: Any = _NOTHING) -> T:

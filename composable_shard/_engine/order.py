@@ -70,10 +70,6 @@ class Order:
             says.
     """
 
-    plan: ShardPlan
-    forward: PhaseSchedule
-    backward: PhaseSchedule
-
     def __init__(
         self,
         plan: ShardPlan,
@@ -87,6 +83,10 @@ class Order:
         self._by_fqn = {group.fqn: group for group in groups}
         self._pool = pool
         self._next = 0  # index in the order of the forward that should begin next
+        self.plan = plan
+        self.phases: set[str] = set()
+        self.forward = self.backward = self._usual = PhaseSchedule((), ())
+        self._of_phase: dict[str, PhaseSchedule] = {}
         self.follow(plan)
 
     def follow(self, plan: ShardPlan) -> None:

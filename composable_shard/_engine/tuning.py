@@ -89,7 +89,8 @@ class Tuning:
                     self._check_later()
             return
         if not self.measures:
-            self._before, self._do.watch = self._do.watch, Stopwatch(self._do.pool.device, serial=True)
+            self._before = self._do.watch
+            self._do.time_by(Stopwatch(self._do.pool.device, serial=True))
             return
         seconds = _seconds(plan, record)
         self._found = [each for each in self._found if each.keys() == seconds.keys()] + [seconds]
@@ -125,10 +126,11 @@ class Tuning:
         if self.measures:
             self._before = watch
         else:
-            self._do.watch = watch
+            self._do.time_by(watch)
 
     def _end(self) -> None:
-        self._do.watch, self._before, self._found = self._before, None, []
+        self._do.time_by(self._before)
+        self._before, self._found = None, []
         if self._do.watch is not None:
             self._do.watch.take()  # what it has not seen is over
 
