@@ -47,6 +47,7 @@ class Actions:
         shown: what modules find under the names of their parameters.
         history: what was done, and the record of that.
         staying: groups whose weights stay, a backward of theirs being over, for the next one.
+        gathered: groups of which a gather was finished since the last backward ended; on all ranks alike.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], runtime: Runtime, order: Order, watch_leaf: LeafHook) -> None:
@@ -67,6 +68,7 @@ class Actions:
         self._unset: dict[ParamGroup, GroupReduced] = {}  # reduced, `.grad` yet to be set
         self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}  # for hooks, which see all uses at once
         self.staying: set[ParamGroup] = set()
+        self.gathered: set[ParamGroup] = set()
 
     # ---- the record
 
@@ -147,6 +149,7 @@ class Actions:
     def _arrive(self, group: ParamGroup) -> None:
         """Wait for a gather that was issued."""
         self._act(WAIT, group, group.finish_gather)
+        self.gathered.add(group)
 
     def drop(self, group: ParamGroup) -> None:
         """Give the weights of a group up, wherever they are."""

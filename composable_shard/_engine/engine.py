@@ -246,7 +246,9 @@ class Engine:
             self._uses.add(use)
             if group.trains:
                 made = (use, unshard(self, use))
-                self._do.shown.show_outputs(group, made[1])
+                entries = group.entries()
+                assert entries is not None  # its module is running
+                entries.show(made[1])
                 if forward:
                     self._iterations.await_backward(forward)
                     group.note_use(forward)

@@ -111,12 +111,12 @@ class GradientFlow:
         for group in groups:
             options = group.settings.current
             unused = options.reduce_unused and options.requires_gradient_sync and group.trains
-            unused = unused and (group.was_gathered or group.phase is not SHARDED)
+            unused = unused and (group in self._do.gathered or group.phase is not SHARDED)
             # Kept in earlier micro-batches and not used in this one, or not used at all where zeros are wanted.
             if group.awaits_reduction or (unused and group not in self._reduced):
                 self.take_hooks(group)
                 self._do.reduce(group, group.take_kept([None] * len(group.params)))
-            group.forget_gathers()
+        self._do.gathered.clear()
         self._outside_forward.clear()
         self._reduced.clear()
         self._looked.clear()

@@ -47,11 +47,6 @@ class Shown:
         if (entries := group.entries()) is not None and group not in self.late:
             entries.show(group.pieces())
 
-    def show_outputs(self, group: ParamGroup, outputs: Outputs) -> None:
-        """Let the modules of a group have the outputs of a node."""
-        if (entries := group.entries()) is not None:
-            entries.show(outputs)
-
     def show_leaves(self, group: ParamGroup) -> None:
         """Let the modules of a group have unsharded leaves, without history."""
         if (entries := group.entries()) is None:

@@ -80,7 +80,6 @@ class ParamGroup:
         extended: whether any of them says itself what is gathered (see `_extension`).
         hooks_taken: whether hooks of its parameters were taken from autograd and not given back.
         handles_seen: how many handles of hooks others had been given when no parameter had a hook; -1: unknown.
-        was_gathered: whether a gather was finished since the last backward ended; on all ranks alike.
         settings: the options, and what a plan keeps in training, which graphs follow.
         companions: groups of the same module, on other meshes, that begin right behind this one.
         pinned: whether a user asked for the unsharded parameters (`unshard`), so that no forward gives them up.
@@ -90,7 +89,7 @@ class ParamGroup:
         "__weakref__", "_gathers", "_in_flight", "_info", "_kept", "_members", "_offloads", "_on_nodes", "_runtime",
         "_small", "_streams", "_transports", "_versions", "away", "buckets", "companions", "entries", "extended", "fqn",
         "gather_bytes", "grad_phase", "handles_seen", "hooks_taken", "is_root", "params", "phase", "pinned", "reduces",
-        "residents", "running", "settings", "shards", "used_in", "was_gathered", "weight_bytes", "wraps",
+        "residents", "running", "settings", "shards", "used_in", "weight_bytes", "wraps",
     )  # fmt: skip
 
     def __init__(
@@ -111,7 +110,7 @@ class ParamGroup:
         self.is_root = is_root
         self.running = self.used_in = 0
         self.companions: Sequence[ParamGroup] = ()
-        self.pinned = self.was_gathered = self.hooks_taken = False
+        self.pinned = self.hooks_taken = False
         self.handles_seen = min([p.handles_seen for p in self.params], default=-1)
         self._info, self._offloads, self._small = info, info.offloads, small
         self.settings = settings
@@ -263,7 +262,6 @@ class ParamGroup:
                 self._leave_gathers()
             self._set_params(SHARDED)
             raise
-        self.was_gathered = True
         self._gathers = []
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
@@ -380,10 +378,6 @@ class ParamGroup:
         self.residents = []
         for bucket in self.buckets:
             bucket.leave_slots()
-
-    def forget_gathers(self) -> None:
-        """A backward is over: nothing was gathered since."""
-        self.was_gathered = False
 
     # ---- gradients
 
