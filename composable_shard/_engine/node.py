@@ -96,11 +96,9 @@ class Use:
         """
         self.last, self.reads = last, reads
 
-    def reach(self, number: int) -> bool:
-        """A backward pass has reached it, by its number; returns whether for the first time."""
-        first = self.entered != number
+    def reach(self, number: int) -> None:
+        """A backward pass, given by its number, has reached this use."""
         self.entered = number
-        return first
 
     def keep(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Gradients have come that are not all."""
