@@ -1,7 +1,7 @@
-"""Whether all ranks have the same plan: asked before the first payload moves, so that it is an error, and no hang.
+"""Checks that all ranks have the same plan before they move data by it: a difference is an error, instead of a hang.
 
-Where all ranks are sure to ask, they ask by a collective (`agree`). A rank that wants another plan later may be alone
-in that: it must neither follow it nor wait for the others, and votes (`Ballot`).
+Before the first step all ranks are sure to check, and do so by a collective (`agree`). A rank that wants another plan
+later may be the only one: it must neither follow that plan alone nor wait for the others, so it votes (`Ballot`).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from .._torch.core import without_dispatch_modes
 from .._torch.distributed import all_reduce_options, backend_name, group_all_gather, store_of
 from .mesh import MeshInfo
 
-_ALONE = ("fake", "fabric")  # backends that play the other ranks
+_ALONE = ("fake", "fabric")  # backends of one process, which simulate the other ranks
 _SIMULATED = (*_ALONE, "simulated")
 Settings = Mapping[str, Mapping[str, str]]  # by the FQN of a group: names of settings, and what they are set to
 Among = Sequence[
     tuple[dist.ProcessGroup, torch.device, frozenset[str]]
-]  # with its device, and whose parameters it moves
+]  # process groups, each with its device and the FQNs of the groups of parameters that it serves
 
 
 def groups_of(meshes: Iterable[tuple[str, MeshInfo]]) -> Among:
-    """The process groups over which groups of parameters, by FQN, are sharded, each once; not those of one rank.
+    """The process groups over which groups of parameters, by FQN, are sharded: each once, if it has several ranks.
 
-    Replicas are not among them: each may run a forward, or have transports, of its own (see `replicas_of`). Nor are
-    groups of which this process has one rank, and there are no others.
+    Process groups of replicas are left out: each replica may run a forward of its own, or have its own transports (see
+    `replicas_of`). Process groups of which no other rank really exists are left out, too.
     """
     found: dict[int, tuple[dist.ProcessGroup, torch.device, set[str]]] = {}
     for fqn, info in meshes:
@@ -46,9 +46,10 @@ def groups_of(meshes: Iterable[tuple[str, MeshInfo]]) -> Among:
 
 
 def replicas_of(meshes: Iterable[tuple[str, MeshInfo]]) -> Among:
-    """The process groups of replicas that share nothing else: over which whole parameters, by FQN, are reduced alone.
+    """The process groups of replicas of groups of parameters, by FQN, that are not sharded at all.
 
-    These ask when they first reduce: what went before they may do, or not do, each for itself.
+    Such replicas meet in no gather. They agree before their first reduction: what they do before that concerns no
+    other rank.
     """
     found: dict[int, tuple[dist.ProcessGroup, torch.device, set[str]]] = {}
     for fqn, info in meshes:
@@ -59,21 +60,21 @@ def replicas_of(meshes: Iterable[tuple[str, MeshInfo]]) -> Among:
 
 
 def real(among: Among) -> Among:
-    """Those without simulated worlds, which notice by themselves when ranks differ."""
+    """The process groups without those of simulated worlds, which detect by themselves that ranks differ."""
     return [each for each in among if backend_name(each[0], each[1]) not in _SIMULATED]
 
 
 def agree(plan: ShardPlan, among: Among, settings: Settings | None = None) -> None:
-    """See that all ranks of some process groups have the same plan of the parameters there. A collective in each.
+    """Check, by a collective in each process group, that its ranks have the same plan of its groups of parameters.
 
     Args:
-        plan: of this rank.
+        plan: this rank's plan.
         among: the process groups.
-        settings: by FQN, what users have set that is no part of a plan, by name.
+        settings: by FQN, then by name: what users have set that is no part of a plan.
 
     Raises:
-        RankMismatchError: on all ranks of the first group in which plans differ; it names two ranks, and what is
-            otherwise on the second.
+        RankMismatchError: on all ranks of the first process group in which plans differ; it names two ranks and the
+            first difference between them.
     """
     for group, device, fqns in among:
         part = plan.part(fqns)
@@ -91,7 +92,7 @@ def agree(plan: ShardPlan, among: Among, settings: Settings | None = None) -> No
 
 
 def _changes(old: Settings, new: Settings) -> list[str]:
-    """Settings that differ, a line each."""
+    """A line for each setting that differs."""
     lines = []
     for fqn in dict.fromkeys([*old, *new]):
         one, two = old.get(fqn, {}), new.get(fqn, {})
@@ -104,32 +105,32 @@ def _changes(old: Settings, new: Settings) -> list[str]:
 
 
 class Outcome(Enum):
-    """Of a ballot."""
+    """The outcome of a `Ballot`."""
 
-    OPEN = 0  # the ranks that others share a process group with have not been heard of yet
+    OPEN = 0  # not known yet: the votes are not final, or another round follows
     ALL = 1  # every rank wants this plan
-    APART = 2  # every rank wants a plan, and not all the same one
+    APART = 2  # every rank wants a plan, but not all want the same one
     SOME = 3  # only some ranks want one
 
 
 class Ballot:
-    """Whether all ranks want the same plan, found without a collective, and without waiting for anybody.
+    """A vote on whether all ranks want the same plan, without a collective, and without waiting for other ranks.
 
-    A rank that wants a plan adds one to a count in the store of the process group when a forward begins. An all-gather
-    of that forward, once it has arrived, has the data of every rank, which each has sent behind what it had to add. So
-    ranks read final counts when the forward has ended, and all that have voted decide alike. Ranks that want nothing
-    do nothing.
+    A rank that wants a plan votes when a forward begins: it adds one to a counter in the store of the process group. An
+    all-gather of that forward completes only with the data of every rank, and each rank sends its data after its vote.
+    So the counters are final when the forward has ended, and all ranks that have voted decide alike. Ranks that want
+    no new plan do nothing.
 
-    With several process groups a vote takes as many rounds: a rank votes in the next one only if it has found all votes
-    in the last, so that ranks which share no process group, but have others between them, decide alike as well.
+    With several process groups, a ballot takes as many rounds. A rank votes in the next round only if it has found all
+    votes in the last one: so ranks that share no process group, but are linked by ranks between them, decide alike.
 
-    It rests on this: ranks run the root's forward equally often, and every rank sends something in a gather.
+    Two assumptions: ranks run the root's forward equally often, and every rank sends something in a gather.
 
     Args:
-        plan: what this rank wants.
-        among: over which process groups.
-        engine: its name in each of them, from `names_in`.
-        forward: number of the forward of the root that has led to it.
+        plan: the plan that this rank wants.
+        among: the process groups.
+        engine: the engine's name in each of them, from `names_in`.
+        forward: number of the root's forward that has led to the ballot.
     """
 
     def __init__(self, plan: ShardPlan, among: Among, engine: Sequence[str], forward: int) -> None:
@@ -142,7 +143,7 @@ class Ballot:
         self._is_cast = False
 
     def cast(self) -> None:
-        """A forward begins: vote, unless this rank has in this round."""
+        """A forward begins: vote, unless this rank has voted in this round already."""
         if self._is_cast:
             return
         self._is_cast = True
@@ -152,11 +153,15 @@ class Ballot:
                 store_of(group).add(name, 1)
 
     def count(self, gathered: frozenset[str]) -> Outcome:
-        """A forward has ended, in which these groups of parameters were gathered after the vote."""
+        """A forward has ended: count the votes.
+
+        Args:
+            gathered: FQNs of the groups that were gathered after this rank's vote.
+        """
         if not self._is_cast or not all(gathered & fqns for _, _, fqns in self._among):
             return Outcome.OPEN
         for _, device, _ in self._among:
-            if device.type != "cpu":  # there, what the host has been told has not happened yet
+            if device.type != "cpu":  # the host may be ahead of the gathers that it has queued
                 torch.accelerator.synchronize(device)
         by_group = list(zip(self._among, self._names, self._keys, strict=True))
         lost = [
@@ -172,18 +177,19 @@ class Ballot:
         return Outcome.OPEN if self._round < len(self._among) else Outcome.ALL
 
     def explain(self) -> None:
-        """All ranks want a plan, and not the same one: say what differs first. A collective.
+        """After `Outcome.APART`, find the first difference of the plans, by a collective.
 
         Raises:
-            RankMismatchError: always, where ranks differ.
+            RankMismatchError: always, as plans differ.
         """
         agree(self.plan, self._apart)
 
 
 class Roll:
-    """Whether all ranks of a process group have done the same in a forward, found as by a `Ballot`.
+    """A count of the ranks of a process group that have done the same in a forward, made as in a `Ballot`.
 
-    Only ranks that did otherwise than planned enter what they did; whoever did the same has entered it, too.
+    Only ranks that have left their plan make a roll. As plans are equal, all ranks that have left it in the same way
+    count under the same key.
 
     Args:
         group: the process group, with its device.
@@ -196,7 +202,7 @@ class Roll:
         store_of(self._group).add(self._key, 1)
 
     def is_full(self) -> bool:
-        """Whether every rank has entered it; to be asked when a collective has arrived that was issued since."""
+        """Whether every rank is counted; valid once a collective that was issued after the roll was made is over."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return store_of(self._group).add(self._key, 0) >= self._group.size()
@@ -206,17 +212,17 @@ _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDic
 
 
 def names_in(among: Among) -> list[str]:
-    """Names for one more engine, one in each process group; all ranks make their engines in the same order."""
+    """A number for one more engine in each process group: equal on all ranks if these make engines in one order."""
     for group, _, _ in among:
         _engines[group] = _engines.get(group, 0) + 1
     return [str(_engines[group]) for group, _, _ in among]
 
 
 def slowest(seconds: Sequence[float], groups: Sequence[tuple[dist.ProcessGroup, torch.device]]) -> list[float]:
-    """For each of some measured times, that of the slowest rank of some process groups, so that all decide alike."""
+    """For each measured time the maximum over the ranks of all `groups`, so that all ranks decide alike."""
     found = torch.tensor(seconds, dtype=torch.float64)
     with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes():
-        for group, device in [*groups] * len(groups):  # so that what one has found goes along the others
+        for group, device in [*groups] * len(groups):  # a maximum must reach ranks of all others
             there = found.to(device)
             group.allreduce([there], all_reduce_options(dist.ReduceOp.MAX)).wait()
             found = there.cpu()
@@ -225,7 +231,7 @@ def slowest(seconds: Sequence[float], groups: Sequence[tuple[dist.ProcessGroup, 
 
 
 def _mismatch(plan: ShardPlan, settings: Settings, group: dist.ProcessGroup, differ: list[int]) -> RankMismatchError:
-    """The error, in the same words on all ranks."""
+    """Make the error, by a collective, with the same message on all ranks."""
     found: list[Any] = [None] * group.size()
     with without_dispatch_modes():
         dist.all_gather_object(found, (plan.to_json(), settings), group)

@@ -1,20 +1,21 @@
-"""All-gather, reduce-scatter and all-reduce on tensors: they know no parameter and keep no state.
+"""Transports: ways to make the all-gather, reduce-scatter and all-reduce of a process group.
 
-The eager form launches through the process group's own methods and returns a handle; when its `wait` is over, or on an
-accelerator all that follows on the stream, the result is there. A transport is one way to do it, and its `route` says
-which parameters it takes alone:
+A transport knows tensors, no parameters. Each call launches a collective and returns a handle; the result is valid
+after `wait` on a CPU, and for all that is queued on the stream after `wait` on an accelerator. The `route` of a
+transport says which parameters are gathered alone, without a shared buffer:
 
-    packed   one collective moves all that share a buffer
-    direct   coalesced gathers, each parameter straight into its place
-    p2p      on gloo: large parameters by sends and receives, the others packed
-    torch    packed, by the public functions of torch.distributed, as torch's FSDP2 does it: whoever patches or counts
-             those sees ours; what moves on backends that are not known here, and fake tensors
+    packed   none: one collective moves all parameters that share a buffer
+    direct   all: coalesced gathers, each parameter straight into its memory
+    p2p      on gloo: large ones, by sends and receives; the others are packed
+    torch    none; by the public functions of torch.distributed with the arguments of torch's FSDP2, so that code which
+             patches or counts these sees our calls; for backends that are not known here, and for fake tensors
 
-Gradients are packed by all of them: so autograd's own can go while the collective runs.
+All transports pack gradients, so that autograd's own gradients can be freed while the collective runs.
 
-gloo's own all-gather and reduce-scatter make a temporary of the full size at every call, and beyond two ranks gloo adds
-in another order than that of the ranks, so that sums would not be equal, to the bit, to those of one process. There
-every transport but `torch` is made of other primitives and adds in the order of the ranks; they give the same bits.
+gloo's own all-gather and reduce-scatter allocate a temporary of the full size in every call, and with more than two
+ranks gloo does not add in the order of the ranks, so that sums would not equal those of one process to the bit. On
+gloo, every transport but `torch` is therefore made of other primitives and adds in the order of the ranks: their
+results are equal to the bit.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ from .._torch.distributed import (
 from .lanes import Awaitable
 
 BROADCAST_FROM_BYTES = 512 * 1024  # of a bucket: smaller ones are faster with gloo's own all-gather
-ALONE_FROM_BYTES = 64 * 1024  # of a piece: smaller ones cost as much as messages of their own as all of them in one
-_AVERAGING = ("nccl", "xccl")  # backends that know a mean
+ALONE_FROM_BYTES = 64 * 1024  # of a piece: a message for a smaller one costs as much as one message for all of them
+_AVERAGING = ("nccl", "xccl")  # backends whose reductions can give means
 PLAIN = "torch"  # the name of the transport that any process group has
 OWN = ("simulated", "fabric")  # backends of this library
-_KNOWN = (*_AVERAGING, *OWN, "gloo", "fake")  # backends of which it is known that other calls than FSDP2's work
-_TAG = 0x5AD0_0000  # of messages; far from those that users number
+_KNOWN = (*_AVERAGING, *OWN, "gloo", "fake")  # backends on which other calls than FSDP2's are known to work
+_TAG = 0x5AD0_0000  # the first tag of our messages; far from tags that users choose
 
 Tensors = list[torch.Tensor]
 
@@ -60,19 +61,19 @@ class Transport(Protocol):
     averages: bool  # whether the reductions can give means instead of sums
 
     def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
-        """Fill each of `wholes`, (world * n,), with every rank's piece of it, n elements and contiguous.
+        """Fill each of `wholes`, (world * n,), with all ranks' pieces of it: n elements each, contiguous.
 
-        All have one dtype. A piece may be this rank's part of the whole. Only what the route takes alone comes in
-        several.
+        All have one dtype. A piece may be a view of this rank's part of its whole. Several pairs are passed only if
+        the route gathers parameters alone.
         """
 
     def reduce_scatter(
         self, out: torch.Tensor, bucket: torch.Tensor, scratch: torch.Tensor | None, mean: bool = False
     ) -> Awaitable:
-        """Set `out`, (n,), to the sum over ranks of their part of `bucket`, (world * n,), for this rank.
+        """Set `out`, (n,), to the sum over all ranks' buckets, (world * n,), of their part for this rank.
 
-        With `mean`, which only those can that average, to the mean. It may overwrite the bucket. `scratch` is of the
-        bucket's size, where `route.sums`.
+        With `mean`, which needs `averages`, it is the mean. The bucket may be overwritten. If `route.sums`, `scratch`
+        has the bucket's size.
         """
 
     def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Awaitable:
@@ -80,11 +81,11 @@ class Transport(Protocol):
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Process groups add real numbers."""
+    """A tensor as real numbers, for process groups cannot add complex ones."""
     return torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor
 
 
-# What every backend moves; gathers of others, which are copied and not added, move bytes.
+# Dtypes that every backend moves. Gathers of others move bytes, which is possible because a gather adds nothing.
 MOVED = frozenset(
     (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64)
 )
@@ -101,9 +102,9 @@ def _all_gathered(tensors: Tensors) -> list[torch.Tensor]:
 
 
 class _All:
-    """Several handles as one, and what is left to do after them; it holds what they read.
+    """Several handles as one, with work to do after them (`rest`); `held` keeps alive what they read.
 
-    Each handle is waited for once, whatever happens: gloo's messages know no second time, and let it wait for ever.
+    Each handle is waited for once only, even after an error: a second wait on a message of gloo would never return.
     """
 
     __slots__ = ("_handles", "_held", "_rest")
@@ -122,7 +123,7 @@ class _All:
             try:
                 if handle is not None:
                     handle.wait()
-            except Exception as caught:  # the others still use their memory; an interrupt waits for nothing more
+            except Exception as caught:  # wait for the others, which still use their memory; not after an interrupt
                 error = error or caught
         if error is not None:
             raise error
@@ -132,7 +133,7 @@ class _All:
 
 
 class _Over:
-    """A handle of what is over: `torch.distributed` gives none where somebody has made a call of it synchronous."""
+    """A handle that is done, for a patched `torch.distributed` whose synchronous call returns no handle."""
 
     def wait(self) -> None:
         return
@@ -198,7 +199,7 @@ class Packed:
 
 
 class Direct(Packed):
-    """The same, but for gathers of parameters one by one, coalesced."""
+    """`Packed`, except that gathers are coalesced: each parameter straight into its memory."""
 
     route = Route("direct", gather_from=0)
 
@@ -210,7 +211,7 @@ class Direct(Packed):
 
 
 class OfFakeGroup(Direct):
-    """The same for torch's fake group, which wants pieces of the shape of their places."""
+    """`Direct` for torch's fake process group, which requires flat pieces."""
 
     def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
         return super().all_gather(wholes, [piece.view(-1) for piece in pieces])
@@ -247,7 +248,7 @@ class RankOrdered:
         return handle
 
     def _with_own(self, whole: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
-        """A whole tensor by ranks, with this rank's part in its place."""
+        """A whole tensor as (world, n), with this rank's piece copied into its row."""
         parts = whole.view(self._world, -1)
         own = parts[self._rank]
         if own.data_ptr() != piece.data_ptr():
@@ -277,7 +278,7 @@ class RankOrdered:
 
 
 class RankOrderedDirect(RankOrdered):
-    """The same with gloo's coalesced all-gather, each parameter into its place."""
+    """`RankOrdered` with gloo's coalesced all-gather, each parameter straight into its memory."""
 
     route = Route("direct", gather_from=0, sums=True)
 
@@ -288,10 +289,10 @@ class RankOrderedDirect(RankOrdered):
 
 
 class PointToPoint(RankOrdered):
-    """The same with large parameters by sends and receives: from their shards into their places, without a buffer.
+    """`RankOrdered` with large parameters by sends and receives, from shards to unsharded memory without a buffer.
 
-    Gradients are packed. To send them from where they are takes less time still, but they are autograd's: others may
-    hold them, and write to them, while they are being sent.
+    Gradients are packed. To send them from where they are would be faster still, but they are autograd's: other code
+    may hold them, and write to them, while they are being sent.
     """
 
     route = Route("p2p", gather_from=ALONE_FROM_BYTES, sums=True)
@@ -312,10 +313,10 @@ def _add_up(out: torch.Tensor, parts: torch.Tensor) -> None:
 
 
 class Custom:
-    """A user's own communication around that of another transport.
+    """A user's own communication, with an inner transport for what the user has not replaced.
 
-    It moves packed buckets, in buffers that the user's objects allocate (torch's interfaces `AllGather` and
-    `ReduceScatter`), so a bucket is copied there and back.
+    Buckets are packed, in buffers that the user's objects allocate (torch's interfaces `AllGather` and
+    `ReduceScatter`), so each bucket is copied into such a buffer and back.
     """
 
     def __init__(self, inner: Transport, group: dist.ProcessGroup, comms: Comms) -> None:
@@ -360,16 +361,16 @@ def _copy(to: torch.Tensor, frm: torch.Tensor) -> None:
 
 
 def transports_of(group: dist.ProcessGroup, device: torch.device) -> dict[str, Transport]:
-    """The transports of a process group by name; the first is the one to take where nothing speaks for another."""
+    """The transports of a process group by name; the first is the default."""
     name = backend_name(group, device)
-    plain = Plain(group, averages=device.type != "mtia")  # which knows sums only; all others are asked for means
+    plain = Plain(group, averages=device.type != "mtia")  # mtia has sums only
     found: list[Transport]
     if name not in _KNOWN or not (is_native(group) or name in OWN):
         found = [
             plain,
             Direct(group),
             Packed(group),
-        ]  # the others are for who knows that they work there, and names one
+        ]  # the others only for users who know that they work and name one
     elif name == "gloo":
         found = [RankOrdered(group), RankOrderedDirect(group), plain]
         if device.type == "cpu":  # gloo sends no memory of a device
@@ -388,7 +389,7 @@ class Transports:
     Attributes:
         gather, reduce: of the shard axis.
         replicate: of the replicate axis.
-        small: of the few ranks among which weights stay cut between forward and backward, if that is wanted.
+        small: of the few ranks that share the weights between forward and backward, if that was asked for.
     """
 
     gather: Transport | None

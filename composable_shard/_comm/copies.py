@@ -1,8 +1,8 @@
 """The copies around collectives: shards into a bucket, a gathered bucket into parameters, gradients likewise.
 
-An eager step replays views that were made once (`GatherCopies`, `GradientCopies`). A graph has one operator for all
-parameters of a bucket (`pack`, `unpack`, `pack_gradients`, `unpack_pieces`): opaque to a compiler, which would else
-trace and compile a copy for each parameter, and might fuse those of several groups so that all lie in memory at once.
+An eager step reuses views that were made once (`GatherCopies`, `GradientCopies`). A graph has one operator for all
+parameters of a bucket (`pack`, `unpack`, `pack_gradients`, `unpack_pieces`), opaque to the compiler. The compiler would
+else compile a copy for each parameter, and might fuse copies of several groups, which would all be in memory at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def by_rank(whole: torch.Tensor, layout: ParamLayout) -> torch.Tensor:
 
 
 def paired(pieces: torch.Tensor, whole: torch.Tensor, layout: ParamLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of views that cover the pieces of all ranks, (world, piece), and the whole: full ones, then a shorter."""
+    """Pairs of views, of all ranks' pieces, (world, piece), and of the whole: the full pieces, then a shorter one."""
     if layout.dim > 0:
         return [(pieces.view(layout.world, *layout.local_shape(0)), by_rank(whole, layout))]
     if layout.even:
@@ -41,28 +41,30 @@ def paired(pieces: torch.Tensor, whole: torch.Tensor, layout: ParamLayout) -> li
 
 
 def own_piece(row: torch.Tensor, layout: ParamLayout, rank: int) -> torch.Tensor:
-    """What a rank really holds of a parameter, without padding; `row` is flat and begins where its piece does."""
+    """A rank's piece of a parameter, without padding; `row` is flat and begins where the piece does."""
     return row[: layout.rows_of(rank) * layout.row].view(layout.local_shape(rank))
 
 
 def own_pieces(chunk: torch.Tensor, layout: BucketLayout, rank: int) -> list[torch.Tensor]:
-    """The same of all parameters of a bucket, of which `chunk` is the rank's."""
+    """A rank's pieces of all parameters of a bucket, without padding, as views of the rank's `chunk`."""
     return [own_piece(chunk[at.offset :], at, rank) for at in layout.params]
 
 
 def regions_in(flat: torch.Tensor, layout: BucketLayout, begins: Sequence[int]) -> list[torch.Tensor]:
-    """Where the pieces of all ranks are wanted, one after the other, of parameters that begin there in `flat`."""
+    """For each parameter, the memory in `flat` for the pieces of all ranks, from its element of `begins` on."""
     return [flat[begin:][: layout.world * at.piece] for begin, at in zip(begins, layout.params, strict=True)]
 
 
 class Wholes(NamedTuple):
-    """Memory of unsharded parameters, as a gather fills it.
+    """Views of the memory of unsharded parameters, as a gather fills it.
 
     Attributes:
-        regions: of those that are gathered alone, (world * piece,).
-        sent: and what this rank sends of each: its place among them, or None for the shard itself.
-        own: where the pieces go that this rank copies before they are gathered.
-        packed: of those that share a buffer, by rank: (world, piece), or (world, *local shape) if not cut along dim 0.
+        regions: memory of each parameter that is gathered alone, (world * piece,).
+        sent: for each of `regions`, this rank's part of it if the piece is copied there before it is sent; None if the
+            shard itself is sent.
+        own: where these pieces are copied to, without padding.
+        packed: memory of each parameter that shares a buffer, by rank: (world, piece), or (world, *local shape) if it
+            is cut along another dim than 0.
     """
 
     regions: list[torch.Tensor]
@@ -72,7 +74,10 @@ class Wholes(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """The buffer that some share: whole, this rank's part, its pieces, and those of all ranks as `Wholes.packed`."""
+    """Views of the buffer that parameters share: the whole, this rank's chunk, its pieces, all ranks' pieces.
+
+    The last ones, `pieces`, have the shapes of `Wholes.packed`.
+    """
 
     flat: torch.Tensor
     chunk: torch.Tensor
@@ -81,18 +86,18 @@ class Landing(NamedTuple):
 
 
 class GatherCopies:
-    """A gather: large parameters alone, straight into their places, the others in one buffer, to be copied there.
+    """The gather of a bucket: some parameters alone, straight into their memory, the others through a landing buffer.
 
     Args:
-        layout: which are which.
-        rank: this rank's place among those that gather.
-        transport: that gathers; None if there is nobody else.
-        converted: indices of shards that cannot be sent as they are.
-        non_blocking: whether shards are copied from elsewhere, which need not be waited for.
+        layout: which parameters are gathered alone.
+        rank: this rank's index among those that gather.
+        transport: makes the collective; None if there is one rank only.
+        converted: indices of shards that cannot be sent as they are, because their dtype or device differs.
+        non_blocking: whether shards are copied from pinned memory, so that the host need not wait.
 
     Attributes:
-        layout, transport: the same.
-        is_straight: whether all shards go into their places as they are, so that a collective is all there is to do.
+        layout, transport: as given.
+        is_straight: whether all shards are sent as they are, straight into their memory, so that nothing is copied.
     """
 
     def __init__(
@@ -111,7 +116,7 @@ class GatherCopies:
         self.is_straight = bool(layout.alone) and not self._copied and not layout.packed
 
     def into(self, regions: Sequence[torch.Tensor]) -> Wholes:
-        """Views of the memory of the parameters, each (world * piece,) and more if it likes."""
+        """Make the views for a gather into the memory of the parameters, each at least (world * piece,)."""
         params, world = self.layout.places.params, self.layout.places.world
         with plainly():
             rows = {i: regions[i].view(world, params[i].piece)[self._rank] for i in self._copied}
@@ -126,7 +131,7 @@ class GatherCopies:
             return Wholes([regions[i] for i in alone], [rows.get(i) for i in alone], own, packed)
 
     def landing(self, buffer: torch.Tensor) -> Landing:
-        """Views of memory for those that share a buffer."""
+        """Make the views of a landing buffer."""
         layout = self.layout.landing
         assert layout is not None
         with plainly():
@@ -137,7 +142,7 @@ class GatherCopies:
             return Landing(flat, chunks[self._rank], own_pieces(chunks[self._rank], layout, self._rank), pieces)
 
     def steps(self, wholes: Wholes, landing: Landing | None, shards: Sequence[torch.Tensor]) -> Steps[None]:
-        """Gather; `landing` is there if any share a buffer and there is somebody else."""
+        """Gather; `landing` is None if no parameters share a buffer, or there is one rank only."""
         if wholes.own:
             torch._foreach_copy_(wholes.own, [shards[i] for i in self._copied], non_blocking=self._non_blocking)
         if self.transport is None or not shards:
@@ -152,7 +157,7 @@ class GatherCopies:
 
 
 def copy_gradients(chunks: torch.Tensor, gradients: Gradients, layout: BucketLayout) -> None:
-    """Fill a bucket, (world, chunk): the pieces of each gradient, then a 1 for each that exists on this rank."""
+    """Fill a bucket, (world, chunk): the pieces of each gradient, then a mark for each: 1 if this rank has it, or 0."""
     marks = chunks[:, layout.numel :].fill_(1)
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     for index, (gradient, at) in enumerate(zip(gradients, layout.params, strict=True)):
@@ -167,11 +172,11 @@ def copy_gradients(chunks: torch.Tensor, gradients: Gradients, layout: BucketLay
 
 
 class Parts(NamedTuple):
-    """The result of a reduction, cut.
+    """The result of a reduction, cut into pieces.
 
     Attributes:
         pieces: this rank's piece of each gradient, in the dtype in which the parameter is stored.
-        used: one element a gradient, on the device: positive if any rank had one.
+        used: the reduced marks on the device, one for each gradient: positive if any rank had that gradient.
     """
 
     pieces: list[torch.Tensor]
@@ -179,10 +184,10 @@ class Parts(NamedTuple):
 
 
 class GradientCopies:
-    """A bucket of gradients of one dtype: how to fill it, and how its result falls into this rank's pieces.
+    """A bucket of gradients of one dtype: how to fill it, and how to cut its result into this rank's pieces.
 
     Args:
-        layout: of the gradients; a mark for each follows them.
+        layout: of the gradients; in each chunk, a mark for each gradient follows them.
         dtype: of the bucket.
         stored: dtypes of the parameters.
         rank, device: this rank's.
@@ -204,15 +209,15 @@ class GradientCopies:
         even = all(at.even and at.piece and at.dim == 0 for at in layout.params)
         self._chunked = [dtype] * len(stored) if even else None  # dtypes of gradients that one operator can copy
         self.ones = torch.ones(layout.world * len(stored), dtype=dtype, device=device)
-        # The result falls into what this rank holds of each parameter and the padding behind it, if there is any.
+        # The result is split into this rank's piece of each parameter and the padding behind it, if there is any.
         self._sizes: list[int] = []
-        self._own: list[int] = []  # which of them are the pieces
+        self._own: list[int] = []  # indices in `_sizes` of the pieces
         for at in layout.params:
             own = at.rows_of(rank) * at.row
             self._own.append(len(self._sizes))
             self._sizes += [own, at.piece - own] if own < at.piece else [own]
         self._sizes.append(len(stored))
-        # Tensors of the shapes that are not flat: `view_as` takes a third of the host's time of `view`.
+        # Meta tensors of the shapes that are not flat: `view_as` takes a third of the host time of `view`.
         shapes = [(index, at.local_shape(rank)) for index, at in enumerate(layout.params) if len(at.shape) != 1]
         with plainly():
             self._shaped = [(index, torch.empty(shape, device="meta")) for index, shape in shapes]
@@ -225,7 +230,7 @@ class GradientCopies:
             copy_gradients(chunks, gradients, self._layout)
 
     def cut(self, out: torch.Tensor, others: Mapping[torch.dtype, torch.Tensor]) -> Parts:
-        """Cut a result; pieces of parameters that are stored in another dtype are cut from that of `others`."""
+        """Cut a result; `others` has it converted to the dtypes of parameters that are stored in another dtype."""
         parts = list(torch.unsafe_split_with_sizes(out, self._sizes))  # the cheapest form of `split`
         used = parts[-1]
         pieces = parts[:-1] if len(self._own) == len(parts) - 1 else [parts[place] for place in self._own]
@@ -270,11 +275,11 @@ def room_for_wholes(like: torch.Tensor, layout: BucketLayout) -> list[torch.Tens
 def pack_gradients(
     gradients: Gradients, used: Gradients, like: torch.Tensor, layout: BucketLayout, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Gradients as a bucket with one more element a parameter, which says whether this rank had one; zeros for None.
+    """Gradients as a bucket with a mark for each, which says whether this rank has that gradient; zeros for None.
 
     Args:
         gradients: the unsharded ones.
-        used: 1 or 0, where only the running graph knows whether there is a gradient.
+        used: marks, 1 or 0, for gradients of which only the running graph knows whether they exist; None for others.
         like: a tensor on their device.
         layout: of the gradients; a chunk has ``numel + len(params)`` elements.
         dtype: of the bucket.
@@ -298,7 +303,7 @@ def room_for_bucket(like: torch.Tensor, layout: BucketLayout, dtype: torch.dtype
 def unpack_pieces(
     chunk: torch.Tensor, layout: BucketLayout, rank: int, dtypes: Sequence[torch.dtype]
 ) -> list[torch.Tensor]:
-    """This rank's pieces of reduced gradients in `dtypes`, without their padding; last the marks, (len(params),)."""
+    """This rank's pieces of reduced gradients in `dtypes`, without padding; behind them the marks, (len(params),)."""
     out = room_for_pieces(chunk, layout, rank, dtypes)
     torch._foreach_copy_(out, [*own_pieces(chunk, layout, rank), chunk[layout.numel :]])
     return out

@@ -1,7 +1,8 @@
 """The collectives of a traced graph: functions on tensors, made of torch's functional collectives.
 
-They give the bits of the eager transports (see `_collectives`). With two ranks a sum has no order, and the backend's
-own reductions serve; on gloo with more, a reduction is an all-to-all and a sum in the order of the ranks.
+Their results equal those of the eager transports to the bit (see `collectives.py`). The order of two summands does not
+matter, so with two ranks the backend's own reductions serve; on gloo with more ranks, a reduction is an all-to-all and
+a local sum in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Axis:
     Attributes:
         size: number of ranks.
         group: name of the process group.
-        averages: whether its reductions can give means instead of sums.
+        averages: whether the backend's reductions can give means instead of sums.
         ordered: whether a sum must be made in the order of the ranks.
     """
 
@@ -34,7 +35,7 @@ class Axis:
 
 
 def axis_of(group: dist.ProcessGroup | None, size: int, device: torch.device) -> Axis | None:
-    """The axis of a process group; None where it has one rank only."""
+    """The axis of a process group; None for one rank."""
     if group is None or size == 1:
         return None
     transport = next(iter(transports_of(group, device).values()))
@@ -52,7 +53,7 @@ def all_gather(chunk: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def reduce_scatter(bucket: torch.Tensor, axis: Axis, mean: bool) -> torch.Tensor:
-    """The sum over ranks, or the mean, of their part for this one: (size * n,) -> (n,)."""
+    """The sum, or the mean, over all ranks' parts for this rank: (size * n,) -> (n,)."""
     if bucket.is_complex():
         pairs = reduce_scatter(torch.view_as_real(bucket).reshape(-1), axis, mean)
         return torch.view_as_complex(pairs.view(-1, 2))

@@ -1,12 +1,12 @@
 """Lanes: where asynchronous work is queued. On an accelerator a lane is a stream; on a CPU it is nothing.
 
-Work is written once, as a generator that yields whatever has to be waited for (`Awaitable`: a collective's handle).
-`Lane.start` queues it and gives a `Job`; `Job.finish` makes its result ready for the code that follows. On a stream
-all of it is queued at the start and `finish` lets the current stream wait for an event; on a CPU it runs up to the
-first handle at the start, and the rest in `finish`, which blocks.
+Work is written once for both, as a generator that yields each handle that it must wait for (`Awaitable`).
+`Lane.start` queues the work and returns a `Job`; after `Job.finish`, the code that follows can use the result. On a
+stream, `start` queues all of the work and `finish` lets the current stream wait for an event. On a CPU, `start` runs
+the work up to its first handle, and `finish` blocks and runs the rest.
 
-Memory that a job has leased is given back in `finish`, on all lanes: a stream may be done with it earlier, but only
-there does the order of the plan say so, by which memory is shared.
+On all lanes, `finish` gives back the memory that a job has leased. A stream may be done with it earlier, but memory is
+shared by the order of the plan, and that order counts a job as over only in `finish`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Awaitable(Protocol):
 
 
 class Lost:
-    """In the place of a handle whose wait has failed or was interrupted: nobody waits for that again.
+    """Replaces a handle whose `wait` has failed or was interrupted, so that it is not waited for again.
 
     Args:
-        error: in words; the error itself would hold all that was at hand.
+        error: the error's text; the exception itself would keep its traceback, and so tensors, alive.
     """
 
     __slots__ = ("_error",)
@@ -55,9 +55,9 @@ class Job(Generic[T]):
 
     Args:
         steps: the work.
-        held: what it reads or writes and must not be freed before `finish`: on a stream the work itself is forgotten
-            as soon as it is queued.
-        drain: run to the end at once.
+        held: tensors that the work reads or writes, kept alive until `finish`: on a stream, the generator is gone as
+            soon as the work is queued.
+        drain: whether to run all of the work at once, as on a stream.
         when_done: called once, in `finish`, with the event behind the end of the work (None on a CPU).
     """
 
@@ -84,7 +84,7 @@ class Job(Generic[T]):
                 raise
         assert self._steps is not None
         grad = torch.is_grad_enabled()
-        if grad:  # switched off here, for a generator cannot hold it across a yield
+        if grad:  # a generator cannot keep it switched off across a yield
             set_grad_enabled(False)
         try:
             self._handle = next(self._steps)
@@ -96,7 +96,7 @@ class Job(Generic[T]):
                 set_grad_enabled(True)
 
     def finish(self, on_host: bool = False) -> T:
-        """Wait for the end and return the result; on a stream only the current stream waits, unless the host shall."""
+        """Wait for the end and return the result; on a stream, the host waits only with `on_host`."""
         try:
             while self._handle is not None:
                 self._advance()
@@ -113,7 +113,7 @@ class Job(Generic[T]):
 
 
 class Launched(Job[T]):
-    """One collective that has been launched, and nothing after it: the same for less of the host's time.
+    """A job of one collective, which is launched already, and nothing after it: it takes less of the host's time.
 
     Args:
         handle: of the collective.
@@ -156,10 +156,10 @@ class Launched(Job[T]):
 
 
 class Lane:
-    """The lane of a CPU: order of issue is order of execution, nothing has to be fenced.
+    """The lane of a CPU: work runs in the order of issue, so there are no events.
 
     Attributes:
-        streams: whether it is a stream that waits for what is queued, and never the host.
+        streams: whether a stream, and never the host, waits for queued work.
     """
 
     streams = False
@@ -178,11 +178,11 @@ class Lane:
         result: T,
         when_done: WhenDone | None = None,
     ) -> Job[T]:
-        """Queue one collective, behind the events `after`, and hold what it is given; its job gives `result`."""
+        """Queue one collective behind the events `after`, and keep `args` alive; the job returns `result`."""
         return Launched(collective(*args), args, result, when_done)
 
     def mark(self) -> torch.Event | None:
-        """An event behind all that the current stream has been given so far."""
+        """An event behind all work that was queued on the current stream so far; None on a CPU."""
         return None
 
 
@@ -192,7 +192,7 @@ class StreamLane(Lane):
     streams = True
 
     def __init__(self, device: torch.device) -> None:
-        # Copies and casts around a collective go ahead of compute, which waits for them.
+        # High priority: copies and casts around a collective go ahead of compute, which waits for them.
         self._stream = torch.Stream(device, priority=_HIGH_PRIORITY)
 
     def start(
@@ -237,7 +237,7 @@ _simulated: list[Callable[[], Lane]] = []
 
 @contextmanager
 def cpu_lanes(make: Callable[[], Lane]) -> Iterator[None]:
-    """Within, the CPU's lanes are made by `make`: by a simulation of an accelerator."""
+    """Within this context, `make` makes the lanes of the CPU, to simulate an accelerator."""
     _simulated.append(make)
     try:
         yield

@@ -25,11 +25,11 @@ from .._torch.distributed import (
 
 @dataclass(frozen=True, eq=False)
 class FullMesh:
-    """A mesh of all kinds of parallelism, on which parameters are DTensors already.
+    """A mesh with the axes of all kinds of parallelism, on which the parameters are DTensors already.
 
     Attributes:
         mesh: the mesh.
-        shard, replicate: its axes that this library shards over and replicates over, by number.
+        shard, replicate: indices of the axes over which this library shards, and replicates.
     """
 
     mesh: DeviceMesh
@@ -44,12 +44,12 @@ class MeshInfo:
     Attributes:
         mesh: the mesh of data parallelism, on which the sharded DTensors live if the parameters were plain tensors.
         device: where this rank computes.
-        shard_size, shard_rank, shard_group: size of, this rank's place in, and process group of the shard axis (1, 0
-            and None if there is none).
-        replicate_size, replicate_group: the same of the replicate axis (1 and None on a 1D mesh).
-        home: where the shards and their gradients are kept: `device`, or the CPU if they are offloaded.
-        pins: whether memory on the CPU is pinned, for copies that do not block.
-        full: the mesh of all kinds of parallelism, if `dp_mesh_dims` has named our axes of it.
+        shard_size, shard_rank, shard_group: of the shard axis its size, this rank's index in it, and its process group
+            (1, 0 and None if there is no such axis).
+        replicate_size, replicate_group: the same of the replicate axis (1 and None if there is none).
+        home: the device of the shards and their gradients: `device`, or the CPU if they are offloaded.
+        pins: whether offloaded shards are in pinned memory, so that copies do not block.
+        full: the mesh of all kinds of parallelism, if `dp_mesh_dims` has named our axes in it.
     """
 
     mesh: DeviceMesh
@@ -80,7 +80,7 @@ class MeshInfo:
 
     @property
     def size(self) -> int:
-        """Number of ranks that share the work: gradients are averaged over so many."""
+        """Number of ranks over which gradients are averaged: those of both axes."""
         return self.shard_size * self.replicate_size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshInfo:
@@ -99,17 +99,19 @@ def compute_device(device_type: str) -> torch.device:
 
 
 def mesh_info(mesh: DeviceMesh, offload: OffloadPolicy | None = None, dims: Any = None) -> MeshInfo:
-    """Read a mesh, and where its shards shall be kept.
+    """Make the `MeshInfo` of a mesh.
 
     Args:
         mesh: 1D or 2D; of any number of axes with `dims`.
-        offload: the policy.
-        dims: `DataParallelMeshDims`, the names of the axes that are ours.
+        offload: the policy, which says where the shards are kept.
+        dims: `DataParallelMeshDims`, the names of the axes of data parallelism.
 
     Raises:
-        ShardConfigTypeError: `mesh` is no DeviceMesh, or `dims` of another type.
-        ShardConfigValueError: it has more than two axes, two without names, or does not contain this rank; or it lacks
-            an axis that `dims` names, or `dims` names one twice.
+        ShardConfigTypeError: `mesh` is no DeviceMesh, or `dims` no DataParallelMeshDims.
+        ShardConfigValueError: the mesh does not contain this rank, has more than two axes (without `dims`), lacks an
+            axis that `dims` names, or lives on devices that this process does not have; or `dims` names none, or one
+            twice.
+        ShardConfigAssertionError: a 2D mesh has no names for its axes.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ShardConfigTypeError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}; use init_device_mesh")
@@ -132,11 +134,11 @@ def mesh_info(mesh: DeviceMesh, offload: OffloadPolicy | None = None, dims: Any 
 
 
 def mesh_info_of_torch(theirs: Any, offload: OffloadPolicy | None) -> MeshInfo:
-    """Read torch's own description of a mesh.
+    """Make the `MeshInfo` of torch's own description of a mesh.
 
     Raises:
-        ShardConfigTypeError: it is none.
-        ShardConfigValueError: other axes than the last one shard, or than the one before it replicate.
+        ShardConfigTypeError: `theirs` is no such description.
+        ShardConfigValueError: its shard axis is not the last one, or its replicate axis not the one before.
     """
     if not isinstance(theirs, FSDPMeshInfo):
         raise ShardConfigTypeError(f"mesh_info: expected FSDPMeshInfo or HSDPMeshInfo, got {type(theirs).__name__}")
@@ -197,7 +199,7 @@ def _read(
 ) -> MeshInfo:
     try:
         device = compute_device(mesh.device_type)
-    except (AssertionError, RuntimeError) as error:  # so torch says that it has none
+    except (AssertionError, RuntimeError) as error:  # what torch raises if there is no such device
         raise ShardConfigValueError(
             f"mesh: {mesh} is of device type {mesh.device_type}, which this process does not have ({error}); "
             "build it (init_device_mesh) for the devices on which the model computes"
@@ -218,9 +220,9 @@ def _read(
 
 
 def default_device_type() -> str:
-    """The device type of the accelerator that this machine has, else ``cpu``.
+    """The device type of this machine's accelerator, else ``cpu``.
 
-    A build of torch for an accelerator names it also where none is.
+    The check matters: a build of torch for an accelerator names its type also on machines that have none.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
@@ -246,8 +248,8 @@ def ensure_process_group() -> None:
 def default_mesh() -> DeviceMesh:
     """A 1D mesh over the default process group (initialised if needed), on the accelerator if there is one.
 
-    Its axis has no name, as that of torch's FSDP2: so it equals a mesh that a user makes of the world in one line. PEFT
-    takes weights on an axis with another name than ``fsdp`` for tensor-parallel ones.
+    As in torch's FSDP2, its axis has no name: so it equals the mesh of all ranks that a user makes in one line, and
+    PEFT does not take the weights for tensor-parallel ones, as it does on an axis with a name other than ``fsdp``.
     """
     ensure_process_group()
     return init_device_mesh(default_device_type(), (dist.get_world_size(),))
@@ -271,10 +273,13 @@ _FEW: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Devi
 
 
 def small_mesh(info: MeshInfo, size: int) -> MeshInfo:
-    """The mesh of `size` neighbouring ranks of the shard axis, with copies on the others; all ranks must call it."""
+    """A 2D mesh: `size` neighbouring ranks of the shard axis share the weights, and other ranks hold copies.
+
+    A collective over the world.
+    """
     world = dist.group.WORLD
     assert world is not None
-    made = _FEW.setdefault(world, {})  # of this world: meshes of another one would look equal
+    made = _FEW.setdefault(world, {})  # by world: after a new initialisation, meshes of the old world would look equal
     key = size, info.mesh.device_type, str(info.mesh.mesh.tolist())
     if key not in made:
         made[key] = _few_ranks(info.mesh, size)
@@ -282,10 +287,11 @@ def small_mesh(info: MeshInfo, size: int) -> MeshInfo:
 
 
 def _few_ranks(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    """Process groups of the rows and columns of all ranks' meshes, which may differ (beside tensor parallelism, say).
+    """The 2D mesh of `small_mesh`, with process groups for its columns and rows.
 
-    Groups are made by all ranks of the world in one order: those made among a few alone find each other by how many
-    groups each rank has made before, and wait for ever where that differs.
+    Ranks may have different meshes (beside tensor parallelism, say), so each rank learns those of all others, and all
+    ranks of the world make all process groups in one order. Ranks that made theirs alone would match them by the number
+    of process groups that each rank has made before, and would wait for ever if these numbers differ.
     """
     everybodys: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybodys, (size, mesh.mesh.flatten().tolist()))

@@ -1,7 +1,6 @@
-"""Which transports serve a group: those that a user names, else those of a table by backend and size.
+"""The choice of transports for a group: the one that the environment names, else one by backend and size.
 
-The table depends on nothing that ranks could see differently, so all choose alike, and the choice is known before
-anything has run.
+Backend and size are the same on all ranks, so all ranks choose alike, and before anything has run.
 """
 
 from __future__ import annotations
@@ -39,9 +38,15 @@ class TransportCache:
         small: MeshInfo | None = None,
         fake: bool = False,
     ) -> Transports:
-        """Transports for parameters of which a rank's pieces have so many bytes; None where an axis has one rank only.
+        """The transports of one group; None where an axis has one rank only.
 
-        Fake parameters go by torch's own functions, which all take them, but in a world that plays a real one.
+        Args:
+            info: the group's mesh.
+            options: with the user's own communication, if any.
+            pieces: bytes of a rank's piece of each parameter.
+            small: the mesh of the few ranks that share weights between forward and backward.
+            fake: whether parameters are fake tensors: only torch's public functions take these, except in a simulated
+                world.
 
         Raises:
             ShardConfigValueError: the environment names a transport that the backend does not have.

@@ -1,4 +1,4 @@
-"""How the engine is made of all that a root's modules know."""
+"""Build a root's plan and its engine from the states of the sharded modules at and below it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .state import Asked, Bound, ShardState, named_states, state_of
 def _describe(
     fqn: str, params: Sequence[ShardedParam], info: MeshInfo, options: Options, is_root: bool, transports: Transports
 ) -> GroupPlan:
-    """A group's part of a plan; it needs no group, and meta parameters will do."""
+    """A group's part of a plan, made from declarations alone, so parameters may be on the meta device."""
     return GroupPlan(
         fqn=fqn,
         params=tuple(
@@ -75,9 +75,12 @@ def _groups_of(root: nn.Module) -> list[tuple[str, ShardState]]:
 
 
 def _around(root: nn.Module, own: Container[ShardState]) -> tuple[tuple[str, str], ...]:
-    """The groups whose modules are in those of another one but the root's: FQN, and that of the innermost."""
+    """Pairs of FQNs: each group nested in the modules of another one, the innermost enclosing group behind it.
+
+    The root's own groups (`own`) enclose all others and are left out.
+    """
     groups = {state: fqn for fqn, state in _groups_of(root) if state not in own}
-    inside: dict[str, list[ShardState]] = {}  # by module, its groups, from the outermost
+    inside: dict[str, list[ShardState]] = {}  # by name of the module: its groups, outermost first
     for names, state in named_states(root):
         for name in names if state in groups else ():
             inside.setdefault(name, []).append(state)
@@ -98,7 +101,7 @@ def _of_root(root: nn.Module) -> set[ShardState]:
 
 
 def declared_plan(root: nn.Module) -> ShardPlan:
-    """The plan of a root that has not run: groups in the order of their modules. Meta parameters will do."""
+    """The plan of a root that has not run: groups in the order of their modules. Parameters may be meta tensors."""
     _set_fqns(root)
     transports = TransportCache()
     own = _of_root(root)
@@ -114,7 +117,7 @@ def declared_plan(root: nn.Module) -> ShardPlan:
 
 
 def _settings(root: nn.Module) -> Settings:
-    """What ranks must have set alike and plans do not say, in words."""
+    """By FQN of a group: in words, the settings that must be equal on all ranks and are no part of a plan."""
     groups = _groups_of(root)
     names = {state: fqn for fqn, state in groups}
     found: dict[str, dict[str, str]] = {}
@@ -132,10 +135,10 @@ def _settings(root: nn.Module) -> Settings:
 
 
 def check_root(root: nn.Module) -> None:
-    """See that a module can run as the outermost one.
+    """Check that a module can run as the root.
 
     Raises:
-        ShardConfigStateError: it is one of a list.
+        ShardConfigStateError: the module is one of a list.
     """
     own = state_of(root)
     if own is not None and own.declaration.modules > 1:
@@ -198,7 +201,7 @@ def _group(fqn: str, state: ShardState, is_root: bool, transports: TransportCach
 
 
 def _nobody() -> None:
-    """In the place of a weak reference to who listens."""
+    """In the place of a weak reference to the listener to the engine's order: the root has no state to tell."""
 
 
 def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Engine:
@@ -206,12 +209,13 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
 
     Args:
         root: the outermost sharded module.
-        agrees: see first that all ranks have the same plan: a collective.
-        runs: whether it is about to run. Before that, an engine may serve a module that is not the outermost one.
+        agrees: whether to check first, by a collective, that all ranks have the same plan.
+        runs: whether the root is about to run. An engine that is made earlier, for `unshard`, may be that of a module
+            which turns out not to be the outermost one.
 
     Raises:
-        ShardConfigStateError: a list as root; a module below that has run as a root; parameters on the meta device; a
-            policy that was set on another module than the root.
+        ShardConfigStateError: the root is one of a list; a module below has run as a root; parameters are on the meta
+            device, or offloaded ones not on the CPU; a policy was set on another module than the root.
         MixedShardingError: torch's own `fully_shard` has sharded a module below.
         PoolBudgetError: a group does not fit into the budget.
         RankMismatchError: ranks have different plans.
@@ -223,7 +227,7 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
     _check_ready(root, found)
     recurrent = [module for module in root.modules() if vars(module).get("_flat_weights_names")]
     for _, state in found:
-        state.release()  # unsharded before the root was known
+        state.release()  # if an engine of another root, which has not run, has unsharded its parameters
         state.entries.keep_lists(recurrent)
         state.entries.adopt()
     _set_fqns(root)

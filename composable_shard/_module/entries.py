@@ -1,4 +1,4 @@
-"""Where modules look up a group's parameters."""
+"""The entries of `_parameters` in which modules look up a group's parameters, and what is installed in them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _setitem: Callable[[dict[str, Any], str, Any], None] = setitem
 
 
 def check_use(owner: nn.Module, name: str, fqn: str) -> None:
-    """Refuse a parameter of which the module that owns it makes a use that sharding cannot serve.
+    """Refuse a parameter that its module treats in a way that sharding cannot serve.
 
     Raises:
-        ShardConfigValueError: an embedding that writes to its weight in forward, or gives it a sparse gradient.
+        ShardConfigValueError: an embedding writes to its weight in forward, or gives it a sparse gradient.
     """
     if name != "weight" or not isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
         return
@@ -43,21 +43,23 @@ def check_use(owner: nn.Module, name: str, fqn: str) -> None:
 
 
 class ModuleEntries:
-    """Every place where modules look up a group's parameters: their `_parameters`, by name.
+    """All entries of modules' `_parameters` that hold a group's parameters, sharded or unsharded.
 
-    It holds those dictionaries, never the modules, so that a module is not kept alive by its own state.
+    The dictionaries are held, never the modules, so that a module is not kept alive by its own state.
 
     Args:
-        places: dictionary, name in it, and index of the parameter.
+        places: the entries: dictionary, name in it, and index of the parameter. A tied parameter has several.
         params: the sharded parameters, tied ones once.
-        tops: `_parameters` and `_modules` of the modules of the call: nothing may be added to them, or below, that
-            nobody shards. None for parameters of the call that are on another mesh: their first entries watch for all.
+        tops: `_parameters` and `_modules` of the modules of the call, which are watched with all modules below: no
+            parameter may be added that nobody shards. Empty for the call's other meshes: the first entries watch for
+            all.
 
     Attributes:
-        shown: whether other tensors are in the place of the sharded parameters.
-        others: the entries of the same call that watch nothing themselves.
+        shown: whether other tensors than the sharded parameters are installed.
+        others: the entries of the call's other meshes, if these are the first ones.
         allows_unmanaged: whether parameters may be added that nobody shards.
-        claim: called with a module that has got parameters of this group after the call, if set.
+        claim: if set, called with a module into which a parameter of this group was moved after the call.
+        converted: whether `adopt` shall report a change even if it finds none.
     """
 
     def __init__(
@@ -81,18 +83,18 @@ class ModuleEntries:
         self._lists: list[weakref.ref[nn.Module]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_lists": []}  # a copy finds those of its own modules
+        return self.__dict__ | {"_lists": []}  # a copy's engine sets it for its own modules
 
     def _set_places(self, places: Sequence[tuple[dict[str, nn.Parameter | None], str, int]]) -> None:
         self.places = list(places)
-        # By columns, for what looks at all of them in every forward.
+        # The columns of `places`: `show` and `_hold` map over all entries in every forward.
         self._dicts = [names for names, _, _ in places]
         self._names = [name for _, name, _ in places]
         self._indices = [index for _, _, index in places]
         self._untied = self._indices == list(range(len(self.params)))
 
     def keep_lists(self, recurrent: Sequence[nn.Module]) -> None:
-        """Of these modules, which keep their parameters in lists, too, those whose lists shall follow the entries."""
+        """Note which of these RNNs have our parameters: `_flat_weights`, their second list, must follow the entries."""
         ours = {id(names) for names in self._dicts} if recurrent else ()
         of_ours = [module for module in recurrent if id(module._parameters) in ours]
         self._lists = [
@@ -102,18 +104,18 @@ class ModuleEntries:
         ]
 
     def _list_anew(self) -> None:
-        """As the recurrent module itself would, which would also move its weights to memory of its own on CUDA."""
+        """Rebuild the lists of RNNs; not by their own method, which copies the weights to new memory on CUDA."""
         for known in self._lists:
             module: Any = known()
             if module is not None:
                 flat = [module._parameters[name] for name in module._flat_weights_names]
                 module._flat_weights = flat
-                # ... which Dynamo cannot compare, and a traced module need not.
+                # Dynamo cannot compare weak references, and a traced module does not need them.
                 traced = torch.compiler.is_compiling()
                 module._flat_weight_refs = [None if traced else weakref.ref(weight) for weight in flat]
 
     def follow(self) -> None:
-        """`adopt`, while Dynamo traces; the eager runtime still hears of it at its next forward."""
+        """`adopt`, while Dynamo traces; `converted` tells the eager engine of the change at its next forward."""
         if self.shown:
             return
         if any([names.get(name) is not self._shards[index] for names, name, index in self.places]):  # noqa: C419
@@ -121,7 +123,7 @@ class ModuleEntries:
             self.converted = True
 
     def show(self, tensors: Sequence[torch.Tensor], traced: bool = False) -> None:
-        """Put these tensors in the place of the sharded parameters; `traced`, as Dynamo can follow it."""
+        """Install these tensors; with `traced`, one by one, which Dynamo can trace."""
         self.shown = True
         self._there = tensors
         if traced:
@@ -133,14 +135,14 @@ class ModuleEntries:
             self._list_anew()
 
     def hide(self, traced: bool = False) -> None:
-        """Put the sharded parameters back; `traced`, as Dynamo can follow it."""
+        """Install the sharded parameters again; `traced` as for `show`."""
         if self.shown:
             self.show(self._shards, traced)
             self.shown = False
             self._there = ()
 
     def there(self, index: int) -> torch.Tensor:
-        """What is in the place of a parameter now."""
+        """The installed tensor of a parameter, by index."""
         return (self._there if self.shown else self._shards)[index]
 
     def _put_one_by_one(self, tensors: Sequence[Any]) -> None:
@@ -148,14 +150,14 @@ class ModuleEntries:
             names[name] = tensors[index]
 
     def _by_place(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The tensor of each place: tied parameters have several."""
+        """The tensor of each entry: that of a tied parameter several times."""
         return [tensors[index] for index in self._indices]
 
     def check_kept(self) -> None:
-        """See that modules have what they were last given.
+        """Check that modules still have the tensors that were installed last.
 
         Raises:
-            ShardConfigStateError: somebody has put another tensor in its place, as `torch.func.functional_call` does.
+            ShardConfigStateError: somebody has replaced one, as `torch.func.functional_call` does.
         """
         there = self._there if self.shown else self._shards
         if self._hold(there):
@@ -172,11 +174,11 @@ class ModuleEntries:
         """Take over parameters that a load or a conversion has put in the place of sharded ones.
 
         Returns:
-            whether there are any.
+            whether parameters were replaced, tied or converted since the last call.
 
         Raises:
-            ShardConfigStateError: one of them is no DTensor placed alike, or is gone; or others were added, which
-                nobody shards, and this forward trains them.
+            ShardConfigStateError: an entry is gone, or has no DTensor with the shape, mesh and placements of the old
+                one; or parameters were added that nobody shards, and this forward trains them.
         """
         self._check_added()
         found, self.converted = self.converted, False
@@ -202,12 +204,13 @@ class ModuleEntries:
         return found or tied or len(replaced) > 0  # Dynamo of torch 2.11 knows no bool of a dict
 
     def _tie(self) -> bool:
-        """Places that have got another parameter of the group, which is also where it was, are its own from now on.
+        """Note entries that now hold another parameter of the group: users have tied the two.
 
-        To adopt it for the one that was there would give it two gradients, of which one would be lost.
+        That parameter must still be in an entry of its own. To adopt it as the replaced parameter instead would give
+        one tensor two gradients, of which one would be lost.
 
         Returns:
-            whether there are any.
+            whether there are such entries.
         """
         places = [(names, name, self._home_of(names.get(name), index)) for names, name, index in self.places]
         tied = [index for *_, index in places] != self._indices
@@ -216,7 +219,7 @@ class ModuleEntries:
         return tied
 
     def _home_of(self, tensor: Any, index: int) -> int:
-        """Which parameter it is, if that is also in a place of its own; else `index`."""
+        """The index of the sharded parameter that `tensor` is, if an entry of its own still holds it; else `index`."""
         for names, name, at in self.places:
             if tensor is self._shards[at] and names.get(name) is tensor:
                 return at
@@ -228,7 +231,7 @@ class ModuleEntries:
         return all(map(is_, map(dict.get, self._dicts, self._names), expected))
 
     def _note_watched(self) -> None:
-        """What `_check_added` looks at first, for it runs in every forward: sizes, and the children of each parent."""
+        """Note sizes, children and empty entries, by which `_check_added` tells cheaply whether a module changed."""
         watched = [(own, children) for _, _, own, children in _below(self._tops)]
         self._known = {id(own): _filled(own) for own, _ in watched}
         self._sized = [entries for each in watched for entries in each]
@@ -251,8 +254,8 @@ class ModuleEntries:
     def _look_anew(self) -> None:
         """Modules have changed: find parameters of ours that have moved, and refuse those that nobody shards.
 
-        Those that do not train need nobody, and those with post-accumulate hooks have somebody who averages their
-        gradients; they are noted, for that may change.
+        Accepted are parameters that do not train, and those with post-accumulate hooks, which may average their
+        gradients. Both kinds are noted in `_idle`, because that may change.
         """
         family = [self, *self.others]
         places = {(id(names), name) for each in family for names, name, _ in each.places}
@@ -284,7 +287,7 @@ class ModuleEntries:
         self._note_watched()
 
     def _index_of(self, tensor: torch.Tensor) -> int | None:
-        """Which of the parameters it is, or stands for while unsharded."""
+        """The index of the parameter that `tensor` is, sharded or unsharded; None if it is none of ours."""
         copy_of = tensor.__dict__.get(LEAF_OF)
         for index, param in enumerate(self.params):
             if tensor is param.sharded or tensor is self.there(index) or param.fqn == copy_of:
@@ -292,7 +295,7 @@ class ModuleEntries:
         return None
 
     def _move(self, index: int, module: nn.Module | None, own: dict[str, Any], name: str) -> None:
-        """A parameter was put into another module; it may have been taken out of the one that had it."""
+        """Note that a parameter was put into another module, and drop its old entries if these are empty."""
         param = self.params[index]
         if module is not None:
             check_use(module, name, param.fqn)
@@ -307,7 +310,11 @@ Top = tuple[dict[str, Any], dict[str, Any]]  # a module's `_parameters` and `_mo
 
 
 def _below(tops: Sequence[Top]) -> Iterator[tuple[str, nn.Module | None, dict[str, Any], dict[str, Any]]]:
-    """These modules (None) and those in them that no other call has sharded: prefix of names, module, and its `Top`."""
+    """The modules of `tops` and all below that no other call has sharded.
+
+    Yields:
+        the prefix of its parameters' names, the module (None for one of `tops`), and the two parts of its `Top`.
+    """
     seen: set[int] = set()
     to_do: list[tuple[str, nn.Module | None, Top]] = [("", None, top) for top in reversed(tops)]
     while to_do:
@@ -329,7 +336,7 @@ def _filled(entries: dict[str, Any]) -> set[str]:
 
 
 def _trains(param: torch.Tensor) -> bool:
-    """Whether a forward that begins now may give it a gradient that nobody looks after."""
+    """Whether a forward that begins now may give a parameter a gradient that nobody averages."""
     return param.requires_grad and torch.is_grad_enabled() and not has_post_accumulate_hooks(param)
 
 

@@ -1,6 +1,6 @@
 """The settings of a sharded module: the methods of torch's `FSDPModule` that change what the runtime does.
 
-Each writes new options in the place of the old ones (see `Options`); forward and backward read them as they run.
+Each method replaces the frozen `Options` of the affected groups; forward and backward read the options as they run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .torch_names import StateFacade, state_facade
 
 
 class GradientReductionHandle:
-    """The end of a backward that was not waited for."""
+    """Reductions of a backward that were issued and not yet waited for."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -40,8 +40,8 @@ class GradientReductionHandle:
 class Methods(Planning):
     """Settings, with the names and signatures of torch.
 
-    `recurse` says whether a setting holds for the sharded modules below, too. Settings of gathers and reductions may
-    change between iterations, and on every rank alike.
+    `recurse` says whether a setting also holds for the sharded modules below. Settings of gathers and reductions may
+    change only between iterations, and on every rank alike.
     """
 
     _orig_cls_mro_index = 5  # FSDPLinear, FSDPModule, Methods, Planning, torch's FSDPModule, Linear
@@ -49,10 +49,11 @@ class Methods(Planning):
     # ---- gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients.
+        """Set whether backward reduces gradients.
 
-        While off, gradients stay unsharded, in the dtype of reduction, and are added to the next ones that are
-        reduced. `zero_grad` clears them. Switched on, `set_requires_all_reduce` is on again, too.
+        While this is off, backward accumulates unsharded gradients, in the dtype of reduction. A later backward with
+        this setting on adds its own and reduces the sum. `zero_grad` clears accumulated gradients. The value is also
+        that of `set_requires_all_reduce`.
 
         Raises:
             ShardConfigValueError: the value is no bool.
@@ -61,10 +62,11 @@ class Methods(Planning):
         _set(self, recurse, requires_gradient_sync=requires_gradient_sync, requires_all_reduce=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward, on a mesh of replicas, finishes reductions.
+        """Set whether backward, on a mesh with replicas, reduces gradients over the replicas.
 
-        While off, it stops after the reduce-scatter: pieces of gradients are kept apart from `.grad` until a backward
-        with this setting on, which adds its own and reduces all of them over the replicas. `zero_grad` clears them.
+        While this is off, backward stops after the reduce-scatter and keeps the resulting pieces apart from `.grad`. A
+        later backward with this setting on adds its own pieces and reduces the sum over the replicas. `zero_grad`
+        clears the pieces.
 
         Raises:
             ShardConfigValueError: the value is no bool.
@@ -73,11 +75,11 @@ class Methods(Planning):
         _set(self, recurse, requires_all_reduce=requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the backwards to come wait, at their end, for the reductions that they have issued.
+        """Set whether each following backward waits, at its end, for the reductions that it has issued.
 
         Otherwise `.grad` may be set only by the next backward, or just before the optimizer's step. Call it on the
-        root; it holds for all sharded modules below. Modules have their sharded parameters again: they are the leaves
-        of the graph, where torch's zero-bubble pipelines look for them.
+        root; it holds for all sharded modules below. It also installs the sharded parameters again: they are the leaves
+        of the graph, and torch's zero-bubble pipelines look for leaves in the modules.
 
         Raises:
             ShardConfigValueError: the value is no bool.
@@ -88,7 +90,7 @@ class Methods(Planning):
             state.show_sharded()
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether the caller ends each backward, or several of them, by `finalize_backward`. Call it on the root.
+        """Set whether the caller ends each backward, or several at once, by `finalize_backward`. Call it on the root.
 
         Raises:
             ShardConfigValueError: the value is no bool.
@@ -97,7 +99,7 @@ class Methods(Planning):
         self._own_state().set_for_root(ends_by_hand=enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce gradients that are kept, if gradient sync is on, wait for all reductions, and reshard.
+        """Reduce accumulated gradients, if gradient sync is on, wait for all reductions, and reshard.
 
         Args:
             async_op: return at once, with a handle whose `wait()` waits for the reductions and sets `.grad`.
@@ -109,7 +111,7 @@ class Methods(Planning):
         return GradientReductionHandle(bound.engine) if async_op else None
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients over all ranks by `factor`, and not by the number of ranks. For this module.
+        """Divide this module's gradients, summed over all ranks, by `factor` instead of the number of ranks.
 
         Raises:
             ShardConfigValueError: the factor is not a positive number.
@@ -123,7 +125,7 @@ class Methods(Planning):
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Whether collectives only ever add, and divisions are steps of their own. For this module.
+        """Set whether this module's reductions use sums only, with divisions apart, and never a collective mean.
 
         Raises:
             ShardConfigValueError: the value is no bool.
@@ -132,16 +134,18 @@ class Methods(Planning):
         _set(self, False, only_sums=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether parameters that got no gradient in backward are given one of zeros.
+        """Set whether parameters that got no gradient in backward are given one of zeros.
 
-        Then every backward reduces every group, so that the losses of ranks may use different modules in a step. (Ranks
-        that use different parameters of a module need no setting.) Without it, as in FSDP2, a group of which a rank got
-        no gradient at all is not reduced there: ranks that got one wait for it, for ever. So set it where a rank may
-        use none of a group's experts, and on the module of the experts alone: its groups are reduced when backward is
-        over, in one order on all ranks, and until then their unsharded gradients are kept.
+        Then every backward reduces every group, so that the losses of ranks may depend on different modules in a step.
+        (Ranks on which only different parameters of one group get gradients need no setting.) Without this setting, as
+        in FSDP2, a rank does not reduce a group of which it got no gradient at all, and ranks that got one wait for
+        that rank for ever. So set it where a rank may use none of a group's experts, and on the module of the experts
+        alone: its groups are reduced only when backward is over, in one order on all ranks, and their unsharded
+        gradients take memory until then.
 
-        Gathers remain those of the modules that run, and all ranks must run the same ones. Where they cannot, `unshard`
-        what only some will run on all ranks, before the forward, and let it stay (`reshard_after_forward=False`).
+        A group is still gathered only where its modules run, and all ranks must run the same ones. Where they cannot,
+        `unshard` on all ranks, before the forward, each module that only some ranks will run, and let its parameters
+        stay (`reshard_after_forward=False`).
 
         Raises:
             ShardConfigValueError: the value is no bool.
@@ -150,14 +154,14 @@ class Methods(Planning):
         _set(self, recurse, reduce_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions may be in flight: issuing one more waits for the oldest.
+        """Set how many reductions may be in flight: issuing one more waits for the oldest.
 
-        Before it is called two may be; and on a CPU, without replicas, they are waited for before backward gathers what
-        follows, so that both use the same memory.
+        By default, two may be. On a CPU without replicas, backward by default also waits for them before it gathers the
+        next parameters, so that both use the same memory.
 
         Raises:
             ShardConfigTypeError: the value is no int.
-            ShardConfigValueError: it is less than 1.
+            ShardConfigValueError: the value is less than 1.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise ShardConfigTypeError(
@@ -170,7 +174,7 @@ class Methods(Planning):
     # ---- parameters
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether the unsharded parameters are given up between forward and backward.
+        """Set whether the unsharded parameters are given up between forward and backward.
 
         Raises:
             ShardConfigValueError: the value is no bool.
@@ -179,10 +183,10 @@ class Methods(Planning):
         _set(self, recurse, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether they are given up at the end of backward; False saves gathers while gradients accumulate.
+        """Set whether the unsharded parameters are given up after backward; False saves gathers while accumulating.
 
-        They never outlive an optimizer's step. Whoever changes parameters otherwise calls `reshard` then: a change by
-        foreach functions or through ``.data`` cannot be noticed.
+        They never outlive an optimizer's step. After changing sharded parameters in another way, call `reshard`: a
+        change by foreach functions or through ``.data`` cannot be noticed.
 
         Raises:
             ShardConfigValueError: the value is no bool.
@@ -191,9 +195,9 @@ class Methods(Planning):
         _set(self, recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward gathers this module's parameters. False saves a gather where it needs none of them.
+        """Set whether backward gathers this module's parameters. False saves a gather if backward reads no weight.
 
-        An embedding's backward, for one, reads no weight. If backward asks for a weight nevertheless, it is gathered.
+        An embedding's backward, for one, reads none. If backward asks for a weight nevertheless, it is gathered then.
 
         Raises:
             ShardConfigValueError: the value is no bool.
@@ -202,10 +206,11 @@ class Methods(Planning):
         _set(self, False, unshard_in_backward=unshard_in_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether the memory of unsharded parameters is kept for them alone, so that their addresses stay the same.
+        """Set whether unsharded parameters have memory of their own for good, so that their addresses stay the same.
 
-        It costs all of that memory all the time. What keeps weights otherwise than autograd does needs it: CUDA graphs,
-        transforms of `torch.func` in a forward, a selective checkpoint that saves views of weights.
+        This costs the memory of all unsharded parameters all the time. It is needed where something other than autograd
+        keeps weights: CUDA graphs, transforms of `torch.func` in a forward, a selective checkpoint that saves views of
+        weights.
 
         Raises:
             ShardConfigValueError: the value is no bool.
@@ -214,7 +219,7 @@ class Methods(Planning):
         _set(self, recurse, keep_storage=keep)
 
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
-        """Gather these modules' parameters when this one's forward begins, and not those of the next one to run.
+        """Gather these modules' parameters when this module's forward begins, instead of those of the next to run.
 
         Raises:
             ShardConfigValueError: one of them is not sharded.
@@ -222,7 +227,7 @@ class Methods(Planning):
         self._own_state().set_prefetch(False, _states_to_prefetch(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
-        """Gather these modules' parameters when this one's backward begins, and not those of the next one to run.
+        """Gather these modules' parameters when this module's backward begins, instead of those of the next to run.
 
         Raises:
             ShardConfigValueError: one of them is not sharded.
@@ -230,31 +235,31 @@ class Methods(Planning):
         self._own_state().set_prefetch(True, _states_to_prefetch(modules))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the gathers of the next forward wait for `event`, and not for all that precedes that forward.
+        """Let the gathers of the next forward wait for `event` only, not for all work queued before that forward.
 
-        Call it every time on the root, with an event that was recorded right after the optimizer's step.
+        Call it on the root, after every optimizer's step, with an event that was recorded right behind that step.
         """
         self._own_state().set_for_root(changed_at=event)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Nothing: gathers are issued from the current stream's thread and never allocate on another stream."""
+        """Do nothing: gathers never allocate memory on another stream, which torch's setting is about."""
 
     # ---- communication
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather this module's parameters by `comm`, an object like torch's `AllGather`. None: as before."""
+        """Gather this module's parameters by `comm`, an object like torch's `AllGather`; None restores our own."""
         _set_comms(self, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce this module's gradients by `comm`, an object like torch's `ReduceScatter`. None: as before."""
+        """Reduce this module's gradients by `comm`, an object like torch's `ReduceScatter`; None restores our own."""
         _set_comms(self, reduce_scatter=comm)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
-        """Call `hook` with this module's gradients when they are reduced: a 1D tensor, averaged, to change in place.
+        """Call `hook` with this module's reduced gradients: a 1D tensor of averages, which it may change in place.
 
         Args:
             hook: called once for each dtype of reduction.
-            stream: where it runs; by default, on the stream of reductions.
+            stream: the stream on which the hook runs; by default that of reductions.
 
         Raises:
             ShardConfigValueError: a stream is given and the mesh has replicas.
@@ -267,7 +272,7 @@ class Methods(Planning):
         _set_comms(self, all_reduce_hook=hook, hook_stream=stream)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce over a process group (a communicator) of its own, so that reductions and gathers can overlap.
+        """Give reductions a process group (a communicator) of their own, so that they can overlap with gathers.
 
         Every rank of the mesh must call it.
         """
@@ -278,10 +283,10 @@ class Methods(Planning):
             _change_comms(state, reduce_group=_own_group(shard_group, made) if wanted else None)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Whether buffers of communication come from the process group's own allocator, if its backend has one.
+        """Set whether communication buffers come from the process group's own allocator, if its backend has one.
 
         Raises:
-            ShardConfigStateError: custom communication is set, which allocates for itself.
+            ShardConfigStateError: custom communication is set, which allocates its own buffers.
         """
         _refuse_custom(self, "set_allocate_memory_from_process_group", "ProcessGroupAlloc")
         for state, group in _shard_groups(self):
@@ -292,7 +297,8 @@ class Methods(Planning):
         """Gather through torch's symmetric memory.
 
         Raises:
-            ShardConfigStateError: custom communication is set, which allocates for itself; or torch has none.
+            ShardConfigStateError: custom communication is set, which allocates its own buffers; or this torch has no
+                symmetric memory for FSDP.
         """
         _refuse_custom(self, "set_symm_mem", "SymmMem")
         for state, group in _shard_groups(self):
@@ -322,10 +328,10 @@ class Methods(Planning):
     def reset_iter_state(self) -> None:
         """Forget a forward or backward that an exception has ended. The next forward does so by itself.
 
-        Gradients that were kept with gradient sync off, or in flight, are lost.
+        Accumulated gradients, and those in flight, are lost.
 
         Raises:
-            RuntimeError: this is not the root.
+            ShardConfigStateError: this is not the root. (It is a RuntimeError.)
         """
         bound = self._own_state().bound
         if bound is None:
@@ -376,7 +382,7 @@ def _change_comms(state: ShardState, **changes: Any) -> None:
 
 
 def _refuse_custom(module: Methods, what: str, own: str) -> None:
-    """Refuse communication that a user has set, but for torch's own of the kind that `what` sets."""
+    """Refuse custom communication, unless it is torch's own class, named by `own`, that the method `what` sets."""
     comms = module._own_state().declaration.settings.current.comms
     for kind, comm in (("all gather", comms.all_gather), ("reduce scatter", comms.reduce_scatter)):
         if comm is not None and not is_torchs_comm(comm, own):
@@ -403,7 +409,7 @@ def _states_to_prefetch(modules: list[Any]) -> list[ShardState]:
 
 
 def _shard_groups(module: Methods) -> list[tuple[ShardState, dist.ProcessGroup]]:
-    """The states of a call, with the process groups of their shard axes, where they have one."""
+    """The states of the module's call whose mesh has a shard axis, with the process group of that axis."""
     found = [(state, state.declaration.info.shard_group) for state in module._own_state().family]
     return [(state, group) for state, group in found if group is not None]
 
@@ -411,17 +417,17 @@ def _shard_groups(module: Methods) -> list[tuple[ShardState, dist.ProcessGroup]]
 def _own_group(
     shard_group: dist.ProcessGroup | None, made: dict[tuple[int, ...], dist.ProcessGroup]
 ) -> dist.ProcessGroup:
-    """A process group over the ranks of a shard axis; one for all meshes that shard over the same ranks."""
+    """A new process group over the ranks of a shard axis; `made` has one for all meshes with the same ranks."""
     ranks = tuple(dist.get_process_group_ranks(shard_group))
     if ranks not in made:
-        # its type names the group of those outside as well, from torch 2.15 on; this rank is among `ranks`
+        # From torch 2.15 on, its type also covers ranks outside of the group; this rank is one of `ranks`.
         group: Any = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="composable_shard_reduce")
         made[ranks] = group
     return made[ranks]
 
 
 def share_comm_ctx(modules: list[Any]) -> None:
-    """Let several roots (the chunks of a pipeline stage, say) queue their communication on the same streams.
+    """Let several roots (say, the model chunks of a pipeline) queue their communication on the same streams.
 
     Raises:
         ShardConfigValueError: one of them is not sharded.

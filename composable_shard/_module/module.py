@@ -1,7 +1,8 @@
 """The module: the class that `fully_shard` swaps in, its hooks, and the methods that users call.
 
-`__call__` stands around everything: it opens the forward at the engine, sets the hooks for saved weights, and closes
-the forward whatever happens in it. The rest is done by ordinary forward hooks, which `torch.compile` can trace.
+`__call__` encloses the whole forward: it enters the engine, sets the saved-tensor hooks that keep weights out of
+autograd's memory, and leaves the engine even if the forward raises. The rest is done by `pre_forward` and
+`post_forward`, ordinary forward hooks, which `torch.compile` can trace.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from .build import build_engine, check_root
 from .methods import Methods
 from .state import EAGER, STATE, TRACED, Bound, ShardState, Way, named_states
 
-_BUILDER = "_shard_builder"  # where a root has the thread that builds its engine: `setdefault` is atomic
+_BUILDER = "_shard_builder"  # key in a root's `__dict__`: the thread that builds its engine; `setdefault` is atomic
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -62,7 +63,7 @@ class UnshardHandle(TorchUnshardHandle):
         self._groups = groups
 
     def wait(self) -> None:
-        """Make the unsharded parameters readable in the module; nothing, if they are or have been given up."""
+        """Make the unsharded parameters readable in the module; a no-op if they are already, or were resharded."""
         for group in self._groups:
             if group.phase is GATHERING:
                 self._engine.unshard(group, wait=True)
@@ -86,7 +87,7 @@ def _bound(module: nn.Module, agrees: bool = True, runs: bool = True) -> Bound:
 class FSDPModule(Methods):
     """Base of the class of every sharded module; use it for `isinstance` and for the methods below."""
 
-    _leads_to_torchs: bool  # whether the class that was sharded has torch's own `_call_impl`
+    _leads_to_torchs: bool  # whether the original class has torch's own `_call_impl`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = super().__call__  # type: ignore[misc]
@@ -100,11 +101,11 @@ class FSDPModule(Methods):
         return _run(self, partial(_call_past, call), args, kwargs)  # type: ignore[arg-type]
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        """Torch's own call ends up here.
+        """Called by torch's own `Module.__call__`, which may have been reached without our `__call__`.
 
-        `torch.compile` keeps that call from before the module was sharded, and so passes our `__call__` by: it starts
-        over with ours. A recomputation by a checkpoint around `super().__call__` passes it by as well, but goes on, for
-        the call that it repeats has been through ours.
+        `torch.compile` calls the `__call__` that it saved before the module was sharded: such a call starts over with
+        our `__call__`. A checkpoint around `super().__call__` bypasses our `__call__` as well when it recomputes; that
+        call goes on here, because the original call has been through our `__call__`.
         """
         state: ShardState = self.__dict__[STATE]
         if state.way is EAGER and not state.calls and (torch.compiler.is_compiling() or current_backward() < 0):
@@ -123,7 +124,7 @@ class FSDPModule(Methods):
                 state.bound.engine.converted(state.groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, also while unsharded parameters are in the place of those that have them."""
+        """Clear all gradients, also those of sharded parameters while unsharded parameters are installed."""
         for _, state in named_states(self):  # type: ignore[arg-type]
             for param in state.declaration.params if state.entries.shown else ():
                 grad = param.sharded.grad
@@ -134,14 +135,14 @@ class FSDPModule(Methods):
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:
-        """A module with sharded parameters of its own, in the same mesh. It has run nothing yet."""
+        """A copy with sharded parameters of its own, on the same mesh, and no engine yet."""
         adopt_forward_methods(self)  # type: ignore[arg-type]  # torch's are bound to this module
         for _, state in named_states(self):  # type: ignore[arg-type]
             state.release()
             for param in state.declaration.params:
                 copy.deepcopy(param, memo)  # before the modules that hold it
         made = memo[id(self)] = object.__new__(type(self))
-        compiled = {"_compiled_call_impl"}  # bound to this module; a copy of any module leaves it behind
+        compiled = {"_compiled_call_impl"}  # bound to this module; `nn.Module` does not copy it either
         made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in compiled}, memo))
         number(made)  # type: ignore[arg-type]
         return made
@@ -158,7 +159,7 @@ class FSDPModule(Methods):
         They stay unsharded until `reshard`, the end of the module's next use, or a change of their values.
 
         Args:
-            async_op: return at once, with a handle whose `wait()` makes them readable.
+            async_op: return at once, with a handle whose `wait()` makes the parameters readable.
         """
         engine = _bound(self, runs=False).engine  # type: ignore[arg-type]
         groups = self._own_state().groups
@@ -167,26 +168,26 @@ class FSDPModule(Methods):
         return UnshardHandle(engine, groups) if async_op else None
 
     def reshard(self) -> None:
-        """Give the unsharded parameters of this module up. Ignored while its forward runs."""
+        """Give up the unsharded parameters of this module. Ignored while its forward runs."""
         state: ShardState = self.__dict__[STATE]
         state.release()
 
 
 def _is_torchs(call: Any) -> bool:
-    """Whether a module's call is torch's own: a class may have another, and torch.fx puts one in its place."""
+    """Whether a module's call is torch's own: a class may override `__call__`, and torch.fx replaces it."""
     return getattr(call, "__func__", None) is nn.Module._wrapped_call_impl and type(call.__self__)._leads_to_torchs
 
 
 def _has_hooks_of_others(module: nn.Module) -> bool:
-    """Whether somebody else than we listens to the calls of a module."""
-    own = module.__dict__  # past `Module.__getattr__`
+    """Whether a module, or torch globally, has module hooks other than ours."""
+    own = module.__dict__  # faster than `Module.__getattr__`
     if len(own["_forward_hooks"]) != 1 or len(own["_forward_pre_hooks"]) != 1:
         return True
     return bool(own["_backward_hooks"] or own["_backward_pre_hooks"]) or any_module_hooks()
 
 
 def _call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch's own call does for a module that has our hooks only, at half the cost."""
+    """Do what torch's own call does for a module that has our hooks only, at half the cost."""
     cast = pre_forward(module, args, kwargs)
     if cast is not None:
         args, kwargs = cast
@@ -194,12 +195,12 @@ def _call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _call_whole(call: Callable[..., Any], _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Torch's own call of a module, or what somebody has put in its place."""
+    """Run the class's own call, with all hooks of the module."""
     return call(*args, **kwargs)
 
 
 def _call_past(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same in eager steps, where it leads to `FSDPModule._call_impl` and is to go on from there."""
+    """`_call_whole` in eager mode, counted in `state.calls`, so that `FSDPModule._call_impl` does not start over."""
     state: ShardState = module.__dict__[STATE]
     state.calls += 1
     try:
@@ -225,11 +226,11 @@ def _run(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str
     root_succeeded = False
     try:
         hooks = None
-        # Where none are allowed, as in `torch.func.grad`, autograd saves weights themselves, and keeps their memory so.
+        # Where saved-tensor hooks are forbidden, as in `torch.func.grad`, autograd saves the weights and their memory.
         takes_hooks = torch.is_grad_enabled() and saved_tensors_hooks_are_enabled()
         if takes_hooks and not (engine.active and _saved_none(engine, bound.group)):
             hooks = (weights_in_place if stays else saved_weights)(engine)
-        if hooks is None:  # without gradients, or inside of another forward, whose hooks serve this one too
+        if hooks is None:  # without gradients, or within an enclosing forward, whose hooks serve this one, too
             output = call(module, args, kwargs)
         else:
             with hooks:
@@ -253,21 +254,23 @@ def _run(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _saved_none(engine: Engine, group: ParamGroup | None) -> bool:
-    """Whether the forward that is recomputed now has saved no weights, nor shall this one, for a checkpoint counts.
+    """Whether this call recomputes a forward that saved no weights through our saved-tensor hooks.
 
-    It may have begun the checkpoint itself, in a hook behind ours, as `torch.distributed._composable.checkpoint` does.
+    That forward's checkpoint took them: the module may begin one in a hook behind ours, as
+    `torch.distributed._composable.checkpoint` does. The recomputation then sets no hooks of ours either, because the
+    checkpoint counts the tensors that are saved in it.
     """
     use = None if group is None else engine.active.get(group)
     return use is not None and not use.reads and not any(bucket.saved for bucket in use.group.buckets[1:])
 
 
 class _ForwardMethod:
-    """A method of a sharded module that runs as a forward. It holds the module weakly, for the module holds it.
+    """A method of a sharded module that runs as a forward. The module holds this object, which holds it weakly.
 
     Args:
         module: the module.
-        name: under which it has the method.
-        method: what it has there: a method bound to it, or anything else that can be called.
+        name: the name of the method.
+        method: the attribute of that name: a method bound to the module, or any other callable.
     """
 
     def __init__(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
@@ -331,10 +334,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def adopt_forward_methods(module: nn.Module) -> None:
-    """Put ours in the place of the wrappers that torch's own `register_fsdp_forward_method` has set on a module.
+    """Replace the wrappers that torch's own `register_fsdp_forward_method` has set on a module by `_ForwardMethod`.
 
-    A wrapper that runs right now has begun with the state's `_pre_forward` and goes on with the method under it: that
-    becomes ours, too, which does the whole of a forward, and ends it also when the method fails.
+    A torch wrapper that runs right now has called the state's `_pre_forward` and will call the method that it wraps.
+    That inner method is replaced, too: a `_ForwardMethod` does the whole forward, and ends it also if the method fails.
     """
     for name, value in list(module.__dict__.items()):
         cell = registered_by_torch(value)
@@ -351,7 +354,7 @@ _modules: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDiction
 
 
 def number(module: nn.Module) -> None:
-    """Give a sharded module a number, for what can be handed a constant only."""
+    """Give a sharded module a number, by which `_find_root` finds it: Dynamo hands that function constants only."""
     here = str(next(_numbers))
     _modules[here] = module
     module.__dict__[STATE].traced.unknown = here
@@ -361,8 +364,8 @@ def number(module: nn.Module) -> None:
 def _find_root(unknown: str) -> bool:
     """Make the engine of a module that is compiled before it has ever run.
 
-    Dynamo may trace a function several times before it is done, and must find the same way through it each time: so
-    this is always called, and after the first time with an empty string.
+    Dynamo may trace a function several times and must take the same path each time, so this is always called: with the
+    module's number, or with an empty string once the engine exists.
     """
     put_rng_states_before_meshes()
     if unknown:
@@ -384,11 +387,11 @@ def _trace(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _let_engine_surround_compiled_code(module: nn.Module) -> None:
-    """Have the engine work around the compiled forward of a module on which `compile()` was called.
+    """Let the engine gather and reduce outside of the compiled code of a module on which `compile()` was called.
 
-    Torch compiles the forward then, hooks included, and runs that wherever the module is called: also in a checkpoint
-    that the class's own `__call__` makes, which runs it again in backward. So layers of one class share their code, and
-    sharded modules within are part of the graph.
+    Torch then compiles `_call_impl`, hooks included, and runs the compiled code at every call of the module, also when
+    a checkpoint in the class's own `__call__` recomputes. As the module's own communication is not in the graph, layers
+    of one class share their code; that of sharded modules within is part of the graph.
     """
     compiled = module._compiled_call_impl
     if hasattr(compiled, "_surrounded"):
@@ -407,7 +410,7 @@ def _let_engine_surround_compiled_code(module: nn.Module) -> None:
 
 
 def _run_around(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One call of a compiled forward, which gathers for the sharded modules within but not for the module itself."""
+    """Run compiled code, whose graph gathers for the sharded modules within, but not for the module itself."""
     state: ShardState = module.__dict__[STATE]
     depth = len(state.open_calls)
     state.begin(module)
@@ -425,7 +428,7 @@ def _run_around(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ..
 
 
 def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Before forward, and before all other hooks: show the unsharded parameters, cast the inputs."""
+    """The hook before forward, ahead of all other hooks: install the unsharded parameters, cast the inputs."""
     state: ShardState = module.__dict__[STATE]
     way = state.way
     if way is TRACED:
@@ -444,7 +447,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """After forward: hide the unsharded parameters, listen for backward, cast the outputs."""
+    """The hook after forward: put the sharded parameters back, listen for backward, cast the outputs."""
     state: ShardState = module.__dict__[STATE]
     way = state.way
     if way is TRACED:
@@ -461,7 +464,7 @@ def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _ended(module: nn.Module, state: ShardState, output: Any) -> Any:
-    """The engine's part of the end of a forward; returns the output, without views of weights."""
+    """End a forward at the engine; returns the output, in which views of weights are replaced by clones."""
     assert state.bound is not None
     engine = state.bound.engine
     find = engine.pool.find
@@ -473,7 +476,7 @@ def _ended(module: nn.Module, state: ShardState, output: Any) -> Any:
     parts = tensors if all([type(t) in PLAIN for t in tensors]) else [p for t in tensors for p in plain_parts(t)]  # noqa: C419
     among_weights = [part for part in parts if find(address_of(part)) is not None]
     if among_weights:
-        # A view of a weight would change when its slot is used again.
+        # A view of a weight would change when the weight's slot is leased again.
         views = {id(part) for part in among_weights}
         output = map_tensors(lambda t: t.clone() if any(id(p) in views for p in plain_parts(t)) else t, output)
         tensors = tree_tensors(output)
@@ -483,7 +486,7 @@ def _ended(module: nn.Module, state: ShardState, output: Any) -> Any:
 
 
 def _listen(engine: Engine, found: tuple[Use, Outputs], tensors: Sequence[torch.Tensor]) -> None:
-    """Tell the engine when backward reaches one of these outputs."""
+    """Let autograd call the engine when backward reaches one of these outputs."""
     for tensor in tensors:
         node = tensor.grad_fn
         if node is not None:

@@ -1,4 +1,4 @@
-"""The methods of a sharded module that say how its plan is made."""
+"""The methods of a sharded module that set how its plan is made."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from .state import STATE
 
 
 class Planning(TorchFSDPModule):
-    """Policies of the plan. They are the root's, the outermost sharded module's; set them on all ranks alike.
+    """Policies of the plan. Set them on the root, the outermost sharded module, and on all ranks alike.
 
-    Set between two forwards, they hold for the next one, at the end of which a rank that finds that others have set
-    something else raises `RankMismatchError`: all ranks do where all have set something; where only some have, these
-    do, and the others cannot go on without them.
+    A policy that is set between two forwards holds from the next one on. At the end of that forward, a rank whose
+    policy differs from that of others raises `RankMismatchError`. If every rank has set a policy, all raise; if only
+    some have, only these raise, and the others cannot go on without them.
     """
 
     def set_prefetch_policy(self, policy: PrefetchPolicy) -> None:
-        """How far ahead groups are gathered; lists of modules (`set_modules_to_forward_prefetch`) go before it.
+        """Set how far ahead groups are gathered. Explicit lists (`set_modules_to_forward_prefetch`) take precedence.
 
-        With `PrefetchPolicy.auto` the second and third training step are measured, every collective waited for where it
-        is issued; from then on what can be hidden is. Two steps are measured again when groups have joined, and more
-        and more rarely (after 64 steps, 128, 256...), to see whether times have changed; then the plan is made anew.
+        With `PrefetchPolicy.auto` the second and third training step are measured, with every collective waited for
+        where it is issued. From then on the schedule hides as much communication as it can. Two steps are measured
+        again when groups have joined, and more and more rarely (after 64 steps, 128, 256...) to see whether times have
+        changed; then the plan is made anew.
 
         Raises:
             ShardConfigTypeError: `policy` is no PrefetchPolicy.
@@ -34,25 +35,25 @@ class Planning(TorchFSDPModule):
         _ask(self, "policy", PrefetchPolicy, policy, prefetch=policy)
 
     def set_pool_policy(self, policy: PoolPolicy) -> None:
-        """How much memory unsharded parameters and communication may take.
+        """Set how much memory unsharded parameters and communication buffers may take.
 
         Raises:
             ShardConfigTypeError: `policy` is no PoolPolicy.
             ShardConfigStateError: this is not the root.
-            PoolBudgetError: a group does not fit into the budget; raised by the first forward, if there was none yet.
+            PoolBudgetError: a group does not fit into the budget; before the first forward, that forward raises it.
         """
         _ask(self, "policy", PoolPolicy, policy, pool=policy)
 
     def set_plan(self, plan: ShardPlan) -> None:
         """Follow a plan that was made before, or elsewhere: its order, its schedule and its policies.
 
-        Where forwards then run in another order, or a setter changes what is resharded, the schedule is made anew by
-        the plan's policies; a warning says so, once.
+        If forwards then run in another order, or a setter changes what is resharded, a new schedule is made under the
+        plan's policies, and a warning says so, once.
 
         Raises:
             ShardConfigTypeError: `plan` is no ShardPlan.
             ShardConfigStateError: this is not the root.
-            ShardConfigValueError: the plan is of another model; raised by the first forward, if there was none yet.
+            ShardConfigValueError: the plan is of another model; before the first forward, that forward raises it.
         """
         _ask(self, "plan", ShardPlan, plan, plan=plan, prefetch=None, pool=None)
 

@@ -1,4 +1,4 @@
-"""What a sharded module knows of itself."""
+"""The state of sharded modules: what was declared, the part in an engine, and the forwards that run."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from .._torch.core import (
 )
 from .entries import ModuleEntries
 
-STATE = "_shard_state"  # where a module keeps it
-PLACE = "_shard_place"  # ... and which module it is of those of its call
+STATE = "_shard_state"  # key in a module's `__dict__`: its `ShardState`
+PLACE = "_shard_place"  # ... and its index among the modules of its call of `fully_shard`
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,10 @@ class Declaration:
         modules: how many modules the call was given; more than one for a list.
         params: the sharded parameters, tied ones once.
         info: the mesh.
-        small: the mesh of the few ranks among which weights stay cut between forward and backward, if that is wanted.
         settings: the options, which setters may replace.
-        label: tells a group from the first of the same call: the axes of its mesh; empty for the first.
+        small: the mesh of the few ranks that share the weights between forward and backward, if that was asked for (an
+            integer `reshard_after_forward`).
+        label: the axes of the mesh, to tell this group from the call's first group; empty for the first.
     """
 
     modules: int
@@ -62,12 +63,12 @@ class Declaration:
     label: str = ""
 
     def piece_bytes(self) -> list[int]:
-        """Bytes of what a rank sends of each parameter, padding included."""
+        """Bytes of a rank's piece of each parameter in the dtype of the gather, padding included."""
         options, world = self.settings.current, self.info.shard_size
         return [piece_numel(p.shape, world, p.dim) * p.compute_dtype(options).itemsize for p in self.params]
 
     def transports(self, made: TransportCache) -> Transports:
-        """What moves its parameters and gradients now."""
+        """The transports that the current options choose for its parameters and gradients."""
         fake = not all(has_memory(param.local) for param in self.params)
         return made.of(self.info, self.settings.current, self.piece_bytes(), self.small, fake)
 
@@ -77,7 +78,9 @@ class Asked:
     """What users have asked of the plan of a root: policies, or a plan to follow.
 
     Attributes:
-        schedule: text of what graphs follow before policies (see `_overlap.GraphSchedule`).
+        prefetch, pool: the policies; None where none was set.
+        plan: the plan to follow, if one was set.
+        schedule: text of a `GraphSchedule`, which graphs follow before any policy.
     """
 
     prefetch: PrefetchPolicy | None = None
@@ -86,7 +89,7 @@ class Asked:
     schedule: str = ""
 
     def for_graphs(self) -> tuple[str, int | None, int | None, str]:
-        """Prefetch policy, budget, and what goes before them, as constants, for what Dynamo traces."""
+        """Kind and amount of the prefetch policy, the budget, and `schedule`: constants, which Dynamo can guard."""
         prefetch, pool = self.prefetch, self.pool
         if pool is None and self.plan is not None:
             pool = self.plan.pool
@@ -94,7 +97,7 @@ class Asked:
         return kind, amount, None if pool is None else pool.budget, self.schedule
 
     def applied(self, plan: ShardPlan) -> ShardPlan:
-        """A plan of the same groups that does so.
+        """The plan, changed to follow these policies or the plan that was set.
 
         Raises:
             PoolBudgetError: a group does not fit into the budget.
@@ -112,7 +115,7 @@ class Bound:
 
     Attributes:
         group: None where the call found no parameter to shard.
-        is_root: whether it is the root's own, or one of its list.
+        is_root: whether the module is the root.
         root: the engine's root module, weakly.
     """
 
@@ -125,29 +128,33 @@ class Bound:
 class Way(Enum):
     """How a call of a sharded module runs."""
 
-    EAGER = 0  # by the engine
-    TRACED = 1  # the graph gathers and reduces
-    AROUND = 2  # by the engine, around a module whose forward is compiled
+    EAGER = 0  # the engine gathers and reduces
+    TRACED = 1  # Dynamo traces: the graph gathers and reduces
+    AROUND = 2  # the engine gathers and reduces, outside of the module's compiled forward
 
 
-EAGER, TRACED, _ = Way  # asked for in every call: to look a member up in its enumeration takes long
+EAGER, TRACED, _ = Way  # compared in every call: `Way.EAGER` is a slow lookup
 
 
 class ShardState:
     """The state of the modules of one call of `fully_shard`; a list shares one.
 
-    Parameters that the call puts on other meshes than its own have states of their own, which the first one leads.
+    If the call puts parameters on several meshes, each mesh has a state. The modules hold the first one, which passes
+    everything on to the others.
 
     Attributes:
-        others: those of the parameters on other meshes.
-        way: how the call that runs now does.
-        open_calls: of each call that runs, what its forward was given, if a backward may follow.
-        calls: how many eager calls of its modules run that lead to torch's own.
-        lists: on the root, once it is known: the states below that several modules share.
-        asked: what users want of the plan, if this is the root's.
-        left: while Dynamo traces a list: its modules that have not run yet, by their place in it.
+        declaration: what the call asked for.
+        entries: where the modules look up the parameters.
+        others: on the first state, the states of the other meshes.
+        bound: the part in an engine; None until the engine is built.
+        way: how the call that runs now runs.
+        open_calls: for each forward that runs, its use and the outputs of its node; None if no backward may follow.
+        calls: how many calls run that `_call_past` has handed to the class's own call.
+        lists: on the root, once its engine is built: the states below that several modules share.
+        asked: what users want of the plan, if this is the root's state.
+        left: while Dynamo traces a list: the indices of its modules that have not run yet.
         traced: the group as traced code sees it.
-        lanes: of gathers and of reductions, if several roots share theirs.
+        lanes: the lanes of gathers and of reductions, if several roots share theirs.
     """
 
     def __init__(self, declaration: Declaration, entries: ModuleEntries) -> None:
@@ -158,7 +165,7 @@ class ShardState:
         self.bound: Bound | None = None
         self.open_calls: list[tuple[Use, Outputs] | None] = []
         self._to_run: set[int] = set()
-        self.lanes: tuple[Lane, Lane] | None = None  # those of other roots, to be shared
+        self.lanes: tuple[Lane, Lane] | None = None
         self.way = Way.EAGER
         self.calls = 0
         self.asked = Asked()
@@ -176,40 +183,40 @@ class ShardState:
             copy.deepcopy(self.entries, memo),
         )
         made.others = copy.deepcopy(self.others, memo)
-        made.asked = replace(self.asked, schedule="")  # which its own engine will tell
+        made.asked = replace(self.asked, schedule="")  # its own engine will set that
         made._prefetch = copy.deepcopy(self._prefetch, memo)
         return made
 
     @property
     def family(self) -> Iterator[ShardState]:
-        """This and the others of the same call."""
+        """This state and the others of the same call."""
         yield self
         yield from self.others
 
     @property
     def groups(self) -> list[ParamGroup]:
-        """The groups of the family, once the root is known."""
+        """The groups of the family; none before the engine is built."""
         return [each.bound.group for each in self.family if each.bound is not None and each.bound.group is not None]
 
     def bind(self, bound: Bound) -> None:
-        """The engine is there: this module's part in it, and what users have set before."""
+        """Note the part in a new engine, and pass on what users have set for the root before."""
         self.bound = bound
         if bound.is_root:
             self.set_for_root(**self._for_root)
 
     def set_for_root(self, **settings: Any) -> None:
-        """Set attributes of the engine, or of the engine to come, if this module will be its root."""
+        """Set attributes of the engine now or, before the engine is built, if this module becomes its root."""
         self._for_root |= settings
         if self.bound is not None:
             for name, value in settings.items():
                 setattr(self.bound.engine, name, value)
 
     def ask(self, **wanted: Any) -> None:
-        """Ask for a policy, or for a plan to follow, of the engine of which this module is the root, or will be.
+        """Change `asked`, and let the engine, if it is built, follow from the next forward on.
 
         Raises:
-            ShardConfigStateError: it is not the root.
-            PoolBudgetError, ShardConfigValueError: that cannot be; what was asked for before stays in force.
+            ShardConfigStateError: this module is not the root.
+            PoolBudgetError, ShardConfigValueError: the plan cannot be made; what was asked before stays in force.
         """
         if self.bound is None:
             self.asked = replace(self.asked, **wanted)
@@ -226,7 +233,7 @@ class ShardState:
             raise
 
     def set_prefetch(self, backward: bool, states: list[ShardState]) -> None:
-        """What to gather when this module's forward, or backward, begins."""
+        """Set which states' groups to gather when this module's forward, or backward, begins."""
         before, self._prefetch = self._prefetch, {**self._prefetch, backward: states}
         try:
             self.link_prefetch()
@@ -237,11 +244,15 @@ class ShardState:
             self.bound.engine.order.lists_changed()
 
     def prefetched(self, backward: bool) -> Sequence[ShardState] | None:
-        """What `set_prefetch` was given last; None if it was never called."""
+        """The states that `set_prefetch` was given last; None if it was never called."""
         return self._prefetch.get(backward)
 
     def link_prefetch(self) -> None:
-        """Tell the engine; all states must be bound, or else it is too early."""
+        """Tell the engine which groups to prefetch; a no-op before the engine is built.
+
+        Raises:
+            ShardConfigValueError: a module to prefetch has another root.
+        """
         if self.bound is None:
             return
         for backward, states in self._prefetch.items():
@@ -257,7 +268,7 @@ class ShardState:
                 self.bound.engine.order.gather_ahead(own, backward, [] if index else groups)
 
     def order_changed(self, order: Order) -> None:
-        """This is the root: let graphs know what the order of its engine says."""
+        """On the root: note the schedule that the engine's order makes for graphs."""
         asked = self.asked
         follows_plan = order.plan.costs is not None or (asked.plan is not None and asked.prefetch is None)
         text = order.for_graphs(follows_plan).to_text()
@@ -265,7 +276,11 @@ class ShardState:
             self.asked = replace(asked, schedule=text)
 
     def comms_changed(self) -> None:
-        """Users have put other communication in the place of ours."""
+        """Rebuild the group, because users have set other communication.
+
+        Raises:
+            ShardConfigStateError: the group runs.
+        """
         if self.bound is None or self.bound.group is None:
             return
         self.release()
@@ -276,7 +291,7 @@ class ShardState:
     # ---- while Dynamo traces
 
     def begin_traced(self, module: nn.Module) -> None:
-        """A module of the call is about to run. A list gathers when the first of its modules does."""
+        """Begin a module's forward in a graph. A list gathers when the first of its modules begins."""
         for each in self.family:
             each._begin_traced()
 
@@ -291,14 +306,14 @@ class ShardState:
         with_side_effects(partial(self.entries.show, weights, traced=True))
 
     def end_traced(self, module: nn.Module) -> None:
-        """It has run."""
+        """End a module's forward in a graph. A list gets its shards back when the last of its modules ends."""
         for each in self.family:
             each.left.discard(module.__dict__[PLACE])
             if not each.left:
                 with_side_effects(partial(each.entries.hide, traced=True))
 
     def finish_traced(self) -> None:
-        """The root has run: end what waits for modules of a list that did not run."""
+        """End, after the root has run, the lists of which some modules did not run."""
         for state in self.lists:
             state.left.clear()
             state.entries.hide(traced=True)
@@ -306,7 +321,7 @@ class ShardState:
     # ---- eager
 
     def begin(self, module: nn.Module) -> None:
-        """A module of the call is about to run."""
+        """Begin an eager forward of a module of the call."""
         if self.others or modes_in_force() or is_transforming():
             self._begin_family(module)
         else:
@@ -323,10 +338,10 @@ class ShardState:
         if group is None:
             return
         if not group.running and self.open_calls:
-            self.open_calls.clear()  # of a forward in which some of a list did not run, or that was interrupted
+            self.open_calls.clear()  # left by a forward that was interrupted, or in which some of a list did not run
         if self.declaration.modules > 1:
             if current_backward() >= 0:
-                self._to_run = {module.__dict__[PLACE]}  # a recomputation may run any of the list alone
+                self._to_run = {module.__dict__[PLACE]}  # a recomputation may run one module of the list alone
             elif group.running:
                 return  # an earlier module of the list has begun for all of them
             else:
@@ -335,10 +350,14 @@ class ShardState:
         self.open_calls.append(self.bound.engine.before_forward(group))
 
     def end(self, module: nn.Module, copied: Sequence[torch.Tensor]) -> Sequence[tuple[Use, Outputs]]:
-        """It has run; of its outputs, these were views of weights.
+        """End an eager forward of a module of the call.
+
+        Args:
+            module: the module.
+            copied: those of its outputs that were views of weights.
 
         Returns:
-            the uses whose backward will pass through its outputs.
+            the uses, with the outputs of their nodes, whose backward will pass through the module's outputs.
         """
         if self.others or modes_in_force() or is_transforming():
             return self._end_family(module, copied)
@@ -347,7 +366,7 @@ class ShardState:
 
     @apart_from_checkpoints
     def _end_family(self, module: nn.Module, copied: Sequence[torch.Tensor]) -> list[tuple[Use, Outputs]]:
-        ended = [each._end(module, copied) for each in reversed(list(self.family))]  # the last one to begin first
+        ended = [each._end(module, copied) for each in reversed(list(self.family))]  # last begun, first ended
         return [found for found in reversed(ended) if found is not None]
 
     def _end(self, module: nn.Module, copied: Sequence[torch.Tensor]) -> tuple[Use, Outputs] | None:
@@ -364,10 +383,10 @@ class ShardState:
 
     @apart_from_checkpoints
     def abort(self, depth: int) -> None:
-        """A module of the call has failed: end what it has begun.
+        """End the forwards that a failed call of a module has begun.
 
         Args:
-            depth: how many calls of it ran around the one that failed.
+            depth: how many forwards of this state were open before that call.
         """
         for each in self.family:
             assert each.bound is not None
@@ -378,18 +397,18 @@ class ShardState:
                 each.bound.engine.after_forward(each.bound.group)
 
     def overwritten(self) -> None:
-        """The sharded parameters are about to be loaded: no graph may ask for the old ones."""
+        """The sharded parameters are about to be loaded: no pending backward may take the new values for the old."""
         self.release()
         for group in self.groups:
             group.stepped()
 
     def show_sharded(self) -> None:
-        """Let the modules have their sharded parameters, unless a forward runs; the unsharded ones stay in memory."""
+        """Install the sharded parameters, unless a forward runs; the unsharded ones stay in memory."""
         if not any(group.running for group in self.groups):
             self.entries.hide()
 
     def release(self) -> None:
-        """Give the unsharded parameters up, so that the modules have the sharded ones."""
+        """Give up the unsharded parameters, so that the sharded ones are installed."""
         for group in self.groups:
             assert self.bound is not None
             self.bound.engine.reshard(group)
@@ -411,12 +430,12 @@ def share_lanes(states: Sequence[ShardState]) -> None:
 
 
 def state_of(module: nn.Module) -> ShardState | None:
-    """The state of a sharded module, None of others."""
+    """The state of a sharded module; None for other modules."""
     return module.__dict__.get(STATE)
 
 
 def named_states(root: nn.Module) -> Iterator[tuple[list[str], ShardState]]:
-    """Every state at or below `root`, with the names of its modules, in the order of the modules."""
+    """Each state at or below `root` once, with the names of its modules, in the order of `named_modules`."""
     names: dict[ShardState, list[str]] = {}
     for name, module in root.named_modules():
         state = state_of(module)

@@ -1,6 +1,6 @@
-"""State dicts hold the sharded parameters, also while unsharded ones are in their place; full tensors load, too.
+"""State dicts hold the sharded parameters, also while unsharded ones are installed; full tensors can be loaded, too.
 
-The hooks are functions of the module alone, so that a copy of a module uses its own state.
+The hooks find the state through the module that they are called with, so that a copied module uses its own state.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .._group.param import ShardedParam
 from .._torch.core import HANDLES
 from .state import ShardState
 
-OWNED_BY = "_shard_owner"  # where a module keeps the state that manages its own parameters
+OWNED_BY = "_shard_owner"  # key in a module's `__dict__`: the `StateDictOwner` of its own parameters
 
 
 def watch_state_dict(owner: nn.Module, state: ShardState) -> None:
-    """Let `owner`, whose parameters `state` manages, save and load them rightly."""
+    """Hook the state dicts of `owner`, a module that holds parameters of `state`."""
     owner.__dict__[OWNED_BY] = StateDictOwner(state)
     owner.register_state_dict_post_hook(_after_save)  # type: ignore[no-untyped-call]
     owner.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
@@ -29,7 +29,7 @@ def watch_state_dict(owner: nn.Module, state: ShardState) -> None:
 
 
 class StateDictOwner:
-    """A state, weakly, for it knows modules that hold this one; copied with it."""
+    """A weak reference to a state that is copied with the module. As a callable it is `ModuleEntries.claim`."""
 
     def __init__(self, state: ShardState) -> None:
         self.state = weakref.ref(state)
@@ -39,14 +39,14 @@ class StateDictOwner:
         return self if state is None else StateDictOwner(copy.deepcopy(state, memo))
 
     def __call__(self, module: nn.Module) -> None:
-        """This module has got some of its parameters."""
+        """Watch a module into which parameters of the state were moved."""
         state = self.state()
         if state is not None and OWNED_BY not in module.__dict__:
             watch_state_dict(module, state)
 
 
 def _params(module: nn.Module) -> list[tuple[ShardState, str, ShardedParam]]:
-    """The sharded parameters of a module by name, each with its state."""
+    """The sharded parameters that a module itself holds: state, name in the module, parameter."""
     first: ShardState | None = module.__dict__[OWNED_BY].state()
     return [
         (state, name, state.entries.params[index])

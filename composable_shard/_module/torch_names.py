@@ -1,13 +1,14 @@
-"""What other code reads of the state of an FSDP module: torch's names, each computed from our own facts when asked.
+"""Facades of a sharded module's state, under the private names of torch's FSDP2, for code that was written for these.
 
-`torch.distributed.pipelining` runs backward without `Tensor.backward`, asks each group for its `post_backward` when the
-last micro-batch is through, and then ends the backward by hand. Tools look at a group's parameters, phases and meshes.
-All of it can be read; what may be set has a method of the module, which the error of an attempt names.
+A *facade* stores nothing: it computes each attribute from our own state when asked. Its readers are
+`torch.distributed.pipelining`, which runs backward without `Tensor.backward`, calls `post_backward` of each group after
+the last micro-batch and then ends the backward by hand, and tools, which look at a group's parameters, phases and
+meshes. Attributes are read-only; the error of an attempt to set one names the module's method that sets it, if any.
 
-Torch's `FSDPMemTracker` also puts itself around what happens: it removes the hooks of a state, registers others that
-call `_pre_forward` and `_post_forward`, and replaces `pre_backward` and `post_backward` of a group. Those can be set:
-hooks of ours stand aside for those of a tool until it registers ours again (`_Hooks`), and the engine calls what was
-put in the place of a group's methods (see `_listened`).
+Torch's `FSDPMemTracker` also wraps what happens: it removes the forward hooks of a state, registers hooks of its own,
+which call `_pre_forward` and `_post_forward`, and replaces `pre_backward` and `post_backward` of a group. So these can
+be set: our hooks stand aside until the tool registers ours again (`_Hooks`), and the engine calls the methods that
+replaced a group's (see `_engine/listeners.py`).
 """
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ _SETTERS = {
 
 
 class _View:
-    """Something that can be read, but not written."""
+    """Base of the facades: attributes can be read, and set only where a property has a setter."""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(type(self), name, None)
-        if isinstance(found, property):  # it has raised an AttributeError, which says more
+        if isinstance(found, property):  # its getter has raised an AttributeError: raise that again
             return found.__get__(self)
         raise ShardConfigAttributeError(
             f"{type(self).__name__} has no {name!r}: it shows what torch's FSDP2 state of a module and this library "
@@ -94,7 +95,7 @@ class _View:
 
 
 class UnshardedGradient(NamedTuple):
-    """What stands for an unsharded parameter while `post_backward` runs, when the weights may be gone already."""
+    """Stands for an unsharded parameter, with its gradient, during `post_backward`: the weights may be gone already."""
 
     grad: torch.Tensor | None
 
@@ -102,7 +103,7 @@ class UnshardedGradient(NamedTuple):
 class ParamFacade(_View):
     """A parameter, under the names of torch's `FSDPParam`."""
 
-    _known: weakref.ref[GroupFacade]  # which holds this
+    _known: weakref.ref[GroupFacade]  # the group's facade, which holds this one
     _param: ShardedParam
     _index: int
 
@@ -255,7 +256,14 @@ class ParamFacade(_View):
 
 @dataclass
 class _Event:
-    """Something that is about to be done, by the method of a group that torch's does it in."""
+    """Work that the engine hands to `pre_backward` or `post_backward`, where torch's group does the same work.
+
+    Attributes:
+        moment: which of the two.
+        work: does the work.
+        gradients: the unsharded gradients, at the end of a backward.
+        done: whether the work was done.
+    """
 
     moment: str
     work: Callable[[], None]
@@ -270,10 +278,10 @@ class GroupFacade(_View):
     _own: ShardState
     _param_group_index: int
     fsdp_params: list[ParamFacade]
-    _event: _Event | None
-    _theirs: dict[str, Callable[..., None]]  # methods that a tool has put in the place of ours
-    _seen: weakref.WeakSet[Any]  # and all that it has put there since its hooks came
-    _gone: bool  # whether its hooks have gone since
+    _event: _Event | None  # the work at hand
+    _theirs: dict[str, Callable[..., None]]  # by moment: the method that a tool has set in the place of ours
+    _seen: weakref.WeakSet[Any]  # all methods that a tool has set since it registered its hooks
+    _gone: bool  # whether the tool has removed its hooks since
 
     def __init__(self, state: StateFacade, own: ShardState, index: int) -> None:
         self._hold(_state=weakref.ref(state), _own=own, _param_group_index=index)
@@ -471,7 +479,7 @@ class GroupFacade(_View):
 
     @property
     def _all_gather_result(self) -> object | None:
-        """Something while a gather is on its way."""
+        """Not None while a gather is in flight."""
         return self._group if self._group is not None and self._group.phase is GATHERING else None
 
     @property
@@ -489,7 +497,7 @@ class GroupFacade(_View):
 
     @property
     def comm_ctx(self) -> CommContextFacade:
-        """What its module shares with other roots; given one of another root, the module shares it."""
+        """The streams of communication; set that of another root to share its streams."""
         return self._of._comm_ctx
 
     @comm_ctx.setter
@@ -517,7 +525,7 @@ class GroupFacade(_View):
         if self._engine is not None and self._group is not None:
             self._engine.reshard(self._group)
 
-    # ---- what a tool can put itself around
+    # ---- what a tool can wrap
 
     @property
     def heard(self) -> ParamGroup | None:
@@ -549,7 +557,7 @@ class GroupFacade(_View):
 
     @property
     def pre_backward(self) -> Callable[..., None]:
-        """Called where backward reaches the outputs of the modules: gathers. What replaces it calls it."""
+        """Called when backward reaches the outputs of the modules; gathers. A replacement must call it."""
         return self._theirs.get(PRE_BACKWARD, self._pre_backward)
 
     @pre_backward.setter
@@ -561,10 +569,10 @@ class GroupFacade(_View):
 
     @property
     def post_backward(self) -> Callable[..., None]:
-        """Called where the gradients of the modules are there, and again when the sharded parameters have theirs.
+        """Called when a backward has made the group's gradients, and again when `.grad` of the shards is set.
 
-        It reshards and reduces, and what replaces it calls it. Whoever else calls it does nothing: what is kept is
-        reduced in plan order, by `StateFacade._root_post_backward_final_callback`.
+        The first call reshards and reduces; a replacement must call it. A call from elsewhere does nothing: accumulated
+        gradients are reduced, in the order of the plan, by `StateFacade._root_post_backward_final_callback`.
         """
         return self._theirs.get(POST_BACKWARD, self._post_backward)
 
@@ -588,10 +596,10 @@ class GroupFacade(_View):
         (LISTENERS.add if self._theirs else LISTENERS.discard)(self)
 
     def _note_tool(self, there: bool) -> None:
-        """Whether the hooks of a tool stand in the place of ours: when they go, its methods go with them.
+        """Note whether a tool's hooks replace ours (`there`); once they are removed, drop its methods as well.
 
-        For a list it has replaced the methods once for each module, the later ones around the earlier, and when it
-        goes it would put back the earlier ones of its own.
+        For a list of modules, a tool wraps the methods once for each module, one wrapper around the other. On removal
+        it would therefore restore an inner wrapper of its own instead of our method.
         """
         if there and self._gone:
             self._seen.clear()
@@ -602,7 +610,7 @@ class GroupFacade(_View):
 
 
 class CommContextFacade(_View):
-    """What roots can share: the streams of their communication."""
+    """The streams of communication, which several roots can share."""
 
     _own: ShardState
 
@@ -611,7 +619,7 @@ class CommContextFacade(_View):
 
 
 class ContextFacade(_View):
-    """What the states of one root share."""
+    """Facts of the root, under the names of torch's `FSDPStateContext`."""
 
     _top: StateFacade
 
@@ -647,11 +655,11 @@ class ContextFacade(_View):
 
 @dataclass(frozen=True)
 class OurHooks:
-    """What a module of ours does around its forward.
+    """The functions of `module.py` that a facade calls, passed in because that file imports this one.
 
     Attributes:
-        before, after: the hooks.
-        adopt: makes what torch's own `register_fsdp_forward_method` has set on a module ours.
+        before, after: the hooks before and after forward.
+        adopt: replaces the wrappers that torch's own `register_fsdp_forward_method` has set on a module by ours.
     """
 
     before: Callable[..., Any]
@@ -664,10 +672,11 @@ def _stand_in(*unused: Any) -> None:
 
 
 class _Hooks:
-    """The hooks of a state's modules that run before their forward, or after it; named as a handle of torch's.
+    """The hooks of a state's modules before their forward, or after it; stands for torch's `RemovableHandle`.
 
-    Ours stand aside when a tool removes them. A hook that it registers, of which it sets the handle, is its own, unless
-    it is the method of the state that torch has for a hook: then ours takes its place again.
+    Our hooks stand aside when a tool removes them. The tool then registers a hook and sets its handle on the state. If
+    that hook is the state's own `_pre_forward` or `_post_forward`, as in torch, our hook is back; else it is the
+    tool's.
     """
 
     def __init__(self, state: StateFacade, name: str, ours: Callable[..., Any]) -> None:
@@ -676,11 +685,11 @@ class _Hooks:
         self._lent: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
 
     def are_lent(self, module: nn.Module) -> bool:
-        """Whether hooks of a tool stand in the place of ours."""
+        """Whether a tool's hook replaces ours on a module."""
         return module in self._lent
 
     def remove(self) -> None:
-        """Let ours stand aside, or remove those that stand in their place."""
+        """Let our hooks stand aside; if a tool's hooks replace them already, remove those."""
         for handle in self._lent.values():
             handle.remove()
         state = self._state()
@@ -688,7 +697,11 @@ class _Hooks:
             self._swap(module, self._ours, _stand_in)
 
     def take(self, handle: Any) -> None:
-        """A tool has registered a hook on one of the modules."""
+        """Take note of a hook that a tool has registered on one of the modules.
+
+        Raises:
+            ShardConfigAttributeError: `handle` is none of a forward hook of these modules.
+        """
         state = self._state()
         assert state is not None
         for module in state._modules:
@@ -714,12 +727,12 @@ class _Hooks:
 
 
 class StateFacade(_View):
-    """The state of the modules of one call, which it holds weakly, for they hold it; named as torch's `FSDPState`.
+    """The state of the modules of one call, under the names of torch's `FSDPState`.
 
     Args:
-        modules: of the call.
-        state: theirs.
-        ours: what they do around their forward.
+        modules: the modules of the call; held weakly, for they hold this object.
+        state: their state.
+        ours: our hooks.
     """
 
     _own: ShardState
@@ -767,18 +780,18 @@ class StateFacade(_View):
 
     @property
     def _root(self) -> StateFacade | None:
-        """That of the root's module, once it is known which one that is."""
+        """The facade of the root module's state, once the root is certain."""
         bound = self._own.bound
         module = None if bound is None else bound.root()
         found: StateFacade | None = None if module is None else registered_state(module)
         if bound is None or found is None:
             return None
-        # An engine that was made for `unshard` alone may get another root.
+        # An engine that was made for `unshard` and has not run may yet be replaced by that of another root.
         return found if found._initialised or bound.engine.has_run or bound.engine.in_forward else None
 
     @property
     def _root_module(self) -> nn.Module | None:
-        """The module of a root: of a list, the one that was asked first."""
+        """The root module of the engine; before there is one, the first module of the call."""
         module = None if self._own.bound is None else self._own.bound.root()
         return module if module is not None else next(iter(self._modules), None)
 
@@ -823,7 +836,7 @@ class StateFacade(_View):
 
     @property
     def _comm_ctx(self) -> CommContextFacade:
-        """What this module shares with other roots; given one of another root, it shares it."""
+        """The streams of communication; set that of another root to share its streams."""
         return (self._root or self)._comm
 
     @_comm_ctx.setter
@@ -840,7 +853,7 @@ class StateFacade(_View):
 
     @property
     def _pre_forward_hook_handle(self) -> Any:
-        """What stands for the hooks before forward; a tool that removes them sets the handle of its own."""
+        """The hooks before forward; a tool removes them and sets the handle of its own hook."""
         return self._hooks[0]
 
     @_pre_forward_hook_handle.setter
@@ -849,7 +862,7 @@ class StateFacade(_View):
 
     @property
     def _post_forward_hook_handle(self) -> Any:
-        """The same for those after forward."""
+        """The hooks after forward; as `_pre_forward_hook_handle`."""
         return self._hooks[1]
 
     @_post_forward_hook_handle.setter
@@ -863,12 +876,13 @@ class StateFacade(_View):
             group._note_tool(lent)
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What our hook does, for the hook of a tool that stands in its place.
+        """Do what our hook before forward does, when called by a tool's hook that replaces ours.
 
-        Also what torch's own `register_fsdp_forward_method` calls before the method, whose place ours takes.
+        The wrapper of torch's own `register_fsdp_forward_method` calls this, too: the method that it wraps is then
+        replaced by ours.
 
         Raises:
-            ShardConfigStateError: somebody else calls it.
+            ShardConfigStateError: the caller is neither of the two.
         """
         if called_by_forward_method():
             self._ours.adopt(module)
@@ -883,7 +897,7 @@ class StateFacade(_View):
         return (args, kwargs) if cast is None else cast
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The end of `_pre_forward`."""
+        """Do what our hook after forward does, when called by a tool's hook that replaces ours."""
         return self._ours.after(module, args, output) if self._hooks[1].are_lent(module) else output
 
     def _reset_iter_state(self) -> None:
@@ -899,13 +913,13 @@ def _strides(size: torch.Size) -> tuple[int, ...]:
 
 
 def state_facade(module: nn.Module) -> StateFacade | None:
-    """The state of a sharded module, None of others; as `torch.distributed.fsdp.fully_shard.state` gives it."""
+    """The facade of a sharded module, as `torch.distributed.fsdp.fully_shard.state` gives it; None for others."""
     found = registered_state(module) if state_of(module) is not None else None
     return found if isinstance(found, StateFacade) else None
 
 
 def show_to_torch(modules: Sequence[nn.Module], state: ShardState, ours: OurHooks) -> None:
-    """Let `torch.distributed.fsdp.fully_shard.state` find the state too: torch's own code knows no other way."""
+    """Register a facade where `torch.distributed.fsdp.fully_shard.state` finds it, as torch's own code does."""
     facade = StateFacade(modules, state, ours)
     for module in modules:
         register_state(module, facade)
