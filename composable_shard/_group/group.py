@@ -274,7 +274,11 @@ class ParamGroup:
         self._gathers = []
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
-        """A forward is over: memory of weights of which anybody keeps a view, other than `dropped`, is not reused."""
+        """A forward is over: from now on, do not reuse memory of weights that anybody keeps views of.
+
+        Args:
+            dropped: views that the caller is about to drop, which do not count.
+        """
         for bucket in self.buckets:
             bucket.end_use(dropped)
 
@@ -460,7 +464,7 @@ class ParamGroup:
 
     @property
     def awaits_reduction(self) -> bool:
-        """Whether there are accumulated gradients that the next backward must reduce, even if it misses the group."""
+        """Whether accumulated gradients must be reduced by the next backward, even one that does not use the group."""
         options, kept = self.settings.current, self._kept
         pending = kept.whole or (kept.pieces and options.requires_all_reduce)
         return bool(pending) and options.requires_gradient_sync
