@@ -18,7 +18,7 @@ from .._plan.layout import BucketLayout
 from .._torch.core import alias, has_memory, plainly, storage_id, storage_uses
 from .param import ShardedParam
 
-LEAF_OF = "_unsharded_copy_of"  # the attribute of a leaf with its parameter's name, for errors of those who misuse it
+LEAF_OF = "_unsharded_copy_of"  # attribute of a leaf: its parameter's name, for errors where it is taken for that
 _version = attrgetter("_version")
 
 
@@ -28,7 +28,7 @@ def _apart(slot: Slot, part: torch.Tensor) -> torch.Tensor:
 
 
 class Face:
-    """The unsharded parameters in one slot, as tensors whose storages count who reads them through this face.
+    """The unsharded parameters in one slot, as tensors whose storages' use counts tell who else reads them.
 
     Each parameter has a storage of its own, also since operators such as `torch.cond` take no tensors that share one.
 

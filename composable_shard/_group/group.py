@@ -38,7 +38,7 @@ _requires_grad, _slot = attrgetter("requires_grad"), attrgetter("slot")
 
 @dataclass(frozen=True)
 class Runtime:
-    """The memory pool and the lanes that all groups of one engine share."""
+    """The pool and the lanes that all groups of one engine share."""
 
     pool: BufferPool
     gather_lane: Lane
@@ -76,14 +76,14 @@ class ParamGroup:
         used_in: number of the last forward of the root in which a node was made for this group.
         shards: the sharded parameters, as users and optimizers see them.
         wraps: whether any parameter was a DTensor before it was sharded.
-        buckets: the gather buckets, one for each dtype.
+        buckets: the gather buckets, one for each dtype, apart for parameters that define their own all-gather.
         residents: for each gather bucket, the pieces that a few ranks keep of it; empty until `shrink` is called.
         reduces: the reduce buckets, by all that they depend on (who trains, dtypes, divisors).
         gather_bytes, weight_bytes: bytes that a gather leases, and those of them that the weights keep after it.
         extended: whether any parameter defines its own all-gather (see `extension.py`).
         hooks_taken: whether hooks of its parameters were taken from autograd and not given back.
-        handles_seen: torch's count of hook handles when no parameter had a hook (as long as it stays, none has one);
-            -1: unknown.
+        handles_seen: how many hook handles torch had given to others when no parameter had a hook (while that number
+            stays, none has one); -1: unknown.
         was_gathered: whether a gather was finished since the last backward ended; the same on all ranks.
         settings: the options, and whether a plan keeps this group gathered after forward; compiled graphs follow both.
         companions: groups of the same module on other meshes, whose forwards begin right after this one's.
@@ -301,7 +301,7 @@ class ParamGroup:
         return self._small is not None and self.settings.current.few_ranks > 0 and not self.extended
 
     def shrink(self) -> None:
-        """Give the unsharded parameters up, except for a piece on each of a few ranks, which together have them all."""
+        """Give the unsharded parameters up, but keep pieces of them, such that a few ranks together have them whole."""
         small, transport, run = self._small, self._transports.small, self._runtime
         assert small is not None
         assert transport is not None

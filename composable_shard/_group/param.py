@@ -208,7 +208,7 @@ class ShardedParam:
         dim: the dim along which it is cut.
         parallel: how it was placed before, if it was a DTensor.
         keeps_dtype: whether it is gathered in the dtype in which it is stored, whatever the policy says of others.
-        handles_seen: torch's count of hook handles when it was sharded; -1 if it had hooks then.
+        handles_seen: how many hook handles torch had given to others when it was sharded; -1 if it had hooks then.
         module: a weak reference to the module that holds it; None until the root is known.
     """
 

@@ -70,7 +70,7 @@ class Reduced:
 
 
 def _on_stream(comms: Comms) -> AllReduceHook | None:
-    """The user's hook, to be called on the stream of reductions."""
+    """The user's all-reduce hook, wrapped to run on the user's stream, if there is one, in order with reductions."""
     hook, stream = comms.all_reduce_hook, comms.hook_stream
     if hook is None or stream is None:
         return hook
