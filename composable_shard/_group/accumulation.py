@@ -1,6 +1,6 @@
-"""Gradients that wait: unsharded ones for a backward with gradient sync, pieces for an all-reduce over the replicas.
+"""Accumulated gradients: unsharded ones wait for a backward with gradient sync, pieces for an all-reduce over replicas.
 
-Both must vanish with `zero_grad`, in all its forms: `ShardedParam.mark_kept` makes `.grad` tell.
+Both must vanish with `zero_grad`, in all its forms. `ShardedParam.mark_kept` marks `.grad`, so that it tells of that.
 """
 
 from __future__ import annotations
@@ -12,44 +12,45 @@ import torch
 from .._torch.core import has_memory
 from .param import ShardedParam
 
-Partial = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by index: a piece, and how many ranks had a gradient
+Partial = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by index: a piece, and its mark (not 0: some rank had any)
 
 
 class KeptGradients:
-    """What one group keeps, by the index of the parameter.
+    """The accumulated gradients of one group, by the index of the parameter.
 
     Attributes:
-        whole, pieces: the unsharded ones, and the pieces; others only look whether there are any.
-        wanted: parameters that wanted gradients when some were kept, on all ranks alike. The next reduction is for
-            them, too, should they be frozen by then.
+        whole: the unsharded gradients; from outside, only to look whether there are any.
+        pieces: the pieces that wait for an all-reduce over replicas; likewise.
+        wanted: indices of the parameters that required gradients when some were accumulated, the same on all ranks.
+            The next reduction includes these parameters even if they are frozen by then.
     """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         self._params = params
         self.whole: dict[int, torch.Tensor] = {}
-        self._owned: set[int] = set()  # those of `whole` that nobody else holds
+        self._owned: set[int] = set()  # of `whole`: sums made here, which nobody else holds
         self.pieces: Partial = {}
         self.wanted: set[int] = set()
 
     def note_wanted(self) -> None:
-        """Gradients are about to be kept."""
+        """Gradients are about to be accumulated: note which parameters require them."""
         self.wanted.update(index for index, param in enumerate(self._params) if param.sharded.requires_grad)
 
     def add(self, index: int, gradient: torch.Tensor, dtype: torch.dtype) -> None:
-        """Keep an unsharded gradient, in the dtype of reduction, on top of those of the same parameter."""
+        """Add an unsharded gradient to the accumulated one of its parameter, in the dtype of reduction."""
         kept = self._surviving(index)
         if kept is None:
             self.whole[index] = gradient.to(dtype)
             self._owned.discard(index)
         elif index in self._owned:
             self.whole[index] = kept.add_(gradient)
-        else:  # the first one may be shared with others who hold it
+        else:  # not in place: the first one is autograd's, and others may hold it
             self.whole[index] = _sum(kept, gradient)
             self._owned.add(index)
         self._params[index].mark_kept()
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """These unsharded gradients plus those that were kept, which are kept no longer."""
+        """The sums of these unsharded gradients and the accumulated ones, which are dropped here."""
         total = list(gradients)
         if not self.whole:
             return total
@@ -63,16 +64,22 @@ class KeptGradients:
         return total
 
     def add_partial(self, index: int, piece: torch.Tensor, used: torch.Tensor) -> None:
-        """Keep a piece of a gradient that was reduced over the shard axis only."""
+        """Accumulate this rank's piece of a gradient that was reduced over the shard axis only.
+
+        Args:
+            index: of the parameter.
+            piece: this rank's.
+            used: its reduced mark: not 0 if any rank of the shard axis had a gradient.
+        """
         self.wanted.add(index)
         before = self.pieces.get(index)
         self.pieces[index] = (piece, used) if before is None else (before[0] + piece, before[1] + used)
         self._params[index].mark_kept()
 
     def take_partial(self) -> Partial | None:
-        """The pieces that `zero_grad` has not voided, which are kept no longer; None if there are none.
+        """The accumulated pieces that `zero_grad` has not voided, which are dropped here; None if there are none.
 
-        A reduction begins whose members are known.
+        A reduction takes them as it begins. It has chosen its members by `wanted`, which is cleared here.
         """
         self.wanted.clear()
         if not self.pieces:
@@ -82,18 +89,18 @@ class KeptGradients:
         return {i: (piece, used) for i, (piece, used) in taken.items() if piece is not None}
 
     def held(self, theirs: Container[int]) -> list[str]:
-        """Names of the parameters among these, by id, of which something is kept that `zero_grad` has not voided."""
+        """Names of the parameters among these, by id, with accumulated gradients that `zero_grad` has not voided."""
         found = []
         for index in dict.fromkeys((*self.whole, *self.pieces)):
             param = self._params[index]
             if id(param.sharded) in theirs and not param.kept_is_gone():
                 told = self._told(index)
-                if told is not None and told.item():  # a rank that cannot tell leaves it to the others
+                if told is not None and told.item():  # where this rank cannot tell, other ranks raise the error
                     found.append(param.fqn)
         return found
 
     def forget(self) -> None:
-        """Keep nothing any more."""
+        """Drop all accumulated gradients."""
         self.wanted.clear()
         self.whole.clear()
         self._owned.clear()
@@ -114,9 +121,10 @@ class KeptGradients:
         return torch.where(survives.reshape(()), kept, torch.zeros_like(kept))  # without a host synchronisation
 
     def _told(self, index: int) -> torch.Tensor | None:
-        """Whether a gradient was not set to zero since it was kept; None if this rank cannot tell.
+        """Whether a gradient was not set to zero since it was accumulated; None if this rank cannot tell.
 
-        A rank whose piece is empty cannot see its own `.grad` cleared; a sibling's was cleared with it.
+        Where this rank's piece is empty, so is its `.grad`, which shows nothing. Then the `.grad` of another parameter
+        of the group tells, which `zero_grad` sets to zero along with it.
         """
         candidates = (index, *(i for i in (*self.whole, *self.pieces) if i != index))
         told = (self._params[i].kept_survives() for i in candidates if not self._params[i].kept_is_gone())
@@ -124,5 +132,5 @@ class KeptGradients:
 
 
 def _sum(kept: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Both, in the dtype of the first, rounded once: the second one is added as it is."""
+    """The sum in the dtype of `kept`; `new` is not converted before, so that the sum is rounded only once."""
     return kept + new if new.dtype == kept.dtype else kept.clone().add_(new)

@@ -1,4 +1,4 @@
-"""What one all-gather moves: weights of one dtype."""
+"""Gather buckets: the weights of one dtype that one all-gather moves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _version = attrgetter("_version")
 
 
 class _Members(dict[Place, int]):
-    """The index of the parameter that lies at a place, by the bytes at which each begins."""
+    """By `Place`, the index of the parameter that lies there, found by the byte offsets at which parameters begin."""
 
     def __init__(self, begins: list[int]) -> None:
         self._begins = begins
@@ -43,15 +43,15 @@ class Gatherer:
     """Queues the gathers of one bucket. Views are made once per slot and kept: a step only replays them.
 
     Args:
-        copies: what a gather is.
-        dtype: of what is gathered.
-        for_landing: what to ask the pool for, in forward and in backward, if any share a buffer.
+        copies: the copies and the collective of a gather.
+        dtype: of the gathered weights.
+        for_landing: the pool's requests, in forward and backward, for the landing buffer that small parameters share.
         pool, lane: where memory comes from, and where gathers are queued.
-        begins: where the parameters begin in a slot, if not where the layout says.
+        begins: offsets of the parameters in a slot, in elements, if other than the layout's.
 
     Attributes:
         copies: the same.
-        for_landing: likewise, None if none do.
+        for_landing: likewise; None if no parameters share a landing buffer.
     """
 
     def __init__(
@@ -71,7 +71,14 @@ class Gatherer:
         self._landed: dict[Slot, Landing] = {}
 
     def start(self, slot: Slot, shards: list[torch.Tensor], after: Events, read: Sequence[Slot] = ()) -> Job[None]:
-        """Begin to gather `shards` into a slot, behind `after`; slots that it reads are given back when it is done."""
+        """Begin to gather `shards` into a slot.
+
+        Args:
+            slot: where the weights will lie.
+            shards: this rank's shards.
+            after: events that the gather waits for.
+            read: slots in which the shards lie, to be released when the gather is done.
+        """
         wholes = self._seen.get(slot)
         if wholes is None:
             with plainly():
@@ -86,7 +93,7 @@ class Gatherer:
     def start_into(
         self, wholes: Wholes, shards: list[torch.Tensor], after: Events, read: Sequence[Slot] = ()
     ) -> Job[None]:
-        """The same into any memory."""
+        """`start` into any memory, given as the views by which a gather fills it."""
         leased: list[Slot] = []
         try:
             landing = None
@@ -104,29 +111,31 @@ class Gatherer:
             raise
 
     def leave_slots(self) -> None:
-        """Hold no view of any slot."""
+        """Drop all views of slots."""
         self._seen.clear()
         self._landed.clear()
 
 
 class Bucket:
-    """Parameters of one group that one collective gathers, and what handles must know that stand for its weights.
+    """Parameters of one group that one collective gathers, with the state that handles of their weights check.
 
     Attributes:
-        group: whose it is, weakly.
-        params: its members.
+        group: returns the group; None if it was freed.
+        params: the parameters, as members of this bucket.
         fqns: their names.
-        dtype: in which they are used; `is_complex` says whether its tensors may be lazy conjugates.
-        slot: where they are now, or will be when the gather is done; None if nowhere.
-        readable: whether they are there.
-        generation: how often an optimizer has changed the sharded parameters.
-        shown: what the forward that runs now has been given of a node, by index; empty if that is leaves.
-        here: the leaves in the place of the weights, if any were made there.
-        edited: whether a leaf there was edited before the forward that runs now.
-        unedited: what a forward was shown, if the backward that runs now has found that nobody has edited it since.
-        saved: how many handles stand for its weights since the last forward began.
-        reads_left: after how many reads of a handle the engine wants to hear that a use is half way; 0 if it does not.
-        gather_bytes: that a gather leases from the pool.
+        dtype: the dtype in which they are used; `is_complex` says whether its tensors may be lazy conjugates.
+        slot: where the weights are, or will be when a running gather is done; None while sharded.
+        readable: whether the gather is done, so that the weights can be read.
+        generation: how often the sharded parameters have changed; handles of an earlier generation are stale.
+        shown: the outputs of the node of the use that runs forward now, by index; empty outside of a forward, or if
+            modules have leaves installed.
+        here: the leaves over the memory in which the weights are now; None if none were made.
+        edited: whether one of these leaves had been edited in place when the node of the last use was made.
+        unedited: the outputs of a use, once the backward that runs now has found that none was edited; else None.
+        saved: how many handles were made since the last forward began.
+        reads_left: how many reads of handles remain until the engine must be told that half of a use's were read; 0 if
+            it need not be told.
+        gather_bytes: bytes that a gather leases from the pool.
     """
 
     __slots__ = (
@@ -152,72 +161,83 @@ class Bucket:
         raise NotImplementedError
 
     def weights_for_use(self) -> list[torch.Tensor]:
-        """The same for a forward that begins; `begin_use` follows when its node is made."""
+        """The weights for a forward that begins; `begin_use` must follow when its node is made."""
         return self.weights
 
     def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
-        """All that a node shows of the weights is made: its outputs."""
+        """The node of a use was made, with these outputs for the members."""
         self.shown = outputs
         if self.here is not None:
             self.edited = bool(self.here.edited())
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
-        """After a forward, while the module still has what it was shown: notice who else keeps views.
+        """A forward is over, and its outputs or leaves are still installed: note whether others keep views of weights.
 
-        A selective checkpoint does, or a function that keeps them on its ``ctx``, or a module that caches them: no
-        handle stands for those. They must stay true as long as they live.
+        A selective checkpoint may, or a function that puts them on its ``ctx``, or a module that caches them. No handle
+        stands for such views, so the memory must keep its content as long as they live.
 
         Args:
-            dropped: views that will be gone at once.
+            dropped: views that the caller is about to drop.
         """
         self.shown = ()
 
     def leaves(self) -> list[torch.nn.Parameter]:
-        """The unsharded parameters as leaves; the same objects whenever the bucket is in the same place."""
+        """The unsharded parameters as leaves; the same objects whenever the weights are in the same slot."""
         assert self.here is not None
         return self.here.params
 
     def start(self, after: torch.Event | None) -> Job[None]:
-        """Begin to gather, behind the event `after` (the parameters' last change)."""
+        """Begin to gather, ordered after the event `after` (the last change of the sharded parameters)."""
         raise NotImplementedError
 
     def arrived(self) -> None:
-        """The weights can be read."""
+        """The gather is done: the weights can be read."""
         raise NotImplementedError
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
-        """Give the memory back, or reserve it for the next gather; nothing, if there is none."""
+        """Give the weights up, if they are gathered.
+
+        Args:
+            after: the event behind all work that reads them.
+            reserve: whether to keep their memory for the next gather.
+        """
         raise NotImplementedError
 
     def lose(self) -> None:
-        """Give the weights up and leave their memory leased: a gather that nobody waits for may still write to it."""
+        """Give the weights up but not their memory, to which a gather that nobody waits for may still write."""
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Reserve nothing any more; this bucket will not be used again."""
+        """Give back memory that is reserved for the next gather: this bucket will not be used again."""
         raise NotImplementedError
 
     def leave_slots(self) -> None:
-        """Hold no view of any slot, while none is leased."""
+        """Drop all views of slots, while none is leased."""
         return
 
-    # A handle stands for what was gathered. What was edited before it was saved is saved as a copy, for the edit is
-    # lost when the weights are given up; what is edited afterwards, backward must not read.
+    # A handle stands for a weight as it was gathered. A weight that forward edits in place before autograd saves it is
+    # saved as a copy, since resharding loses the edit. If it is edited after it was saved, backward raises an error.
 
     def note_change(self) -> None:
-        """The sharded parameters are about to change: handles stand for what is no more."""
+        """The sharded parameters are about to change, which makes all handles stale."""
         self.generation += 1
 
     def was_edited(self, index: int, version: int) -> bool:
-        """Whether a weight that is about to be saved is not what was gathered any more; `version` is that of a view."""
+        """Whether a weight was edited in place since it was gathered.
+
+        Args:
+            index: of the weight.
+            version: the version of the view of it that is about to be saved.
+        """
         if self.shown or self.here is None:
             return version > 0 or self.edited
         return version != self.here.versions[index]
 
     def find_edited(self, shown: Sequence[torch.Tensor]) -> set[int]:
-        """The weights that were edited since a forward that was shown these began, or since they were gathered.
+        """Indices of the weights that were edited in place, through outputs of a node (`shown`) or through leaves.
 
-        A backward that has found none looks no more: to look costs as much as the rest of reading a saved weight.
+        If there are none, `unedited` spares the running backward another look, which costs as much as all the rest of
+        reading a saved weight.
         """
         edited = {index for index, out in enumerate(shown) if out._version} if any(map(_version, shown)) else set()
         if self.here is not None:
@@ -226,23 +246,23 @@ class Bucket:
         return edited
 
     def end_reads(self) -> None:
-        """A backward has read what it needs: another one looks for edits anew."""
+        """The backward of a use is over: the next one looks for edits anew."""
         self.unedited = None
 
     def note_saved(self) -> None:
-        """A handle was made."""
+        """Count a new handle."""
         self.saved += 1
 
     def count_saved(self) -> None:
-        """A forward begins: count its handles."""
+        """A forward begins: count its handles from 0."""
         self.saved = 0
 
     def call_after(self, reads: int) -> None:
-        """Have `note_read` tell of the last of so many reads of handles; 0 for never."""
+        """Have `note_read` return True at the last of this many reads of handles; 0 for never."""
         self.reads_left = reads
 
     def note_read(self) -> bool:
-        """A handle was read: whether that was the last one of which somebody wants to hear."""
+        """Count the read of a handle; returns whether it was the last that `call_after` has asked for."""
         self.reads_left -= 1
         return not self.reads_left
 
@@ -251,10 +271,11 @@ class GatherBucket(Bucket):
     """Parameters that are gathered as they are, cast to one dtype, into a slot of the pool.
 
     Attributes:
-        begins: where each begins in a slot, in elements.
-        for_weights, for_landing: what it asks the pool for, in forward and in backward.
-        members: by place, the index of the parameter that lies there.
-        nbytes: of the slot.
+        begins: offset of each parameter in a slot, in elements.
+        for_weights, for_landing: the pool's requests, in forward and in backward, for the weights and for the landing
+            buffer that small parameters share (None if there is none).
+        members: by `Place`, the index of the parameter that lies there.
+        nbytes: bytes that the weights need of a slot.
     """
 
     __slots__ = (
@@ -287,8 +308,8 @@ class GatherBucket(Bucket):
         self._faces = Faces(dtype, layout.places)
         self._pool = pool
         self._self = weakref.ref(self)
-        self._sum: int | None = None  # of their bytes, when debugging
-        self._reserved: Slot | None = None  # where they will be again
+        self._sum: int | None = None  # checksum of the gathered bytes, when debugging
+        self._reserved: Slot | None = None  # the slot that the next gather must take
         self.nbytes = layout.nbytes
         requests = (self.for_weights, self.for_landing)
         self.gather_bytes = sum(forward.nbytes for forward, _ in filter(None, requests))
@@ -324,7 +345,7 @@ class GatherBucket(Bucket):
         return self.here.params
 
     def open(self) -> Slot:
-        """Lease the slot into which weights will be gathered."""
+        """Lease the slot into which weights will be gathered, or resume the reserved one."""
         slot, self._reserved = self._reserved, None
         if slot is None:
             slot = self._pool.lease_for(self.for_weights[self._pool.backward], self._self)
@@ -339,7 +360,7 @@ class GatherBucket(Bucket):
         return self._gatherer.start(slot, local_tensors(self._sharded), (after, *slot.free_after))
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
-        """Give the slot back, or reserve it for the next gather, as also while others keep views of it."""
+        """Give the slot back, or reserve it for the next gather: if asked to, or if somebody keeps views of it."""
         if self.slot is None:
             return
         if self._sum is not None:

@@ -1,13 +1,13 @@
-"""Parameters that say themselves what is gathered: torch's extension of FSDP2 for tensor subclasses.
+"""Parameters that define their own all-gather: FSDP2's extension for tensor subclasses.
 
     inputs, metadata = shard.fsdp_pre_all_gather(mesh[, outer_size, outer_stride, module, mp_policy])
     tensor, owned = shard.fsdp_post_all_gather(outputs, metadata, param_dtype)
     shard.fsdp_post_all_gather(outputs, metadata, param_dtype, out=tensor)  # from the second time on
 
-The unsharded tensor stays one object, as such subclasses expect: a leaf Parameter, which modules are given where there
-is no node. It lies in memory of its own and not the pool's: what is gathered (`outputs`) and what the shard hands
-over with it (`owned`). The storage of both is emptied when the weights are given up; whatever else the tensor refers to
-is the shard's own and stays.
+The unsharded tensor stays one object, as such subclasses expect: a leaf Parameter, which is installed where there is no
+node. Its memory is its own and not the pool's: the gathered `outputs`, and the tensors `owned` that the shard returns
+with it. The storages of both are emptied when the weights are given up; whatever else the tensor refers to belongs to
+the shard and stays.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def is_extended(param: ShardedParam) -> bool:
-    """Whether a parameter says itself what is gathered.
+    """Whether a parameter defines its own all-gather.
 
     Raises:
-        ShardConfigTypeAssertionError: it has one of the two methods only, or one with other parameters than torch's.
+        ShardConfigTypeAssertionError: it has one of the two methods only, or its signature is none that FSDP2 knows.
     """
     has = [hasattr(param.local, name) for name in (_PRE, _POST)]
     if has[0] is not has[1]:
@@ -67,14 +67,14 @@ def _takes_all(param: ShardedParam) -> bool:
 
 
 def _inner_storages(tensor: torch.Tensor) -> list[torch.UntypedStorage] | None:
-    """The memory of a tensor, which may be of a subclass; None if it does not tell."""
+    """The storages of a tensor or of its inner tensors; None if it is of a subclass that does not tell these."""
     parts = plain_parts(tensor)
     told = all(type(part) in (torch.Tensor, nn.Parameter) for part in parts)
     return [part.untyped_storage() for part in parts] if told else None
 
 
 class _Memory:
-    """Storages that come and go while the tensors over them stay."""
+    """Storages that are emptied and filled again while the tensors over them stay."""
 
     def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
         by_id = {storage._cdata: storage for storage in storages}
@@ -92,12 +92,12 @@ class _Memory:
 
 
 class _Extended:
-    """One such parameter.
+    """One parameter with its own all-gather.
 
     Attributes:
         leaf: the unsharded parameter, as torch's FSDP2 has it; None before the first gather.
-        inputs: what this rank sends for it.
-        outputs: where that of all ranks arrives, flat.
+        inputs: the tensors that this rank sends.
+        outputs: for each input, the flat tensor into which that of all ranks is gathered.
     """
 
     def __init__(self, param: ShardedParam, dtype: torch.dtype, info: MeshInfo, policy: MixedPrecisionPolicy) -> None:
@@ -114,11 +114,15 @@ class _Extended:
         self._asked_with = (info.shard_mesh, *rest)
         self._metadata: Any = None
         self._sizes: list[torch.Size] = []
-        self._arriving = _Memory([])  # of the outputs
-        self._handed_over = _Memory([])  # what the shard has made, and gives to whoever gathers
+        self._arriving = _Memory([])  # the storages of the outputs
+        self._handed_over = _Memory([])  # those of the tensors that `fsdp_post_all_gather` returned as owned
 
     def ask(self) -> bool:
-        """Learn what to send, and make room for what will arrive; whether that is of another kind than before."""
+        """Get the inputs from the shard and allocate the outputs.
+
+        Returns:
+            whether their sizes or dtypes have changed since the last gather, so that the leaf must be made anew.
+        """
         param, info = self.param, self._info
         local: Any = param.local.to(info.device, non_blocking=True) if info.offloads else param.local
         inputs, self._metadata = local.fsdp_pre_all_gather(*self._asked_with)
@@ -150,7 +154,7 @@ class _Extended:
             )
 
     def take(self) -> list[torch.UntypedStorage]:
-        """Make the unsharded parameter of what has arrived; returns the memory that will be freed with it."""
+        """Make the unsharded parameter from the gathered outputs; returns the storages that `free` will empty."""
         local: Any = self.param.local
         outputs = tuple(output.view(-1, *size[1:]) for output, size in zip(self.outputs, self._sizes, strict=True))
         if self.leaf is None:
@@ -170,7 +174,7 @@ class _Extended:
 
     def _leaf(self, made: torch.Tensor) -> nn.Parameter:
         shape, parallel = torch.Size(self.param.shape), self.param.parallel
-        if made.shape != shape:  # padded rows at its end
+        if made.shape != shape:  # there are padded rows at its end
             made = torch.as_strided(made, shape, self._stride, 0)
         leaf = nn.Parameter(made if parallel is None else parallel.wrap(made), requires_grad=False)
         leaf.__dict__[LEAF_OF] = self.param.fqn
@@ -178,19 +182,19 @@ class _Extended:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The unsharded parameter, of one that was a DTensor its local tensor."""
+        """The unsharded parameter, or its local tensor if it was a DTensor."""
         assert self.leaf is not None
         return self.leaf if self.param.parallel is None else local_tensor(self.leaf)
 
     def free(self) -> None:
-        """Empty its memory."""
+        """Empty the storages of the unsharded parameter."""
         self._arriving.free()
         self._handed_over.free()
         self.inputs = []
 
 
 class ExtensionBucket(Bucket):
-    """The parameters of a group that say themselves what is gathered: as bytes, in one collective."""
+    """The parameters of a group that define their own all-gather; one collective gathers all of their bytes."""
 
     def __init__(
         self,
@@ -217,18 +221,18 @@ class ExtensionBucket(Bucket):
         return [member.tensor for member in self._members]
 
     def start(self, after: torch.Event | None) -> Job[None]:
-        if after is not None:  # what is sent is made here, of the parameters
+        if after is not None:  # `ask` reads the parameters, on the current stream
             after.wait()
         with torch.inference_mode(False), torch.no_grad():
             if any([member.ask() for member in self._members]):  # noqa: C419 - all of them
-                self.generation += 1  # what was saved of the tensors before is gone
+                self.generation += 1  # handles hold views of the former outputs, which are gone
         inputs = [_bytes(tensor) for member in self._members for tensor in member.inputs]
         outputs = [_bytes(tensor) for member in self._members for tensor in member.outputs]
         gatherer = self._gatherer_of(tuple([tensor.numel() for tensor in inputs]))
         return gatherer.start_into(gatherer.copies.into(outputs), inputs, (self._lane.mark(),))
 
     def _gatherer_of(self, sizes: tuple[int, ...]) -> Gatherer:
-        """What gathers so many bytes of each."""
+        """The gatherer of inputs with these sizes in bytes; the last one is kept."""
         if sizes not in self._gatherers:
             info, route = self._info, None if self._transport is None else self._transport.route
             shapes = [(info.shard_size * size,) for size in sizes]
@@ -258,7 +262,7 @@ class ExtensionBucket(Bucket):
             member.free()
 
     def lose(self) -> None:
-        self.release(None)  # what gathers write to is theirs, and no memory of the pool
+        self.release(None)  # the outputs are no memory of the pool, which could lease it to others
 
     def forget(self) -> None:
         for member in self._members:

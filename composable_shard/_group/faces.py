@@ -1,4 +1,8 @@
-"""The unsharded parameters as modules are given them: tensors to read, over slots, of which somebody may keep views."""
+"""Faces: tensors over a slot by which modules read the unsharded parameters, and by which we notice who keeps views.
+
+A view that outlives its forward (in a cache, say, or on a function's ``ctx``) must stay true, so its slot must not be
+reused. Views share the storage of what they view, so the use counts of a face's storages tell whether there are any.
+"""
 
 from __future__ import annotations
 
@@ -14,79 +18,80 @@ from .._plan.layout import BucketLayout
 from .._torch.core import alias, has_memory, plainly, storage_id, storage_uses
 from .param import ShardedParam
 
-LEAF_OF = "_unsharded_copy_of"  # marks a leaf, for whoever takes it for the parameter
+LEAF_OF = "_unsharded_copy_of"  # attribute of a leaf: its parameter's name, for errors where it is taken for that
 _version = attrgetter("_version")
 
 
 def _apart(slot: Slot, part: torch.Tensor) -> torch.Tensor:
-    """A view of a slot that shares no storage with others of it, unless the slot's memory resizes."""
+    """A view of part of a slot, with a storage object of its own, unless the slot's memory resizes."""
     return part.data if slot.resizes else alias(part)
 
 
 class Face:
-    """The unsharded parameters in one slot, to read, over storages of their own: so it is known who else reads there.
+    """The unsharded parameters in one slot, as tensors whose storages' use counts tell who else reads them.
 
-    Each has its own: operators such as `torch.cond` take no tensors that share one.
+    Each parameter has a storage of its own, also since operators such as `torch.cond` take no tensors that share one.
 
     Attributes:
         weights: the unsharded parameters, without autograd history.
-        at_rest: how many tensors share each storage while only what a module is shown does; empty until that is made.
+        at_rest: the use count of each storage while only the face and the outputs (or leaves) that a module has
+            installed share it; empty until these are made for the first time.
     """
 
     __slots__ = ("_alone", "_storages", "at_rest", "weights")
 
     def __init__(self, slot: Slot, dtype: torch.dtype, layout: BucketLayout) -> None:
         with plainly():
-            flat = slot.typed(torch.uint8)  # bytes: not every dtype can be exchanged
+            flat = slot.typed(torch.uint8)  # bytes: `alias` cannot export every dtype (by dlpack)
             size = dtype.itemsize
             self.weights = [
                 _apart(slot, flat[size * begin :][: size * at.numel]).view(dtype).view(at.shape)
                 for begin, at in zip(layout.begins, layout.params, strict=True)
             ]
-        # Memory that resizes is good for views at the next gather, too, wherever that is.
+        # Where memory resizes, nothing is counted: kept views see the memory of the next gather, wherever that lies.
         self._storages = [] if slot.resizes else [storage_id(weight) for weight in self.weights if has_memory(weight)]
-        self._alone = self._users()  # how many do while nobody uses the face
+        self._alone = self._users()  # the use counts while nobody uses the face
         self.at_rest: list[int] = []
 
     def _users(self) -> list[int]:
-        """How many tensors share each storage now; those that are fake are not counted."""
+        """The use count of each storage now; fake tensors have none."""
         return list(map(storage_uses, self._storages))
 
     def note_shown(self) -> None:
-        """All that a module is shown of it was made for the first time; there is one set of that at a time."""
+        """A node's outputs over this face were made for the first time; a face has those of one node at a time."""
         self.at_rest = self._users()
 
     def note_leaves(self) -> None:
-        """Leaves were made over it, which stay."""
+        """Leaves were made over this face; they stay as long as it does."""
         self._alone = self.at_rest = self._users()
 
     @property
     def has_outputs(self) -> bool:
-        """Whether a node shows it: its outputs come and go together, so one tells of all."""
+        """Whether outputs of a node lie over this face; they live and die together, so the first one tells of all."""
         return bool(self._storages) and storage_uses(self._storages[0]) != self._alone[0]
 
     def is_used(self) -> bool:
-        """Whether anybody uses it."""
+        """Whether anything but the face itself (and its leaves) shares its storages."""
         return self._users() != self._alone
 
     def is_at_rest(self) -> bool:
-        """Whether nobody uses it but those to whom it is shown."""
+        """Whether nothing but the installed outputs or leaves shares its storages."""
         return list(map(storage_uses, self._storages)) == self.at_rest
 
     def is_kept(self, dropped: Iterable[torch.Tensor]) -> bool:
-        """Whether others do than these views."""
+        """Whether anything but the installed outputs or leaves, and the views `dropped`, shares its storages."""
         gone = Counter(map(storage_id, dropped))
         counts = zip(self._users(), self.at_rest, self._storages, strict=True)
         return any(now - gone[storage] > at_rest for now, at_rest, storage in counts)
 
 
 class Leaves:
-    """The unsharded parameters in one place as leaf Parameters, the same whenever they are there.
+    """The unsharded parameters in one slot as leaf Parameters: the same objects whenever the weights are there.
 
     Attributes:
         params: the leaves.
-        versions: of each, as long as nobody has edited it since its weights were gathered.
-        face: over which they lie, if they lie in a slot.
+        versions: the version of each leaf as its weights were gathered; a later one tells of an edit.
+        face: the face whose memory they share; None if the memory is not the pool's.
     """
 
     __slots__ = ("face", "params", "versions")
@@ -97,25 +102,25 @@ class Leaves:
         self.versions: list[int] = list(map(_version, params))
 
     def edited(self) -> set[int]:
-        """Which were edited since."""
+        """Indices of the leaves that were edited in place since their weights were gathered."""
         versions = list(map(_version, self.params))
         if versions == self.versions:
             return set()
         return {index for index, version in enumerate(versions) if version != self.versions[index]}
 
     def give_up(self) -> None:
-        """Have autograd refuse what it has saved of them outside of a forward, where no handle stands for it."""
+        """Move the leaves' versions, so that autograd refuses leaves that it has saved itself, not as handles."""
         torch.autograd.graph.increment_version(self.params)
         self.versions = list(map(_version, self.params))
 
 
 class Faces:
-    """The faces of a bucket, in all slots where it ever was, and who keeps views of them.
+    """The faces of a bucket in all slots where it ever was, and which of them somebody keeps views of.
 
     Attributes:
-        leaves: by slot, where any were made.
-        in_use: what the forward that runs now reads.
-        lent: those of which somebody keeps views.
+        leaves: by slot, the leaves that were made there.
+        in_use: the face that the forward that runs now reads, or else the last one did.
+        lent: the faces of which somebody kept views after a forward.
     """
 
     def __init__(self, dtype: torch.dtype, layout: BucketLayout) -> None:
@@ -124,10 +129,15 @@ class Faces:
         self.leaves: dict[Slot, Leaves] = {}
         self.in_use: Face | None = None
         self.lent: list[Face] = []
-        self._dropped: list[weakref.ref[torch.Tensor]] = []  # views that are about to go
+        self._dropped: list[weakref.ref[torch.Tensor]] = []  # views of leaves that the last forward was about to drop
 
     def idle(self, slot: Slot, for_use: bool = False) -> list[torch.Tensor]:
-        """The weights of a face of which nobody has views, perhaps for a forward that begins."""
+        """The weights of a face in this slot of which nobody has views.
+
+        Args:
+            slot: where the weights lie.
+            for_use: whether a forward that begins now will read this face.
+        """
         faces = self._of.setdefault(slot, [])
         for face in faces:
             if not face.has_outputs and (face not in self.lent or not face.is_used()):
@@ -142,12 +152,12 @@ class Faces:
         return face.weights
 
     def use_leaves(self, slot: Slot, params: Sequence[ShardedParam]) -> Leaves:
-        """The leaves for a forward, made if there are none."""
+        """The leaves in this slot, made at the first call; the forward that begins reads their face."""
         leaves = self.leaves.get(slot)
         if leaves is None:
             with plainly():
                 face = Face(slot, self._dtype, self._layout)
-                # `.data` gives each a version counter of its own, which `release` moves.
+                # `.data` gives each a version counter of its own, which `Leaves.give_up` moves.
                 made = [
                     torch.nn.Parameter(p.parallel.wrap(w.data) if p.parallel else w.data, requires_grad=False)
                     for w, p in zip(face.weights, params, strict=True)
@@ -160,7 +170,13 @@ class Faces:
         return leaves
 
     def note_users(self, face: Face, dropped: Sequence[torch.Tensor], leaves: Leaves | None) -> None:
-        """A forward that has read a face is over, and others have views of it: notice who keeps them."""
+        """A forward that has read `face` is over, and views of it are alive: note whether they will stay.
+
+        Args:
+            face: the face that was read.
+            dropped: views that the caller is about to drop.
+            leaves: the leaves in this slot, if any were made.
+        """
         if face in self.lent:
             return
         views = {id(view): view for view in dropped if not isinstance(view, torch.nn.Parameter)}
@@ -170,7 +186,7 @@ class Faces:
             self._dropped = list(map(weakref.ref, views.values()))
 
     def are_kept(self, leaves: Leaves | None) -> bool:
-        """The weights are given up: whether somebody keeps views of them, or of the leaves that lie there."""
+        """The weights are given up: returns whether somebody keeps views of them, or of the leaves over them."""
         self.lent = [face for face in self.lent if face.is_used()]
         if leaves is None:
             return bool(self.lent)
@@ -182,7 +198,7 @@ class Faces:
         return face.is_kept(view for ref in dropped if (view := ref()) is not None)
 
     def clear(self) -> None:
-        """Hold no view of any slot."""
+        """Drop all views of slots."""
         self._of.clear()
         self.leaves.clear()
         self.in_use = None

@@ -1,7 +1,7 @@
-"""`ParamGroup`: parameters that share their collectives. It knows no module and no sibling.
+"""`ParamGroup`: parameters that share their collectives. A group knows no module and no other group.
 
-What can happen to it stands in two small tables (see `_phases`), one for its parameters and one for its gradients, each
-with one writer.
+Two small tables (`phases.py`) say which group phase may follow which, one for the parameters and one for the gradients.
+Only `_set_params` and `_set_grads` change these phases.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _requires_grad, _slot = attrgetter("requires_grad"), attrgetter("slot")
 
 @dataclass(frozen=True)
 class Runtime:
-    """What all groups of an engine share."""
+    """The pool and the lanes that all groups of one engine share."""
 
     pool: BufferPool
     gather_lane: Lane
@@ -46,19 +46,19 @@ class Runtime:
 
 
 class Entries(Protocol):
-    """Where a module's parameters are looked up: what forward finds under their names."""
+    """The `_parameters` entries of a group's modules, under which a forward finds its parameters."""
 
     def show(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Put these tensors, in the order of the group's parameters, in the place of the sharded ones."""
+        """Install these tensors, in the order of the group's parameters, instead of the sharded ones."""
 
     def hide(self) -> None:
-        """Put the sharded parameters back."""
+        """Install the sharded parameters again."""
 
     def there(self, index: int) -> torch.Tensor:
-        """What is in the place of a parameter now."""
+        """The tensor that is installed for a parameter now."""
 
     def adopt(self) -> bool:
-        """Look for parameters that users have put in the place of sharded ones; True if there are any."""
+        """Take over parameters that users have assigned over sharded ones; True if there were any."""
 
 
 class ParamGroup:
@@ -66,23 +66,27 @@ class ParamGroup:
 
     Attributes:
         fqn: name of its module within the root.
-        entries: gives the places where its modules look its parameters up; None if the modules are gone.
-        params: its parameters, tied ones once.
+        entries: returns the `_parameters` entries of its modules; None if the modules were freed.
+        params: its parameters; a tied one counts once.
         is_root: whether it is the root's own group.
-        phase: where the weights are; only the group itself changes it.
-        away: whether by that they must be gathered before they can be read, and no gather was issued.
-        grad_phase: where the gradients are; likewise.
-        running, used_in: forwards of its modules that have begun and not ended; the root's last one with a node of its.
-        shards: the sharded parameters themselves.
-        wraps: whether any of them was a DTensor before it was sharded.
-        buckets: what is gathered, by dtype; `residents` keep some of it, `reduces` are the way back.
-        gather_bytes, weight_bytes: what a gather leases, and what of it stays when that is over.
-        extended: whether any of them says itself what is gathered (see `_extension`).
+        phase: where the parameters are: sharded, gathering, unsharded or resident.
+        away: whether `phase` is sharded or resident: a gather must be issued before the weights can be read.
+        grad_phase: where the gradients are: none, accumulated or being reduced.
+        running: how many forwards of its modules have begun and not ended.
+        used_in: number of the last forward of the root in which a node was made for this group.
+        shards: the sharded parameters, as users and optimizers see them.
+        wraps: whether any parameter was a DTensor before it was sharded.
+        buckets: the gather buckets, one for each dtype, apart for parameters that define their own all-gather.
+        residents: for each gather bucket, the pieces that a few ranks keep of it; empty until `shrink` is called.
+        reduces: the reduce buckets, by all that they depend on (who trains, dtypes, divisors).
+        gather_bytes, weight_bytes: bytes that a gather leases, and those of them that the weights keep after it.
+        extended: whether any parameter defines its own all-gather (see `extension.py`).
         hooks_taken: whether hooks of its parameters were taken from autograd and not given back.
-        handles_seen: how many handles of hooks others had been given when no parameter had a hook; -1: unknown.
-        settings: the options, and what a plan keeps in training, which graphs follow.
-        companions: groups of the same module, on other meshes, that begin right behind this one.
-        pinned: whether a user asked for the unsharded parameters (`unshard`), so that no forward gives them up.
+        handles_seen: how many hook handles torch had given to others when no parameter had a hook (while that number
+            stays, none has one); -1: unknown.
+        settings: the options, and whether a plan keeps this group gathered after forward; compiled graphs follow both.
+        companions: groups of the same module on other meshes, whose forwards begin right after this one's.
+        pinned: whether a user asked for the unsharded parameters (`unshard`), so that no forward reshards them.
     """
 
     __slots__ = (
@@ -147,56 +151,59 @@ class ParamGroup:
     # ---- forwards
 
     def note_use(self, forward: int) -> None:
-        """A forward of the root, by its number, has made a node for it."""
+        """A node was made for this group in the forward of the root that has this number."""
         self.used_in = forward
 
     def begin_forward(self) -> None:
-        """A module of the group runs."""
+        """The forward of one of its modules begins."""
         self.running += 1
 
     def end_forward(self) -> bool:
-        """A module of it has run; returns whether that was the last one."""
+        """The forward of one of its modules ends; returns whether no other one still runs."""
         self.running -= 1
         return not self.running
 
     def forget_forwards(self) -> None:
-        """No forward of it runs any more, whatever was said."""
+        """Count all forwards as ended: one that has failed, or was stopped, does not report its end."""
         self.running = 0
 
     def set_companions(self, following: Sequence[ParamGroup]) -> None:
-        """These groups of the same module begin right behind this one, if there are any."""
+        """Set the groups of the same module that begin right after this one; an empty list changes nothing."""
         self.companions = following or self.companions
 
     # ---- facts
 
     @property
     def name(self) -> str:
-        """The name to show."""
+        """The name for messages."""
         return self.fqn or ROOT_NAME
 
     @property
     def shard_size(self) -> int:
-        """Among how many ranks it is sharded."""
+        """The number of ranks among which each parameter is sharded."""
         return self._info.shard_size
 
     @property
     def options(self) -> Options:
-        """The settings as they are now."""
+        """The options in force now."""
         return self.settings.current
 
     @property
     def resharding(self) -> bool:
-        """Whether forward gives up the unsharded parameters, by the settings."""
+        """Whether the options have forward reshard the group."""
         return self.settings.current.reshards(self.is_root)
 
     @property
     def reduces_first(self) -> bool:
-        """Whether reductions are waited for before backward gathers for it; not if their waits issue collectives."""
+        """Whether backward waits for reductions before it gathers this group.
+
+        Never on a mesh of replicas: there, the wait for a reduction may issue its all-reduce.
+        """
         return self._transports.replicate is None and self.settings.current.reduces_first(self._streams)
 
     @property
     def trains(self) -> bool:
-        """Whether any parameter wants a gradient now."""
+        """Whether any parameter requires a gradient now."""
         return any(map(_requires_grad, self.shards))
 
     # ---- the phase tables
@@ -214,7 +221,7 @@ class ParamGroup:
     # ---- parameters
 
     def start_gather(self, after: torch.Event | None) -> None:
-        """Issue the all-gather, behind the event `after` (the last change of the parameters)."""
+        """Issue the all-gather, ordered after the event `after` (the last change of the sharded parameters)."""
         if not self.away:
             raise illegal(self.name, self.phase, GATHERING)
         if self.phase is RESIDENT:
@@ -233,9 +240,9 @@ class ParamGroup:
         self._set_params(GATHERING)
 
     def _give_up_gathers(self) -> None:
-        """Something went wrong on the way to the weights: end what was begun, for it writes to what is freed here."""
+        """A gather has failed: wait for those that were begun, which write to the memory that is freed here."""
         for _, job in self._gathers:
-            with contextlib.suppress(Exception):  # of which the first is on its way
+            with contextlib.suppress(Exception):  # the caller raises the first error already
                 job.finish()
         self._gathers, self.pinned = [], False
         after = self._runtime.gather_lane.mark()
@@ -243,7 +250,7 @@ class ParamGroup:
             bucket.release(after)
 
     def _leave_gathers(self) -> None:
-        """The wait was interrupted, and nothing more is waited for: what is still written to goes to nobody else."""
+        """The wait was interrupted (Ctrl-C, say): wait for no gather, and never reuse the memory that it may write."""
         self._gathers, self.pinned = [], False
         for bucket in self.buckets:
             bucket.lose()
@@ -265,12 +272,16 @@ class ParamGroup:
         self._gathers = []
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
-        """After a forward: memory of which others keep views than these goes to nobody else."""
+        """A forward is over: from now on, do not reuse memory of weights that anybody keeps views of.
+
+        Args:
+            dropped: views that the caller is about to drop, which do not count.
+        """
         for bucket in self.buckets:
             bucket.end_use(dropped)
 
     def reshard(self) -> None:
-        """Give the unsharded parameters up."""
+        """Give the unsharded parameters up, or the pieces that a few ranks keep of them."""
         was_resident = self.phase is RESIDENT
         self._set_params(SHARDED)
         self.pinned = False
@@ -284,11 +295,11 @@ class ParamGroup:
 
     @property
     def shrinks(self) -> bool:
-        """Whether forward leaves the weights cut among a few ranks."""
+        """Whether the weights stay cut among a few ranks after forward (``reshard_after_forward=n``)."""
         return self._small is not None and self.settings.current.few_ranks > 0 and not self.extended
 
     def shrink(self) -> None:
-        """Give the unsharded parameters up but for what a few ranks keep among them."""
+        """Give the unsharded parameters up, but keep pieces of them, such that a few ranks together have them whole."""
         small, transport, run = self._small, self._transports.small, self._runtime
         assert small is not None
         assert transport is not None
@@ -303,20 +314,20 @@ class ParamGroup:
             bucket.release(after)
 
     def pieces(self) -> list[torch.Tensor]:
-        """What this rank keeps of them, as DTensor parameters on the mesh of the few ranks."""
+        """The pieces that this rank keeps after `shrink`, as DTensor parameters on the mesh of the few ranks."""
         return self._in_order([resident.shown() for resident in self.residents])
 
     def note_versions(self) -> None:
-        """What is gathered next will stay: remember of which values it was made, for `is_stale`."""
-        if self.phase is SHARDED:  # what a few ranks keep was made of older ones
+        """The next gather will outlive its use: note the versions of the parameters it is made from, for `is_stale`."""
+        if self.phase is SHARDED:  # the pieces of a few ranks were made from older versions, noted by then
             self._versions = self._versions_now()
 
     def pin(self) -> None:
-        """A user asks for the unsharded parameters, until they are given up."""
+        """Keep the unsharded parameters, for which a user has asked, until `reshard`."""
         self.pinned = True
 
     def is_stale(self) -> bool:
-        """Whether a parameter has visibly changed since the gather."""
+        """Whether a parameter was replaced or edited since the versions were noted, as far as versions tell."""
         return self._versions != self._versions_now()
 
     def _versions_now(self) -> list[int]:
@@ -324,15 +335,19 @@ class ParamGroup:
 
     @property
     def slots(self) -> tuple[object, ...]:
-        """What tells one place of the weights from another."""
+        """The slot of each bucket; when they differ from earlier ones, the weights have moved."""
         return tuple(map(_slot, self.buckets))
 
     def weights(self, for_use: bool = False) -> list[torch.Tensor]:
-        """The unsharded parameters, in the order of `params`, without history; `begin_use` follows one for a use."""
+        """The unsharded parameters, in the order of `params`, without autograd history.
+
+        Args:
+            for_use: whether a node is about to be made over them; `begin_use` must follow.
+        """
         return self._in_order([b.weights_for_use() if for_use else b.weights for b in self.buckets])
 
     def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
-        """All that a node shows of the weights is made."""
+        """The node of a use was made, with these outputs, in the order of `params`."""
         if len(self.buckets) == 1:
             self.buckets[0].begin_use(outputs)
             return
@@ -340,13 +355,13 @@ class ParamGroup:
             bucket.begin_use([outputs[index] for index in members])
 
     def leaves(self) -> list[torch.Tensor]:
-        """The unsharded parameters as leaf Parameters that want gradients exactly where the sharded ones do."""
+        """The unsharded parameters as leaf Parameters, with the `requires_grad` and attributes of the sharded ones."""
         leaves = self._in_order([b.leaves() for b in self.buckets])
         for leaf, param in zip(leaves, self.params, strict=True):
             if self.extended:
                 lend_attributes(leaf, param.sharded)
             else:
-                leaf.__dict__.update(param.sharded.__dict__)  # what users wrote on it
+                leaf.__dict__.update(param.sharded.__dict__)  # attributes that users set
             if leaf.requires_grad != param.sharded.requires_grad:
                 leaf.requires_grad_(param.sharded.requires_grad)
         return leaves
@@ -363,7 +378,7 @@ class ParamGroup:
             bucket.note_change()
 
     def rebuild(self, transports: Transports | None = None) -> None:
-        """Take notice of parameters whose dtype or device has changed, or of new transports; only while sharded."""
+        """Make all buckets anew, since dtypes or devices of parameters changed, or transports; only while sharded."""
         assert self.phase is SHARDED
         self._transports = transports or self._transports
         self.reduces.clear()
@@ -373,7 +388,7 @@ class ParamGroup:
         self._build_buckets()
 
     def leave_slots(self) -> None:
-        """Hold no view of any slot, for others will take their place; only while sharded."""
+        """Drop all views of slots, since the pool is about to replace its slots; only while sharded."""
         self.reduces.clear()
         self.residents = []
         for bucket in self.buckets:
@@ -383,13 +398,13 @@ class ParamGroup:
 
     @property
     def may_have_hooks(self) -> bool:
-        """Whether users may have registered hooks on the parameters since they were taken."""
-        if self.handles_seen == HANDLES.of_others():  # for hooks of every kind
+        """Whether any parameter may have hooks; False only if certainly none has."""
+        if self.handles_seen == HANDLES.of_others():  # every kind of hook comes with a handle
             return False
         return self._on_nodes is None or any(self._on_nodes) or any_gradient_hooks(self.shards)
 
     def take_hooks(self) -> None:
-        """Take over what users have registered on the parameters, before autograd can call it."""
+        """Take the users' hooks on the parameters from autograd, before it can call them with gradients not reduced."""
         seen = HANDLES.of_others()
         self.hooks_taken = any([param.take_hooks() for param in self.params])  # noqa: C419 - of all
         if not self.hooks_taken:
@@ -398,11 +413,11 @@ class ParamGroup:
         self._on_nodes = None if None in found else [hooks for each in found if each is not None for hooks in each]
 
     def give_hooks_back(self) -> None:
-        """A backward is over: let autograd have them again."""
+        """A backward is over: give autograd the users' hooks back."""
         self.hooks_taken = any([param.give_hooks_back() for param in self.params])  # noqa: C419 - of all
 
     def keep(self, gradients: Gradients) -> None:
-        """Add unsharded gradients to those that wait for a backward with gradient sync."""
+        """Add unsharded gradients to the accumulated ones, which wait for a backward with gradient sync."""
         self._kept.note_wanted()
         for index, gradient in enumerate(gradients):
             if gradient is not None:
@@ -411,27 +426,27 @@ class ParamGroup:
             self._set_grads(GradPhase.KEPT)
 
     def kept_gradient(self, index: int) -> torch.Tensor | None:
-        """The unsharded gradient that is kept of a parameter."""
+        """The accumulated unsharded gradient of a parameter."""
         return self._kept.whole.get(index)
 
     def take_kept(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        """These gradients plus those that were kept, which are kept no longer."""
+        """The sums of these gradients and the accumulated ones, which the group holds no longer."""
         total = self._kept.take(gradients)
         if self.grad_phase is GradPhase.KEPT and self._in_flight:
             self._set_grads(GradPhase.REDUCING)
         return total
 
     def forget_gradients(self) -> None:
-        """Keep nothing any more."""
+        """Drop all accumulated gradients."""
         self._kept.forget()
         if self.grad_phase is GradPhase.KEPT:
             self._set_grads(GradPhase.NONE)
 
     def check_reduced(self, theirs: Container[int]) -> None:
-        """An optimizer steps these parameters, by id: none of their gradients may still wait for its reduction.
+        """An optimizer is about to step parameters with these ids: none of their gradients may still be accumulated.
 
         Raises:
-            ShardConfigStateError: one does.
+            ShardConfigStateError: a gradient still waits for its reduction.
         """
         if names := self._kept.held(theirs):
             setting = "set_requires_gradient_sync" if self._kept.whole else "set_requires_all_reduce"
@@ -443,13 +458,13 @@ class ParamGroup:
 
     @property
     def awaits_reduction(self) -> bool:
-        """Whether gradients are kept that a backward must reduce, whether it uses the group or not."""
+        """Whether accumulated gradients must be reduced by the next backward, even one that does not use the group."""
         options, kept = self.settings.current, self._kept
         pending = kept.whole or (kept.pieces and options.requires_all_reduce)
         return bool(pending) and options.requires_gradient_sync
 
     def start_reduce(self, gradients: Gradients) -> Reduction:
-        """Issue the reduction of unsharded gradients; None stands for zeros."""
+        """Issue the reduction of unsharded gradients, in the order of `params`; None counts as zeros."""
         whole = self._transports.replicate is None or self.settings.current.requires_all_reduce
         buckets, partial = self.reduce_buckets(), self._kept.take_partial()
         jobs = [(bucket, bucket.start(bucket.chosen(gradients), partial, whole)) for bucket in buckets]
@@ -461,12 +476,12 @@ class ParamGroup:
 
     @property
     def reduce_bytes(self) -> int:
-        """What the reduction of its gradients leases."""
+        """Bytes that a reduction of its gradients leases."""
         return sum(bucket.nbytes for bucket in self.reduce_buckets())
 
     def reduce_buckets(self) -> list[ReduceBucket]:
-        """What is reduced now, one bucket per dtype."""
-        with without_torch_function():  # which would be looked for in each
+        """The buckets of a reduction that begins now, one for each dtype of reduction."""
+        with without_torch_function():  # else each DTensor is asked for a `__torch_function__`
             trains = tuple(map(_requires_grad, self.shards))
         if self._kept.wanted:
             trains = tuple(wants or index in self._kept.wanted for index, wants in enumerate(trains))
@@ -484,8 +499,8 @@ class ParamGroup:
         """Wait for a reduction.
 
         Returns:
-            what it gave; parameters that had no gradient on any rank are left out, unless zeros are wanted for them.
-            Nothing, if the reduction stops before the replicas: the group keeps it.
+            The reduced gradients. Parameters that had no gradient on any rank are left out, unless the options ask for
+            zeros. Empty if the reduction stops before the all-reduce over replicas: the group holds its pieces then.
         """
         on_host = self._offloads and reduction.whole
         done = [(bucket.indices, job.finish(on_host)) for bucket, job in reduction.jobs]

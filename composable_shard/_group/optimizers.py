@@ -1,4 +1,4 @@
-"""Noticing every optimizer's step, before it happens."""
+"""A hook before the step of every optimizer: it checks what is stepped, and tells the engines."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .param import SHARDED_IN
 
 
 class StepWatcher(Protocol):
-    """Who must know of steps."""
+    """Whoever must know of optimizers' steps."""
 
     def before_optimizer_step(self, theirs: set[int]) -> None:
         """An optimizer is about to step; `theirs` are the ids of its parameters."""
 
     def check_reduced(self, theirs: set[int]) -> None:
-        """It is about to read their gradients, which must be what all ranks have together."""
+        """An optimizer is about to read the gradients of these parameters: none may still wait for its reduction."""
 
 
-# By id: their weak references can be listed in one go while another thread adds one.
+# By id, and no WeakSet: the weak references can be listed in one go while another thread adds a watcher.
 _watchers: weakref.WeakValueDictionary[int, StepWatcher] = weakref.WeakValueDictionary()
 
 
 def watch_steps(watcher: StepWatcher) -> None:
-    """Tell `watcher`, while it lives, of the steps of all optimizers: it looks for its own parameters."""
+    """Tell `watcher`, while it lives, of the steps of all optimizers; it finds its own parameters among theirs."""
     _watchers[id(watcher)] = watcher
 
 
@@ -66,7 +66,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 
 def _with_closure(args: Any, kwargs: Any, check: Callable[[], None]) -> tuple[Any, Any, bool]:
-    """The arguments of a step, and whether there is a closure: its gradients are those that count, when it has run."""
+    """The arguments of a step, and whether there is a closure, which then runs `check` after it has made gradients."""
     if len(args) > 1 and callable(args[1]):
         return (args[0], partial(_checked, args[1], check), *args[2:]), kwargs, True
     if callable(closure := kwargs.get("closure")):
@@ -90,9 +90,9 @@ def _living() -> list[StepWatcher]:
 
 
 def _split_up(group: dict[str, Any]) -> None:
-    """Have sharded parameters stepped one by one if they are mixed with plain ones (`ignored_params`) or other meshes.
+    """Turn foreach and fused off for an optimizer's param group that mixes meshes, or DTensors and plain tensors.
 
-    torch's foreach and fused functions refuse such lists.
+    torch's foreach and fused functions refuse such lists. (Plain tensors are parameters in `ignored_params`.)
     """
     if group.get("foreach", False) is False and not group.get("fused"):
         return

@@ -29,10 +29,10 @@ class Parallel:
     """How a parameter was placed before it was sharded.
 
     Attributes:
-        mesh, placements: the other parallelism's, or the full ones.
-        shape, stride: of the whole parameter.
-        full: the full mesh, if it lies on one.
-        wrapper: makes the parameter of its local tensor, then.
+        mesh, placements: those of the DTensor: the other parallelism's, or of the full mesh.
+        shape, stride: of the whole DTensor.
+        full: the full mesh and our axes of it, if the DTensor is on one.
+        wrapper: on a full mesh, makes the DTensor from its local tensor, with a gradient that flows through.
     """
 
     mesh: DeviceMesh
@@ -43,10 +43,10 @@ class Parallel:
     wrapper: Callable[[torch.Tensor], DTensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
-        return self  # process groups have no copies
+        return self  # process groups cannot be copied
 
     def wrap(self, local: torch.Tensor) -> DTensor:
-        """The unsharded parameter as the DTensor that it was, of its local tensor; gradients flow through."""
+        """The unsharded parameter as the DTensor that it was, from its local tensor; gradients flow through."""
         return self._from(local) if self.wrapper is None or not torch.is_grad_enabled() else self.wrapper(local)
 
     def _from(self, local: torch.Tensor) -> DTensor:
@@ -55,13 +55,13 @@ class Parallel:
         )
 
     def local_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's local tensor of a value of the whole parameter, which all ranks have."""
+        """This rank's local tensor, out of a value of the whole parameter that all ranks have."""
         return distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None).to_local()
 
     def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient of the local tensor, of a gradient of the DTensor.
+        """The gradient of the local tensor, from a gradient of the DTensor.
 
-        Over our own axes it stays as it is, a part of a sum, which the reduction to come will add up.
+        Over the data-parallel axes its placement stays (partial, as a rule): the reduction to come will sum it up.
         """
         if not isinstance(gradient, DTensor):
             return gradient
@@ -78,7 +78,7 @@ class Parallel:
         return concatenated_mesh([info.mesh, self.mesh]), (*own[:-1], self._cut(dim, 0), *self.placements)
 
     def _cut(self, dim: int, first: int) -> Placement:
-        """The placement of an axis that cuts `dim` within the pieces that the axes from `first` on have cut."""
+        """The placement of an axis that cuts `dim` of pieces that the mesh axes from `first` on have already cut."""
         factor = 1
         for axis, placement in enumerate(self.placements):
             if axis >= first and isinstance(placement, Shard) and placement.dim % len(self.shape) == dim:
@@ -86,7 +86,7 @@ class Parallel:
         return Shard(dim) if factor == 1 else strided_shard(dim, factor)
 
     def _placed_in_full(self, full: FullMesh, info: MeshInfo, dim: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """Our axes are axes of the mesh already; several that shard become one, with those that replicate before it."""
+        """`placed` on a full mesh, which has our axes: several shard axes become one, behind the replicate axes."""
         placements = list(self.placements)
         for axis in full.shard:
             placements[axis] = self._cut(dim, axis + 1)
@@ -107,7 +107,7 @@ class Parallel:
 
 
 class _Wrap(torch.autograd.Function):
-    """The local tensor of a parameter on a full mesh -> the parameter."""
+    """Local tensor of a parameter on a full mesh -> the parameter as a DTensor."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, parallel: Parallel) -> DTensor:
@@ -119,7 +119,7 @@ class _Wrap(torch.autograd.Function):
         return ctx.parallel.local_gradient(gradient), None
 
 
-@functools.lru_cache(maxsize=256)  # one for all that are placed alike, so that equal layers share compiled code
+@functools.lru_cache(maxsize=256)  # one wrapper for all parameters placed alike: equal layers share compiled code
 def _wrapper(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
@@ -134,13 +134,13 @@ def _wrapper(
         wrapped: DTensor = _Wrap.apply(local, parallel)  # type: ignore[no-untyped-call]
         return wrapped
 
-    # As one step of a graph: how a gradient is placed is known only when its own graph is made, which is after Dynamo.
+    # Dynamo must not trace into it: how a gradient is placed is known only when AOTAutograd makes the backward graph.
     allowed: Callable[[torch.Tensor], DTensor] = torch.compiler.allow_in_graph(wrap)  # type: ignore[no-untyped-call]
     return allowed
 
 
 def _in_full(name: str, param: torch.Tensor, full: FullMesh) -> Parallel:
-    """How a parameter lies on the full mesh."""
+    """How a parameter is placed on the full mesh."""
     if not isinstance(param, DTensor) or param.device_mesh != full.mesh:
         found = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else "a plain tensor"
         raise ShardConfigValueError(
@@ -166,7 +166,7 @@ def parallel_of(name: str, param: torch.Tensor, info: MeshInfo) -> Parallel | No
 
     Raises:
         ShardConfigValueError: its mesh cannot be combined with the data-parallel one; or `dp_mesh_dims` was given, and
-            it does not lie on that mesh, replicated over our axes.
+            it is no DTensor on that mesh, replicated over the data-parallel axes.
     """
     if info.full is not None:
         return _in_full(name, param, info.full)

@@ -34,11 +34,11 @@ from .._torch.core import (
 from .._torch.distributed import dtensor_like, dtensors_like, local_tensor
 from .parallel import Parallel
 
-SHARDED_IN = "_sharded_in"  # marks a parameter that was sharded, and the one that it became, with its name
+SHARDED_IN = "_sharded_in"  # the attribute with its name, of a parameter that was sharded and of the DTensor it became
 
 
 def _cut(whole: torch.Tensor, info: MeshInfo, dim: int) -> torch.Tensor:
-    """This rank's piece, with storage of its own."""
+    """This rank's piece of a parameter, with storage of its own, on the device where shards are kept (or on meta)."""
     layout = bucket_layout([tuple(whole.shape)], info.shard_size, whole.element_size(), [dim]).params[0]
     rows = layout.rows_of(info.shard_rank)
     first = min(info.shard_rank * layout.chunk, whole.shape[dim])
@@ -71,18 +71,18 @@ def shard_parameter(
     return sharded
 
 
-_PLAIN = (torch.Tensor, nn.Parameter, DTensor)  # they keep nothing of their own in `__dict__`
+_PLAIN = (torch.Tensor, nn.Parameter, DTensor)  # classes that keep nothing of their own in `__dict__`
 
 
 def lend_attributes(tensor: torch.Tensor, param: torch.Tensor) -> None:
-    """Let a tensor have what users wrote on a parameter (tags for optimizers, say), and nothing that is a class's."""
+    """Copy the attributes that users set on a parameter (tags for optimizers, say), but none that its class sets."""
     written = param.__dict__
     owned = _of_the_class(param) | _of_the_class(tensor)
     tensor.__dict__.update({k: v for k, v in written.items() if k not in owned} if owned else written)
 
 
 def _of_the_class(tensor: torch.Tensor) -> set[str]:
-    """Names of what the class of a tensor keeps in its `__dict__`: inner tensors, what `__init__` sets, caches."""
+    """Names in a tensor's `__dict__` that belong to its class: inner tensors, what `__init__` sets, caches."""
     kind: Any = type(tensor)
     if kind in _PLAIN:
         return set()
@@ -97,21 +97,23 @@ def _of_the_class(tensor: torch.Tensor) -> set[str]:
     return {*owned, *made.__dict__, *(name for name, value in found.items() if hasattr(value, "__get__"))}
 
 
-# Runs what `map` gives to its end: a loop over the parameters of a group that takes no bytecode.
+# Exhausts an iterator, such as a `map` with side effects: a loop over a group's parameters without bytecode.
 run_all = deque[Any](maxlen=0).extend
 _sharded, _grad = attrgetter("sharded"), attrgetter("grad")
 
 
 def any_gradient(shards: Sequence[torch.Tensor]) -> bool:
     """Whether any of these sharded parameters has a `.grad`."""
-    with without_torch_function():  # which would be looked for in each
+    with without_torch_function():  # else each DTensor is asked for a `__torch_function__`
         return any(map(is_not, map(_grad, shards), repeat(None)))
 
 
 def accumulate(params: Sequence[ShardedParam], pieces: Mapping[int, torch.Tensor], hooked: bool) -> None:
-    """Add this rank's pieces of reduced gradients, by the index of the parameter, to `.grad`, and call the hooks.
+    """Add this rank's pieces of reduced gradients to `.grad`, and call the users' hooks.
 
     Args:
+        params: all parameters of a group.
+        pieces: the pieces, by the index of the parameter.
         hooked: whether there may be hooks to call.
     """
     theirs = list(map(params.__getitem__, pieces))
@@ -126,10 +128,10 @@ def accumulate(params: Sequence[ShardedParam], pieces: Mapping[int, torch.Tensor
 
 
 class _AfterReduction:
-    """A hook of the node of a sharded parameter.
+    """A user's hook on the autograd node of a sharded parameter, to be called with reduced gradients only.
 
-    Autograd runs the node with nothing while the gradient is on its way, and calls in vain; what it hands on in a
-    compiled step is reduced.
+    In an eager backward, autograd runs the node with None before the gradient is reduced: that call is ignored. In a
+    compiled step, autograd passes a gradient, which is reduced already.
     """
 
     def __init__(self, hook: Callable[..., Any]) -> None:
@@ -140,31 +142,31 @@ class _AfterReduction:
 
 
 class _NodeHooks:
-    """The hooks on the autograd node of one sharded parameter, to which torch's optimizers in backward belong.
+    """The users' hooks on the autograd node of one sharded parameter; optimizers that step in backward use such hooks.
 
-    They stay in the node's own dictionaries, so that handles are good for them at all times.
+    The hooks stay in the node's own dictionaries, so that users' handles can remove them at all times.
     """
 
     def __init__(self, leaf: torch.Tensor) -> None:
-        self._node = leaf_node(leaf)  # else it would go, with its hooks, when nobody else holds it
+        self._node = leaf_node(leaf)  # held, for a leaf does not: the node would be freed with its hooks
         self.both = self._before, self._after = hooks_of_node(self._node)
 
     def __bool__(self) -> bool:
         return any(self.both)
 
     def take(self) -> None:
-        """From now on they are called with reduced gradients."""
+        """Have the hooks called with reduced gradients only, from now on."""
         for hooks in self.both:
             for key, hook in hooks.items():
                 if not isinstance(hook, _AfterReduction):
                     hooks[key] = _AfterReduction(hook)
 
     def are_of(self, leaf: torch.Tensor) -> bool:
-        """Whether the node is that of this leaf: a conversion gives it another one."""
+        """Whether the node is still the leaf's; converting the module (`.to`) gives the leaf another one."""
         return self._node.variable is leaf
 
     def carry(self, others: _NodeHooks) -> None:
-        """Call these, too; handles stay good for them."""
+        """Call the hooks of another node, too; users' handles can still remove them."""
         if others._before:
             self._node.register_prehook(partial(_call_before, others._before))
         if others._after:
@@ -176,7 +178,7 @@ class _NodeHooks:
         return gradient
 
     def after(self, gradient: torch.Tensor) -> None:
-        """Call the hooks that run after it."""
+        """Call the hooks that run after the node."""
         _call_after(self._after, (), (gradient,))
 
 
@@ -200,14 +202,14 @@ class ShardedParam:
 
     Attributes:
         fqn: its name, for messages: within the sharded module at first, within the root once that is known.
-        sharded: the DTensor parameter. Loading with ``assign=True`` or converting a module may put another in its
-            place; the group then adopts that one.
-        shape: the unsharded shape, of the local tensor if it was a DTensor before.
+        sharded: the DTensor parameter. Loading with ``assign=True`` or converting a module may replace it by another,
+            which the group then adopts.
+        shape: the unsharded shape; that of the local tensor if the parameter was a DTensor before.
         dim: the dim along which it is cut.
         parallel: how it was placed before, if it was a DTensor.
         keeps_dtype: whether it is gathered in the dtype in which it is stored, whatever the policy says of others.
-        handles_seen: how many handles of hooks others had been given when it was sharded; -1 if it had hooks then.
-        module: the module that holds it, weakly; known once the root is.
+        handles_seen: how many hook handles torch had given to others when it was sharded; -1 if it had hooks then.
+        module: a weak reference to the module that holds it; None until the root is known.
     """
 
     __slots__ = (
@@ -247,7 +249,7 @@ class ShardedParam:
         self._tensor_hooks: list[dict[int, Hook]] = []
         self._post_hooks: list[dict[int, Hook]] = []
         self._node_hooks: _NodeHooks | None = None
-        self._node_was_asked = False  # for hooks: then it is kept, for hooks of some kind are registered all the time
+        self._node_was_asked = False  # for hooks; at the second search the node is kept, as hooks may come at any time
         self.handles_seen = HANDLES.of_others()
         _all.add(self)
 
@@ -308,27 +310,27 @@ class ShardedParam:
         if on_node:
             on_node.after(dtensor_like(sharded, gradient))
 
-    # Autograd calls the hooks of a leaf when it hands a gradient on to it. Here the gradient is there only when its
-    # reduction is done, so they are taken from autograd before it can call them, and called with what was reduced.
-    # After the pass they are autograd's again, which in a compiled step hands on gradients that are reduced.
+    # Autograd calls the hooks of a leaf when a gradient reaches the leaf. Here that is too early: the gradient is not
+    # reduced yet. So the hooks are taken from autograd before it can call them, and called with the reduced gradient.
+    # After the backward pass they are given back, since in a compiled step autograd passes reduced gradients itself.
 
     @property
     def has_hooks(self) -> bool:
-        """Whether there are hooks to call."""
+        """Whether any hooks are to be called with reduced gradients."""
         return any(self._tensor_hooks) or any(self._post_hooks) or self.has_node_hooks
 
     @property
     def has_node_hooks(self) -> bool:
-        """Whether some of them are on its autograd node, in sight of autograd all the time."""
+        """Whether there are hooks on its autograd node, from which they are never taken."""
         return bool(self._node_hooks)
 
     @property
     def hooks_on_node(self) -> tuple[dict[int, Hook], dict[int, Hook]] | None:
-        """Where those on its autograd node are, now and later; None if the node is not kept."""
+        """The node's own dictionaries of hooks (before it, after it), which change with it; None if it is not kept."""
         return None if self._node_hooks is None else self._node_hooks.both
 
     def carry_hooks(self, before: torch.Tensor) -> None:
-        """Take over the hooks of the parameter as it was before sharding. They will see reduced pieces."""
+        """Take over the hooks of the parameter as it was before sharding; they will get pieces of reduced gradients."""
         carry_gradient_hooks(before, self.sharded)
         if before.requires_grad and before.is_leaf and (theirs := _NodeHooks(before)):
             self._node_hooks = _NodeHooks(self.sharded)
@@ -337,7 +339,7 @@ class ShardedParam:
             self.handles_seen = -1
 
     def take_hooks(self) -> bool:
-        """Take over what users have registered on the parameter since the last call; whether there is anything."""
+        """Take the hooks that users have registered since the last call from autograd; returns whether any are held."""
         tensor_hooks, post_hooks = take_gradient_hooks(self.sharded)
         if tensor_hooks is not None:
             self._tensor_hooks.append(tensor_hooks)
@@ -346,14 +348,14 @@ class ShardedParam:
         if self._node_hooks is None or not self._node_hooks.are_of(self.sharded):
             self._node_hooks = _NodeHooks(self.sharded) if self.sharded.requires_grad else None
             if not self._node_hooks and not self._node_was_asked:
-                self._node_hooks = None  # as long as it is there, autograd looks into empty dictionaries in each step
+                self._node_hooks = None  # drop the node: while it lives, autograd visits its empty dictionaries
             self._node_was_asked = True
         if self._node_hooks:
             self._node_hooks.take()
         return bool(self._tensor_hooks or self._post_hooks or self._node_hooks)
 
     def give_hooks_back(self) -> bool:
-        """Let autograd have them again; whether any could not be given back."""
+        """Give autograd the hooks back; returns whether any could not be given back."""
         self._tensor_hooks, self._post_hooks = return_gradient_hooks(self.sharded, self._tensor_hooks, self._post_hooks)
         return bool(self._tensor_hooks or self._post_hooks)
 
@@ -366,18 +368,18 @@ class ShardedParam:
                 full = full if changed is None else changed
         return full
 
-    # A gradient that is kept unsharded until a later backward must vanish with `zero_grad`, in both of its forms.
-    # Version counters do not show it (`zero_grad` uses foreach functions, which bump none on a DTensor). So `.grad`
-    # exists from the first kept gradient on, and holds -0.0 wherever we must notice that it was set to zero: adding
-    # to -0.0 changes no bit of the sum, and `zero_` clears the sign.
+    # Accumulated gradients must vanish with `zero_grad`, be it by setting `.grad` to None or to zero. Version counters
+    # do not show the latter (`zero_grad` uses foreach functions, which bump none on a DTensor). So `.grad` exists from
+    # the first accumulated gradient on, and its first element is -0.0 where it would be 0: adding to -0.0 changes no
+    # bit of the sum, and `zero_` clears the sign.
 
     def nothing(self) -> DTensor:
-        """This rank's piece of a gradient that changes no bit of what it is added to, nor the mark of `mark_kept`."""
+        """A gradient piece of -0.0: adding it changes no bit of a sum, nor the mark that `mark_kept` has set."""
         local = self.local
         return dtensor_like(self.sharded, torch.full(local.shape, -0.0, dtype=local.dtype, device=local.device))
 
     def mark_kept(self) -> None:
-        """Make `.grad` show, later, whether it was cleared."""
+        """A gradient is accumulated: mark `.grad`, so that it later shows whether `zero_grad` was called."""
         grad = self.sharded.grad
         if grad is None:
             grad = self.sharded.grad = self.nothing()
@@ -404,5 +406,5 @@ _all: weakref.WeakSet[ShardedParam] = weakref.WeakSet()
 
 
 def is_sharded_parameter(tensor: torch.Tensor) -> bool:
-    """Whether it is the sharded parameter of any group that lives."""
+    """Whether a tensor is the sharded parameter of any living group."""
     return any(param.sharded is tensor for param in _all)

@@ -1,4 +1,4 @@
-"""What can happen to a group: two small tables, one for its parameters and one for its gradients."""
+"""The group phases, and two small tables of which may follow which: one for parameters and one for gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .._errors import PhaseError
 
 
 class ParamPhase(StrEnum):
-    """Where the weights are."""
+    """Where the parameters of a group are."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"  # a gather was issued and not yet waited for
@@ -18,14 +18,14 @@ class ParamPhase(StrEnum):
 
 
 class GradPhase(StrEnum):
-    """Where the gradients are."""
+    """Where the gradients of a group are."""
 
-    NONE = "none"
-    KEPT = "kept"  # unsharded, waiting for a backward with gradient sync
+    NONE = "none"  # neither accumulated nor in flight; `.grad` may have any
+    KEPT = "kept"  # accumulated: unsharded ones, or pieces that wait for an all-reduce
     REDUCING = "reducing"  # at least one reduction is in flight
 
 
-# What runs many times in a step asks for these: to look a member up in its enumeration takes as long as three calls.
+# For code that runs many times in a step: looking a member up in its enumeration takes as long as three calls.
 SHARDED, GATHERING, UNSHARDED, RESIDENT = ParamPhase
 
 PARAM_TRANSITIONS = {
@@ -43,5 +43,5 @@ TRANSITIONS: dict[Any, Any] = {**PARAM_TRANSITIONS, **GRAD_TRANSITIONS}
 
 
 def illegal(group: str, old: StrEnum, new: StrEnum) -> PhaseError:
-    """The error of a group whose table does not list a phase after another."""
+    """The error of a transition that is not in the tables."""
     return PhaseError(f"group {group}: cannot go from {old.value} to {new.value}; please report this")

@@ -1,4 +1,4 @@
-"""Where each parameter of a call is cut, and on which mesh: what users ask for, and what cannot be."""
+"""The mesh on which each parameter of a call is sharded, and the dim: as users ask, with errors for what cannot be."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Cut(NamedTuple):
 
 
 class Placements:
-    """Decides about the parameters of one call.
+    """Decides how the parameters of one call of `fully_shard` are sharded.
 
     Args:
         info: the mesh of the call.
         offload: where shards are kept, on every mesh.
-        choose: the user's function; None to cut all along dim 0 on the mesh of the call.
-        policy: dtypes, which may differ by parameter.
+        choose: the user's `shard_placement_fn`; None to cut all along dim 0 on the mesh of the call.
+        policy: the mixed-precision policy, which may except parameters from its dtype.
 
     Attributes:
         info: the mesh of the call.
@@ -87,16 +87,16 @@ class Placements:
 
 
 def _identity(info: MeshInfo) -> tuple[object, ...]:
-    """What tells one way to shard from another."""
+    """A key that is equal for meshes on which parameters are sharded in the same way."""
     full = info.full
     return (info.mesh,) if full is None else (full.mesh, full.shard, full.replicate)
 
 
 def _keeps_dtype(name: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> bool:
-    """Whether the policy excepts this parameter.
+    """Whether the policy has this parameter gathered in the dtype in which it is stored.
 
     Raises:
-        ShardConfigValueError: it asks for a third dtype.
+        ShardConfigValueError: it asks for a dtype that is neither that one nor the policy's.
     """
     overrides = overrides_of(policy)
     wanted = None if overrides is None else overrides(param)

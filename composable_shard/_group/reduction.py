@@ -1,4 +1,8 @@
-"""What one reduction moves: gradients of one dtype, and for each parameter whether this rank had one."""
+"""Reduce buckets: the gradients of one dtype that one reduction moves, with a mark of those that this rank has.
+
+The marks, 1 or 0, stand at the end of each rank's chunk. They are reduced with the gradients, and so tell without
+another collective which parameters had a gradient on any rank.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +27,18 @@ from .param import ShardedParam
 
 
 class Reduced:
-    """The result of a reduction, which is cut when somebody looks: many in a row take half the time of each alone.
+    """The result of a reduction, cut into pieces only when `parts` is called.
+
+    To cut many results in a row takes half the time that it takes to cut each as its reduction ends.
 
     Args:
-        copies: that cut it.
-        out: this rank's part of the sum.
-        divisor: what is still to divide it by.
-        others: the same in other dtypes in which members are stored.
+        copies: cut the result.
+        out: this rank's chunk of the reduced bucket, with the marks.
+        divisor: by which `out` is still to be divided; None if it is averaged.
+        others: `out` in the other dtypes in which members are stored.
 
     Attributes:
-        is_uncut: whether nobody has looked.
+        is_uncut: whether `parts` was not called yet.
     """
 
     __slots__ = ("_copies", "_divisor", "_others", "_out", "_parts", "is_uncut")
@@ -52,11 +58,11 @@ class Reduced:
         self.is_uncut = True
 
     def parts(self) -> Parts:
-        """The pieces, and who had any."""
+        """This rank's pieces of the gradients, and the marks as they were reduced."""
         if self._parts is None:
             assert self._out is not None
             if self._divisor is not None:
-                torch.div(self._out, self._divisor, out=self._out)  # two thirds of the host's time of `div_`
+                torch.div(self._out, self._divisor, out=self._out)  # takes two thirds of `div_`'s time on the host
             self._parts = self._copies.cut(self._out, self._others or {})
             self._out = self._others = None
             self.is_uncut = False
@@ -64,7 +70,7 @@ class Reduced:
 
 
 def _on_stream(comms: Comms) -> AllReduceHook | None:
-    """The user's hook, to be called on the stream of reductions."""
+    """The user's all-reduce hook, wrapped to run on the user's stream, if there is one, in order with reductions."""
     hook, stream = comms.all_reduce_hook, comms.hook_stream
     if hook is None or stream is None:
         return hook
@@ -80,7 +86,7 @@ def _on_stream(comms: Comms) -> AllReduceHook | None:
 
 
 def _divisor(factor: float) -> torch.Tensor | None:
-    """A tensor of no dims, on the CPU, divides to the same bits as a number does, at a quarter of the host's time."""
+    """The divisor as a 0-dim tensor on the CPU: to the same bits as a number, at a quarter of the time on the host."""
     return torch.tensor(factor, dtype=torch.float64) if factor != 1 else None
 
 
@@ -88,9 +94,9 @@ class ReduceBucket:
     """Gradients of one group that are reduced in one dtype. Frozen parameters are not members.
 
     Attributes:
-        indices: of its members, in the group.
-        requests: what a reduction asks the pool for.
-        nbytes: of all of that.
+        indices: the members' indices in the group.
+        requests: the pool's requests of a reduction: for the bucket, and for scratch memory if the transport needs any.
+        nbytes: bytes of all requests.
     """
 
     def __init__(
@@ -119,8 +125,8 @@ class ReduceBucket:
         self._copies = GradientCopies(layout.result, dtype, stored, info.shard_rank, info.device)
         self._others = {*stored} - {dtype}
         self._hook = _on_stream(options.comms)
-        # Then a collective is all there is to a reduction, and the rest is done when its result is cut: by the host,
-        # in one loop over many. On an accelerator the lane divides, beside what is computed.
+        # If both hold, the reduce-scatter is the only step, to be launched as such; a CPU divides the result as it is
+        # cut. On an accelerator a division makes a job of several steps, so that the lane divides beside the compute.
         scatters = self._shard is not None and self._replicate is None and self._hook is None
         kept = not self._others and not info.offloads and (self._divide_after is None or not lane.streams)
         self._is_launched = scatters and kept
@@ -133,7 +139,7 @@ class ReduceBucket:
         self._seen: dict[Slot, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def chosen(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Of the gradients of a group, those of the members."""
+        """The members' gradients, out of those of all parameters of the group."""
         if self._first and len(gradients) == len(self.indices):
             return gradients
         return [gradients[index] for index in self.indices]
@@ -141,20 +147,20 @@ class ReduceBucket:
     def start(
         self, gradients: Sequence[torch.Tensor | None], partial: Partial | None = None, whole: bool = True
     ) -> Job[Reduced]:
-        """Begin to average `gradients`, unsharded and in the order of the members (None stands for zeros).
+        """Begin to average unsharded gradients over the ranks.
 
         Args:
-            gradients: of this use, in the order of `indices`.
-            partial: what earlier calls have left unfinished, by index; it joins these.
-            whole: on a mesh of replicas, finish; else stop after the reduce-scatter.
+            gradients: of this use, in the order of `indices`; None counts as zeros.
+            partial: pieces of earlier reductions that stopped after the reduce-scatter, by index, to be added.
+            whole: False to stop after the reduce-scatter, without the all-reduce over replicas.
         """
-        # What outlives the step as `.grad` is allocated here, on the stream that will read it.
+        # The result outlives the step as `.grad`, so it is allocated here, on the stream that will read it.
         numel, like = self._layout.numel, self._copies.ones
         out = like.new_empty(numel)
         others = {d: like.new_empty(numel, dtype=d) for d in self._others} if self._others else {}
         slots = list(map(self._pool.lease_for, self.requests))
         try:
-            # Packed here, too: then nobody has to hold autograd's gradients until the collective is done.
+            # Packed here, on the current stream: then autograd's gradients need not live until the collective is done.
             if torch.is_grad_enabled():
                 with torch.no_grad():
                     self._pack(gradients, out, slots)
@@ -178,7 +184,7 @@ class ReduceBucket:
             raise
 
     def _pack(self, gradients: Sequence[torch.Tensor | None], out: torch.Tensor, slots: Sequence[Slot]) -> None:
-        """Fill the bucket, or the result if there is nobody to reduce with over the shard axis."""
+        """Copy the gradients into the bucket, or right into the result if there is nobody on the shard axis but us."""
         if not slots:
             bucket, chunks = out, out.view(1, -1)
         else:
@@ -214,11 +220,11 @@ class ReduceBucket:
         theirs = {dtype: self._at_home(t) for dtype, t in others.items()}
         done = Reduced(self._copies, self._at_home(out), others=theirs)
         if others:
-            done.parts()  # whoever takes the pieces alone lets `out` go
+            done.parts()  # cut now, so that `out` can be freed if no piece is in its dtype
         return done
 
     def _scattered(self, out: torch.Tensor, slots: list[Slot]) -> tuple[Any, ...]:
-        """What the reduce-scatter is given."""
+        """The arguments of the reduce-scatter."""
         assert self._shard is not None
         scratch = self._scratch_in(slots[1]) if len(slots) > 1 else None
         return out, self._seen[slots[0]][0], scratch, self._mean and self._shard.averages
@@ -232,7 +238,7 @@ class ReduceBucket:
                 now.used[place].add_(used)
 
     def _at_home(self, out: torch.Tensor) -> torch.Tensor:
-        """The result where shards are kept; whoever finishes the job waits for the copy."""
+        """The result on the device where shards are kept; the copy may run until the job is finished."""
         if not self._info.offloads:
             return out
         home = torch.empty(out.shape, dtype=out.dtype, device=self._info.home, pin_memory=self._info.pins)
@@ -255,12 +261,12 @@ class ReduceBucket:
 
 @dataclass
 class Reduction:
-    """A reduction in flight.
+    """A reduction of a group in flight.
 
     Attributes:
-        jobs: one a bucket.
-        missing: which parameters had no gradient on this rank.
-        whole: whether it will be finished, so that its result can be added to `.grad`.
+        jobs: the job of each bucket.
+        missing: indices of the parameters that had no gradient on this rank.
+        whole: whether it includes the all-reduce over replicas, if any, so that its result belongs into `.grad`.
     """
 
     jobs: list[tuple[ReduceBucket, Job[Reduced]]]
@@ -269,14 +275,14 @@ class Reduction:
 
 
 class GroupReduced:
-    """What the reduction of a group has given.
+    """The reduced gradients of a group.
 
     Args:
-        done: by bucket, with the indices of its members in the group.
-        without: indices of members that have no gradient.
+        done: the result of each bucket, with the indices of its members in the group.
+        without: indices of parameters that had no gradient on any rank.
 
     Attributes:
-        is_uncut: whether no part was looked at, so that the pieces will hold all the memory that this holds.
+        is_uncut: whether no result is cut yet: then to hold this takes no more memory than to hold its pieces.
     """
 
     __slots__ = ("_done", "_without", "is_uncut")
@@ -287,7 +293,7 @@ class GroupReduced:
         self.is_uncut = all([reduced.is_uncut for _, reduced in done])  # noqa: C419  # once for most
 
     def pieces(self) -> dict[int, torch.Tensor]:
-        """This rank's piece of each gradient that there is, by the index of the parameter."""
+        """This rank's pieces of the gradients, by the index of the parameter."""
         found: dict[int, torch.Tensor] = {}
         for indices, reduced in self._done:
             found.update(zip(indices, reduced.parts().pieces, strict=True))
@@ -297,12 +303,12 @@ class GroupReduced:
 
 
 def unused(done: Sequence[tuple[list[int], Reduced]], asked: Sequence[int]) -> list[int]:
-    """Of these parameters, those that had no gradient on any rank. An accelerator is waited for."""
+    """The parameters, among those asked for by index, that had no gradient on any rank. Waits for an accelerator."""
     found: list[int] = []
     for indices, reduced in done:
         places = {index: place for place, index in enumerate(indices)}
         seen = [(index, reduced.parts().used[places[index]]) for index in asked if index in places]
-        # Fake ones do not say what other ranks had: then this rank's own word counts.
+        # A fake mark does not tell what other ranks had: then, a gradient missing here counts as missing everywhere.
         found += [index for index, mark in seen if not has_memory(mark) or mark.item() == 0]
     return found
 
@@ -320,10 +326,10 @@ def reduce_buckets(
     """The buckets of a group's gradients, one for each dtype of reduction.
 
     Args:
-        params: of the group.
-        trains: which of them want gradients.
-        info, transports, options, pool, lane: of the group.
-        slots: bytes of the slots that its weights leave.
+        params: the group's parameters.
+        trains: for each, whether it requires a gradient.
+        info, transports, options, pool, lane: the group's.
+        slots: sizes in bytes of the weights' slots: a reduction asks for such a size if it nearly fits, to reuse one.
     """
     dtypes = [options.reduce_dtype(p.dtype) if t else None for p, t in zip(params, trains, strict=True)]
     members: dict[torch.dtype, list[tuple[int, ShardedParam]]] = {}

@@ -1,7 +1,7 @@
-"""Between forward and backward: weights cut among a few neighbouring ranks (``reshard_after_forward=n``).
+"""Weights that stay cut among a few neighbouring ranks between forward and backward (``reshard_after_forward=n``).
 
-Each of `n` ranks keeps its piece of the gathered weights, so that backward gathers within `n` ranks (those of one node,
-say) and not within all.
+Each of `n` ranks keeps a piece of the gathered weights, so that backward gathers among these `n` ranks alone (those of
+one node, say).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .param import ShardedParam
 
 
 class Resident:
-    """One bucket's pieces.
+    """The pieces that this rank keeps of one bucket's weights.
 
     Args:
-        bucket: whose weights they are.
+        bucket: the bucket that gathers the weights in forward.
         info: the mesh of the few ranks.
-        transport: that gathers within them.
+        transport: gathers among the few ranks.
         pool, lane: where memory comes from, and where gathers are queued.
 
     Attributes:
-        for_pieces, for_landing: what it asks the pool for.
+        for_pieces, for_landing: the pool's requests for the pieces, and for the buffer into which they are gathered.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Resident:
         itemsize, name = bucket.dtype.itemsize, bucket.fqns[0]
         self.for_pieces = pool.request(f"pieces {name}", layout.numel * itemsize)
         self.for_landing = landing = pool.request(f"landing {name}", layout.total * itemsize)
-        # The pieces of a few ranks need no more room than those of all, of which their number is a divisor.
+        # The number of few ranks divides that of all, so their padded pieces fit where those of all ranks do.
         together = GatherLayout(layout, (), tuple(range(len(shapes))), layout, 0, landing.nbytes)
         copies = GatherCopies(together, info.shard_rank, transport)
         self._gatherer = Gatherer(copies, bucket.dtype, (landing, landing), pool, lane, bucket.begins)
@@ -61,7 +61,7 @@ class Resident:
         self._shown: dict[Slot, list[nn.Parameter]] = {}
 
     def keep(self) -> None:
-        """Take this rank's pieces from the gathered weights."""
+        """Copy this rank's pieces out of the gathered weights."""
         slot = self._slot = self._pool.lease_for(self.for_pieces)
         for event in slot.free_after:
             event.wait()
@@ -76,7 +76,7 @@ class Resident:
         return own_pieces(slot.typed(self._bucket.dtype, written), self._layout, self._info.shard_rank)
 
     def shown(self) -> list[nn.Parameter]:
-        """The pieces as DTensor parameters on the mesh of the few ranks, for modules between forward and backward."""
+        """The pieces as DTensor parameters on the mesh of the few ranks, to install between forward and backward."""
         assert self._slot is not None
         found = self._shown.get(self._slot)
         if found is None:
@@ -90,14 +90,14 @@ class Resident:
         return found
 
     def _dtensor(self, local: torch.Tensor, param: ShardedParam) -> DTensor:
-        shape, info = torch.Size(param.shape), self._info  # of a parameter that was a DTensor, its local tensor's
+        shape, info = torch.Size(param.shape), self._info  # if the parameter was a DTensor: that of its local tensor
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
             local, info.mesh, info.placements(param.dim), run_check=False, shape=shape, stride=stride
         )
 
     def start(self) -> Job[None]:
-        """Begin to gather the weights into a slot of the bucket."""
+        """Begin to gather the weights from the pieces, into a slot of the bucket."""
         assert self._slot is not None
         slot = self._bucket.open()
         after = (self._kept_at, *slot.free_after)
@@ -106,7 +106,7 @@ class Resident:
         return job
 
     def release(self) -> None:
-        """Keep the pieces no longer."""
+        """Give the pieces up."""
         if self._slot is not None:
             self._pool.release(self._slot, self._lane.mark())
             self._slot = None

@@ -1,9 +1,11 @@
-"""Saved weights are handles, not memory.
+"""Saved-tensor hooks by which autograd saves handles of weights, instead of their memory.
 
-While a sharded module runs forward, autograd saves a weight as the name of its place (bucket, offset, shape, strides)
-and asks for it in backward, wherever the weights are then. So no slot is ever read after it was given to others.
-Everything else goes to the saved-tensor hooks that were active outside, because torch applies the innermost ones only;
-where there are none it is kept as torch would keep it, with its version, since hooks switch off torch's own check.
+While a sharded module runs forward, a view of a weight is packed as a handle (bucket, offset, shape, strides). In
+backward, the handle is unpacked to that view of the weights as they are gathered then, in whatever slot. So autograd
+never reads a slot that was leased to something else meanwhile.
+
+Torch applies only the innermost hooks, so these pass every other tensor on to the hooks that were active outside of
+them. Where there are none, the tensor is kept with its version, which is checked here as torch would without hooks.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class WeightOwner(Protocol):
-    """Who gathers weights and knows where they lie.
+    """The engine, as these hooks know it: it gathers weights and knows where they lie.
 
     Attributes:
-        under_hooks: whether what the forward that began last saves, but for weights, goes to hooks outside of ours.
+        under_hooks: whether other hooks are active outside of ours in the forward that began last.
     """
 
     under_hooks: bool
@@ -48,22 +50,22 @@ class WeightOwner(Protocol):
         """Make a bucket's weights readable, gathering them if need be."""
 
     def halfway(self) -> None:
-        """Half of the weights that a use has saved were read."""
+        """Backward has read half of the handles of a use."""
 
     @property
     def keepers(self) -> Mapping[Bucket, object]:
-        """What the handles of a bucket hold, where their end must be noticed."""
+        """By bucket, an object for all new handles to hold, whose deletion tells that the last of them is gone."""
 
 
 class Handle(NamedTuple):
     """A saved view of a weight."""
 
     bucket: Bucket
-    place: Place | tuple[torch.Tensor, int]  # in memory that is not the pool's: a view, and of which weight
-    owner: WeightOwner | None  # who makes them readable
-    keeper: object  # dies with the last handle of its use
-    generation: int  # of the weights
-    shown: Sequence[torch.Tensor]  # in which the forward found them
+    place: Place | tuple[torch.Tensor, int]  # outside of the pool's memory: the view itself and its weight's index
+    owner: WeightOwner | None  # gathers the weights; None if it was freed
+    keeper: object  # is deleted with the last handle of its use
+    generation: int  # the bucket's, when the view was saved
+    shown: Sequence[torch.Tensor]  # the node's outputs that were installed then, to find edits of them
 
 
 _Tensor, _data_ptr, _is_grad_enabled = torch.Tensor, torch.Tensor.data_ptr, torch.is_grad_enabled
@@ -71,7 +73,7 @@ _new = tuple.__new__  # makes a named tuple at a third of the cost of calling it
 
 
 class _Flattened(NamedTuple):
-    """A saved tensor subclass with weights inside."""
+    """A saved tensor of a subclass that has weights among its inner tensors, which became handles."""
 
     kind: type
     inner: dict[str, Any]
@@ -81,13 +83,13 @@ class _Flattened(NamedTuple):
 
 
 class _Foreign(NamedTuple):
-    """What the hooks outside made of a saved tensor."""
+    """A saved tensor as the hooks outside of ours have packed it."""
 
     packed: Any
 
 
 def saved_weights(owner: WeightOwner) -> AbstractContextManager[Any] | None:
-    """The hooks as a context for one forward; None if they are in force already."""
+    """A context with these hooks for one forward; None if hooks of this owner are the innermost ones already."""
     outer = active_saved_tensors_hooks()
     ours = _ours(outer)
     if ours is not None and ours.owner() is owner:
@@ -108,14 +110,14 @@ def _are_ours(hooks: SavedTensorsHooks) -> bool:
 
 
 def give_way() -> None:
-    """From now on, transforms of `torch.func` run in forwards under these hooks, which are set aside meanwhile."""
+    """From now on, let `torch.func` transforms run in forwards under these hooks, which are set aside meanwhile."""
     give_way_to_transforms(_are_ours)
 
 
 def weights_in_place(owner: WeightOwner) -> AbstractContextManager[None] | None:
-    """For a forward whose weights never move: sets the hooks aside, as some transforms of `torch.func` demand.
+    """A context without these hooks, as some `torch.func` transforms demand; None if they are not the innermost ones.
 
-    Weights are then saved as any tensor is. None if the hooks are not in force.
+    Autograd saves weights as it saves any tensor then, so it is for forwards whose weights stay gathered in their slot.
     """
     owner.under_hooks = False
     ours = _ours(active_saved_tensors_hooks())
@@ -125,8 +127,8 @@ def weights_in_place(owner: WeightOwner) -> AbstractContextManager[None] | None:
 class _Hooks:
     """The hooks of one forward.
 
-    They hold the owner of the weights weakly, its handles hold it strongly: a graph holds what it will need, and a
-    collective that was issued under the hooks, whose thread has a copy of this thread's state, holds nothing.
+    The hooks hold the engine weakly, but handles hold it strongly. So an autograd graph keeps alive what its backward
+    needs, while a collective's thread, which may have a copy of this thread's hooks, keeps nothing alive.
     """
 
     __slots__ = ("_keepers", "_last", "_outer", "_pool", "has_outer", "owner")
@@ -155,7 +157,7 @@ class _Hooks:
             return found
         if self._outer is not None:
             return _Foreign(self._outer[0](tensor))
-        if tensor.requires_grad:  # with a history: a saved output would hold its own graph for good
+        if tensor.requires_grad:  # detached: an operator's saved output would hold its own node, in a cycle
             tensor = tensor.detach()
         version = tensor._version
         return (tensor, version) if version else tensor
@@ -177,12 +179,12 @@ class _Hooks:
         return _restored(packed)
 
     def _handle(self, tensor: torch.Tensor, address: int, version: int) -> Any:
-        """A handle for a view of weights that begins there; None if no weights lie there, or those are gone.
+        """A handle for a view of weights, or a copy if the weight was edited; None if the view is of no weights.
 
         Args:
             tensor: the view.
-            address: where it begins.
-            version: of it, or of the tensor of a subclass that it is part of.
+            address: where its data begins.
+            version: the view's, or that of the tensor of a subclass of which it is an inner tensor.
         """
         slot = self._last
         if slot is None or not slot.begin <= address < slot.end or slot.owner is None:
@@ -199,7 +201,7 @@ class _Hooks:
             kept = tensor.detach(), slot.index
             return Handle(bucket, kept, self.owner(), keeper, bucket.generation, bucket.shown)
         if bucket.is_complex and (tensor.is_conj() or tensor.is_neg()):
-            return _copied(tensor)  # a handle has no word for a lazy conjugate
+            return _copied(tensor)  # a handle cannot tell a lazy conjugate
         place = self._pool.places[tensor.dtype, address - slot.begin, tensor.shape, tensor.stride()]
         if (version or bucket.edited) and bucket.was_edited(bucket.members[place], version):
             return _copied(tensor)
@@ -207,7 +209,7 @@ class _Hooks:
         return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation, bucket.shown))
 
     def _flattened(self, tensor: Any, version: int) -> Any:
-        """What stands for a tensor of a subclass if any of its inner tensors lies among weights."""
+        """A tensor of a subclass, with handles for those of its inner tensors that are weights; None if none is."""
         if type(tensor) in PLAIN or not hasattr(tensor, "__tensor_flatten__"):
             return self._handle(tensor, address_of(tensor), version)
         names, context = tensor.__tensor_flatten__()
@@ -223,7 +225,7 @@ class _Hooks:
 
 
 def _copied(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A saved weight that is no handle."""
+    """A copy of an edited weight, to be saved as any tensor is, with its version."""
     copy = tensor.detach().clone()
     return copy, copy._version
 
@@ -246,7 +248,7 @@ def _weight(handle: Handle) -> torch.Tensor:
     if bucket.reads_left and bucket.note_read() and owner is not None:
         owner.halfway()
     view: torch.Tensor = bucket.slot.views[place] if type(place) is Place else place[0]  # type: ignore[union-attr, index]
-    # With grad mode on (create_graph) autograd saves what it gets here once more, and then past these hooks.
+    # With grad mode on (create_graph), backward saves this view again, without hooks: so it needs memory of its own.
     return view.clone() if _is_grad_enabled() else view
 
 
@@ -255,7 +257,7 @@ def _kept(part: Any) -> Any:
 
 
 def _restored(packed: Any) -> torch.Tensor:
-    """A tensor of a subclass, or one of its inner tensors."""
+    """A tensor of a subclass, or one of its inner tensors, from the form in which it was saved."""
     if isinstance(packed, Handle):
         return _weight(packed)
     if isinstance(packed, _Flattened):

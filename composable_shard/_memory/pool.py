@@ -1,12 +1,14 @@
 """The memory of unsharded parameters and communication: slots that are leased, released and used again.
 
-At first a slot that is released goes to a free list of its size, and the next lease of that size takes it, whatever
-the dtype or the purpose. Meanwhile the pool learns which leases are live together, by their names. From that an *arena*
-is made between two steps: one piece of memory in which each name has its place, so that weights of one layer, the
-gather of the next and the gradients of a third share memory in turn, also where their sizes differ; a name is at one
-address in forward and backward where that costs nothing (`pack`). What was learned holds for all kinds of steps at once
-(with and without gradients, recomputed, accumulated): names share memory if none of them had both live. A lease for
-which the arena has no free place falls back to the free lists; it is counted, and the next arena knows of it.
+At first a released slot goes to a free list of its size, and the next lease of that size takes it, whatever the dtype
+or the purpose. Meanwhile the pool learns which requests are live together. From that it makes an *arena* between two
+steps: one allocation in which each request has a fixed slot. Requests that were never live together may overlap, so
+weights of one layer, the gather of the next and the gradients of a third share memory in turn, also where their sizes
+differ. A name has one address in forward and backward where that costs nothing (`pack`).
+
+What was learned holds for all kinds of steps at once (with and without gradients, recomputed, accumulated): requests
+share memory only if they were live together in none of them. A lease whose slot in the arena is taken, or that has
+none, falls back to the free lists; it is counted, and the next arena has room for it.
 """
 
 from __future__ import annotations
@@ -32,19 +34,20 @@ class BufferPool:
     """The slots of one engine.
 
     Attributes:
-        live_bytes: bytes leased now.
-        peak_bytes: the most bytes leased at once so far.
+        live_bytes: bytes leased now, and bytes of weights outside of the pool that it was told of (`claim`).
+        peak_bytes: the highest `live_bytes` so far.
         held_bytes: bytes of the arena and of all other slots, leased or free.
         arena_bytes: bytes of the arena; 0 while there is none.
-        allocations: how often memory was asked for; steady once the order of a step has settled.
-        first, end: addresses of the first byte that it knows of and behind the last: no weights lie outside.
-        lent_bytes: of `live_bytes`, what stays leased only because users of this rank keep views of it.
-        backward: whether a backward runs: what it gathers may lie elsewhere than in forward.
-        places: within slots.
+        allocations: how often memory was allocated; steady once the order of a step has settled.
+        first, end: addresses of the first byte of all memory known here, and of the first behind it: no weights lie
+            before or beyond.
+        lent_bytes: those of `live_bytes` that stay leased only because users of this rank keep views of them.
+        backward: whether a backward runs: it has requests of its own, which may have other slots than forward's.
+        places: the one object for each `Place`.
         counted: whether a tool counts memory, and must see what is leased.
-        owns: whether each name has memory of its own, which it takes when it is leased and gives back when released:
-            so tools that count memory find who uses how much. To be changed while nothing is known (`forget`).
-        fallbacks: by name, leases for which there was an arena but no free place in it.
+        owns: whether each name has a slot of its own, allocated when it is leased and freed when it is released: so
+            tools that count memory find who uses how much. To be changed only right after `forget`.
+        fallbacks: by name, the number of leases for which the arena had no free slot.
     """
 
     def __init__(self, device: torch.device, lane: Lane) -> None:
@@ -56,7 +59,7 @@ class BufferPool:
         self._lane = lane
         self._mem_pool: torch.cuda.MemPool | None = None
         self._requests: weakref.WeakValueDictionary[tuple[str, int, bool], Request] = weakref.WeakValueDictionary()
-        self._known: dict[Request, None] = {}  # those that were leased, in that order
+        self._known: dict[Request, None] = {}  # all that were leased, in the order of their first leases
         self._live: set[Request] = set()
         self._arena: list[Slot] = []
         self._lacks = True
@@ -71,11 +74,11 @@ class BufferPool:
 
     @property
     def issued_bytes(self) -> int:
-        """Live bytes that follow from what was issued, alike on all ranks."""
+        """`live_bytes` without `lent_bytes`: the same on all ranks, so decisions about collectives may depend on it."""
         return self.live_bytes - self.lent_bytes
 
     def use_mem_pool(self, wanted: bool) -> None:
-        """Whether what is allocated from now on comes from a `torch.cuda.MemPool`.
+        """Set whether memory allocated from now on comes from a `torch.cuda.MemPool`.
 
         Raises:
             ShardConfigValueError: the device has none.
@@ -90,11 +93,11 @@ class BufferPool:
             self._lacks = True
 
     def count(self, wanted: bool) -> None:
-        """Whether a tool counts memory, and must see what is leased."""
+        """Set `counted`."""
         self.counted = wanted
 
     def own(self, wanted: bool) -> None:
-        """Whether each name has memory of its own; while nothing is known (`forget`)."""
+        """Set `owns`; only right after `forget`."""
         self.owns = wanted
 
     def enter_backward(self, runs: bool) -> None:
@@ -102,7 +105,7 @@ class BufferPool:
         self.backward = runs
 
     def request(self, name: str, nbytes: int, backward: bool = False) -> Request:
-        """What to ask for when `nbytes` bytes are needed: its leases have one place in the arena."""
+        """The request for `nbytes` bytes under a name, all of whose leases get one slot of the arena."""
         key = name, slot_bytes(nbytes), backward
         found = self._requests.get(key)
         if found is None:
@@ -110,19 +113,19 @@ class BufferPool:
         return found
 
     def requests(self, name: str, nbytes: int) -> tuple[Request, Request]:
-        """What to ask for in forward, and in backward: `self.backward` tells which."""
+        """The requests to lease in forward and in backward, to be indexed by `self.backward`."""
         return self.request(name, nbytes), self.request(name, nbytes, backward=True)
 
     def lease(self, nbytes: int, name: str = "", owner: Any = None) -> Slot:
-        """`lease_for` what was not asked for before."""
+        """`lease_for` a request that is looked up, or made, by its name and size."""
         return self.lease_for(self.request(name, nbytes), None if owner is None else weakref.ref(owner))
 
     def lease_for(self, request: Request, owner: weakref.ref[Any] | None = None) -> Slot:
         """A slot of as many bytes as requested, with undefined content, until it is released.
 
         Args:
-            request: what for; while it has a slot already, the same name with a stroke takes its place.
-            owner: who reads weights from it, weakly, if anybody does.
+            request: for which it is leased; if that is leased already, a request of its name with a ``'`` behind it.
+            owner: a weak reference to the bucket whose weights will lie in the slot; None for other purposes.
         """
         live = self._live
         while request in live:
@@ -143,7 +146,7 @@ class BufferPool:
         return slot
 
     def _unplanned(self, request: Request) -> Slot:
-        """A slot of the free lists, or a new one."""
+        """A slot from the free lists, or a new one."""
         if self._arena:
             self.fallbacks[request.name] = self.fallbacks.get(request.name, 0) + 1
             self._lacks = True
@@ -151,7 +154,7 @@ class BufferPool:
         return free.pop() if free else self._make(request.nbytes)
 
     def _own_slot(self, request: Request) -> Slot:
-        """That of its name, in forward and backward alike, or a new one."""
+        """The slot of the request's name, the same in forward and backward, or a new one."""
         slot = self._own.get((request.name, request.nbytes))
         if slot is None or slot.request is not None:
             slot = self._own[request.name, request.nbytes] = self._make(request.nbytes)
@@ -181,7 +184,7 @@ class BufferPool:
         self.live_bytes -= slot.nbytes
         if slot.resizes:
             for event in slot.free_after:
-                event.wait()  # work in flight may still use what the allocator would hand out
+                event.wait()  # work in flight may still use memory that the allocator will hand out again
             self._slots.remove(slot)
             self._slots_changed()
             self.held_bytes -= slot.nbytes
@@ -191,13 +194,19 @@ class BufferPool:
         slot.request = slot.owner = None
 
     def suspend(self, slot: Slot, after: torch.Event | None, lent: bool) -> None:
-        """Let nobody read weights from a slot that stays leased, since users keep views of it (`lent`) or by choice."""
+        """Take the weights' owner from a slot that stays leased, as handles must no longer find weights there.
+
+        Args:
+            slot: that stays leased.
+            after: what its next writer must wait for.
+            lent: whether it stays leased only because users keep views of it, and not by choice.
+        """
         slot.owner, slot.lent = None, lent
         slot.free_after = () if after is None else (after,)
         self.lent_bytes += slot.nbytes if lent else 0
 
     def resume(self, slot: Slot, owner: weakref.ref[Any] | None = None) -> None:
-        """Lease it anew, as `lease_for` does."""
+        """Give a suspended slot an owner again, as if it were leased anew."""
         self.lent_bytes -= slot.nbytes if slot.lent else 0
         slot.owner, slot.lent = owner, False
 
@@ -207,7 +216,7 @@ class BufferPool:
             self.release(slot, after)
 
     def give_up(self, slots: Sequence[Slot]) -> None:
-        """Release those of these slots that are leased still: what was to be done with them has failed."""
+        """After a failure, release those of these slots that are still leased."""
         for slot in slots:
             if slot.request is not None:
                 self.release(slot, self._lane.mark())
@@ -220,11 +229,11 @@ class BufferPool:
 
     @property
     def wants_arena(self) -> bool:
-        """Whether it has learned what the arena does not know, and nothing is leased, so that one can be made."""
+        """Whether a new arena would know more than the present one, and can be made now, since nothing is leased."""
         return self._lacks and bool(self._known) and not self.live_bytes and not self.owns
 
     def make_arena(self) -> None:
-        """Put one arena in the place of all slots. Nobody may hold any of them."""
+        """Replace all slots by those of a new arena. Nobody may hold any of them."""
         self.empty()
         known = list(self._known)
         place = {request: at for at, request in enumerate(known)}
@@ -246,19 +255,19 @@ class BufferPool:
         self._lacks = False
 
     def place_of(self, request: Request) -> tuple[int, int] | None:
-        """Offset and bytes of its place in the arena; None if that has none for it."""
+        """Offset and size in bytes of a request's slot in the arena; None if it has none."""
         slot = request.slot
         return None if slot is None else (slot.begin - self._arena[0].begin, slot.nbytes)
 
     def find(self, address: int) -> Slot | Outside | None:
-        """What holds the weights that lie at `address`, or None if no weights lie there."""
+        """The slot, or memory outside of slots, whose weights lie at `address`; None if no weights lie there."""
         at = bisect_right(self._begins, address)
         if at:
             slot = self._slots[at - 1]
             if address < slot.reach:
                 if address < slot.end and slot.owner is not None:
                     return slot
-                for rival in slot.rivals:  # whatever else holds the address reaches over the slot that begins last
+                for rival in slot.rivals:  # any other slot with this address overlaps the one that begins last
                     if rival.begin <= address < rival.end and rival.owner is not None:
                         return rival
         return self._find_outside(address) if self._outside else None
@@ -270,14 +279,14 @@ class BufferPool:
         return None
 
     def claim(self, outside: Sequence[Outside]) -> None:
-        """Let `find` know of weights outside of the slots; their bytes are live, though the pool does not hold them."""
+        """Let `find` know of weights outside of the slots; their bytes count as live, but not as held."""
         self._outside += outside
         self._slots_changed()
         self.live_bytes += sum(each.nbytes for each in outside)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def unclaim(self, outside: Sequence[Outside]) -> None:
-        """Forget them."""
+        """Forget weights outside of the slots."""
         gone = {id(each) for each in outside}
         self._outside = [each for each in self._outside if id(each) not in gone]
         for each in outside:
@@ -297,14 +306,14 @@ class BufferPool:
             for request in self._known:
                 request.slot = None
         for event in [event for slot in freed for event in slot.free_after]:
-            event.wait()  # work in flight may still use what the allocator would hand out
+            event.wait()  # work in flight may still use memory that the allocator will hand out again
         self._slots = sorted(set(self._slots).difference(freed))
         self._slots_changed()
         beside = set(self._slots).difference(self._arena)
         self.held_bytes = self.arena_bytes + sum(slot.nbytes for slot in beside)
 
     def forget(self) -> None:
-        """Give all memory back that nobody uses, and forget which leases have met: sizes are about to change."""
+        """Free all memory that is not leased, and forget which requests have met: sizes are about to change."""
         self.empty()
         for request in self._known.keys() - self._live:
             request.met = request.slot = None
@@ -314,7 +323,7 @@ class BufferPool:
         self._lacks = True
 
     def _slots_changed(self) -> None:
-        """Make anew what `find` looks at."""
+        """Update the tables that `find` searches."""
         self._begins = [slot.begin for slot in self._slots]
         places: list[Slot | Outside] = [*self._slots, *self._outside]
         self.first = min([it.begin for it in places], default=0)
@@ -329,7 +338,7 @@ class BufferPool:
         return slot
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        # Made in inference mode, it could never be used for training.
+        # `to_keep` leaves inference mode: a tensor made in it could never be used for training.
         pool = nullcontext() if self._mem_pool is None else torch.cuda.use_mem_pool(self._mem_pool, self.device)
         with to_keep(), pool:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -338,7 +347,10 @@ class BufferPool:
         return memory
 
     def _fresh(self) -> Events:
-        """What the allocator hands out may still be read by work that the current stream was given before."""
+        """The events that the first writer of new memory waits for.
+
+        The allocator may hand out memory that earlier work, queued on the current stream, still reads.
+        """
         event = self._lane.mark()
         return () if event is None else (event,)
 
@@ -351,7 +363,7 @@ class BufferPool:
 
 
 def _is_taken(slot: Slot) -> bool:
-    """Whether memory of a slot is leased to a rival; if not, note what its next writer waits for."""
+    """Whether an overlapping slot is leased; if none is, the slot's next writer will also wait for their events."""
     for rival in slot.rivals:
         if rival.request is not None:
             return True
@@ -361,7 +373,7 @@ def _is_taken(slot: Slot) -> bool:
 
 
 def _find_rivals(slots: Sequence[Slot]) -> None:
-    """Tell each slot which others overlap it, of slots sorted by their begin."""
+    """Set the `rivals` and `reach` of slots that are sorted by their begin."""
     rivals: dict[Slot, list[Slot]] = {slot: [] for slot in slots}
     for at, slot in enumerate(slots):
         for later in slots[at + 1 :]:

@@ -1,4 +1,4 @@
-"""Slots: memory with a fixed address, what it is leased for, and where tensors lie in it. The pool hands them out."""
+"""Slots: memory with a fixed address that the pool leases; requests for slots, and the places of tensors in them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ PlaceKey = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
 
 
 class Place:
-    """Where a tensor lies within a slot. A pool has one object for each (`BufferPool.places`), told by its identity.
+    """Where a tensor lies within a slot, and as what. A pool has one object for each (`BufferPool.places`).
+
+    So places compare and hash by identity, which makes a place a cheap key.
 
     Attributes:
         dtype: of the tensor.
@@ -32,7 +34,7 @@ class Place:
 
 
 class Places(dict[PlaceKey, Place]):
-    """A place for each key, made when it is first asked for."""
+    """The place of each key, made when it is first looked up."""
 
     def __missing__(self, key: PlaceKey) -> Place:
         place = self[key] = Place(*key)
@@ -40,7 +42,7 @@ class Places(dict[PlaceKey, Place]):
 
 
 class _SlotViews(dict[Place, torch.Tensor]):
-    """A view of a slot for each place, made when it is first asked for."""
+    """The view of a slot for each place, made when it is first looked up."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = weakref.ref(slot)
@@ -56,14 +58,14 @@ class _SlotViews(dict[Place, torch.Tensor]):
 
 
 class Request:
-    """What memory is leased for, the same in every step; a pool has one object for each (`BufferPool.request`).
+    """A purpose for which memory is leased in every step; a pool has one object for each (`BufferPool.request`).
 
     Attributes:
-        name: what for.
-        nbytes: of the slot, a multiple of 512.
-        backward: whether it is backward's request for what forward has one for as well.
-        slot: its place in the arena, if that knows it.
-        met: the others that were leased at the same time, ever; None before it was leased for the first time.
+        name: the purpose, with a parameter's name.
+        nbytes: size of the slot in bytes, a multiple of 512.
+        backward: whether it is backward's request, of a purpose for which forward has one as well.
+        slot: its slot in the arena; None if it has none.
+        met: all requests that were ever leased at the same time; None until it is leased for the first time.
     """
 
     __slots__ = ("__weakref__", "backward", "met", "name", "nbytes", "slot")
@@ -80,14 +82,15 @@ class Slot:
     """A piece of memory with a fixed address.
 
     Attributes:
-        views: of it, by place.
-        request: what it is leased for now; None while it is free.
-        owner: who reads weights from it now, weakly; None while it is free or only carries communication.
+        views: views of its memory, by place.
+        request: the request for which it is leased now; None while it is free.
+        owner: a weak reference to the bucket whose weights lie in it, or are being gathered into it; else None.
         lent: whether it stays leased only because users keep views of it.
-        free_after: the events behind the last uses; whoever writes next waits for them.
-        rivals: other slots of an arena that lie, in part, in the same memory.
-        reach: the end of the one of them, or of this slot, that ends last.
-        resizes: whether it takes memory only while it is leased, each time elsewhere.
+        free_after: the events behind the last work on it, for which the next writer waits.
+        begin, end, nbytes: addresses of its first byte and of the first behind it, and its size in bytes.
+        rivals: other slots of an arena that overlap it.
+        reach: the highest end of this slot and its rivals.
+        resizes: whether it has memory only while it is leased, each time elsewhere.
     """
 
     __slots__ = (
@@ -122,13 +125,13 @@ class Slot:
         self.resizes = resizes
 
     def resize(self, nbytes: int) -> None:
-        """Give its memory back to the allocator, or take some; views of it stay good for what is there next."""
+        """Allocate or (with 0) free its memory; all views of the slot then see the new memory."""
         self._bytes[0].untyped_storage().resize_(nbytes)
         self.begin = address_of(self._bytes[0])
         self.end = self.reach = self.begin + nbytes
 
     def show(self) -> None:
-        """Let modes that count memory see it."""
+        """Run an operator on the memory, so that dispatch modes that count memory see it."""
         with to_keep():
             self._bytes[0].detach()
 
@@ -138,9 +141,9 @@ class Slot:
     def typed(self, dtype: torch.dtype, written: bool = False) -> torch.Tensor:
         """The whole slot as a 1D tensor of `dtype`.
 
-        All that is written goes through tensors that were made with ``written=True``: they are aliases with a version
-        counter of their own. So a write leaves no trace in what autograd has saved of the weights: that has been given
-        up, or is read through a handle, or has moved with its group to another slot.
+        Gathers and reductions write only through tensors made with ``written=True``: aliases with a version counter of
+        their own. So autograd does not take a write for an edit of weights that it has saved. It would be wrong to: the
+        saved weights were given up, or are read through handles, or have moved with their group to another slot.
         """
         view = self._typed.get((dtype, written))
         if view is None:
@@ -150,12 +153,12 @@ class Slot:
 
 
 class Outside:
-    """Memory of weights that belongs to a parameter and not to the pool; its address holds until it is emptied.
+    """Memory of weights that is not the pool's but a parameter's (`fsdp_pre_all_gather`); fixed until it is emptied.
 
     Attributes:
-        begin, end, nbytes: where it lies.
-        owner: who reads weights from it, weakly.
-        index: of the parameter, among those of its owner.
+        begin, end, nbytes: addresses of its first byte and of the first behind it, and its size in bytes.
+        owner: a weak reference to the bucket whose weights lie in it; None once they are given up.
+        index: of the parameter in its bucket.
     """
 
     __slots__ = ("begin", "end", "index", "nbytes", "owner")
