@@ -1,1 +1,1 @@
-"""What runs an eager step: one engine for each root, which follows the plan's schedule."""
+"""Runs eager steps: one engine for each root, which follows the plan's schedule."""

@@ -1,4 +1,4 @@
-"""Issuing actions: the one place that starts a collective, waits for one, or gives weights up, and writes it down."""
+"""Actions on groups: collectives are started and waited for, and weights given up, only here, and all is recorded."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ from .stopwatch import Stopwatch
 
 T = TypeVar("T")
 UNSHARD, WAIT, RESHARD, REDUCE, REDUCED = Kind.UNSHARD, Kind.WAIT, Kind.RESHARD, Kind.REDUCE, Kind.REDUCED
-_AT_ONCE = 4  # of so many reduced groups `.grad` is set together: more than one at a time costs half as much for each
+_AT_ONCE = 4  # for how many reduced groups `.grad` is set in one go, which costs each half as much as one by one
 _NOTHING, _away = object(), attrgetter("away")
 
 
 class Actions:
-    """What is done to the groups of one engine, and the record of it.
+    """Acts on the groups of one engine, and records every action.
 
     Args:
         groups: all groups.
         runtime: pool and lanes that the groups were built with.
-        order: the schedules that it follows.
+        order: the schedules to follow.
         watch_leaf: called once with every leaf that users may find in a module outside of its forward.
 
     Attributes:
-        changed: the event behind the last change of the parameters; gathers start behind it.
+        groups, pool, order: all groups, their memory, and the schedules in force.
+        changed: the event behind the last change of the parameters; gathers wait for it.
         repeated: groups that get gradients from several uses in the backward that runs now.
-        budget: which weights yield where a step is not the planned one.
-        streams: whether it is streams that wait for communication, and never the host.
-        watch: times what is done, if anybody wants to know.
-        shown: what modules find under the names of their parameters.
+        budget: which weights are given up when a step that is not the planned one needs memory.
+        streams: whether waiting for communication blocks only streams, never the host.
+        watch: the stopwatch that times all actions; None if nobody asked for times.
+        shown: installs sharded or unsharded parameters in modules.
         history: what was done, and the record of that.
-        staying: groups whose weights stay, a backward of theirs being over, for the next one.
-        gathered: groups of which a gather was finished since the last backward ended; on all ranks alike.
+        staying: groups whose use in backward is over and whose weights stay for their next use.
+        gathered: groups of which a gather was finished since the last backward ended; the same on all ranks.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], runtime: Runtime, order: Order, watch_leaf: LeafHook) -> None:
@@ -64,21 +65,21 @@ class Actions:
         self.shown = Shown(watch_leaf)
         self._ask_first: Callable[[], None] | None = None  # before anything is reduced
         self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
-        self._gathers_behind: Sequence[ParamGroup] | None = None  # ... the reductions in flight, to be issued
+        self._gathers_behind: Sequence[ParamGroup] | None = None  # to issue behind all reductions
         self._unset: dict[ParamGroup, GroupReduced] = {}  # reduced, `.grad` yet to be set
-        self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}  # for hooks, which see all uses at once
+        self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}  # hooks see one gradient, the sum over all uses
         self.staying: set[ParamGroup] = set()
         self.gathered: set[ParamGroup] = set()
 
     # ---- the record
 
     def roll_record(self) -> None:
-        """An iteration has ended: what was done becomes the last record, unless nothing was."""
+        """An iteration has ended: its actions, if there are any, become the last record."""
         if self.history.roll(self._spans) and self.watch is not None:
             self.watch.take()
 
     def record_so_far(self) -> Record | None:
-        """What was done since the last record; None if nothing was. The same object until more is done."""
+        """The record since the last one; None if nothing was done. The same object until more is done."""
         return self.history.so_far(self._spans)
 
     @property
@@ -86,12 +87,12 @@ class Actions:
         return () if self.watch is None else self.watch.spans
 
     def compute_ended(self, kind: Kind) -> None:
-        """Tell whoever watches that the forward of a group, or the last backward, is over."""
+        """Tell the stopwatch that the forward of a group, or the backward that began last, is over."""
         if self.watch is not None:
             self.watch.end(kind)
 
     def before_first_reduction(self, ask: Callable[[], None]) -> None:
-        """Have this called before any gradient is reduced, until it succeeds."""
+        """Have `ask` called before the next reduction; if it raises, again before the one after that."""
         self._ask_first = ask
 
     def time_by(self, watch: Stopwatch | None) -> None:
@@ -101,21 +102,21 @@ class Actions:
     # ---- issuing
 
     def _act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], given: Any = _NOTHING) -> T:
-        """Do something to a group, and write it down; every action of a rank comes through here."""
+        """Call `work` (with `given`, if there is one) and record it as an action; all actions of a rank pass here."""
         if self.watch is not None:
             result = self.watch.timed(kind, group.fqn, work, *(() if given is _NOTHING else (given,)))
-        else:  # `work(*args)` would leave the interpreter and enter it anew
+        else:  # no `work(*args)`, which is slower: it would re-enter the interpreter
             result = work() if given is _NOTHING else work(given)
         done = self.history.done
         done += (kind, group.fqn, self.pool.live_bytes)  # flat: tuples would keep the cycle collector busy
         return result
 
     def parameters_changed(self, at: torch.Event | None = None) -> None:
-        """Whatever gathers from now on waits for `at`, or for what the current stream has been given so far."""
+        """All later gathers wait for the event `at`; without one, for the work queued on the current stream so far."""
         self.changed = at or self._runtime.gather_lane.mark()
 
     def ahead(self, group: ParamGroup | None) -> None:
-        """Issue the gather of a group that will be needed soon."""
+        """Issue the gather of a group without waiting for it, if it is not issued or gathered already."""
         if group is not None and group.away:
             if self.order.forward.kept and group in self.order.forward.kept:
                 group.note_versions()
@@ -124,13 +125,13 @@ class Actions:
                 self._arrive(group)
 
     def prefetch(self, groups: Sequence[ParamGroup]) -> None:
-        """Gather these ahead, as far as the budget allows: a step may be another than the planned one."""
+        """Gather these groups ahead; those that do not fit in the budget are left until they are needed."""
         for group in groups:
             if group.away and not (self.order.forward.budget is not None and self.budget.exceeded_by(gathering(group))):
                 self.ahead(group)
 
     def need(self, group: ParamGroup) -> None:
-        """Make the weights of a group readable."""
+        """Make the weights of a group readable: gather them if necessary, and wait for that."""
         if group.away:
             if self.order.forward.budget is not None:
                 self._make_room(gathering(group))
@@ -139,7 +140,7 @@ class Actions:
             self._arrive(group)
 
     def _make_room(self, nbytes: int) -> None:
-        """In a step that is not the planned one: wait for reductions in flight, then give weights up."""
+        """Make `nbytes` fit where a step is not the planned one: wait for reductions, then give weights up."""
         while self._reductions and self.budget.exceeded_by(nbytes):
             self._settle_oldest()
         for group in self.budget.yielding(self.staying) if self.budget.exceeded_by(nbytes) else ():
@@ -152,7 +153,7 @@ class Actions:
         self.gathered.add(group)
 
     def drop(self, group: ParamGroup) -> None:
-        """Give the weights of a group up, wherever they are."""
+        """Reshard a group, whatever its phase is, and install its sharded parameters."""
         self.staying.discard(group)
         self.shown.hide(group)
         if group.phase is GATHERING:
@@ -161,7 +162,7 @@ class Actions:
             self._act(RESHARD, group, group.reshard)
 
     def leave_forward(self, group: ParamGroup) -> None:
-        """Forward is over: give the weights of a group up, or keep them, perhaps among a few ranks."""
+        """The forward of a group is over: reshard it, keep its weights, or keep them cut among a few ranks."""
         if not self.order.forward.reshards(group):
             self.shown.show_leaves(group)
         elif not group.shrinks:
@@ -169,18 +170,18 @@ class Actions:
         elif group.phase is UNSHARDED:
             self.shown.hide(group)
             self._act(Kind.SHRINK, group, group.shrink)
-            self.history.lasted(group.weight_bytes)  # which were there beside the pieces
+            self.history.lasted(group.weight_bytes)  # for a moment weights and pieces were both live
             self.shown.show_pieces(group)
 
     def drop_outdated(self, waiting: bool) -> bool:
-        """A forward begins: adopt parameters that were replaced, and drop weights that are out of date.
+        """A forward of the root begins: adopt parameters that were replaced, and drop weights that are out of date.
 
         Args:
-            waiting: whether an earlier forward may still get its backward, for which weights are kept that are not
-                resharded after forward. No graph is asked whether it lives: ranks must decide alike.
+            waiting: whether an earlier forward may still get its backward, for which unsharded parameters are kept
+                that were not resharded after forward. Whether a graph lives is not asked, as ranks may differ in that.
 
         Returns:
-            whether any was replaced.
+            whether any parameter was replaced.
         """
         adopted = False
         for group in self.groups:
@@ -194,14 +195,14 @@ class Actions:
         return adopted
 
     def drop_after_forward(self) -> None:
-        """A forward of the root is over: no prefetch outlives it, and no copy of one without gradients."""
+        """A forward of the root is over: drop gathers that nobody used and, without grad mode, all weights."""
         keeps = torch.is_grad_enabled()
         for group in self.groups:
             if group.phase is not SHARDED and not group.pinned and (group.phase is GATHERING or not keeps):
                 self.drop(group)
 
     def drop_idle(self) -> None:
-        """Give the weights of all groups up that no forward reads and no user keeps."""
+        """Drop all groups whose forward does not run and that no user has pinned."""
         for group in self.groups:
             if not group.running and not group.pinned:
                 self.drop(group)
@@ -234,7 +235,7 @@ class Actions:
         self.pool.enter_backward(False)
 
     def drop_after_backward(self) -> None:
-        """A backward is over: drop all that no setting keeps, and hide the rest."""
+        """A backward is over: drop all weights that no setting keeps; install sharded parameters for the others."""
         self.staying.clear()
         self.budget.end_backward()
         for group in self.groups:
@@ -246,7 +247,7 @@ class Actions:
                 self.shown.hide(group)
 
     def reduce(self, group: ParamGroup, gradients: Gradients) -> None:
-        """Issue the reduction of a group's gradients; `.grad` is set some time after it was waited for (`hand_out`)."""
+        """Issue the reduction of a group's gradients. Some time after it was waited for, `hand_out` sets `.grad`."""
         if self._reductions:
             schedule, allowed = self.order.backward, group.settings.current.max_reductions
             planned = schedule.in_flight.get(group, schedule.max_reductions)
@@ -270,7 +271,7 @@ class Actions:
         return group, self._act(REDUCED, group, group.finish_reduce, reduction)
 
     def reduce_now(self, group: ParamGroup, gradients: Gradients) -> dict[int, torch.Tensor]:
-        """Reduce and wait; returns this rank's piece of each gradient, by index, and sets no `.grad`."""
+        """Reduce and wait; returns this rank's piece of each gradient, by parameter index, and sets no `.grad`."""
         self.settle()
         if self.order.forward.budget is not None:
             self._make_room(group.reduce_bytes)
@@ -278,7 +279,7 @@ class Actions:
         return self._finish_oldest()[1].pieces()
 
     def begin_forward(self, group: ParamGroup, following: Sequence[ParamGroup]) -> None:
-        """A forward begins, outside of any backward: gather those of the groups that follow."""
+        """The forward of a group begins, outside of any backward: prefetch the groups that follow."""
         self.history.begins(group)
         if self.watch is not None:
             self.watch.begin(Kind.FORWARD, group.fqn)
@@ -286,18 +287,24 @@ class Actions:
             self.prefetch(following)
 
     def end_forward(self, group: ParamGroup) -> None:
-        """A forward is over, be it a recomputation."""
+        """The forward of a group is over; it may have been a recomputation."""
         self.history.ended(group)
         self.compute_ended(Kind.FORWARD)
 
     def begin_backward(
         self, use: Use, outputs: Outputs, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]
     ) -> None:
-        """Backward has reached a use: show its weights and gather those of the groups that follow.
+        """Backward has reached a use: gather and install its weights, and prefetch the groups that follow.
 
-        What should have been gathered before, with a use that is reached only now or not at all, comes first.
-        Where only waiting frees memory, these come behind the reductions in flight, and both when half of the weights
-        that the use has saved were read: the reductions take the first half of its backward, the gathers the second.
+        Where only waiting for reductions frees their memory (`reduces_first`), gathers are issued behind the reductions
+        in flight. If gathers are due at once, those are waited for here. Prefetches wait until half of the use's saved
+        weights were read: reductions overlap with the first half of its backward, prefetched gathers with the second.
+
+        Args:
+            use: the use.
+            outputs: of its node; they are installed again, for a recomputation.
+            missed: groups that the schedule gathers with earlier uses that backward has not reached; they come first.
+            following: the groups to prefetch with this use.
         """
         if self._gathers_behind is not None:
             self.catch_up()
@@ -316,7 +323,7 @@ class Actions:
         if group.settings.current.unshard_in_backward or not group.away:
             self.need(group)
             self.shown.show_again(use, outputs)
-        # A root that returns what its last module does is reached behind that one, whose compute this is.
+        # If the root returns its last module's output, backward reaches that module first: the compute is its own.
         if self.watch is not None and not (group.is_root and self.watch.runs(Kind.BACKWARD)):
             self.watch.begin(Kind.BACKWARD, group.fqn)
         if not waits:
@@ -329,7 +336,7 @@ class Actions:
             self.catch_up()
 
     def pass_over(self, group: ParamGroup, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]) -> None:
-        """Gather what is gathered where backward reaches a use of this group: later, or on other ranks only."""
+        """Issue the gathers of a use that backward goes past (see `Engine._pass_over`); arguments as above."""
         self.budget.reached(group)
         own = (group,) if group.options.unshard_in_backward else ()
         self._settle_for(group, (*missed, *own))
@@ -340,14 +347,14 @@ class Actions:
         self.prefetch(following)
 
     def _settle_for(self, group: ParamGroup, gathers: Sequence[ParamGroup]) -> None:
-        """`catch_up` and, where only waiting frees memory for these, wait for all reductions."""
+        """`catch_up`; and wait for all reductions, if these gathers need the memory that only waiting frees."""
         first = self.order.backward.reduces_first or group.reduces_first
         if first and any(each.away for each in gathers):
             self._gathers_behind = self._gathers_behind or ()
         self.catch_up()
 
     def end_use(self, group: ParamGroup, following: ParamGroup | None) -> None:
-        """The backward of a use is over: give its weights up, unless they are about to be needed again."""
+        """The backward of a use is over: drop its weights, unless its group is also the `following` one, or runs."""
         if self._gathers_behind is not None:
             self.catch_up()
         if group.running or (following is group and self.order.backward.stays_for_next):
@@ -355,10 +362,10 @@ class Actions:
         elif group.settings.current.reshard_after_backward:
             self.drop(group)
         else:
-            self.shown.hide(group)  # the weights stay, but what clips or steps must find the sharded parameters
+            self.shown.hide(group)  # the weights stay, but clipping and optimizers must find sharded parameters
 
     def catch_up(self) -> None:
-        """If gathers wait behind reductions: wait for those, then gather ahead."""
+        """If gathers wait behind reductions: wait for the reductions, then issue the gathers."""
         following, self._gathers_behind = self._gathers_behind, None
         if following is None:
             return
@@ -382,7 +389,7 @@ class Actions:
 
     def _settle_oldest(self) -> None:
         group, reduced = self._finish_oldest()
-        first = group not in self._unset and not any_gradient(group.shards)  # else memory goes when it is added
+        first = group not in self._unset and not any_gradient(group.shards)  # else adding at once frees memory
         if first and self.pool.backward and reduced.is_uncut and not group.hooks_taken:
             self._unset[group] = reduced
             if len(self._unset) == _AT_ONCE:
@@ -397,7 +404,7 @@ class Actions:
             accumulate(group.params, reduced.pieces(), group.hooks_taken)
 
     def hand_out(self) -> None:
-        """Set `.grad` of what is reduced."""
+        """Set `.grad` for the groups whose reduction was waited for."""
         found, self._unset = self._unset, {}
         for group, reduced in found.items():
             accumulate(group.params, reduced.pieces(), group.hooks_taken)
@@ -411,14 +418,14 @@ class Actions:
             self._finish_oldest()
 
     def rebuild(self, groups: Sequence[ParamGroup]) -> None:
-        """Make the buckets of these groups anew, and give back all memory that nobody uses."""
+        """Make the buckets of the sharded ones of these groups anew, and free all memory that is not leased."""
         for group in groups:
             if group.phase is SHARDED:
                 group.rebuild()
         self.pool.forget()
 
     def plan_memory(self) -> None:
-        """Between two steps: make an arena of what the pool has learned, if there is anything new."""
+        """Between two steps: lay the pool's slots out in an arena, if the pool has learned anything new."""
         if self.pool.wants_arena and all(group.phase is SHARDED for group in self.groups):
             for group in self.groups:
                 group.leave_slots()

@@ -1,4 +1,4 @@
-"""What is known of a backward pass while it runs."""
+"""A backward pass while it runs: the uses that it will reach, the order of these, and where the pass is now."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _forward_of, _group_of, _last_of, _number_of = map(attrgetter, ("forward", "grou
 
 
 class Token:
-    """Held by what autograd drops at the end of a backward pass, be it a good or a bad end."""
+    """Held by a callback that autograd drops when a backward pass ends, well or not: a dead token is an ended pass."""
 
     __slots__ = ("__weakref__",)
 
@@ -29,16 +29,22 @@ def _tell(listener: Callable[[], Callable[[], None] | None]) -> None:
 
 
 def _end(token: Token) -> None:
-    """A nested pass has ended; its token goes with it."""
+    """Does nothing; autograd holds the token through it until a nested pass ends."""
 
 
 def _backward_place(use: Use) -> tuple[int, int]:
-    """Where the backward of a use begins among others: forwards backwards, but what is around others before them."""
+    """Sort key of the order in which backwards begin: reversed, except that an enclosing use precedes the enclosed."""
     return -use.last, use.number
 
 
 class Passed(NamedTuple):
-    """A use that backward passes: its backward begins, or it ends, and that of `following` is next."""
+    """A use that backward goes past before, or without, reaching it.
+
+    Attributes:
+        use: the use.
+        begins: whether its backward would begin here; otherwise it would end here.
+        following: where it ends, the group whose backward is next.
+    """
 
     use: Use
     begins: bool
@@ -54,17 +60,17 @@ def _repeated(groups: Sequence[ParamGroup]) -> frozenset[ParamGroup]:
 
 
 class Uses:
-    """The uses of an engine that a backward may go through."""
+    """The uses of an engine that a backward may still go through, here or on other ranks."""
 
     def __init__(self) -> None:
-        self._live: dict[int, Use] = {}  # those whose graph lives, in the order of creation
-        self._lost: list[Use] = []  # those whose graph does not, but perhaps on other ranks
+        self._live: dict[int, Use] = {}  # those whose graph lives, by number, in the order of creation
+        self._lost: list[Use] = []  # those whose graph was freed here, but may live on other ranks
 
     def __iter__(self) -> Iterator[Use]:
         return chain(self._live.values(), self._lost)
 
     def add(self, use: Use) -> None:
-        """A forward begins."""
+        """A forward has begun, and made this use."""
         self._live[use.number] = use
 
     def graph_gone(self, use: Use) -> None:
@@ -74,32 +80,44 @@ class Uses:
             self._lost.append(use)
 
     def begin_forward(self, waiting: bool) -> None:
-        """A forward of the root begins; of those before whose graphs are gone, and if none waits, no backward comes."""
+        """A forward of the root begins: forget lost uses for which no rank can run a backward any more.
+
+        Args:
+            waiting: whether an earlier forward waits for its backward; if not, all lost uses are forgotten. Otherwise
+                those of forwards of which no graph lives here.
+        """
         if self._lost:
             alive = set(map(_forward_of, self._live.values())) if waiting else ()
             self._lost = [use for use in self._lost if use.forward in alive]
 
     def forget(self, forwards: Container[int] | None = None) -> None:
-        """The backward of these forwards is over, or of all."""
+        """The backward of these forwards is over (None: of all): forget their lost uses."""
         self._lost = [use for use in self._lost if forwards is not None and use.forward not in forwards]
 
     def all_fired(self) -> bool:
-        """Whether no graph lives that a backward has not gone through."""
+        """Whether a backward has gone through every graph that lives."""
         return all(use.fired for use in self._live.values())
 
 
 class BackwardPass:
-    """The outermost backward pass on this thread, with those that run inside of it.
+    """The outermost backward pass on this thread, with the passes nested in it.
 
-    Passes are numbered, nested ones higher. A reentrant checkpoint runs a pass of its own inside of a pass.
+    Autograd numbers its passes, nested ones higher. A reentrant checkpoint runs a nested pass.
+
+    Args:
+        number: of the outermost pass.
+        token: dies when the pass ends, well or not.
+        uses: all uses that a backward may go through, in the order of creation.
+        on_end: returns what to call when the token dies, or None.
+        opened_by: the use that backward has reached first, if that is known.
 
     Attributes:
-        number: that of the outermost pass.
-        current: that of the innermost one that was heard of last.
-        repeated: groups of which it runs the nodes of several uses.
-        forwards: numbers of the forwards of the root that it goes through.
-        newest: the last of them.
-        told: uses of which it is known what is gathered with them.
+        number: of the outermost pass.
+        current: number of the innermost pass that was last noted.
+        repeated: groups of which the pass runs the nodes of several uses.
+        forwards: numbers of the root's forwards that the pass goes through.
+        newest: the last of these.
+        told: uses whose gathers were issued when backward went past them, and are not issued again.
     """
 
     def __init__(
@@ -118,13 +136,13 @@ class BackwardPass:
         expected = [use for use, node in live if node is not None and node_will_run(node)]
         self._will_fire = set(expected)
         self._waiting = deque(reversed(expected))
-        # Graphs of other forwards may live on one rank and not on another, and say nothing of this pass.
+        # Uses of other forwards are left out: their graphs may live on one rank only, and ranks must decide alike.
         self.forwards = set(map(_forward_of, expected if opened_by is None else [*expected, opened_by]))
         self.newest = max(self.forwards, default=0)
         self._idle: set[Use] = set()
-        self._open: list[Use] = []  # passed, and what is inside of them not yet
+        self._open: list[Use] = []  # uses gone past whose enclosed uses are still to come, the outermost first
         self.told: set[Use] = set()
-        self._edge = 0  # index in a schedule's backwards of the next one that was not asked for
+        self._edge = 0  # index in the schedule's list of backwards: all before it were given out by `due`
         if len(expected) < len(live):
             expected = self._with_others(live)
         self._upcoming = deque(sorted(expected, key=_last_of, reverse=True))  # see `_backward_place`
@@ -133,7 +151,7 @@ class BackwardPass:
         self.repeated = frozenset() if len(set(groups)) == len(groups) else _repeated(groups)
 
     def _with_others(self, live: Iterable[tuple[Use, object]]) -> list[Use]:
-        """The uses whose node runs, and others of these forwards whose weights may be asked for, as created."""
+        """The uses whose node runs, and others of these forwards whose weights may be needed, as created."""
         found: list[Use] = []
         for use, node in live:
             if use in self._will_fire:
@@ -142,14 +160,14 @@ class BackwardPass:
                 # Other ranks may run the node of a use that this one does not, and gather its weights.
                 if use.group.trains and not use.fired and use.group.options.reduce_unused:
                     self._idle.add(use)
-                # Frozen groups have no node; while one of their handles lives, their weights may be asked for.
+                # Frozen groups have no node; backward may unpack their weights while one of their handles lives.
                 if node is None or use in self._idle:
                     found.append(use)
         return sorted(found, key=_number_of)
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs."""
+        """Whether the pass still runs."""
         return self._token() is not None
 
     def is_of(self, token: Token) -> bool:
@@ -157,7 +175,7 @@ class BackwardPass:
         return self._token() is token
 
     def note(self, number: int) -> int:
-        """Take notice that the pass `number` runs now; returns how deep it is nested, 0 for the outermost."""
+        """The pass `number` runs now; returns how deep it is nested, 0 for the outermost."""
         if self.current == number:
             return len(self._stack) - 1
         self._stack = [(each, token) for each, token in self._stack if token() is not None]
@@ -173,10 +191,10 @@ class BackwardPass:
         return numbers.index(number) if number in numbers else -1
 
     def completes(self, use: Use, number: int) -> bool:
-        """Whether gradients that come in the pass `number` are the last of `use`.
+        """Whether the gradients that come in the pass `number` are the last ones of `use`.
 
-        They are in the pass right inside the one in which the forward ran (the outermost, if it ran in none). Deeper
-        ones come from checkpoints inside of the module, and others may follow.
+        They are if the pass is nested directly in the pass that ran the forward, or is the outermost one where the
+        forward ran in no pass. A deeper pass is that of a checkpoint within the module, and others may follow.
         """
         if number == self.number == self.current and len(self._stack) == 1:
             return True
@@ -193,7 +211,7 @@ class BackwardPass:
         return self._upcoming[0].group if self._upcoming else None
 
     def next_groups(self, group: ParamGroup) -> Sequence[ParamGroup]:
-        """The groups whose backward is expected next after that of this one: those of the next module."""
+        """The groups whose backward is expected after that of `group`: all groups of the next module."""
         first = self.next_group()
         if first is None:
             return ()
@@ -207,15 +225,21 @@ class BackwardPass:
         return found
 
     def expects(self, group: ParamGroup) -> bool:
-        """Whether a use of this group is still to come. It may be, where forward made no node, as in a checkpoint."""
+        """Whether this pass may still reach a use of this group.
+
+        It may, too, if the forwards of this pass made no node for the group, as in a checkpoint.
+        """
         return group.used_in not in self.forwards or any(use.group is group for use in self._upcoming)
 
     def due(
         self, group: ParamGroup, backwards: Sequence[tuple[ParamGroup, Sequence[ParamGroup]]]
     ) -> tuple[list[ParamGroup], Sequence[ParamGroup]]:
-        """What a schedule gathers before the backward of `group` that it was not asked for yet, and with it.
+        """Look the backward of `group` up in a schedule, from where the last look-up has ended.
 
-        Where the root returns what its last module does, autograd reaches that module first.
+        Entries may be skipped: if the root returns its last module's output, autograd reaches that module first.
+
+        Returns:
+            the groups that skipped entries gather ahead, and those that the entry of `group` does.
         """
         begin = self._edge
         index = next((i for i in range(begin, len(backwards)) if backwards[i][0] is group), -1)
@@ -224,13 +248,13 @@ class BackwardPass:
         self._edge = index + 1
         return [other for _, ahead in backwards[begin:index] for other in ahead], backwards[index][1]
 
-    # Uses that backward passes without reaching them: their node does not run, but on other ranks it may, which gather
-    # their weights. And those that return what another one inside of them does: they are reached right behind that.
+    # Backward goes past two kinds of uses. The node of an idle one does not run here, but may run on other ranks, which
+    # then gather its weights. A use that returns the output of an enclosed use is reached only right after that one.
 
     def reach(self, use: Use | None) -> Iterable[Passed]:
-        """Backward has reached a use, or its end: what it has passed on the way there, which is not expected any more.
+        """The uses that backward has gone past on its way to `use`, or to its end (None).
 
-        Each use is out of `next_group` when it is given out, and those behind it are not.
+        An iterator: each use leaves `next_group` only when it is given out.
         """
         if self._upcoming and self._upcoming[0] is use and not self._open:
             self._upcoming.popleft()
@@ -238,7 +262,7 @@ class BackwardPass:
         return self._passed(use)
 
     def leave(self, use: Use) -> Iterable[Passed]:
-        """The backward of a use is about to end: what it has passed inside of it, or behind it in forward."""
+        """The backward of `use` is about to end: the uses gone past that began after it in forward."""
         queue = self._upcoming
         return self._passed_before(use) if self._open or (queue and queue[0].number > use.number) else ()
 
@@ -268,15 +292,15 @@ class BackwardPass:
         self.told.add(use)
 
     def _close(self, use: Use | None) -> Iterator[Passed]:
-        """End what was passed and is not around this use."""
+        """End the open uses that do not enclose `use`, the innermost first."""
         while self._open and not (use is not None and _is_around(self._open[-1], use)):
             yield Passed(self._open.pop(), False, self.next_group() if use is None else use.group)
 
-    # Ranks must issue reductions in one order. Autograd runs nodes in the reverse order of their creation, but with
-    # several devices only roughly so: a use that is early waits for those before it.
+    # Ranks must issue reductions in one order. Autograd runs nodes in the reverse order of their creation, but not
+    # strictly so with several devices: a use whose gradients come too early waits for its turn.
 
     def in_turn(self, use: Use, gradients: Gradients) -> list[tuple[Use, Gradients]]:
-        """Take the complete gradients of a use; returns those whose turn has come, in order."""
+        """Take the complete gradients of a use; returns the uses whose turn has come, with their gradients."""
         if use not in self._will_fire:
             return [(use, gradients)]
         if self._waiting and self._waiting[0] is use and not self._ready:
@@ -290,7 +314,7 @@ class BackwardPass:
         return out
 
     def left_over(self) -> list[tuple[Use, Gradients]]:
-        """At the end: what is ready and has waited in vain, in order."""
+        """At the end of the pass: the uses whose turn never came, with their gradients, in order."""
         out = [(use, self._ready[use]) for use in self._waiting if use in self._ready]
         self._ready.clear()
         return out

@@ -1,6 +1,6 @@
-"""Keeping to a budget in a step that is not the planned one: which weights yield.
+"""The memory budget in a step that does not run as planned: which weights are given up to make room.
 
-What is leased follows from what was issued, so all ranks decide alike.
+Decisions rest on how many bytes the issued actions lease, which is the same on all ranks, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from .order import Order
 
 
 class Budget:
-    """How much the groups of one engine may lease.
+    """Bounds the bytes that the groups of one engine lease.
 
     Args:
-        groups: all of them.
-        pool: the memory that it bounds.
-        order: what says how much of it.
+        groups: all groups.
+        pool: the memory whose leases are bounded.
+        order: its forward schedule says how many bytes may be leased.
 
     Attributes:
-        unread: groups whose weights forward has kept, and which the backward that runs now has not reached.
+        unread: groups whose weights forward has kept and that the backward that runs now has not reached.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], pool: BufferPool, order: Order) -> None:
@@ -32,29 +32,30 @@ class Budget:
         self.unread: set[ParamGroup] = set()
 
     def exceeded_by(self, nbytes: int) -> bool:
-        """Whether so many bytes more do not fit."""
+        """Whether `nbytes` more would exceed the budget; never without one."""
         most = self._order.forward.budget
         return most is not None and self._pool.issued_bytes + nbytes > most
 
     def begin_backward(self) -> None:
-        """A backward begins: weights that forward has kept for it may yield to what checkpoints gather to recompute.
+        """A backward begins: weights that forward has kept for it may be given up for gathers of recomputations.
 
-        They may until they are read, of which the first handle tells: its bucket counts reads down from here on.
+        They may until backward reads one of them: the first read of a handle takes `reads_left` of its bucket to 0.
         """
         if self._order.forward.budget is not None:
             self.unread = {group for group in self._groups if group.phase is UNSHARDED}
             self._count_reads(self.unread, 1)
 
     def puts_off(self, group: ParamGroup) -> bool:
-        """Whether the backward of a use that may be recomputed begins only where its weights are needed.
+        """Whether the uses of a group are deferred in checkpoints.
 
-        Not where a group is gathered when they are, or where ranks that do not use it gather it as others reach it.
+        Not those of a group that is gathered only on demand anyway (`unshard_in_backward` is off). Nor with
+        `reduce_unused`: ranks that do not use the group gather it at the moment when others reach it.
         """
         options = group.options
         return self._order.forward.budget is not None and options.unshard_in_backward and not options.reduce_unused
 
     def reached(self, group: ParamGroup) -> None:
-        """Backward has reached a use of a group, perhaps on other ranks only: its weights stay, if they are there."""
+        """Backward has reached a use of a group, perhaps on other ranks only: its weights may not be given up now."""
         if group in self.unread:
             self.unread.discard(group)
             self._count_reads((group,), 0)
@@ -71,10 +72,10 @@ class Budget:
                 bucket.call_after(reads_left)
 
     def yielding(self, staying: Container[ParamGroup]) -> list[ParamGroup]:
-        """The groups whose weights may be given up, the first one first.
+        """The groups whose weights may be given up, in the order in which to do so.
 
-        Those that were gathered ahead; in a forward, what an earlier one has kept for its backward, and in a backward,
-        what it has not read of that; last what stays for another use (`staying`).
+        First come groups that were gathered ahead. Then come weights that an earlier forward has kept for its backward,
+        in a backward only those that it has not read. Last come weights that stay for another use (`staying`).
         """
         ahead = [group for group in self._groups if group.phase is GATHERING]
         kept = [group for group in self._groups if group.phase is UNSHARDED and self._may_go(group)]
@@ -88,7 +89,10 @@ class Budget:
 
 
 def gathering(group: ParamGroup) -> int:
-    """Bytes that a gather of this group leases now: among a few ranks, that of pieces lands beside the weights."""
+    """Bytes that a gather of this group leases now.
+
+    A gather among a few ranks, from the pieces that these have kept, needs memory to land in beside the weights.
+    """
     if group.phase is not RESIDENT:
         return group.gather_bytes
     return group.weight_bytes + sum(resident.for_landing.nbytes for resident in group.residents)

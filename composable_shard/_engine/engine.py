@@ -1,20 +1,22 @@
-"""The engine: one per root. Events come in from modules and autograd; actions on groups go out.
+"""The engine, one per root: modules and autograd tell it of events, and it answers with actions on groups.
 
-It is the only holder of iteration state. It holds groups, never modules nor graphs: a graph may hold the engine, so
-that backward works after the model is gone, and a model is freed without the cycle collector.
+The state of an iteration is held here and nowhere else. The engine holds groups, never modules or graphs. A graph may
+therefore hold the engine: backward works after the model is gone, and a model is freed without the cycle collector.
 
-    the outermost forward begins    enter: recover from a failure, drop weights that are out of date
-    forward of a module begins      before_forward: gather, make the node, gather the next one ahead
-    ... ends                        after_forward: reshard
-    the outermost forward ends      leave: learn the order, drop what was gathered in vain
-    backward reaches its outputs    before_backward: gather, show the node's outputs, gather the next one ahead
-                                    (in a checkpoint under a budget: when its weights are asked for, see `_late`)
-    backward asks for a weight      fetch: gather
-    its gradients are there         on_gradients: end the use (reshard), hand the gradients on (see `_gradients`)
-    backward ends                   _end_backward: wait, set `.grad`, reshard what is left
+    event                                method: what the engine does
 
-What else it hears of: the end of a graph (`on_node_gone`), of the saved weights of a frozen group, which has no node
-(`on_handles_gone`), and gradients of weights that were read outside of a forward (`on_gradient_outside_forward`).
+    the outermost forward begins         enter: recover from a failure, drop outdated unsharded parameters
+    a module's forward begins            before_forward: gather its group, make the node of the use, prefetch
+    a module's forward ends              after_forward: reshard
+    the outermost forward ends           leave: learn the order, drop what was prefetched and never used
+    backward reaches a use's outputs     before_backward: gather, install the node's outputs again, prefetch
+                                         (deferred in a checkpoint under a budget, see `late.py`)
+    backward unpacks a saved weight      fetch: gather, if the weight is not there
+    the node of a use runs               on_gradients: reshard, hand the gradients on (see `gradients.py`)
+    the outermost backward ends          _end_backward: wait for reductions, set `.grad`, reshard what is left
+
+Three rarer events: the graph of a use is freed (`on_node_gone`); the last saved weight of a use of a frozen group,
+which has no node, is freed (`on_handles_gone`); a gradient outside forward comes (`on_gradient_outside_forward`).
 """
 
 from __future__ import annotations
@@ -49,10 +51,10 @@ from .tuning import Tuning
 
 
 def _group_of(bucket: Bucket) -> ParamGroup:
-    """Whose bucket it is. Conversions make buckets anew.
+    """The group that a bucket belongs to.
 
     Raises:
-        ShardConfigStateError: nobody's any more.
+        ShardConfigStateError: the group is gone, or a conversion of its parameters has replaced its buckets.
     """
     group: ParamGroup | None = bucket.group()
     if group is None or bucket not in group.buckets:
@@ -68,23 +70,28 @@ class Engine:
 
     Args:
         groups: all groups.
-        plan: order and predictions.
+        plan: the order of the groups, and predictions.
         runtime: pool and lanes that the groups were built with.
         among: the process groups of the meshes, with their devices.
         look: called with the engine when a forward or a backward begins, to see whether somebody profiles it.
         without_group: the entries of sharded modules that have no parameters of their own.
-        listener: gives who is told when the plan or a list of what to gather ahead has changed; None for nobody.
+        listener: returns the function to call when the plan or a user's prefetch list has changed, or None.
         is_given: whether the plan is one that a user gave.
 
     Attributes:
+        groups: all groups.
         active: by group, the use whose backward has begun and not ended.
-        order, learning: what comes next, by the plan or by the user; what is learned for the next plan.
-        has_run, pool: whether a module has run forward; the memory of all groups.
-        witness: by which nodes learn what becomes of their gradients.
+        order: which group comes next, by the plan or by the user's lists.
+        learning: compares forwards with the plan and makes it anew.
+        has_run: whether any module has run forward.
+        pool: the memory of all groups.
+        witness: tells nodes what becomes of their gradients.
+        keepers: by bucket of a frozen group whose forward runs, what its handles hold to tell of their end.
+        under_hooks: whether the forward that began last runs under saved-tensor hooks of others, as a checkpoint's.
         is_last_backward: whether backward waits, at its end, for the reductions that it has issued.
         ends_by_hand: whether the caller ends backward (`end_backward_by_hand`).
-        changed_at: an event behind the last change of the parameters, from a user; good for one forward.
-        profiled: whether ranges for a profiler are put around what is done (see `_profiled`).
+        changed_at: an event that a user recorded behind the last change of the parameters; good for one forward.
+        profiled: whether profiler ranges are put around the engine's work (see `profiling.py`).
     """
 
     profiled = False
@@ -117,15 +124,15 @@ class Engine:
         self._was_interrupted = False
         self._count = 0
         self._iterations = Iterations()
-        self._depth = 0  # forwards of sharded modules that run inside one another
+        self._depth = 0  # how many forwards of sharded modules are nested now
         self._pass: BackwardPass | None = None
         self.active: dict[ParamGroup, Use] = {}
         self._open: dict[ParamGroup, Use] = {}  # uses whose forward runs now
-        self.keepers: dict[Bucket, Keeper] = {}  # and what the handles of frozen ones hold
+        self.keepers: dict[Bucket, Keeper] = {}
         watch_steps(self)
 
     def parts(self) -> tuple[object, ...]:
-        """The engine itself, what issues actions for it, and what decides about gradients."""
+        """The engine, its `Actions` and its `GradientFlow`: the objects whose classes `listeners.py` switches."""
         return self, self._do, self._gradients
 
     @property
@@ -140,7 +147,7 @@ class Engine:
 
     @property
     def last_record(self) -> Record | None:
-        """What the last finished iteration did; None if there was none yet."""
+        """The record of the last finished iteration; None if there was none yet."""
         over = (not self._iterations.waiting or self._uses.all_fired()) and self._depth == 0 and self._pass is None
         return (self._do.record_so_far() if over else None) or self._do.history.last
 
@@ -159,14 +166,14 @@ class Engine:
         self._depth += 1
 
     def check_thread(self) -> None:
-        """The root is called: not while another thread is in it. (A checkpoint around it calls it within backward.)"""
+        """The root is called: raise if another thread runs it. (A checkpoint around the root calls it in backward.)"""
         if current_backward() < 0:
             if self._pass is not None and self._pass.alive:
                 self._iterations.check_thread()
             self._iterations.claim()
 
     def interrupted(self) -> None:
-        """A forward ends by an interrupt (Ctrl-C), which waits for nothing: the next one clears up after it."""
+        """An interrupt (Ctrl-C) has ended a forward. Nothing is waited for now; the next forward clears up."""
         self._was_interrupted = True
 
     @apart_from_checkpoints
@@ -184,18 +191,18 @@ class Engine:
         self.changed_at = None
         for known in self._without_group:
             if (entries := known()) is not None:
-                entries.adopt()  # there is nothing to, but something may have been added
+                entries.adopt()  # a user may have added parameters since
         if self._do.drop_outdated(waiting):
             self._do.rebuild(self.groups)
         elif not waiting:
-            if self._uses.all_fired():  # on this rank alone: no collective may depend on it
+            if self._uses.all_fired():  # ranks may differ in this, so no collective may depend on it
                 self._do.plan_memory()
             self.learning.between_steps()
             self._tuning.between_steps()
         self.learning.begin(torch.is_grad_enabled(), waiting)
 
     def leave(self, learn_order: bool) -> None:
-        """The call has ended; the order of its groups is learned if it was a whole forward of the root."""
+        """The call has ended; with `learn_order`, it was a whole forward of the root, whose order is learned."""
         self._depth -= 1
         if not self._depth and current_backward() < 0:
             try:
@@ -205,23 +212,28 @@ class Engine:
 
     @apart_from_checkpoints
     def _end_forward(self, learn_order: bool) -> None:
-        self._end_abandoned()  # groups of several modules, not all of which have run
+        self._end_abandoned()  # as of a group of several modules, not all of which have run
         if not self._was_interrupted:
             self._do.drop_after_forward()
         if learn_order:
             self.learning.end()
 
     def _end_abandoned(self) -> None:
-        """No forward runs now: end those of which nobody has told the end.
+        """No forward runs any more: end those whose end was never reported.
 
-        Such are recomputations by a checkpoint around `super().__call__`, which end by an exception that no hook sees.
+        A checkpoint around `super().__call__` stops its recomputation by an exception, which no forward hook sees.
         """
         for group in self.groups:
             while group.running:
                 self.after_forward(group)
 
     def before_forward(self, group: ParamGroup) -> tuple[Use, Outputs] | None:
-        """Show the unsharded parameters to a module that is about to run; returns its use, if backward may follow."""
+        """A module is about to run: gather its group and install the unsharded parameters.
+
+        Returns:
+            the new use and the outputs of its node (empty for a frozen group); None if no backward can follow, or if
+            the use exists already.
+        """
         if group.running:
             group.begin_forward()
             return None
@@ -235,7 +247,7 @@ class Engine:
         group.begin_forward()
         self.has_run = True
         if again:
-            return None  # recomputed in its own backward: the node's outputs are on show already
+            return None  # recomputed in its own backward: the node's outputs are installed already
         made: tuple[Use, Outputs] | None = None
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             self._count += 1
@@ -261,14 +273,18 @@ class Engine:
         return made
 
     def after_forward(self, group: ParamGroup, copied: Sequence[torch.Tensor] = ()) -> None:
-        """A module has run, or failed; views of weights in its outputs were copied and will be dropped."""
+        """A module's forward has ended, well or not.
+
+        Args:
+            copied: views of weights in its outputs, which were replaced by copies and will be dropped.
+        """
         if not group.end_forward():
             return
         ended = self._open.pop(group, None)
         if ended is not None:
             ended.end_forward(self._count, group.buckets[0].saved)
         if ended is not None or not torch.is_grad_enabled():
-            group.end_use(copied)  # its outputs may hold views of weights in objects that nobody looks into
+            group.end_use(copied)  # the outputs may hide views of weights in objects that were not searched
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)
         self._do.end_forward(group)
@@ -279,7 +295,12 @@ class Engine:
     # ---- backward
 
     def _open_pass(self, number: int, use: Use | None = None) -> BackwardPass:
-        """The pass that runs now; its end is queued when it is first heard of."""
+        """The outermost backward pass that runs now; the first call within it queues `_end_backward`.
+
+        Args:
+            number: autograd's number of the pass that runs now, which may be nested in the outermost one.
+            use: the use that backward has reached, if the caller knows one.
+        """
         if self._pass is not None and not self._pass.alive:
             self._recover()
         if self._pass is None:
@@ -293,7 +314,7 @@ class Engine:
         return self._pass
 
     def before_backward(self, use: Use, outputs: Outputs, gradients: object = None) -> None:
-        """Backward has reached an output of a use, with these gradients."""
+        """Backward has reached an output of a use. `gradients` are those of the output; they are not read."""
         now = self._open_pass(current_backward(), use)
         if use.entered == now.number:
             return
@@ -309,27 +330,31 @@ class Engine:
             self._do.begin_backward(use, outputs, missed, following)
 
     def _pass_over(self, now: BackwardPass, passed: Passed) -> None:
-        """Gradients reach a use later, or only on other ranks: gather what is gathered with it all the same."""
+        """Backward goes past a use whose node runs later in this pass, or only on other ranks.
+
+        All ranks must issue the same gathers in the same order. So this rank gathers now whatever a rank gathers that
+        reaches the use here, and gives the weights up where that rank ends the use.
+        """
         if passed.begins:
             self._do.pass_over(passed.use.group, *self.order.before(passed.use, now))
         else:
             self._do.end_use(passed.use.group, passed.following)
 
     def halfway(self) -> None:
-        """Backward has read half of the weights of the use that it has reached last."""
+        """Backward has read half of the saved weights of the use that it reached last: issue the waiting gathers."""
         self._do.catch_up()
 
     def _finish_later_uses(self, now: BackwardPass, use: Use) -> None:
-        """Complete the uses that get no more gradients.
+        """Complete the uses that get no more gradients, now that backward has reached `use`.
 
-        Backward goes from late uses to early ones. One that began after the forward of `use` was over has been passed;
-        if its own node does not run in this pass, nothing more will come.
+        Backward visits uses from the last to the first. A use that began after the forward of `use` was over lies
+        behind it; if its node does not run in this pass, it gets no more gradients.
         """
         for later in [u for u in self.active.values() if u.number > use.last and not now.will_fire(u)]:
             self._complete(now, later, [None] * len(later.group.params))
 
     def fetch(self, bucket: Bucket) -> None:
-        """Backward asks for a saved weight."""
+        """Backward unpacks a saved weight of this bucket: see that the weight is gathered."""
         group = _group_of(bucket)
         if group.phase is UNSHARDED:
             return
@@ -340,7 +365,12 @@ class Engine:
         self._do.need(group)
 
     def on_gradients(self, use: Use, node: Any, gradients: Gradients) -> list[torch.Tensor | None]:
-        """The node of a use runs."""
+        """The node of a use runs.
+
+        Returns:
+            what the node gives autograd for the sharded parameters: gradients only where `torch.autograd.grad` asks
+            for them, and None otherwise, as the engine sets `.grad` itself when the reduction is over.
+        """
         number = current_backward()
         now = self._open_pass(number, use)
         self._gradients.take_hooks(use.group)
@@ -358,7 +388,7 @@ class Engine:
         return [None] * len(gradients)
 
     def _complete(self, now: BackwardPass, use: Use, gradients: Gradients) -> None:
-        """The last gradients of a use are there."""
+        """The last gradients of a use have come: end the use, and hand their sum on."""
         total = use.complete(gradients)
         for passed in now.leave(use):
             self._pass_over(now, passed)
@@ -366,18 +396,18 @@ class Engine:
         self._gradients.take(now, use, total)
 
     def _end_use(self, now: BackwardPass, use: Use) -> None:
-        """The backward of a use is over: reshard, unless its weights are about to be needed again."""
+        """The backward of a use is over: reshard, unless its weights are needed again at once."""
         if self.active.get(use.group) is use:
             del self.active[use.group]
             self._late.end(use.group)
-        if use.group.running and not self._depth:  # a recomputation that was stopped as soon as it had done enough
+        if use.group.running and not self._depth:  # a recomputation that its checkpoint stopped early
             use.group.forget_forwards()
         for bucket in use.group.buckets:
             bucket.end_reads()
         self._do.end_use(use.group, now.next_group())
 
     def _end_backward(self, token: Token) -> None:
-        """The outermost pass has ended well."""
+        """The outermost backward pass has ended without an error."""
         if (now := self._pass) is None or not now.is_of(token):
             return
         self._do.compute_ended(Kind.BACKWARD)
@@ -393,13 +423,18 @@ class Engine:
         self._forget_pass()
 
     def end_backward_by_hand(self, wait: bool = True, now: BackwardPass | None = None) -> None:
-        """Reduce what is kept, wait (or leave that to `settle`), and reshard."""
+        """Reduce the gradients that still wait, then reshard.
+
+        Args:
+            wait: whether to wait for all reductions; if not, a later `GradientFlow.settle` does.
+            now: the pass that ends, if one runs.
+        """
         with torch.no_grad():
             self._gradients.finish(now, self.groups, wait)
         self._do.drop_after_backward()
 
     def reset(self) -> None:
-        """Give up whatever a failed forward or backward has left behind, and all gradients that are kept."""
+        """Give up whatever a failed forward or backward has left behind, and all accumulated gradients."""
         self._depth = 0
         self._iterations.release()
         self._forget_running()
@@ -420,15 +455,15 @@ class Engine:
         self.active.clear()
 
     def on_pass_gone(self) -> None:
-        """A pass has ended, or failed: then modules get their sharded parameters back; `_recover` does the rest."""
+        """A pass has ended: if it failed, install the sharded parameters. `_recover` does the rest later."""
         if self._pass is not None and not self._pass.alive:
             self._late.clear()
-            if not self._depth:  # an interrupted recomputation tells nobody of its end
+            if not self._depth:  # the end of an interrupted recomputation is never reported
                 self._forget_running()
             self._do.shown.hide_idle(self.groups)
 
     def _recover(self) -> None:
-        """A backward has failed: give up what it left behind."""
+        """A backward has failed, or a forward was interrupted: give up what it left behind."""
         self._gradients.discard()
         self._forget_pass()
         self._iterations.end()
@@ -442,7 +477,7 @@ class Engine:
         self._uses.graph_gone(use)
 
     def on_handles_gone(self, use: Use) -> None:
-        """The last saved weight of a use of a group without gradients was freed."""
+        """The last saved weight of a use of a frozen group was freed: its backward, if one runs, is over."""
         self._uses.graph_gone(use)
         if self.active.get(use.group) is use and self._pass is not None and self._pass.alive:
             self._end_use(self._pass, use)
@@ -453,7 +488,7 @@ class Engine:
         self._gradients.add_outside_forward(group, index, gradient)
 
     def before_first_reduction(self, ask: Callable[[], None]) -> None:
-        """Have this called before any gradient is reduced, until it succeeds."""
+        """Have `ask` called before the next reduction; if it raises, again before the one after that."""
         self._do.before_first_reduction(ask)
 
     # ---- what users ask for
@@ -463,15 +498,15 @@ class Engine:
         self._do.pin(group, wait)
 
     def reshard(self, group: ParamGroup) -> None:
-        """Give the weights of a group up, unless a forward reads them now."""
+        """Give the unsharded parameters of a group up, unless its forward runs now."""
         if not group.running and group.phase is not SHARDED:
             self._do.drop(group)
 
     def count_memory(self, wanted: bool) -> None:
-        """Whether a tool counts memory on this rank: then what is leased is memory of its own (`BufferPool.owns`).
+        """Tell whether a tool counts memory on this rank: then each lease is an allocation of its own.
 
-        That is from the next forward that begins when no graph reads weights. No collective may depend on it: what is
-        gathered or reduced right now stays so.
+        This takes effect (`BufferPool.owns`) only while nothing runs, no graph may read weights and no reduction is in
+        flight. Ranks may differ in this, so no collective may depend on it.
         """
         self.pool.count(wanted)
         busy = self._depth or self._pass is not None or current_backward() >= 0 or not self._uses.all_fired()
@@ -486,7 +521,7 @@ class Engine:
     watched = property(fset=_watch, doc="Whether what is done is timed.")
 
     def converted(self, groups: Sequence[ParamGroup]) -> None:
-        """Parameters were moved or converted: memory goes back, unless a graph still needs it for its backward."""
+        """Parameters were moved or converted: rebuild their groups, unless a backward may still need the memory."""
         if self._depth or self._pass is not None or not self._uses.all_fired():
             return
         self._gradients.settle()
@@ -494,7 +529,10 @@ class Engine:
         self.learning.converted()
 
     def before_optimizer_step(self, theirs: set[int]) -> None:
-        """No unsharded copy outlives the values that it was made of, and no graph may ask for them any more."""
+        """An optimizer is about to change these parameters, by id: reshard their groups and end the iteration.
+
+        Unsharded parameters must not outlive the values that they were gathered from.
+        """
         for group in self.groups:
             if not theirs.isdisjoint(map(id, group.shards)):
                 self._iterations.end()
@@ -504,7 +542,7 @@ class Engine:
                 self.reshard(group)
 
     def check_reduced(self, theirs: set[int]) -> None:
-        """An optimizer is about to read the gradients of these parameters, by id."""
+        """An optimizer is about to read the gradients of these parameters, by id: see that they are reduced."""
         for group in self.groups:
             if group.grad_phase is not GradPhase.NONE and not theirs.isdisjoint(map(id, group.shards)):
                 if self._pass is None:

@@ -1,9 +1,9 @@
-"""The way of gradients: from the autograd node of a use to `.grad` of the sharded parameters.
+"""Gradients on their way from the autograd node of a use to `.grad` of the sharded parameters.
 
-take        all gradients of a use are there: they wait for their turn, then are reduced, or kept with sync off
-returned    the caller of `torch.autograd.grad` wants some: reduced at once
-add_outside_forward   a gradient that came to an unsharded parameter outside of its module's forward joins the next ones
-finish      backward is over: what still waits is reduced, and all reductions are waited for
+take                  the gradients of a use are complete: in their turn they are reduced or, with sync off, accumulated
+returned              the caller of `torch.autograd.grad` wants some of them: they are reduced at once
+add_outside_forward   a gradient outside forward is added to the next gradients of its group
+finish                backward is over: gradients that still wait are reduced, and all reductions are waited for
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from .node import Use, added
 
 
 class GradientFlow:
-    """Decides when the gradients of which group are reduced; `Actions` does it."""
+    """Decides when the gradients of each group are reduced; `Actions` reduces them."""
 
     def __init__(self, actions: Actions) -> None:
         self._do = actions
         self._outside_forward: dict[ParamGroup, Gradients] = {}
-        self._reduced: set[ParamGroup] = set()  # in this pass
-        self._looked: set[ParamGroup] = set()  # for hooks, in this pass
+        self._reduced: set[ParamGroup] = set()  # groups, in this pass
+        self._looked: set[ParamGroup] = set()  # groups that were searched for hooks, in this pass
 
     def take_hooks(self, group: ParamGroup) -> None:
-        """Before autograd can call the hooks of a group's parameters: they see what is reduced, until the pass ends."""
+        """Take a group's parameter hooks from autograd until the pass ends: they must see reduced gradients."""
         self._looked.add(group)
         if group.may_have_hooks:
             group.take_hooks()
 
     def settle(self) -> None:
-        """Wait for all reductions, set `.grad` and call the hooks, which are autograd's again then."""
+        """Wait for all reductions, set `.grad`, call the hooks, and give these back to autograd."""
         self._do.settle()
         self._give_hooks_back()
 
@@ -51,19 +51,19 @@ class GradientFlow:
                 group.give_hooks_back()
 
     def take(self, now: BackwardPass, use: Use, gradients: Gradients) -> None:
-        """All gradients of a use are there."""
+        """All gradients of a use have come: reduce or accumulate them when it is their turn."""
         outside = self._outside_forward.pop(use.group, None)
         total = gradients if outside is None else added(outside, gradients)
         for each, its in now.in_turn(use, total):
             self._reduce_or_keep(each.group, its)
 
     def _reduce_or_keep(self, group: ParamGroup, gradients: Gradients) -> None:
-        """As the settings say. A group without any gradient is left alone: its `.grad` stays None."""
+        """Reduce gradients or accumulate them, as the settings say. Without any gradient, `.grad` stays None."""
         options = group.settings.current
         if any(map(getattr, gradients, repeat("is_sparse"), repeat(False))):
             raise _sparse(group, gradients)
         if options.reduce_unused:
-            group.keep(gradients)  # other ranks may get those of other groups, or none: `finish` has one order for all
+            group.keep(gradients)  # ranks may use other groups, or none: `finish` reduces in one order on all
         elif all(map(is_, gradients, repeat(None))):
             return
         elif options.requires_gradient_sync:
@@ -75,10 +75,10 @@ class GradientFlow:
             group.keep(gradients)
 
     def returned(self, use: Use, fates: Sequence[Fate], wanted: Gradients, is_last: bool) -> list[torch.Tensor | None]:
-        """Reduce at once; gives the pieces that the caller of `torch.autograd.grad` asked for, None for the others.
+        """Reduce at once; returns the pieces that the caller of `torch.autograd.grad` asked for, None for the others.
 
-        A zero-bubble pipeline asks so in each micro-batch and adds what it gets to `.grad`: with sync
-        off it gets nothing to add, and the gradients are kept for the reduction that it will ask for.
+        A zero-bubble pipeline asks so in each micro-batch, and adds the results to `.grad` itself. With sync off its
+        results add nothing (`ShardedParam.nothing`), and the gradients are accumulated for a later reduction.
         """
         params = use.group.params
         out: list[torch.Tensor | None] = [None] * len(params)
@@ -95,7 +95,7 @@ class GradientFlow:
         return out
 
     def add_outside_forward(self, group: ParamGroup, index: int, gradient: torch.Tensor) -> None:
-        """A gradient of a leaf that was read outside of its module's forward."""
+        """Take a gradient outside forward, of the parameter `index` of a group."""
         its: list[torch.Tensor | None] = [None] * len(group.params)
         parallel = group.params[index].parallel
         its[index] = gradient if parallel is None else parallel.local_gradient(gradient)
@@ -103,7 +103,7 @@ class GradientFlow:
         self._outside_forward[group] = its if before is None else added(before, its)
 
     def finish(self, now: BackwardPass | None, groups: Sequence[ParamGroup], wait: bool) -> None:
-        """Reduce what has waited in vain, and wait for all reductions."""
+        """Backward is over: reduce the gradients that still wait and, if `wait`, wait for all reductions."""
         for use, gradients in now.left_over() if now is not None else ():
             self._reduce_or_keep(use.group, gradients)
         for group, gradients in self._outside_forward.items():
@@ -112,7 +112,7 @@ class GradientFlow:
             options = group.settings.current
             unused = options.reduce_unused and options.requires_gradient_sync and group.trains
             unused = unused and (group in self._do.gathered or group.phase is not SHARDED)
-            # Kept in earlier micro-batches and not used in this one, or not used at all where zeros are wanted.
+            # Accumulated in earlier micro-batches and unused in this one, or unused where `reduce_unused` wants zeros.
             if group.awaits_reduction or (unused and group not in self._reduced):
                 self.take_hooks(group)
                 self._do.reduce(group, group.take_kept([None] * len(group.params)))
@@ -135,14 +135,14 @@ class GradientFlow:
 
 
 class LeafOwner(Protocol):
-    """Who is told of gradients outside forward."""
+    """Receives gradients outside forward."""
 
     def on_gradient_outside_forward(self, group: ParamGroup, index: int, gradient: torch.Tensor) -> None:
         """A gradient came to an unsharded parameter that was read outside of its module's forward."""
 
 
 def watch_leaf(owner: Callable[[], LeafOwner | None], leaf: torch.Tensor, group: ParamGroup, index: int) -> None:
-    """Hand on whatever gradient comes to `leaf`, which stands for parameter `index` of `group`."""
+    """Hand gradients of `leaf`, the unsharded parameter `index` of `group`, on to the owner, off `leaf.grad`."""
     this_group = weakref.ref(group)
 
     def hand_on(tensor: torch.Tensor) -> None:

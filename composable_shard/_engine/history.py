@@ -1,4 +1,4 @@
-"""What an iteration has done so far, and what the last one did: the record, made up when it is asked for."""
+"""The actions of this iteration and of the last one; `Record` objects are made of them only on request."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from .._group.group import ParamGroup
 from .._plan.record import Record, Span
 from .._plan.schedule import Action
 
-Done = tuple[list[Any], list[ParamGroup], list[ParamGroup | None], tuple[Span, ...]]  # what a record is made of
+Done = tuple[list[Any], list[ParamGroup], list[ParamGroup | None], tuple[Span, ...]]  # see the attributes of `History`
 
 
 class History:
-    """Written by whoever issues actions, in plain lists: it must cost next to nothing.
+    """Lists to which `Actions` appends, as noting an action must cost next to nothing.
 
     Attributes:
-        done: what the running iteration has done: kind, FQN and live bytes of each action, one after the other.
+        done: the actions of this iteration, flat: kind, FQN and live bytes of the first, then of the next.
         seen: groups in the order in which their forwards began in this iteration.
-        seen_in: for each of them the innermost group but the root's in whose forward that was.
+        seen_in: for each group of `seen` its innermost enclosing group; None if that is the root's, or there is none.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class History:
         self._so_far: Record | None = None
 
     def begins(self, group: ParamGroup) -> None:
-        """A forward begins, outside of any backward."""
+        """The forward of a group begins, outside of any backward."""
         running = self._running
         outer = running[-1] if running else None
         self.seen.append(group)
@@ -39,7 +39,7 @@ class History:
         running.append(group)
 
     def ended(self, group: ParamGroup) -> None:
-        """The forward of a group is over, be it a recomputation."""
+        """The forward of a group is over; it may have been a recomputation."""
         running = self._running
         if running and running[-1] is group:
             running.pop()
@@ -47,11 +47,11 @@ class History:
             running.remove(group)
 
     def lasted(self, nbytes: int) -> None:
-        """So many bytes more were live while the last action lasted."""
+        """`nbytes` more than noted were live during the last action."""
         self.done[-1] += nbytes
 
     def roll(self, spans: tuple[Span, ...]) -> bool:
-        """An iteration has ended: what was done becomes the last record; false if nothing was."""
+        """An iteration has ended: its actions become the last record; false if there are none."""
         if not self.done:
             return False
         self._last = self.done, self.seen, self.seen_in, spans
@@ -60,18 +60,18 @@ class History:
         return True
 
     def interrupted(self) -> None:
-        """No forward runs any more, whatever was said."""
+        """Forget forwards whose end was not reported; none runs any more."""
         self._running.clear()
 
     @property
     def last(self) -> Record | None:
-        """What the last iteration did."""
+        """The record of the last iteration."""
         if self._last_record is None and self._last is not None:
             self._last_record = _record(*self._last)
         return self._last_record
 
     def so_far(self, spans: tuple[Span, ...]) -> Record | None:
-        """What was done since the last record; None if nothing was. The same object until more is done."""
+        """The record since the last one; None if nothing was done. The same object until more is done."""
         if self.done and (self._so_far is None or len(self._so_far.actions) * 3 != len(self.done)):
             self._so_far = _record(self.done, self.seen, self.seen_in, spans)
         return self._so_far
@@ -90,6 +90,6 @@ def _record(
 
 
 def around(seen: Sequence[ParamGroup], seen_in: Sequence[ParamGroup | None]) -> tuple[tuple[str, str], ...]:
-    """Groups that ran in the forward of another one, each with that one; by FQN."""
+    """Pairs of FQNs: a group, and its enclosing group."""
     pairs = {(group.fqn, outer.fqn) for group, outer in zip(seen, seen_in, strict=True) if outer is not None}
     return tuple(sorted(pairs))

@@ -1,7 +1,8 @@
-"""Uses whose backward begins only where their weights are needed.
+"""Deferred uses: backward has reached them, and gathers their weights only when something asks for one.
 
-Under a budget, that is how it begins inside of checkpoints. If the weights of a use were gathered where its outputs are
-reached, they would lie beside those that the recomputation needs, and could not yield: an operator may have read them.
+Under a budget, uses in checkpoints are deferred. Otherwise their weights would be gathered when backward reaches their
+outputs, and be live beside the weights that the recomputation gathers first. They could not be given up for these
+either, as an operator might have read them already.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from .parameters import Shown
 
 
 class LateWeight(torch.Tensor):
-    """Stands in a module for a weight that is not there yet; an operator that meets it gets what `find` returns.
+    """Installed in a module in the place of a deferred weight; operators compute with what `find` returns instead.
 
     Args:
-        find: makes the weight readable and returns it.
+        find: gathers the weight and returns it.
     """
 
     _is_param = True  # isinstance(it, nn.Parameter) holds
@@ -45,10 +46,11 @@ class LateWeight(torch.Tensor):
 
 
 class LateUses:
-    """The uses that backward has reached and not begun, one of a group.
+    """The deferred uses, at most one of each group.
 
-    It begins where a handle is read, or where the forward runs again, be it that of a part of the module alone, which
-    has a checkpoint of its own and no hooks of ours: its weights are `LateWeight`s until then.
+    The backward of a deferred use begins when a handle of its weights is read, or its forward is recomputed. As a
+    checkpoint around a part of the module recomputes that part without calling our forward hooks, `LateWeight`s are
+    installed in the module, and the first operator that gets one begins the backward.
     """
 
     def __init__(self, shown: Shown) -> None:
@@ -59,7 +61,7 @@ class LateUses:
         return group in self._begin
 
     def put_off(self, use: Use, begin: Callable[[], None]) -> None:
-        """Backward has reached a use; `begin` begins its backward, and shows its weights."""
+        """Defer a use that backward has reached; `begin` will gather and install its weights."""
         group = use.group
         self._begin[group] = begin
         self._shown.late[group] = [LateWeight(partial(self._weight, group, i)) for i in range(len(group.params))]
@@ -72,25 +74,25 @@ class LateUses:
         return entries.there(index)
 
     def begin(self, group: ParamGroup) -> None:
-        """Weights of this group are needed: its backward begins, if it was put off."""
+        """Weights of this group are needed: begin the backward of its deferred use, if it has one."""
         if self._begin and (begin := self._begin.get(group)) is not None:
             self.end(group)
             begin()
 
     def begin_again(self, group: ParamGroup, repeated: Container[ParamGroup]) -> None:
-        """A forward of this group runs again: its backward begins, if it was put off.
+        """A forward of this group is recomputed: begin the backward of its deferred use, if it has one.
 
-        Not that of a group with several uses (`repeated`): it may be the forward of an earlier one.
+        Not for a group with several uses (`repeated`): the forward may be that of an earlier use.
         """
         if self._begin and group not in repeated:
             self.begin(group)
 
     def end(self, group: ParamGroup) -> None:
-        """Nothing is put off for this group any more."""
+        """The group has no deferred use any more."""
         self._begin.pop(group, None)
         self._shown.late.pop(group, None)
 
     def clear(self) -> None:
-        """Nor for any other."""
+        """No group has a deferred use any more."""
         self._begin.clear()
         self._shown.late.clear()

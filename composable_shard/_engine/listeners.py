@@ -1,8 +1,8 @@
-"""Tools that put methods of their own in the place of a group's, as torch's `FSDPMemTracker` does with FSDP2.
+"""Listeners: tools that replace methods of a group by their own, as torch's `FSDPMemTracker` does with FSDP2.
 
-While there is such a listener, engines and their parts are of the classes below, which call it where a backward of its
-group begins and ends; while only a profiler runs, of those of `_profiled`; at other times of their own, so that
-listening costs nothing. They are changed where a forward or a backward begins.
+An engine and its parts change their classes when a forward or a backward begins, so that without tools nothing is paid.
+While there are listeners, they have the classes below, which call the listener of a group where its backward begins and
+ends. While only a profiler runs, they have those of `profiling.py`; otherwise the plain ones.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ PRE_BACKWARD, POST_BACKWARD = "pre_backward", "post_backward"
 
 
 class Listener(Protocol):
-    """Who is called around what is done."""
+    """A tool that is called around the backwards of one group."""
 
     @property
     def heard(self) -> ParamGroup | None:
-        """Of which group it hears; None while there is no engine."""
+        """The group that it listens to; None while there is no engine."""
 
     def around(self, moment: str, work: Callable[[], None], gradients: Gradients = ()) -> None:
-        """Have `work` done: where a backward begins, or where it ends, with the unsharded gradients of it.
+        """Call `work` at a moment, `PRE_BACKWARD` or `POST_BACKWARD`, and do before and after it what the tool does.
 
-        The end is told twice: when the gradients are there, and again when the sharded parameters have theirs.
+        The end of a backward is told twice: with its unsharded gradients, and again when `.grad` is set.
         """
 
 
 LISTENERS: weakref.WeakSet[Listener] = weakref.WeakSet()
-_reduced: weakref.WeakSet[ParamGroup] = weakref.WeakSet()  # whose sharded parameters will have theirs
+_reduced: weakref.WeakSet[ParamGroup] = weakref.WeakSet()  # groups whose second end is yet to be told
 
 
 def _tell(group: ParamGroup, moment: str, work: Callable[[], None], gradients: Gradients = ()) -> None:
@@ -51,7 +51,7 @@ def _tell(group: ParamGroup, moment: str, work: Callable[[], None], gradients: G
 
 
 class ListenedActions(ProfiledActions):
-    """Actions of which listeners hear."""
+    """Actions that tell listeners."""
 
     def begin_backward(
         self, use: Use, outputs: Outputs, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]
@@ -83,11 +83,11 @@ class ListenedActions(ProfiledActions):
 
 
 def _nothing() -> None:
-    """The work was done before."""
+    """Work that was done before its moment is told."""
 
 
 class ListenedEngine(ProfiledEngine):
-    """The engine's events, of which listeners hear."""
+    """An engine that tells listeners."""
 
     def _complete(self, now: BackwardPass, use: Use, gradients: Gradients) -> None:
         _tell(use.group, POST_BACKWARD, partial(super()._complete, now, use, gradients), gradients)
@@ -99,7 +99,7 @@ _LISTENED = ListenedEngine, ListenedActions, ProfiledFlow
 
 
 def follow_tools(engine: Engine) -> None:
-    """Give an engine and its parts the classes that they should have now."""
+    """Give an engine and its parts the classes that the tools of now call for."""
     listens = bool(LISTENERS)
     if listens is not engine.pool.owns:
         engine.count_memory(listens)

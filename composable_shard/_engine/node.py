@@ -1,7 +1,7 @@
 """The autograd node of a use.
 
-A *use* is one forward of a group. Its node takes the sharded parameters and gives the unsharded ones, so that autograd
-runs it after every later operation of that forward: when it does, the gradients of the use are complete.
+A *use* is one forward of a group. Its node takes the sharded parameters and gives the unsharded ones, from which all
+operations of that forward begin. So when autograd runs the node, the gradients of the use are complete.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ Outputs = tuple[torch.Tensor, ...]
 
 
 def _no_node() -> None:
-    """In the place of a weak reference to a node."""
+    """Stands in for a weak reference to a node."""
 
 
 class Use:
-    """One forward of a group.
+    """One forward of a group, with the backward that belongs to it.
 
     Attributes:
-        number: place in the order of creation, over all groups of the engine.
+        group: the group.
+        number: counts the uses of all groups of the engine, in the order of creation.
         last: number of the last use that began before the forward of this one was over.
         made_in: number of the backward pass in which the forward ran (a recomputation), -1 outside of any.
-        forward: number of the root's forward that it was part of; 0 for a recomputation.
-        node: the autograd node, weakly; None for a group without gradients.
-        slots: where the weights were in forward.
-        reads: how many weights autograd has saved, of the group's first bucket.
-        entered: number of the last backward pass that has reached it.
+        forward: number of the root's forward that contains the use; 0 for a recomputation.
+        node: a weak reference to the autograd node; gives None if there is none, as for a frozen group.
+        slots: the slots of the weights that the node's outputs show.
+        reads: how many handles of weights of the group's first bucket autograd has saved.
+        entered: number of the last backward pass that has reached the use.
         fired: whether its gradients have been complete once.
-        under_hooks: whether saved-tensor hooks were around it, such as those of a checkpoint, which recomputes it.
-        partial: gradients of nested backward passes that are not yet complete, or None.
+        under_hooks: whether its forward ran under saved-tensor hooks, as of a checkpoint, which recomputes it.
+        partial: the sum of the gradients so far, while more are to come from other nested passes; or None.
     """
 
     __slots__ = (
@@ -88,11 +89,11 @@ class Use:
         self.partial: list[torch.Tensor | None] | None = None
 
     def end_forward(self, last: int, reads: int) -> None:
-        """Its forward is over.
+        """The forward of the use is over.
 
         Args:
-            last: number of the last use that began before.
-            reads: how many weights autograd has saved, of the group's first bucket.
+            last: number of the last use that has begun until now.
+            reads: how many handles of weights of the group's first bucket autograd has saved.
         """
         self.last, self.reads = last, reads
 
@@ -101,7 +102,7 @@ class Use:
         self.entered = number
 
     def keep(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Gradients have come that are not all."""
+        """Some gradients have come, and more will: add them to the partial ones."""
         self.partial = self.add(gradients)
 
     def complete(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -110,31 +111,31 @@ class Use:
         return self.add(gradients)
 
     def move(self, slots: tuple[object, ...]) -> None:
-        """Its outputs show the weights in other slots now."""
+        """The node's outputs show the weights in these slots now."""
         self.slots = slots
 
     def forget(self) -> None:
-        """Its backward has failed."""
+        """The backward of the use has failed: drop its partial gradients."""
         self.partial = None
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The sum of the partial gradients and these; nothing stays behind."""
+        """The sum of the partial gradients, which are taken away, and these."""
         before, self.partial = self.partial, None
         return list(gradients) if before is None else added(before, gradients)
 
 
 def added(first: Sequence[torch.Tensor | None], second: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Sums of gradients, where None stands for none."""
+    """Sums of gradients, pair by pair; None stands for no gradient."""
     return [b if a is None else a if b is None else a + b for a, b in zip(first, second, strict=True)]
 
 
 class NodeOwner(Protocol):
-    """Who is told what happens to a node."""
+    """Is told of the events of a node: the engine."""
 
     witness: Witness
 
     def on_gradients(self, use: Use, node: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The gradients of a use have come; returns those of the sharded parameters that autograd must hand on."""
+        """The node of a use runs; returns the gradients that autograd hands to the sharded parameters."""
 
     def on_node_gone(self, use: Use) -> None:
         """The graph of a use was freed."""
@@ -144,7 +145,7 @@ class NodeOwner(Protocol):
 
 
 class _Lifeline:
-    """Lives as long as the node and tells its owner of its end."""
+    """Lives as long as a node; tells the owner of the end of both."""
 
     __slots__ = ("owner", "use")
 
@@ -157,7 +158,7 @@ class _Lifeline:
 
 
 class Keeper:
-    """Held by the handles of one use of a frozen group, of whose end no node tells."""
+    """Held by all handles of a use of a frozen group, which has no node; tells the owner when the last one is freed."""
 
     __slots__ = ("_owner", "_use")
 
@@ -170,21 +171,21 @@ class Keeper:
 
 
 class Witness:
-    """Tells what becomes of the gradients of a node's leaves, by asking for a leaf that nobody else knows.
+    """Tells what becomes of the gradients of a node's leaves, by means of one leaf of its own.
 
-    Every node takes that leaf, too. A backward pass in which its gradient is added to `.grad` was not told for which
-    leaves it runs, so that those of all are. Otherwise the leaves themselves are asked, which takes longer than what
-    autograd does for them.
+    Every node also takes that leaf, which no user can name in `inputs=` or in `torch.autograd.grad`. So if a backward
+    pass will add a gradient to the leaf, it is not restricted to some inputs and adds the gradients of all leaves. Only
+    in other passes is each leaf of a node asked, which takes longer than autograd's own work for these leaves.
     """
 
     def __init__(self) -> None:
         with plainly(), torch.enable_grad():
             self.leaf = torch.zeros((), requires_grad=True)  # on the CPU: its node belongs to no stream
             self._node = get_gradient_edge(self.leaf).node
-        self._adds_all = -1  # number of a pass that does
+        self._adds_all = -1  # number of a pass that adds the gradients of all leaves
 
     def fates(self, node: Any, number: int) -> list[Fate] | None:
-        """The fate of the gradient of each leaf of a node in the pass that runs now, by its number; None: all added."""
+        """The fate of each leaf's gradient of a node in the pass `number`, which runs now; None if all are added."""
         if number != self._adds_all:
             if not node_will_run(self._node):
                 return gradient_fates([leaf_node for leaf_node, _ in node.next_functions[1:]])
@@ -193,7 +194,7 @@ class Witness:
 
 
 class _Unshard(torch.autograd.Function):
-    """Sharded parameters -> unsharded ones."""
+    """The node: takes sharded parameters, gives unsharded ones."""
 
     @staticmethod
     def forward(
@@ -201,7 +202,7 @@ class _Unshard(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.lifeline = lifeline
         ctx.set_materialize_grads(False)
-        outputs = tuple(map(_data, weights))  # at a third of what `detach` takes
+        outputs = tuple(map(_data, weights))  # takes a third of the time of `detach`
         needed = ctx.needs_input_grad
         if not all(needed[3:]):
             frozen = [out for out, need in zip(outputs, needed[3:], strict=True) if not need]
@@ -224,7 +225,7 @@ def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor |
     return (None, None, None, *line.owner.on_gradients(line.use, ctx, gradients))
 
 
-# With create_graph a reduced gradient must not pass for a constant: to differentiate it is an error.
+# With create_graph, differentiating a reduced gradient must be an error, and not treat that gradient as a constant.
 _differentiated_once = once_differentiable(_backward)
 
 
@@ -233,7 +234,7 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
 
     Returns:
         the unsharded parameters: tensors of this graph that look like Parameters, with the attributes that users set
-        on the sharded ones. What forward writes on them is theirs alone: it may belong to this graph.
+        on the sharded ones. Attributes that forward sets on them stay there, as these may belong to this graph.
     """
     group = use.group
     weights = group.weights(for_use=True)

@@ -1,4 +1,4 @@
-"""The schedules in force, and which group comes next: by the plan, or by what users have listed in its place."""
+"""The schedules in force, and which groups to gather ahead: by the plan, or by prefetch lists of users instead."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from .node import Use
 
 @dataclass(frozen=True, eq=False)
 class PhaseSchedule:
-    """What the groups of an engine do in one phase: what they gather when, what stays, how far reductions lag behind.
+    """The schedule of one phase, with groups in the place of their names (see `_plan.schedule.Schedule`).
 
     Attributes:
         order: FQNs of the groups in the order in which their forwards begin.
-        forward: the same groups, each with those to gather when its forward begins.
-        backward: likewise, in the order of backwards; None where the next group is gathered, whichever that is.
-        kept: groups whose unsharded parameters stay behind forward; None where their settings decide.
-        max_reductions: how many reductions may be in flight; None for what the settings allow, which may be fewer.
-        in_flight: groups whose reduction is issued with another number of them in flight.
-        reduces_first: whether reductions are waited for before backward gathers, whatever the groups say.
+        forward: the same groups, each with the groups to gather when its forward begins.
+        backward: the groups in the order in which their backwards begin, each with the groups to gather then; None to
+            gather the group that each backward pass expects next.
+        kept: groups whose unsharded parameters stay gathered after forward; None where their settings decide.
+        max_reductions: how many reductions may be in flight, or fewer if the settings say so; None for the settings.
+        in_flight: groups for whose reduction another number holds than `max_reductions`, and that number.
+        reduces_first: whether reductions are waited for before backward gathers, whatever the groups' settings say.
         stays_for_next: whether weights stay for the next backward of their group, where that follows at once.
         budget: the most bytes that may be leased at once; None for no bound.
     """
@@ -46,28 +47,26 @@ class PhaseSchedule:
     budget: int | None = None
 
     def reshards(self, group: ParamGroup) -> bool:
-        """Whether a group gives its unsharded parameters up behind forward."""
+        """Whether a group is resharded after forward."""
         return group.resharding if self.kept is None else group not in self.kept
 
 
 class Order:
-    """The schedules in force, and the place that the forward that runs now has reached in its own.
-
-    It is the only one that holds them; whoever follows them reads them here.
+    """The only holder of the schedules in force, and of the index that the forward of now has reached in its schedule.
 
     Args:
-        plan: what to follow at first.
+        plan: the first plan to follow.
         groups: all groups of the engine.
         pool: their memory.
-        listener: gives who is told when the plan or a list has changed; None for nobody.
+        listener: returns the function to call when the plan or a user's prefetch list has changed, or None.
 
     Attributes:
         plan: the plan in force.
-        forward, backward: its schedule for the forward that runs now, or ran last, and for the next backward.
-        phases: those of which it knows the order.
+        forward: its schedule for the forward that runs now or ran last; in backward, the same as `backward`.
+        backward: its schedule for the backward that runs now or comes next.
+        phases: the phases of which the plan knows the order.
         replans: how often the plan was made anew.
-        explicit: by direction (backward or not) and group, which groups to gather ahead in the place of what the plan
-            says.
+        explicit: lists of users, by (whether for backward, group): the groups to gather ahead instead of the plan's.
     """
 
     def __init__(
@@ -90,11 +89,11 @@ class Order:
         self.follow(plan)
 
     def follow(self, plan: ShardPlan) -> None:
-        """Take up a plan of the same groups; what is gathered or kept already stays as it is.
+        """Follow a plan of the same groups from now on; groups that are gathered already stay so.
 
         Raises:
-            ShardConfigValueError: it names a group that is not there; the plan before stays in force.
-            PoolBudgetError: in the order of some phase a group does not fit; likewise.
+            ShardConfigValueError: the plan names a group that does not exist; the old plan stays in force.
+            PoolBudgetError: a group does not fit in the order of some phase; the old plan stays in force.
         """
         named, edges = self._by_fqn, plan.edges()
         pairs = [*edges.forward, *edges.backward]
@@ -104,7 +103,7 @@ class Order:
             raise ShardConfigValueError(f"plan: names {strange[0]!r}, which is no group of this model")
         usual = self._schedule(plan)
         of_phase = {phase: self._schedule(plan.in_phase(phase)) for phase in plan.own_orders}
-        self._pool.use_mem_pool(plan.pool.mem_pool)  # the last that can fail
+        self._pool.use_mem_pool(plan.pool.mem_pool)  # the last call that can fail: the plan changes whole or not at all
         self._usual, self._of_phase = usual, of_phase
         self.forward = self.backward = usual
         for fqn, group in named.items():
@@ -114,16 +113,16 @@ class Order:
         self.lists_changed()
 
     def replan(self, plan: ShardPlan) -> None:
-        """`follow` a plan that was made anew, because of what has happened."""
+        """`follow` a plan that was made anew from what has happened, and count it."""
         self.follow(plan)
         self.replans += 1
 
     def gather_ahead(self, group: ParamGroup, backward: bool, following: list[ParamGroup]) -> None:
-        """Users list what is gathered when the forward, or the backward, of a group begins."""
+        """A user lists the groups to gather when the forward, or the backward, of a group begins."""
         self.explicit[backward, group] = following
 
     def lists_changed(self) -> None:
-        """Tell whoever listens that the plan is another, or what users have listed in its place."""
+        """Tell the listener that the plan, or a prefetch list of a user, has changed."""
         if (listener := self._listener()) is not None:
             listener(self)
 
@@ -151,19 +150,19 @@ class Order:
         )
 
     def described(self) -> ShardPlan:
-        """The plan with the options and the parameters that groups have now; the same object if they are those."""
+        """The plan with the options and parameters that groups have now; the same object if nothing differs."""
         groups = tuple(_described(each, self._by_fqn[each.fqn]) for each in self.plan.groups)
         return self.plan if groups == self.plan.groups else replace(self.plan, groups=groups).with_policies()
 
     def placed(self) -> ShardPlan:
-        """The plan, which knows now where the pool has what it leases."""
+        """The plan, completed with the offsets at which the pool places its slots."""
         places = tuple(each for group in self._by_fqn.values() for each in _placed(group, self._pool))
         if places != self.plan.places:
             self.plan = replace(self.plan, places=places)
         return self.plan
 
     def for_graphs(self, follows: bool) -> GraphSchedule:
-        """What graphs are told: the lists of users and, if they follow the plan, all that its schedule says."""
+        """The schedule for compiled graphs: the lists of users and, if `follows`, all of the plan's schedule."""
         plan, edges = self.plan, self.plan.edges()
         ahead: tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]] = ({}, {})
         in_flight: dict[str, int] = {}
@@ -192,7 +191,7 @@ class Order:
         """A forward of the root begins.
 
         Args:
-            phase: which kind of forward it is.
+            phase: the kind of forward, as `phase_of` names it.
             trains: whether a backward can follow.
         """
         self._next = 0
@@ -201,15 +200,15 @@ class Order:
             self.backward = self.forward
 
     def begin_backward(self) -> None:
-        """A backward begins: what it recomputes follows the phase that it belongs to, whatever has run since."""
+        """A backward begins: its recomputations follow the phase of its own forward, whatever has run since."""
         self.forward = self.backward
 
     def expected(self, phase: str) -> tuple[str, ...]:
-        """FQNs of the groups in the order in which a forward of this phase should see them."""
+        """FQNs of the groups in the order in which a forward of this phase should run them."""
         return self._of_phase.get(phase, self._usual).order
 
     def note(self, phase: str, order: tuple[str, ...]) -> None:
-        """A phase was seen in which the order is as expected."""
+        """A forward of a new phase ran in the expected order: the plan knows the order of that phase now."""
         self.plan = self.plan.noting(phase, order)
         self.phases.add(phase)
 
@@ -226,10 +225,10 @@ class Order:
         return forwards[index][1] if index >= 0 else ()
 
     def before(self, use: Use, now: BackwardPass) -> tuple[Sequence[ParamGroup], Sequence[ParamGroup]]:
-        """What to gather ahead when the backward of a use begins; nothing if that was told before.
+        """What to gather ahead when the backward of a use begins; nothing if backward went past the use before.
 
         Returns:
-            what should have been gathered before its own weights, and what comes behind them.
+            the groups to gather before the use's own, which skipped entries of the schedule list; and those after it.
         """
         if now.told and use in now.told:
             return (), ()
@@ -239,24 +238,24 @@ class Order:
         if listed is None and self.backward.backward is not None:
             before, planned = now.due(group, self.backward.backward)
             missed = [other for other in before if other is group or now.expects(other)]
-            listed = [other for other in planned if now.expects(other)]  # a loss may leave the last modules out
+            listed = [other for other in planned if now.expects(other)]  # a loss may not depend on the last modules
         if listed is None:
             return (), _wanted(now.next_groups(group))
         return _wanted(missed), _wanted(listed)
 
 
 def _wanted(groups: Sequence[ParamGroup]) -> Sequence[ParamGroup]:
-    """Those that backward gathers before it asks for them."""
+    """The groups that backward gathers ahead; the others only on demand."""
     return [group for group in groups if group.settings.current.unshard_in_backward] if groups else groups
 
 
 def _module_of(fqn: str) -> str:
-    """The module of a group, as a graph names it: the first of a list, on whatever mesh."""
+    """The module of a group, as a graph names it: the first one of a list of modules, without the mesh."""
     return fqn.partition(" on ")[0].partition(", ")[0] or ROOT_NAME
 
 
 def _placed(group: ParamGroup, pool: BufferPool) -> Iterator[Placed]:
-    """Where the pool has what it leases for a group, by the names that plans give it."""
+    """Where the pool places the slots that it leases for a group, under the names that plans use."""
     gathers = [bucket for bucket in group.buckets if isinstance(bucket, GatherBucket)]
     wanted: list[tuple[str, bool, list[Request]]] = [
         ("small", False, [resident.for_pieces for resident in group.residents]),
@@ -276,7 +275,7 @@ def _placed(group: ParamGroup, pool: BufferPool) -> Iterator[Placed]:
 
 
 def _described(plan: GroupPlan, group: ParamGroup) -> GroupPlan:
-    """A group's part of a plan, with the dtypes and the options of now."""
+    """A group's part of a plan, with its present dtypes and options."""
     options = group.options
     params = tuple(
         replace(

@@ -1,4 +1,4 @@
-"""What the modules of a group find under the names of their parameters: sharded ones, or unsharded ones."""
+"""The installed parameters: which tensors stand in the modules of a group, sharded or unsharded ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Shown:
         watch_leaf: called once with every leaf that users may find in a module outside of its forward.
 
     Attributes:
-        late: by group, what its modules have in the place of the sharded parameters.
+        late: by group with a deferred use, the tensors installed in the place of the sharded parameters.
     """
 
     def __init__(self, watch_leaf: LeafHook) -> None:
@@ -29,7 +29,7 @@ class Shown:
         self.late: dict[ParamGroup, Sequence[torch.Tensor]] = {}
 
     def hide(self, group: ParamGroup) -> None:
-        """Let the modules of a group have their sharded parameters, or what stands for late ones."""
+        """Install a group's sharded parameters, or the tensors in `late` if its use is deferred."""
         if (entries := group.entries()) is not None:
             if self.late and group in self.late:
                 entries.show(self.late[group])
@@ -37,18 +37,18 @@ class Shown:
                 entries.hide()
 
     def hide_idle(self, groups: Sequence[ParamGroup]) -> None:
-        """Let the modules of these groups have their sharded parameters, but for those whose forward runs."""
+        """`hide` all groups whose forward does not run."""
         for group in groups:
             if not group.running:
                 self.hide(group)
 
     def show_pieces(self, group: ParamGroup) -> None:
-        """Let the modules of a group have what a few ranks keep of the weights, but not in the place of late ones."""
+        """Install the pieces that a few ranks keep of a group's weights, unless its use is deferred."""
         if (entries := group.entries()) is not None and group not in self.late:
             entries.show(group.pieces())
 
     def show_leaves(self, group: ParamGroup) -> None:
-        """Let the modules of a group have unsharded leaves, without history."""
+        """Install a group's unsharded parameters as leaves, without autograd history."""
         if (entries := group.entries()) is None:
             return
         leaves = group.leaves()
@@ -59,7 +59,10 @@ class Shown:
         entries.show(leaves)
 
     def show_again(self, use: Use, outputs: Outputs) -> None:
-        """Let the modules of a group have what the forward of a use gave them, for a recomputation."""
+        """Install the outputs of a use's node again, for a recomputation; leaves where there is no node.
+
+        If the weights were gathered into other slots than before, the outputs are made to show these.
+        """
         group = use.group
         if use.slots != group.slots:
             for out, weight in zip(outputs, group.weights(), strict=False):

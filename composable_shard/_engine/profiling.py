@@ -1,7 +1,7 @@
 """Ranges for torch's profiler, under the names that torch's FSDP2 gives them.
 
-While a profiler runs, the engine and its parts are of the classes below, which put ranges around what they do. At other
-times they are of their own, so that ranges cost nothing: they are changed where a forward or a backward begins.
+While a profiler runs, the engine and its parts have the classes below, which put ranges around their work. The classes
+change when a forward or a backward begins (`listeners.follow_tools`), so that nothing is paid without a profiler.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ record: Callable[[str], AbstractContextManager[Any]] = torch.profiler.record_fun
 
 
 def range_of(label: str, group: ParamGroup) -> AbstractContextManager[Any]:
-    """A range with the name of a group, and, if its module has several, the size of its mesh."""
+    """A range named after a group and, if the module has several groups, the number of ranks that share it."""
     fqn, _, on_other_mesh = group.fqn.partition(" on ")
     name = f"FSDP::{label} ({fqn})" if fqn else f"FSDP::{label}"
     return record(f"{name} [pg={group.shard_size}]" if on_other_mesh or group.companions else name)
 
 
 class ProfiledActions(Actions):
-    """Actions in ranges."""
+    """Actions within ranges."""
 
     def _act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], given: Any = _NOTHING) -> T:
         label = _ACTIONS.get(kind)
@@ -67,7 +67,7 @@ class ProfiledActions(Actions):
 
 
 class ProfiledFlow(GradientFlow):
-    """The way of gradients in ranges."""
+    """A gradient flow within ranges."""
 
     def _reduce_or_keep(self, group: ParamGroup, gradients: Gradients) -> None:
         with range_of("post_backward_accumulate", group):
@@ -75,7 +75,7 @@ class ProfiledFlow(GradientFlow):
 
 
 class ProfiledEngine(Engine):
-    """The engine's events in ranges."""
+    """An engine whose events run within ranges."""
 
     profiled = True
 

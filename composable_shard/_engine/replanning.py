@@ -1,12 +1,13 @@
-"""What happens is compared with the plan; where it has drifted, that is counted, explained, and the plan made anew.
+"""Replanning: what happens is compared with the plan. Each drift is logged with its cause, and the plan made anew.
 
-order   at the end of each forward of the root: which groups began, one after the other
-bytes   between two iterations: only if more were live than ever before
-time    see `_tuning`
+what is compared                                when
+order: the groups whose forwards began          at the end of each forward of the root
+bytes: the most that were live at once          between two iterations, if the most has grown
+time: measured costs                            see `tuning.py`
 
-All ranks follow one plan. The first forward decides by a collective, for it comes on all ranks; later, a rank that sees
-another order votes (`Ballot`), and until all ranks have voted alike it follows the plan that it has. So a rank that
-goes its own way once changes no plan, its own neither, and no rank waits for another.
+All ranks must follow one plan. The first forward comes on all ranks, so they agree on its order by a collective. Later,
+a rank that sees another order than planned votes for a new plan (`Ballot`), and follows the old one until all ranks
+have voted for the same. So a rank that deviates once changes no plan, not even its own, and no rank waits for another.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from .actions import Actions
 from .history import around
 from .order import Order
 
-# Votes of one engine: each makes a schedule and looks at the store.
+# How many votes one engine may start, as each makes a schedule and asks the store: these, and one more in so many.
 _FREE_BALLOTS, _FORWARDS_A_BALLOT = 16, 64
-# All of the first forwards that gather otherwise than planned are compared among ranks, and then one in so many.
+# Forwards that gather otherwise than planned are compared among ranks: any of the first ones, then one in so many.
 _FREE_ROLLS, _FORWARDS_A_ROLL = 256, 16
 
 
 def phase_of(grad: bool, sync: bool, waiting: bool) -> str:
-    """What kind of forward it is, in words: what may give its groups another order.
+    """The phase of a forward, by name. Forwards of different phases may run the groups in different orders.
 
     Args:
-        grad: whether it records gradients.
+        grad: whether the forward runs in grad mode.
         sync: whether its gradients are to be reduced.
         waiting: whether an earlier forward still waits for its backward.
     """
@@ -49,18 +50,18 @@ def phase_of(grad: bool, sync: bool, waiting: bool) -> str:
 
 
 class Learning:
-    """Holds the plan of one engine to what happens.
+    """Keeps the plan of one engine true to what happens, and the same on all ranks.
 
     Args:
-        order: whose plan is made anew.
-        actions: what happens.
-        among: the process groups of the model; their ranks decide alike.
+        order: holds the plan.
+        actions: their history is compared with the plan.
+        among: the process groups of the model, whose ranks must follow the same plan.
         given: whether the plan is one that a user gave.
 
     Attributes:
-        log: what has drifted.
-        forwards: of the root, so far.
-        given: whether the plan is one that a user gave.
+        log: the drifts so far.
+        forwards: how many forwards of the root have ended well.
+        given: whether the plan in force is one that a user gave.
     """
 
     def __init__(self, order: Order, actions: Actions, among: Among, given: bool = False) -> None:
@@ -74,12 +75,12 @@ class Learning:
         self._has_learned = False
         self._phase = ""
         self._seen_from = self._done_from = 0
-        self._changed = self._may_differ = False  # by a user, since the last forward
+        self._changed = self._may_differ = False  # since the last forward: by a user; perhaps, by a conversion
         self._ballot: Ballot | None = None
-        self._base: str | None = None  # digest of the plan that a vote would replace; None if its plan is in force
-        self._is_free = False  # whether only some ranks may want it
+        self._base: str | None = None  # digest of the plan that a vote would replace; None: it confirms that plan
+        self._is_free = False  # whether it is no error if only some ranks vote
         self._ballots = 0
-        self._rolls: list[tuple[Roll, frozenset[str], str]] = []  # with the groups that are moved there, and an error
+        self._rolls: list[tuple[Roll, frozenset[str], str]] = []  # with the FQNs on its process group, and an error
         self._most_bytes = 0
         self._has_warned = False
 
@@ -98,11 +99,12 @@ class Learning:
             self._ballot.cast()
 
     def end(self) -> None:
-        """It has ended well.
+        """A forward of the root has ended well: count votes, and compare its order with the plan's.
 
         Raises:
-            RankMismatchError: ranks have run their first forward in different orders, or want different plans.
-            PoolBudgetError: in the order that was seen a group does not fit.
+            RankMismatchError: ranks have run their first forward in different orders, were given different plans, or
+                have gathered different groups in an earlier forward.
+            PoolBudgetError: a group does not fit in the order in which the forward ran.
         """
         self.forwards += 1
         began = self._do.history.seen[self._seen_from :]
@@ -129,7 +131,11 @@ class Learning:
         return replan(self._order.plan, Record((), (), seen, around=inside))
 
     def _learn_first(self, seen: tuple[str, ...], inside: Around) -> bool:
-        """All ranks come here once, so they can agree at once; on gathers alone, where they may run other modules."""
+        """Learn the order of the first forward, and agree on it by a collective, as all ranks come here once.
+
+        Where `reduce_unused` lets ranks run different modules, they agree on their gathers alone, and nothing is
+        learned (false).
+        """
         planned = self._order.plan
         if any(group.options.reduce_unused for group in self._do.groups):
             gathered = tuple(self._gathered_now())
@@ -149,11 +155,11 @@ class Learning:
         done = self._do.history.done[self._done_from :]
         return [fqn for kind, fqn in zip(done[::3], done[1::3], strict=True) if kind is Kind.UNSHARD]
 
-    # Ranks whose forwards issue different gathers have them meet one another's, and where these are of one size, each
-    # reads the weights of other modules. A rank that left the plan looks whether all have done so, and in the same way.
+    # If ranks issue different gathers in a forward, these pair up wrongly; where their sizes are equal, each rank reads
+    # weights of other modules without an error. So a rank that left the plan checks that all have left it likewise.
 
     def _open_rolls(self, seen: tuple[str, ...], expected: tuple[str, ...]) -> None:
-        """This forward has left the plan: enter what it has gathered, where ranks that have not gather otherwise."""
+        """This forward has left the plan: open a roll in each process group where its gathers differ from planned."""
         if not self._among or (self.forwards > _FREE_ROLLS and self.forwards % _FORWARDS_A_ROLL):
             return
         gathered = self._gathered_now()
@@ -165,7 +171,10 @@ class Learning:
                 self._rolls.append((roll, fqns, _gathered_alone(self.forwards, found, here)))
 
     def _gathers_apart(self, seen: Sequence[str], expected: Sequence[str], gathered: Sequence[str]) -> set[str]:
-        """The groups whose gathers are others on a rank that follows the plan. What was there before is on all."""
+        """The FQNs of groups that a rank which follows the plan gathers otherwise than this one did.
+
+        Groups that were gathered before this forward are so on all ranks.
+        """
         if self._order.explicit:
             expected = [*expected, *(group.fqn for those in self._order.explicit.values() for group in those)]
         there, ran, planned = set(gathered), Counter(seen), Counter(expected)
@@ -183,7 +192,7 @@ class Learning:
         return apart
 
     def _call_rolls(self) -> None:
-        """See whether all ranks have entered what this one has."""
+        """Check open rolls in whose process group a gather has arrived: all ranks must have entered the same."""
         arrived = _gathered(self._do.history.done[self._done_from :])
         now = [each for each in self._rolls if each[1] & arrived]
         self._rolls = [each for each in self._rolls if not each[1] & arrived]
@@ -194,12 +203,12 @@ class Learning:
     # ---- bytes
 
     def between_steps(self) -> None:
-        """An iteration is over."""
+        """An iteration is over: compare its peak with the plan's, if it was the highest so far."""
         if self._do.pool.peak_bytes > self._most_bytes:
             self._compare_bytes()
 
     def _compare_bytes(self) -> None:
-        """More was live than ever before: see whether it is more than was planned."""
+        """More bytes were live than ever before: log it if they are more than planned."""
         peak, plan, record = self._do.pool.peak_bytes, self._order.plan, self._do.history.last
         self._most_bytes = peak
         if record is None or peak <= plan.peak_bytes:
@@ -214,7 +223,7 @@ class Learning:
     # ---- what users change
 
     def asked(self, plan: ShardPlan, given: bool) -> None:
-        """A user wants this plan, on all ranks: it is followed at once, and the next forward looks at the others.
+        """Follow a plan that a user wants, at once; the next forward starts a vote on whether all ranks have it.
 
         Raises:
             ShardConfigValueError, PoolBudgetError: as `Order.follow`.
@@ -223,13 +232,13 @@ class Learning:
         self.given, self._ballot, self._changed = given, None, True
 
     def settings_changed(self) -> None:
-        """Make the plan anew, with the options that groups have now; on all ranks, again."""
+        """Make the plan anew with the options that groups have now; all ranks must have changed these alike."""
         if (plan := self._order.described()) is not self._order.plan:
             self._warn_of_loss(self._order.plan.diff(plan).partition("\n")[0])
             self.asked(plan, given=False)
 
     def converted(self) -> None:
-        """Parameters have another dtype, perhaps: the next forward looks, and other ranks matter only if they have."""
+        """Parameters may have changed their dtype: the next forward looks, and asks other ranks only if they have."""
         self._may_differ = True
 
     def _take_changes(self) -> None:
@@ -243,18 +252,21 @@ class Learning:
     # ---- a new plan
 
     def _may_be_alone(self, seen: Sequence[str], expected: Sequence[str]) -> bool:
-        """Whether a rank may leave the plan so alone: backward gathers nothing anew, and reduces all at its end."""
+        """Whether a rank may leave the plan in this way alone.
+
+        It may if the groups that differ stay gathered after forward, and are reduced in one order after backward.
+        """
         ran, planned = Counter(seen), Counter(expected)
         moved = ran == planned
         differing = [group for group in self._do.groups if moved or ran[group.fqn] != planned[group.fqn]]
         return all(group.options.reduce_unused and not group.resharding for group in differing)
 
     def _want(self, make: Callable[[], ShardPlan], free: bool = False) -> None:
-        """Follow another plan as soon as all ranks want it; it is not even made where there were many lately.
+        """Start a vote on another plan, which is followed once all ranks want it. Does nothing after too many votes.
 
         Args:
-            make: gives it.
-            free: whether it is nothing to speak of if only some ranks do.
+            make: makes the plan.
+            free: whether it is no error, and no reason to warn, if only some ranks want the plan.
         """
         if self._ballot is not None or self._ballots >= _FREE_BALLOTS + self.forwards // _FORWARDS_A_BALLOT:
             return
@@ -298,7 +310,7 @@ class Learning:
             warnings.warn(text, stacklevel=2)
 
     def _warn_alone(self, plan: ShardPlan) -> None:
-        """Only some ranks have left the plan: said once, unless they may."""
+        """Warn, once, that not all ranks have left the plan, or not alike; unless they may."""
         if self._is_free or self._has_warned:
             return
         self._has_warned = True
@@ -312,7 +324,7 @@ class Learning:
 
 
 def _gathered(done: Sequence[Any]) -> frozenset[str]:
-    """Of what was done (kind, FQN and bytes, one after the other), which groups were gathered from begin to end."""
+    """The groups whose gathers were both issued and waited for in `done`, a part of `History.done`."""
     issued: set[str] = set()
     arrived: set[str] = set()
     for kind, fqn in zip(done[::3], done[1::3], strict=True):

@@ -1,7 +1,7 @@
-"""What a step took: spans of compute, of collectives and of waiting, by group.
+"""The times of a step: spans of compute, of collectives and of waiting, by group.
 
-The engine tells a `Stopwatch` when compute of a group begins and ends, and lets it time what is issued and waited for.
-While it *measures*, everything is waited for at once, so that each collective is timed alone.
+`Actions` tells a `Stopwatch` when compute of a group begins and ends, and calls all other work through it. A `serial`
+stopwatch has each collective waited for where it is issued, so that each is timed alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _clock: Callable[[], float] = time.perf_counter
 
 
 def use_clock(now: Callable[[], float]) -> Callable[[], float]:
-    """Read times, in seconds, from another clock; returns the one before."""
+    """Read times, in seconds, from another clock; returns the old clock."""
     global _clock
     before, _clock = _clock, now
     return before
@@ -32,7 +32,8 @@ class Stopwatch:
     """Times one engine.
 
     Args:
-        device: on an accelerator, `serial` waits for it at each reading.
+        device: of the groups; if it is an accelerator, a serial stopwatch synchronizes it at each reading.
+        serial: as the attribute.
 
     Attributes:
         serial: whether each collective is to be waited for where it is issued.
@@ -42,7 +43,7 @@ class Stopwatch:
         self.serial = serial
         self._device = device
         self._running: list[tuple[Kind, str, float, int]] = []
-        self._spans: dict[int, Span] = {}  # by the order in which they began
+        self._spans: dict[int, Span] = {}  # by number, in the order in which they began
         self._begun = 0
         self._origin = self._read()
 
@@ -52,23 +53,23 @@ class Stopwatch:
         return _clock()
 
     def begin(self, kind: Kind, fqn: str) -> None:
-        """Compute of a group begins. That of a backward ends where the next one begins."""
+        """Compute of a group begins; if it is of a backward, that of the backward before ends."""
         if kind is Kind.BACKWARD:
             self.end(kind)
         self._running.append((kind, fqn, self._read(), self._next()))
 
     def runs(self, kind: Kind) -> bool:
-        """Whether compute of this kind has begun last, and not ended."""
+        """Whether the compute that began last and has not ended is of this kind."""
         return bool(self._running) and self._running[-1][0] is kind
 
     def end(self, kind: Kind) -> None:
-        """The compute that has begun last ends, if it is of this kind."""
+        """End the compute that began last, if it is of this kind."""
         if self.runs(kind):
             of, fqn, begin, at = self._running.pop()
             self._spans[at] = Span(of, fqn, begin - self._origin, self._read() - self._origin)
 
     def timed(self, kind: Kind, fqn: str, work: Callable[..., T], *args: Any) -> T:
-        """Do this work, and note how long it took."""
+        """Call `work`, and note its span."""
         begin, at = self._read(), self._next()
         result = work(*args)
         self._spans[at] = Span(kind, fqn, begin - self._origin, self._read() - self._origin)
@@ -84,7 +85,7 @@ class Stopwatch:
         return tuple(self._spans[at] for at in sorted(self._spans))
 
     def take(self) -> tuple[Span, ...]:
-        """The same; the next iteration begins."""
+        """The spans so far, which are forgotten, as the next iteration begins."""
         spans = self.spans
         self._spans, self._origin = {}, self._read()
         self._running.clear()

@@ -1,7 +1,8 @@
-"""The times that `PrefetchPolicy.auto` needs: a few steps are measured, ranks agree, and the plan is made anew.
+"""Measures the times that `PrefetchPolicy.auto` needs: in a few steps, after which the plan is made anew.
 
-The first training step is left alone: it learns the order and warms up. In the next ones every collective is waited
-for where it is issued, so that it and the compute around it are timed alone; the least of several times counts.
+The first training step is not measured: it learns the order, and warms up. In the next ones, every collective is waited
+for where it is issued, so that it and the compute around it are timed alone. Of several times the least counts, and of
+those of several ranks the largest.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from .order import Order
 from .replanning import Learning
 from .stopwatch import Stopwatch
 
-STEPS = 2  # that are measured
-CHECK_AFTER = 64  # iterations with costs until they are measured again; then twice as many, and so on
-_TRIES = 8  # steps after which it is given up: none of them was one that can be measured
+STEPS = 2  # how many steps are measured
+CHECK_AFTER = 64  # iterations until costs are measured again; then twice as many, and so on
+_TRIES = 8  # after so many steps that cannot be measured, measuring is given up
 
 _PARTS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
     ("forward", (Kind.FORWARD,)),
@@ -34,16 +35,16 @@ _PARTS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
 
 
 class Tuning:
-    """Measures some steps of one engine, if its plan asks for it.
+    """Measures some steps of one engine, if its plan asks for costs.
 
-    At first until there are costs; later again, more and more rarely, to see whether they still hold. What counts is
-    the number of iterations, which is the same on all ranks, and no clock.
+    It measures at first until the plan has costs, and later, more and more rarely, whether these still hold. When to do
+    so depends on the number of iterations and on no clock, so that all ranks measure the same ones.
 
     Args:
-        learning: what else holds the plan to what happens.
-        order: whose plan is made anew.
+        learning: its log gets drifts of times.
+        order: holds the plan.
         actions: what is measured.
-        among: the process groups of the model; their ranks decide alike.
+        among: the process groups of the model, whose ranks agree on times and plan.
     """
 
     def __init__(self, learning: Learning, order: Order, actions: Actions, among: Among) -> None:
@@ -53,13 +54,13 @@ class Tuning:
         self._among = among
         self._found: list[dict[tuple[str, str], float]] = []
         self._tries = 0
-        self._for: tuple[str, ...] = ()  # the order that was last measured, or given up
+        self._for: tuple[str, ...] = ()  # the order of which times were last measured, or given up
         self._iterations = 0  # since the last measurement
         self._next = CHECK_AFTER
-        self._before: Stopwatch | None = None  # what the user had watched with
+        self._before: Stopwatch | None = None  # the user's stopwatch, while steps are measured
 
     def _is_due(self) -> bool:
-        """Whether the plan waits for costs, or it is time to see whether they still hold. Asked once an iteration."""
+        """Whether costs are missing, or it is time to check them. To be asked once an iteration, as it counts these."""
         plan = self._order.plan
         if plan.prefetch.kind != "auto":
             return False
@@ -69,9 +70,9 @@ class Tuning:
         return self._iterations >= self._next
 
     def between_steps(self) -> None:
-        """An iteration is over."""
+        """An iteration is over: take its times if it was measured, and decide whether to measure the next one."""
         if not self._is_due():
-            if self.measures:  # and the user has changed his mind
+            if self.measures:  # the user has changed the policy since
                 self._end()
             return
         plan, record = self._order.plan, self._do.history.last
@@ -101,7 +102,7 @@ class Tuning:
             self._compare(plan, dict(zip(seconds, agreed, strict=True)))
 
     def _compare(self, plan: ShardPlan, seconds: Mapping[tuple[str, str], float]) -> None:
-        """Make the plan anew, unless what was measured is as planned."""
+        """Make the plan anew, unless the measured times are those of the plan."""
         costs = _costs(plan, seconds, self._do.streams)
         if plan.costs is not None:
             found = time_drift(plan, replace(plan, costs=costs).times() or {})
@@ -122,7 +123,7 @@ class Tuning:
         return self._do.watch is not None and self._do.watch.serial
 
     def watch(self, watch: Stopwatch | None) -> None:
-        """The user's own watch; it begins when nothing is measured any more."""
+        """Use a user's stopwatch, or none; while steps are measured, only after that."""
         if self.measures:
             self._before = watch
         else:
@@ -132,11 +133,11 @@ class Tuning:
         self._do.time_by(self._before)
         self._before, self._found = None, []
         if self._do.watch is not None:
-            self._do.watch.take()  # what it has not seen is over
+            self._do.watch.take()  # its spans are of iterations before the measured ones
 
 
 def _is_whole(plan: ShardPlan, record: Record) -> bool:
-    """Whether an iteration was a training step: the forwards that are planned, and reductions."""
+    """Whether an iteration was a training step: all planned forwards, in order, and reductions of all that train."""
     trains = {group.fqn for group in plan.groups if group.trains and group.fqn in plan.order}
     reduced = {action.fqn for action in record.actions if action.kind is Kind.REDUCED}
     return record.order == plan.order and trains <= reduced
@@ -152,7 +153,7 @@ def _given_up(plan: ShardPlan) -> str:
 
 
 def _seconds(plan: ShardPlan, record: Record) -> dict[tuple[str, str], float]:
-    """Forward, backward, one gather and one reduction of each group."""
+    """Seconds of each group, by part (see `_PARTS`) and FQN: its forward, backward, one gather and one reduction."""
     own, found = own_seconds(record.spans), {}
     for fqn in dict.fromkeys(plan.order):
         for name, kinds in _PARTS:
