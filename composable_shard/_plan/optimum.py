@@ -1,11 +1,11 @@
-"""The schedule that leaves least exposed, for given kept groups and a budget.
+"""The schedule with the least exposed communication, for given kept groups and a budget.
 
-It plays the step of `_simulation` from event to event; an event is the forward or the backward of a group. Open is how
-many gathers are issued at each, in the order in which they are needed, and how many reductions are waited for before
-the next one is issued. Choices that have issued and waited for as much have the same bytes live; those that are nowhere
-earlier than another one are dropped, for whatever follows is no earlier either; so are those that cannot end in time,
-by the compute and the transfers that are still to come. Nothing else is left out, so what is found is the optimum, as
-long as no width bounds how many choices are followed at once (a beam search).
+The search runs the simulation (`simulation.py`) from event to event; an event is the forward or the backward of a
+group. The choices are how many gathers are issued at each event, in the order in which they are needed, and how many
+reductions are waited for before the next one is issued. States that have issued and waited for equally much have the
+same live bytes. A state is dropped if another of these is nowhere later, or if it cannot end in time, given the compute
+and the transfers still to come. Nothing else is dropped, so the result is the optimum, unless a width bounds how many
+states are followed at once (a beam search).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Path = tuple["Path | None", tuple[str, int]]  # what was chosen, last one first
 
 
 class _State(NamedTuple):
-    """When compute and the link are free, gathers on their way arrive and reductions in flight are done; and how."""
+    """Times: when compute and the link are free, gathers arrive and reductions are done; `path` has the choices."""
 
     now: float
     link: float
@@ -60,17 +60,17 @@ class Found(NamedTuple):
 
 
 def _sums(numbers: Iterable[int]) -> list[int]:
-    """Of the first none, one, two, ..."""
+    """The sums of the first 0, 1, 2, ... numbers."""
     return list(itertools.accumulate(numbers, initial=0))
 
 
 def _sums_from(numbers: Sequence[float]) -> list[float]:
-    """Of all, of all but the first, ..., of none."""
+    """The sums of the numbers from index 0, 1, 2, ... on; the last one is 0."""
     return list(itertools.accumulate(reversed(numbers), initial=0.0))[::-1]
 
 
 class _Ahead(NamedTuple):
-    """Seconds of what is still to come: of compute and of what follows all compute; of reductions on the link."""
+    """Seconds still to come: of compute, with what follows all compute; and of reductions on the link."""
 
     compute: float
     reductions: float
