@@ -92,8 +92,8 @@ class GatherCopies:
         layout: which parameters are gathered alone.
         rank: this rank's index among those that gather.
         transport: makes the collective; None if there is one rank only.
-        converted: indices of shards that cannot be sent as they are, because their dtype or device differs.
-        non_blocking: whether shards are copied from pinned memory, so that the host need not wait.
+        converted: indices of shards that cannot be sent as they are: offloaded, of another dtype, or not contiguous.
+        non_blocking: whether the host need not wait for copies of shards, which come from the CPU.
 
     Attributes:
         layout, transport: as given.

@@ -1,16 +1,17 @@
-"""Where buffers lie in an arena of about as many bytes as live at once, and lifetimes, from which that is known.
+"""The arena: offsets for buffers with given lifetimes, in hardly more memory than is live at once.
 
-Finding the smallest arena is NP-hard (it is dynamic storage allocation, offline). `pack` asks only which buffers are
-ever live at once, so it serves a plan, which knows when each one is live, and a pool, which has seen them meet. It
-places them one by one, each into the smallest gap between those that it meets. What comes first gets the best place,
-so several orders are tried, and the best one is then changed at random, with what sticks out moved forward, while that
-is cheap. Buffers of one name are first placed as one, and apart only where that saves enough.
+Finding the smallest arena is NP-hard (it is offline dynamic storage allocation). `pack` needs to know only which
+buffers *meet*, that is, are ever live at once: so it serves a plan, which knows the lifetimes, and a pool, which has
+seen buffers meet. It places buffers one by one, each into the smallest gap between the buffers that it meets. The first
+ones get the best offsets, so several orders are tried. The best order is then changed at random, with the topmost
+buffers moved forward, while that is cheap. Buffers of one name get one offset, unless separate ones save enough.
 
-Tried on chains of 2 to 24 groups with their mirrors (bytes of the arena for each byte of the bound: mean, 99th
-percentile): by size 1.03, 1.25; by size times duration 1.04, 1.28; by opening 1.12, 1.61; by what is live meanwhile
-1.04, 1.31; the best of the four 1.01, 1.18; changed at random 400 times 1.005, 1.07, and where only what is live in a
-crowd is changed, 1.002, 1.03, in half the time. Orders by duration or by closing, first fit, changes that are not
-random (the highest one always to the front) and placing anew only what is near the highest one gained nothing.
+Measured on chains of 2 to 24 groups, forward and backward, in bytes of the arena for each byte of the lower bound
+(mean, 99th percentile): ordered by size 1.03, 1.25; by size times duration 1.04, 1.28; by opening 1.12, 1.61; by the
+bytes that are live meanwhile 1.04, 1.31; the best of the four 1.01, 1.18; with 400 random changes 1.005, 1.07; with
+changes only to buffers that are live when most bytes are, 1.002, 1.03, in half the time. Nothing was gained by orders
+by duration or by closing, by first fit, by changes that are not random (always the topmost buffer to the front), or by
+placing only buffers near the topmost one anew.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ ALIGNMENT_BYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """A buffer of `nbytes` bytes that is live from step `opened` up to, and without, step `closed`.
+    """A buffer of `nbytes` bytes that is live from step `opened` to before step `closed`.
 
     Attributes:
-        name: of what lies in it; lifetimes of one name get one offset where that costs nothing.
+        name: names its content; lifetimes of one name get one offset where that costs (almost) nothing.
         lane: the stream that orders its uses; buffers of different lanes share no memory.
     """
 
@@ -41,7 +42,7 @@ class Lifetime:
 
 @dataclass(frozen=True, slots=True)
 class ArenaSlot:
-    """Where a lifetime lies: `nbytes` bytes (a multiple of 512) from `offset` bytes on in the memory of a lane."""
+    """The memory of a lifetime: `nbytes` bytes (a multiple of 512) at `offset` bytes in the memory of a lane."""
 
     lane: str
     offset: int
@@ -50,10 +51,12 @@ class ArenaSlot:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a pool has what lifetimes call `name`; in several slots, if it is leased in parts.
+    """The slots of a pool for lifetimes of one name; several, if the buffer is leased in parts.
 
     Attributes:
-        backward: whether these are the slots of what is gathered in backward.
+        name: the name of the lifetimes.
+        backward: whether the slots are for lifetimes that open in backward.
+        slots: one for each part.
     """
 
     name: str
@@ -62,19 +65,19 @@ class Placed:
 
     @property
     def nbytes(self) -> int:
-        """Of all parts."""
+        """Bytes of all parts."""
         return sum(slot.nbytes for slot in self.slots)
 
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """Lifetimes with their places.
+    """Lifetimes with their slots.
 
     Attributes:
-        lifetimes: what lies in it.
-        slots: one for each of them.
-        lanes: each lane and its bytes.
-        bound: the lower bound of any arrangement: the sum over the lanes of each one's most live bytes.
+        lifetimes: the buffers.
+        slots: one for each lifetime.
+        lanes: each lane with its bytes.
+        bound: the lower bound of any arrangement: the most live bytes of each lane, summed over the lanes.
     """
 
     lifetimes: tuple[Lifetime, ...]
@@ -106,11 +109,11 @@ def aligned(nbytes: int) -> int:
 
 
 def solve(lifetimes: Sequence[Lifetime], period: int | None = None) -> Arena:
-    """Give each lifetime a place, such that no two that are live at once share a byte.
+    """Give each lifetime a slot, such that no two that are live at once share a byte.
 
     Args:
-        lifetimes: in any order; the result depends on it in ties alone.
-        period: steps of a loop, if the lifetimes repeat: one that closes behind `period` lives on in the next round.
+        lifetimes: in any order, which matters in ties alone.
+        period: steps of a loop, if the lifetimes repeat: one that closes after `period` lives on in the next round.
             None for lifetimes that happen once.
     """
     slots = [ArenaSlot(life.lane, 0, 0) for life in lifetimes]
@@ -129,15 +132,15 @@ def solve(lifetimes: Sequence[Lifetime], period: int | None = None) -> Arena:
 
 
 def as_placed(lifetimes: Sequence[Lifetime], turn: int, places: Iterable[Placed]) -> Arena | None:
-    """The arena in which a pool has these lifetimes, one for each part of them.
+    """The arena of these lifetimes in the slots that a pool uses for them; a lifetime in parts becomes several.
 
     Args:
         lifetimes: in any order.
         turn: the step at which backward begins.
-        places: of the pool.
+        places: the slots of the pool.
 
     Returns:
-        None if the pool has not all of them, or not for these steps: some that are live at once share memory.
+        the arena; None if the pool has no slots for some lifetime, or slots of lifetimes that are live at once overlap.
     """
     known = {(each.name, each.backward, each.nbytes): each.slots for each in places}
     parts: list[tuple[Lifetime, ArenaSlot]] = []
@@ -160,7 +163,7 @@ def _overlap(one: ArenaSlot, other: ArenaSlot) -> bool:
 
 
 def followers(arena: Arena) -> list[list[int]]:
-    """For each lifetime of an arena, those before it that had some of its memory."""
+    """For each lifetime of an arena, the indices of those before it that had some of its memory."""
     lives, slots = arena.lifetimes, arena.slots
     return [
         [
@@ -195,7 +198,7 @@ def _arcs(life: Lifetime, period: int | None) -> Iterator[tuple[int, int]]:
 
 
 def _meetings(count: int, arcs: Sequence[tuple[int, int, int]]) -> list[list[int]]:
-    """For each lifetime, those that are live at a step at which it is live."""
+    """For each lifetime, the indices of those that it meets: both are live at some step."""
     meets: list[dict[int, None]] = [{} for _ in range(count)]
     live: dict[int, None] = {}
     changes = [(end, 0, i) for i, _, end in arcs] + [(begin, 1, i) for i, begin, _ in arcs]
@@ -210,18 +213,18 @@ def _meetings(count: int, arcs: Sequence[tuple[int, int, int]]) -> list[list[int
 
 
 _MOST_VISITS = 1_000_000  # pairs of buffers to look at in all tries: about a second
-_MOST_TRIES = 1000  # with each of these shares of the bound, from which on many bytes are live
-_CROWDED = (0.95, 0.85)
-_ONE_PLACE = 1.02  # of the bound: bytes that one address a name may take where more addresses take less
+_MOST_TRIES = 1000  # random changes for each share of `_CROWDED`
+_CROWDED = (0.95, 0.85)  # of the bound: buffers that are ever live with more bytes than this are changed at random
+_ONE_PLACE = 1.02  # of the bound: size up to which an arena with one offset for each name is taken over a smaller one
 
 
 def pack(sizes: Sequence[int], meets: Sequence[Sequence[int]], names: Sequence[Hashable]) -> list[int]:
-    """Offsets of buffers, such that no two that are ever live at once share a byte: the same on all ranks.
+    """Offsets of buffers, such that no two that ever meet share a byte: the same on all ranks.
 
     Args:
         sizes: bytes of each buffer, in the order in which they are first needed.
-        meets: for each, the places in `sizes` of those that are live at the same time; symmetric.
-        names: of each; buffers of one name that never meet get one offset, unless that takes more memory.
+        meets: for each buffer, the indices of those that are live at the same time; symmetric.
+        names: the name of each; buffers of one name that never meet get one offset, unless that takes more memory.
     """
     packing = _Packing(sizes, meets, names)
     apart = packing.solve()
@@ -240,7 +243,7 @@ def pack(sizes: Sequence[int], meets: Sequence[Sequence[int]], names: Sequence[H
 
 
 def _as_one(meets: Sequence[Sequence[int]], names: Sequence[Hashable]) -> list[int]:
-    """For each buffer, the first one of its name, or itself if those of its name meet one another."""
+    """For each buffer, the index of the first one of its name, or its own if buffers of that name meet."""
     firsts: dict[Hashable, int] = {}
     one = [firsts.setdefault(name, i) for i, name in enumerate(names)]
     clash = {one[i] for i, met in enumerate(meets) for other in met if one[other] == one[i]}
@@ -254,7 +257,7 @@ class _Result(NamedTuple):
 
 
 class _Packing:
-    """Buffers to be placed; arguments as for `pack`."""
+    """The search for an arrangement of buffers; arguments as for `pack`."""
 
     def __init__(self, sizes: Sequence[int], meets: Sequence[Sequence[int]], names: Sequence[Hashable]) -> None:
         self.sizes = sizes
@@ -267,9 +270,10 @@ class _Packing:
         self.enough: float = self.bound
 
     def _pressures(self) -> list[int]:
-        """For each buffer, the most bytes found of it and what it meets that meets each other too; at least its own.
+        """For each buffer, the most bytes that are found live at once with it: a lower bound for their memory.
 
-        They are sought greedily, by size and by what is met in all; where most is met first, while that is cheap.
+        Such a set of buffers, all of which meet each other, is grown greedily, by size and by bytes met in all. Buffers
+        that meet most bytes are looked at first, while that is cheap.
         """
         sizes, found = self.sizes, list(self.sizes)
         if sum(map(len, self.meets)) > _MOST_VISITS:
@@ -292,7 +296,7 @@ class _Packing:
         return found
 
     def solve(self, enough: float = 0.0) -> _Result:
-        """The best arrangement that is found within the limits above, or one of no more than `enough` bytes."""
+        """The best arrangement found within `_MOST_VISITS` and `_MOST_TRIES`, or one of at most `enough` bytes."""
         self.enough = max(enough, self.bound)
         if enough and self.bound > enough:
             return _Result(self.bound, 0, [])  # no arrangement is small enough
@@ -303,7 +307,7 @@ class _Packing:
         return best
 
     def _moved_about(self, best: _Result, order: list[int], share: float, rng: Random) -> _Result:
-        """The best arrangement after random changes to what is live in a crowd; where little is live, anything fits."""
+        """The best arrangement after random changes to buffers that are live with many others; the rest always fits."""
         crowded = [i for i in order if self.pressure[i] > share * self.bound]
         rest = [i for i in order if self.pressure[i] <= share * self.bound]
         found = self._place(crowded, True)
@@ -338,7 +342,7 @@ class _Packing:
         return best.height <= self.enough or self.visits > _MOST_VISITS
 
     def _changed(self, order: list[int], found: _Result, rng: Random) -> list[int]:
-        """The order with a buffer that sticks out nearer to the front, and sometimes another one moved too."""
+        """The order with a topmost buffer moved forward, and sometimes another one moved, too."""
         top = _pick([i for i in order if found.offsets[i] + self.sizes[i] == found.height], rng)
         at = order.index(top)
         other = [i for i in order if i != top]
@@ -354,8 +358,8 @@ class _Packing:
         """Place the buffers in this order, each into the smallest gap that takes it.
 
         Args:
-            order: indices of buffers; what is not among them is left out.
-            homes: whether a buffer is put where an earlier one of its name lies, if that is free.
+            order: indices of the buffers to place; others are left out.
+            homes: whether a buffer gets the offset of an earlier one of its name, if that is free.
         """
         offsets, sizes, height = [-1] * len(self.sizes), self.sizes, 0
         home: dict[Hashable, int] = {}
@@ -382,7 +386,7 @@ def _is_free(taken: Sequence[tuple[int, int]], begin: int, end: int) -> bool:
 
 
 def _best_gap(taken: Sequence[tuple[int, int]], size: int, height: int) -> int:
-    """Where the smallest gap begins that takes `size` bytes; the last one reaches up to `height`, or above it."""
+    """The offset of the smallest gap that takes `size` bytes; the last gap ends at `height`, or is open above it."""
     best, least, end = -1, 0, 0
     for start, stop in taken:
         gap = start - end

@@ -1,6 +1,6 @@
-"""Frozen dataclasses as plain data for JSON and back, exactly, by the types of their fields.
+"""Exact conversion of frozen dataclasses to plain data for JSON, and back by the types of their fields.
 
-Known are `int`, `float`, `str`, `bool`, `None`, `torch.dtype`, dataclasses, tuples of these, and unions with `None`.
+Supported: `int`, `float`, `str`, `bool`, `None`, `torch.dtype`, dataclasses, tuples of these, and unions with `None`.
 Tuples become lists; a dataclass becomes an object of its fields.
 """
 
@@ -21,7 +21,7 @@ _AS_THEY_ARE = frozenset({int, float, str, bool, types.NoneType})
 
 
 def encode(value: Any) -> Any:
-    """What JSON can hold of `value`."""
+    """Convert `value` to plain data for JSON."""
     kind = type(value)
     if kind in _AS_THEY_ARE:  # most values of a plan with thousands of parameters
         return value
@@ -45,7 +45,7 @@ def decode(kind: type[T], data: Any, where: str) -> T:
     Args:
         kind: the dataclass that is expected.
         data: what JSON held.
-        where: what to call it in errors.
+        where: the path of `data`, for errors.
 
     Raises:
         ShardConfigValueError: a field is missing, unknown or of another type; with its path.

@@ -1,4 +1,4 @@
-"""What a group takes: bytes of memory, and seconds of compute and of communication on a machine. Frozen data."""
+"""What a group costs: bytes of memory, and seconds of compute and of communication on a machine. Frozen data."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .schedule import ROOT_NAME
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes that a group takes.
+    """Bytes that a group takes of the pool.
 
     Attributes:
         weights: its unsharded parameters.
-        landing: the buffers that a gather needs besides, until it is waited for.
+        landing: further buffers of a gather, until it is waited for.
         reduction: the buffers of a reduction, until it is waited for.
-        small: what is kept of weights that a few ranks share between forward and backward.
-        small_landing: the buffers of a gather among these.
+        small: this rank's pieces of weights that a few ranks share between forward and backward.
+        small_landing: further buffers of a gather among these ranks.
     """
 
     weights: int
@@ -34,8 +34,10 @@ class Moved(NamedTuple):
     """Bytes that the collectives of a group move, all ranks' parts together; each dtype has a collective of its own.
 
     Attributes:
-        ranks, few: among how many ranks it is sharded, and kept between forward and backward (1 if it is not).
-        gather, reduce, small_gather: bytes of each collective.
+        ranks: number of ranks over which the group is sharded.
+        few: number of ranks that share its weights between forward and backward; 1 if none do.
+        gather, reduce: bytes of each collective.
+        small_gather: bytes of each gather among the few ranks.
     """
 
     ranks: int
@@ -61,16 +63,17 @@ Seconds = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What was measured, or is assumed, of a machine: ``seconds = latency + (ranks - 1) / ranks * bytes / bandwidth``.
+    """Measured or assumed times: a collective takes ``latency + (ranks - 1) / ranks * bytes / bandwidth`` seconds.
 
-    All ranks must be given the same; ranks that measure take the slowest one's. Made by `of`.
+    All ranks must have the same costs; where they measure, all take the slowest rank's times. Use `of` to make costs.
 
     Attributes:
         latency: seconds of a collective of no bytes.
         bandwidth: bytes per second of a rank's link.
         forward, backward: seconds of compute of each group in a step, all its uses together, by FQN, sorted.
-        gather, reduce: seconds of each of its collectives, for groups where the formula is not to be used.
-        streams: whether it is a stream that waits for communication, as on an accelerator, and never the host.
+        gather, reduce: by FQN, sorted: seconds of the gather, and of the reduction, of groups for which the formula
+            shall not be used.
+        streams: whether a stream waits for communication, as on an accelerator, and never the host.
 
     Raises:
         ShardConfigValueError: a number is negative or not finite, or the bandwidth is 0.
@@ -105,7 +108,7 @@ class Costs:
         reduce: Mapping[str, float] | None = None,
         streams: bool = False,
     ) -> Costs:
-        """The costs of groups by FQN; arguments and errors as above."""
+        """Make costs from mappings by FQN; arguments and errors as for the class."""
 
         def by_fqn(each: Mapping[str, float] | None) -> Seconds:
             return tuple(sorted((each or {}).items()))
@@ -114,7 +117,7 @@ class Costs:
         return cls(latency, bandwidth, *parts, streams)
 
     def scaled(self, by: Mapping[str, float]) -> Costs:
-        """The costs where the compute of some groups takes so many times as long."""
+        """The costs with the compute of some groups multiplied by a factor, by FQN."""
         parts = ({fqn: seconds * by.get(fqn, 1.0) for fqn, seconds in of} for of in (self.forward, self.backward))
         forward, backward = (tuple(part.items()) for part in parts)
         return replace(self, forward=forward, backward=backward)
@@ -122,8 +125,11 @@ class Costs:
     def times(self, moved: Mapping[str, Moved]) -> dict[str, Times]:
         """Seconds of each group.
 
+        Args:
+            moved: by FQN, the bytes that the group's collectives move.
+
         Raises:
-            ShardConfigValueError: no compute is known of a group.
+            ShardConfigValueError: the compute of a group is not known.
         """
         known = {name: dict(getattr(self, name)) for name in ("forward", "backward", "gather", "reduce")}
         found = {}

@@ -1,4 +1,4 @@
-"""Where what happened left the plan."""
+"""Drift: differences of what happened from the plan."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from .schedule import ROOT_NAME
 from .simulation import Times
 
 TIME_TOLERANCE = 0.25  # of the planned seconds
-_LEAST_TIME = 0.01  # of the planned compute of a step: what is less makes no difference
+_LEAST_TIME = 0.01  # of the planned compute of a step: smaller differences do not matter
 _TOLD = 32
 
 
 class DriftLog:
-    """What has left its plan so far.
+    """All drift so far.
 
     Attributes:
-        counts: of forwards in another order, of iterations with more bytes, and of measurements with other times:
-            ``order``, ``bytes``, ``time``.
-        lines: the last statements, each with the forward of the root in which it was noticed.
+        counts: numbers of forwards in another order (``order``), of iterations with more bytes (``bytes``) and of
+            measurements with other times (``time``).
+        lines: the last statements, each with the number of the root's forward in which the drift was noticed.
     """
 
     def __init__(self) -> None:
@@ -29,18 +29,18 @@ class DriftLog:
         self.lines: deque[str] = deque(maxlen=_TOLD)
 
     def add(self, kind: str, forward: int, statements: Sequence[str]) -> None:
-        """Something has drifted, for the reasons given."""
+        """Count one drift of this kind, and keep the statements that describe it."""
         self.counts[kind] += 1
         self.lines += [f"forward {forward}, {kind}: {each}" for each in statements]
 
 
 def drift(plan: ShardPlan, record: Record, tolerance: float = TIME_TOLERANCE) -> tuple[str, ...]:
-    """What a step did otherwise than its plan says, a statement each; none if it kept to it.
+    """A statement for each difference of a step from its plan; none if the step kept to the plan.
 
     Args:
         plan: what was expected.
         record: what happened.
-        tolerance: by what share of it a time may differ from the planned one.
+        tolerance: the share of a planned time by which the measured one may differ.
 
     Times are compared where both sides have them: a record that was measured, a plan with costs.
     """
@@ -67,13 +67,13 @@ def order_drift(planned: Sequence[str], seen: Sequence[str]) -> list[str]:
 
 
 def around_drift(planned: Sequence[tuple[str, str]], seen: Sequence[tuple[str, str]]) -> list[str]:
-    """Groups that have run in the forward of another one, and not by plan."""
+    """Groups that have run in the forward of another one, but are not planned to."""
     strange = sorted(set(seen) - set(planned))
     return [f"{fqn}: has run inside of {outer}, which is not planned" for fqn, outer in strange]
 
 
 def _steps(plan: ShardPlan, record: Record) -> list[str]:
-    """Where the actions part; where they do not, where the bytes do."""
+    """The first action that differs; if none does, the first action after which the live bytes differ."""
     if not record.actions or plan.order != record.order:
         return []
     actions, live = plan.actions(), plan.live_bytes()
@@ -93,7 +93,7 @@ def _steps(plan: ShardPlan, record: Record) -> list[str]:
 
 
 def time_drift(plan: ShardPlan, times: Mapping[str, Times], tolerance: float = TIME_TOLERANCE) -> list[str]:
-    """Which groups took another time than planned, by more than `tolerance` of it, and enough to make a difference."""
+    """The groups whose times differ from the planned ones, by more than `tolerance` and enough to matter in a step."""
     planned = plan.times() or {}
     least = _LEAST_TIME * sum(each.forward + each.backward for each in planned.values())
     found = []

@@ -1,8 +1,8 @@
-"""A step within a budget, before anything is gathered ahead, and what policies by count or bytes make of it.
+"""Fit a step into a budget before anything is gathered ahead, then gather ahead by number of modules or by bytes.
 
-In the order of precedence, what yields to a budget is: gathers ahead, then reductions in flight, then weights that stay
-for the next backward of their group, then those that are kept after forward.
-What a step needs even so, each group alone with those around it, is the least budget that works.
+A step gives up the following to fit into a budget, in this order: gathers ahead, reductions in flight, weights that
+stay for the next backward of their group, weights that are kept after forward. The bytes that it still needs, each
+group alone with its enclosing groups, are the least budget that works.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Gather(NamedTuple):
     """A gather of a step in which nothing is gathered ahead.
 
     Attributes:
-        event: which forward or backward needs it, counted from 0.
-        fqn: of its group.
-        nbytes: it takes until it is waited for.
-        place: of its action.
+        event: index of the forward or backward that needs it.
+        fqn: its group.
+        nbytes: bytes of the weights and of the landing buffers.
+        place: index of its action.
     """
 
     event: int
@@ -53,7 +53,7 @@ class Gather(NamedTuple):
 
 
 class Bare:
-    """A step in which nothing is gathered ahead: what is kept, how many reductions fly, and what memory that takes."""
+    """A step in which nothing is gathered ahead: its actions, its memory, and how gathers can be moved forward."""
 
     def __init__(self, steps: Sequence[Step], sizes: Mapping[str, Sizes], schedule: Schedule) -> None:
         self.steps, self.sizes, self.schedule = steps, sizes, schedule
@@ -61,7 +61,7 @@ class Bare:
         self.live = live_bytes(lifetimes(self.actions, sizes), len(self.actions))
         self.peak = max(self.live, default=0)
         self.events: list[Action] = []
-        self.issues: list[int] = []  # behind which action each event gathers ahead
+        self.issues: list[int] = []  # for each event, the index of the action behind which it gathers ahead
         self.gathers: list[Gather] = []
         shrunk: set[str] = set()
         for place, action in enumerate(self.actions):
@@ -87,7 +87,7 @@ class Bare:
         return self.first_backward if gather.event >= self.first_backward else 0
 
     def limited(self, wanted: Sequence[int], budget: int | None) -> list[int]:
-        """The event at which each gather is issued: the one wanted, or the next one at which there is memory for it."""
+        """The event at which each gather is issued: the wanted one, or the first one after it with enough memory."""
         live, issued, least, looked_at = list(self.live), [], 0, 0
         for gather, want in zip(self.gathers, wanted, strict=True):
             event, place = gather.event, gather.place
@@ -105,7 +105,7 @@ class Bare:
         return issued
 
     def scheduled(self, issued: Sequence[int]) -> Schedule:
-        """The schedule with each gather at its event."""
+        """The schedule that issues each gather at the given event."""
         edges: dict[int, list[str]] = {}
         for gather, event in zip(self.gathers, issued, strict=True):
             if event < gather.event:
@@ -115,7 +115,7 @@ class Bare:
         return replace(self.schedule, forward=listed(names[:turn], edges), backward=listed(names[turn:], later))
 
     def _moved_one_by_one(self, wanted: Sequence[int], budget: int) -> list[int]:
-        """`limited`, with the whole step written anew for each change: gathers ahead move the waits for reductions."""
+        """`limited`, but exact where gathers ahead move the waits for reductions: writes the step for each change."""
         issued = [gather.event for gather in self.gathers]
         for place, want in enumerate(wanted):
             least = max(want, issued[place - 1] if place else 0)
@@ -133,7 +133,7 @@ class Bare:
         return max(live_bytes(lifetimes(actions, self.sizes), len(actions)), default=0)
 
     def under(self, wanted: Sequence[int], budget: int | None) -> tuple[Schedule, list[int]]:
-        """The schedule that comes nearest to what is wanted, within the budget, and the event of each gather."""
+        """The schedule nearest to the wanted events that fits into the budget, and the event of each gather."""
         allowed, cut = budget, 0
         if budget is not None and len(self.actions) <= SMALL and self.reduces_first:
             issued = self._moved_one_by_one(wanted, budget)
@@ -152,30 +152,30 @@ class Bare:
 
 
 def by_depth(bare: Bare, depth: int) -> list[int]:
-    """So many modules ahead, those that are there already counted in."""
+    """For each gather the event `depth` modules ahead; modules whose weights are there already count, too."""
     modules, first = bare.modules, first_of(bare.modules)
     return [max(bare.first_event(each), first[max(0, modules[each.event] - depth)]) for each in bare.gathers]
 
 
 def by_bytes(bare: Bare, nbytes: int) -> list[int]:
-    """As early as what is gathered ahead, and has not begun, takes no more than so many bytes."""
+    """For each gather the earliest event such that groups gathered ahead, and not begun, take at most `nbytes`."""
     wanted, ahead, oldest = [], 0, 0
     for place, gather in enumerate(bare.gathers):
         ahead += gather.nbytes
         while ahead > nbytes:
             ahead -= bare.gathers[oldest].nbytes
             oldest += 1
-        # those from `oldest` on may be ahead together: from the event on that needs the one before them
+        # Gathers from `oldest` on may be ahead together, from the event that needs the gather before them.
         event = bare.gathers[oldest - 1].event if oldest else 0
         wanted.append(gather.event if oldest > place else max(bare.first_event(gather), event))
     return wanted
 
 
 def fitting(steps: Sequence[Step], sizes: Mapping[str, Sizes], budget: int | None) -> Bare:
-    """A bare step within the budget: with what settings keep, or as much of it as fits.
+    """A bare step within the budget that keeps what settings keep, or as much of it as fits.
 
     Raises:
-        PoolBudgetError: not even the least one fits.
+        PoolBudgetError: not even the least step fits.
     """
     kept = list(kept_by_setting(steps))
     if budget is None:
@@ -193,7 +193,7 @@ def fitting(steps: Sequence[Step], sizes: Mapping[str, Sizes], budget: int | Non
 
 
 def levels(steps: Sequence[Step]) -> tuple[tuple[int, bool, bool], ...]:
-    """What yields to a budget next, from nothing to all that can."""
+    """The levels at which a step saves memory, from nothing to all that is possible; see `_LEVELS`."""
     pairs = itertools.pairwise(backward_order(steps))
     return (*_LEVELS, _LEAST) if any(one.fqn == other.fqn for one, other in pairs) else _LEVELS
 

@@ -1,4 +1,4 @@
-"""What users and a plan say of a graph's communication, before any policy."""
+"""The part of a graph's communication that users or a plan prescribe, ahead of any policy."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Listed = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class GraphSchedule:
-    """What users and a plan say of a graph's communication, before any policy. Modules are FQNs below the root.
+    """What users or a plan prescribe of a graph's communication, ahead of any policy. Modules are FQNs in the root.
 
     Attributes:
-        forward, backward: by module, those to gather when its forward, or backward, begins.
-        kept: modules whose weights stay between forward and backward, and how many bytes these are.
-        in_flight: by module, how many reductions may be in flight with its own; empty if no plan is followed.
+        forward, backward: by module, the modules to gather when its forward, or backward, begins.
+        kept: by module, the bytes of weights that stay between forward and backward.
+        in_flight: by module, how many reductions may be in flight, its own included; empty if no plan is followed.
         reduces_first: modules whose backward waits for reductions before it gathers.
     """
 
@@ -29,7 +29,7 @@ class GraphSchedule:
     reduces_first: Sequence[str] = ()
 
     def to_text(self) -> str:
-        """As text, which compiled code can be guarded by; empty if nothing is said."""
+        """This schedule as text, on which compiled code can be guarded; empty if nothing is prescribed."""
         return "" if self == NOTHING_SAID else json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
@@ -39,7 +39,7 @@ class GraphSchedule:
 
     @property
     def modules(self) -> set[str]:
-        """All that it names, but for the root."""
+        """All modules that are named, but for the root."""
         lists = [*self.forward.items(), *self.backward.items()]
         return {*self.kept, *self.in_flight, *(name for at, those in lists for name in (at, *those))} - {ROOT_NAME}
 

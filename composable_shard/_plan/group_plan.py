@@ -1,4 +1,4 @@
-"""A group in a plan: its parameters, and the bytes that they take where they are gathered and reduced. Frozen data."""
+"""A group in a plan: its parameters, and the bytes that their gathers and reductions take. Frozen data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,15 @@ from .schedule import ROOT_NAME, Step
 
 @dataclass(frozen=True, slots=True)
 class ParamPlan:
-    """A parameter: its name within the root, its unsharded shape, and the dtypes it has in turn."""
+    """A parameter of a group.
+
+    Attributes:
+        fqn: its name within the root.
+        shape: its unsharded shape.
+        stored, gathered, reduced: dtypes of its shard, its unsharded parameter, and its gradient in the reduction.
+        trains: whether it gets a gradient.
+        dim: the dim along which it is cut.
+    """
 
     fqn: str
     shape: tuple[int, ...]
@@ -47,14 +55,15 @@ class GroupPlan:
     Attributes:
         fqn: name of its module within the root ("" for the root itself).
         params: its members, tied ones once.
-        shard_size: number of ranks that each hold a piece.
+        shard_size: number of ranks over which each parameter is sharded.
         mesh: the mesh in words.
         is_root: whether it is the root's own group.
         reshard_after_forward: whether the unsharded parameters are given up between forward and backward.
-        route: how it is moved; None if its axis has one rank only.
-        small_size: among how many ranks weights stay cut between forward and backward; 0 if they do not.
+        route: how its transport takes parameters; None if the shard axis has one rank only.
+        small_size: how many ranks share the weights between forward and backward; 0 if they are resharded fully.
         reduces_first: whether its backward waits for reductions before it gathers.
-        reduces_last: whether its gradients are reduced only when backward is over: other ranks may not have them.
+        reduces_last: whether its gradients are reduced only when backward is over, because not all ranks may have
+            gradients.
     """
 
     fqn: str
@@ -70,11 +79,11 @@ class GroupPlan:
 
     @property
     def name(self) -> str:
-        """The name to show."""
+        """The name for users."""
         return self.fqn or ROOT_NAME
 
     def gather_layouts(self) -> list[GatherLayout]:
-        """Where each dtype's parameters are gathered."""
+        """The layout of the gather of each dtype."""
         found = []
         for dtype in dict.fromkeys(p.gathered for p in self.params):
             members = [p for p in self.params if p.gathered == dtype]
@@ -84,16 +93,16 @@ class GroupPlan:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of the slots of its unsharded parameters, padding included."""
+        """Bytes of the slots of the unsharded parameters, padding included."""
         return sum(slot_bytes(layout.nbytes) for layout in self.gather_layouts())
 
     @property
     def landing_bytes(self) -> int:
-        """Bytes of the buffers that a gather needs besides, until it is done."""
+        """Bytes of the landing buffers, which a gather needs beside the unsharded parameters until it is done."""
         return sum(slot_bytes(layout.landing_bytes) for layout in self.gather_layouts() if layout.landing)
 
     def resident_layouts(self) -> list[tuple[torch.dtype, BucketLayout]]:
-        """Where this rank keeps its part of weights that a few ranks share, and gathers them again, by dtype."""
+        """By dtype, the bucket in which a few ranks share the weights and gather them again; none if they do not."""
         found = []
         for dtype in dict.fromkeys(p.gathered for p in self.params) if self.small_size else ():
             members = [p for p in self.params if p.gathered == dtype]
@@ -102,7 +111,7 @@ class GroupPlan:
         return found
 
     def reduce_layouts(self) -> list[tuple[torch.dtype, ReduceLayout]]:
-        """Where each dtype's gradients are reduced; none where there is nothing to reduce over the shard axis."""
+        """By dtype, the layout of the reduction; none if the shard axis has one rank only."""
         if self.route is None:
             return []
         found = []
@@ -125,7 +134,7 @@ class GroupPlan:
 
     @property
     def sizes(self) -> Sizes:
-        """Bytes that it takes of the pool."""
+        """Bytes that the group takes of the pool."""
         few = self.resident_layouts()
         small = sum(slot_bytes(layout.numel * dtype.itemsize) for dtype, layout in few)
         small_landing = sum(slot_bytes(layout.total * dtype.itemsize) for dtype, layout in few)
@@ -133,7 +142,7 @@ class GroupPlan:
 
     @property
     def moved(self) -> Moved:
-        """What its collectives move."""
+        """Bytes that the group's collectives move."""
         dtypes = dict.fromkeys(p.gathered for p in self.params)
         layouts = zip(self.gather_layouts(), dtypes, strict=True)
         gather = tuple(layout.moved(dtype.itemsize) for layout, dtype in layouts) if self.route else ()
@@ -143,13 +152,13 @@ class GroupPlan:
 
     @property
     def step(self) -> Step:
-        """What the schedule must know of it."""
+        """What the schedule must know of a use of the group."""
         small = self.small_size > 0
         return Step(self.fqn, self.is_root, self.reshard_after_forward, self.trains, small, self.reduces_first)
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of a full rank's pieces, as stored."""
+        """Bytes of the stored shards of a rank with full pieces."""
         shapes, dims = [p.shape for p in self.params], [p.dim for p in self.params]
         layout = bucket_layout(shapes, self.shard_size, dims=dims)
         return sum(at.piece * p.stored.itemsize for at, p in zip(layout.params, self.params, strict=True))
@@ -192,5 +201,5 @@ def _dtype(param: ParamPlan) -> str:
 
 
 def joined(texts: Iterable[str]) -> str:
-    """The different ones of some texts."""
+    """The distinct texts, separated by commas."""
     return ", ".join(dict.fromkeys(texts))

@@ -1,9 +1,9 @@
 """Where each parameter lies in a bucket: integers only.
 
 A *bucket* is what one collective moves: `world` chunks of `numel` elements, one per rank. Each parameter is cut along
-one dim (0, if nobody asks for another) into `world` pieces of `chunk` rows (the last ones may be shorter or empty, as
-`torch.chunk` cuts), and its piece of every rank starts at the same `offset` of that rank's chunk. Pieces are padded to
-`chunk` rows, so that all ranks send equally much. Another dim than 0 must divide evenly.
+one dim (0 by default) into `world` pieces of `chunk` rows (as by `torch.chunk`, the last ones may be shorter or empty).
+Every rank's piece of a parameter starts at the same `offset` in that rank's chunk. Pieces are padded to `chunk` rows,
+so that all ranks send equally much. Another dim than 0 must divide evenly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SLOT_ALIGNMENT_BYTES = 512
 
 
 def slot_bytes(nbytes: int) -> int:
-    """Bytes of a slot of the pool for so many; none is empty."""
+    """Bytes of a slot of the pool for `nbytes` bytes; no slot is empty."""
     return -(-max(nbytes, 1) // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
 
@@ -32,7 +32,7 @@ class ParamLayout:
         chunk: rows of a full piece, ``ceil(shape[dim] / world)``.
         row: elements of one row.
         offset: where the piece starts in each rank's chunk.
-        dim: the dim that is cut; what it counts are the rows.
+        dim: the dim that is cut; its indices are the rows.
     """
 
     shape: tuple[int, ...]
@@ -91,7 +91,7 @@ class BucketLayout:
 
     @property
     def begins(self) -> list[int]:
-        """Where each parameter begins in memory that has the pieces of all ranks one after the other."""
+        """Offset of each parameter, in elements, in memory with all ranks' pieces of one parameter in a row."""
         return [self.world * param.offset for param in self.params]
 
 
@@ -108,7 +108,7 @@ def bucket_layout(
     Args:
         shapes: unsharded shapes, each with at least one dim.
         world: number of ranks that share the bucket.
-        itemsize: bytes of one element; each piece is then aligned to 16 bytes. Without it they follow closely.
+        itemsize: bytes of one element, to align each piece to 16 bytes; None to leave no gaps.
         dims: the dim along which each is cut; 0 if not given.
     """
     align = 1 if itemsize is None else max(1, SHARD_ALIGNMENT_BYTES // itemsize)
@@ -124,12 +124,12 @@ def bucket_layout(
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How a transport takes parameters: large ones *alone*, from where they are to where they belong; the rest packed.
+    """How a transport takes parameters: large ones *alone*, straight into their memory, the rest packed in a buffer.
 
     Attributes:
-        name: of the transport.
-        gather_from: bytes of a rank's piece from which on a parameter is gathered alone; None for never.
-        sums: whether each rank adds up what the others send, which takes a buffer to receive it in.
+        name: the transport's name.
+        gather_from: least bytes of a rank's piece for a parameter to be gathered alone; None for never.
+        sums: whether ranks receive the gradients of the others in a buffer (`scratch`) and add them up themselves.
     """
 
     name: str
@@ -146,12 +146,13 @@ class GatherLayout:
     """Where the parameters of one gather land, and which of them share a buffer on the way.
 
     Attributes:
-        places: all parameters; the places of one rank after the other's are those of a whole parameter.
-        alone: indices of those that are gathered straight into their places.
+        places: the layout of all parameters in the slot, in which all ranks' pieces of one parameter are in a row (see
+            `BucketLayout.begins`).
+        alone: indices of the parameters that are gathered straight into the slot.
         packed: indices of the others.
-        landing: the buffer that these share until they are copied to their places; None if there are none.
-        nbytes: of the slot; with room for the marks of the reduction, which may take the slot over.
-        landing_bytes: of the buffer.
+        landing: the buffer that these share until they are copied to the slot; None if no buffer is needed.
+        nbytes: bytes of the slot, with room for the marks of the reduction, which may take the slot over.
+        landing_bytes: bytes of that buffer.
     """
 
     places: BucketLayout
@@ -162,7 +163,7 @@ class GatherLayout:
     landing_bytes: int
 
     def moved(self, itemsize: int) -> int:
-        """Bytes of what is gathered: all ranks' parts, with their padding."""
+        """Bytes that the gather moves: all ranks' parts, padding included."""
         pieces = [self.places.params[i].piece for i in self.alone]
         return self.places.world * sum(pieces) * itemsize + self.landing_bytes
 
@@ -176,7 +177,7 @@ def gather_layout(
     least = None if route is None else route.gather_from
     alone = [i for i, param in enumerate(places.params) if _is_alone(param, itemsize, least)]
     packed = sorted({*range(len(shapes))} - {*alone})
-    if len(packed) == 1 and places.params[packed[0]].dim == 0:  # its buffer would be its place
+    if len(packed) == 1 and places.params[packed[0]].dim == 0:  # a buffer would look like the slot
         alone, packed = sorted(alone + packed), []
     if route is None or not packed:
         return GatherLayout(places, tuple(alone), tuple(packed), None, nbytes, 0)
@@ -186,15 +187,15 @@ def gather_layout(
 
 @dataclass(frozen=True, slots=True)
 class ReduceLayout:
-    """How gradients are reduced: in one bucket, each rank's chunk of which ends with a mark a gradient.
+    """How gradients are reduced: in one bucket, each rank's chunk of which ends with a mark for each gradient.
 
-    The order is that of the gradients on every transport: replicas, which may choose others, reduce the result again.
+    All transports use one order, because the result is reduced again over replicas, which may have other transports.
 
     Attributes:
-        result: one rank's pieces, one after the other.
+        result: layout of one rank's pieces, without gaps.
         numel: length of a chunk, the marks included.
-        nbytes: of the bucket.
-        scratch: elements of the buffer in which to receive what is added up.
+        nbytes: bytes of the bucket's buffer; 0 if there is nothing to reduce.
+        scratch: elements of the buffer for what the others send, if this rank adds it up (`Route.sums`); else 0.
     """
 
     result: BucketLayout
@@ -217,8 +218,9 @@ def reduce_layout(
         shapes, dims: of the unsharded gradients, and the dim along which each is cut.
         world: number of ranks.
         itemsize: bytes of an element.
-        route: of the transport; None where there is nothing to reduce.
-        slots: bytes of buffers that others use; the bucket is made as large as one of them that is but little larger.
+        route: the transport's route; None where there is nothing to reduce.
+        slots: bytes of the gather's slots. A bucket that is up to 1/8 smaller than one of them gets its size, so that
+            the two can share memory.
     """
     result = bucket_layout(shapes, world, dims=dims)
     numel = result.numel + len(shapes)

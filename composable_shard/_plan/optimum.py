@@ -1,11 +1,11 @@
-"""The schedule that leaves least exposed, for given kept groups and a budget.
+"""The schedule with the least exposed communication, for given kept groups and a budget.
 
-It plays the step of `_simulation` from event to event; an event is the forward or the backward of a group. Open is how
-many gathers are issued at each, in the order in which they are needed, and how many reductions are waited for before
-the next one is issued. Choices that have issued and waited for as much have the same bytes live; those that are nowhere
-earlier than another one are dropped, for whatever follows is no earlier either; so are those that cannot end in time,
-by the compute and the transfers that are still to come. Nothing else is left out, so what is found is the optimum, as
-long as no width bounds how many choices are followed at once (a beam search).
+The search runs the simulation (`simulation.py`) from event to event; an event is the forward or the backward of a
+group. The choices are how many gathers are issued at each event, in the order in which they are needed, and how many
+reductions are waited for before the next one is issued. States that have issued and waited for equally much have the
+same live bytes. A state is dropped if another of these is nowhere later, or if it cannot end in time, given the compute
+and the transfers still to come. Nothing else is dropped, so the result is the optimum, unless a width bounds how many
+states are followed at once (a beam search).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .simulation import Sizes, Times
 
 _STATE_WORK = 16  # what a state costs, in comparisons
 
-Path = tuple["Path | None", tuple[str, int]]  # what was chosen, last one first
+Path = tuple["Path | None", tuple[str, int]]  # the choices, last one first
 
 
 class _State(NamedTuple):
-    """When compute and the link are free, gathers on their way arrive and reductions in flight are done; and how."""
+    """Times: when compute and the link are free, gathers arrive and reductions are done; `path` has the choices."""
 
     now: float
     link: float
@@ -49,9 +49,9 @@ class _Reduction(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A schedule: seconds exposed; by gather, in order, the event that issues it; by group, how many may fly with it.
+    """A schedule: exposed seconds, the event that issues each gather, and by group the most reductions in flight.
 
-    `gathers` are those of groups that are not there, first of forward, then of backward.
+    `gathers` has an entry for each gather that the step needs, first in forward, then in backward.
     """
 
     exposed: float
@@ -60,17 +60,17 @@ class Found(NamedTuple):
 
 
 def _sums(numbers: Iterable[int]) -> list[int]:
-    """Of the first none, one, two, ..."""
+    """The sums of the first 0, 1, 2, ... numbers."""
     return list(itertools.accumulate(numbers, initial=0))
 
 
 def _sums_from(numbers: Sequence[float]) -> list[float]:
-    """Of all, of all but the first, ..., of none."""
+    """The sums of the numbers from index 0, 1, 2, ... on; the last one is 0."""
     return list(itertools.accumulate(reversed(numbers), initial=0.0))[::-1]
 
 
 class _Ahead(NamedTuple):
-    """Seconds of what is still to come: of compute and of what follows all compute; of reductions on the link."""
+    """Seconds still to come: of compute, with what follows all compute; and of reductions on the link."""
 
     compute: float
     reductions: float
@@ -84,20 +84,20 @@ class Optimum:
     """The search for one set of kept groups.
 
     Args:
-        steps, sizes, times: the groups, each used once, and one after the other but for the root; none of them keeps
-            pieces among a few ranks, waits for reductions before it gathers or is reduced only at the end, and a root
-            stays until then. (The memory of the root's own reduction is not looked at.)
+        steps, sizes, times: the groups, each used once, and one after the other but for the root. None of them keeps
+            pieces among a few ranks, waits for reductions before it gathers or is reduced only at the end; a root keeps
+            its weights until the end. (The memory of the root's own reduction is not counted.)
         budget: the most bytes that may be live at once; None for no limit.
         kept: groups that stay between forward and backward.
         anywhere: whether gathers may also be issued right before a reduction, and reductions be waited for where an
-            event begins, any number of them being in flight: more than the engine does, to tell what it could gain.
+            event begins, with any number in flight: more than the engine can do, to tell what that would gain.
 
     Attributes:
-        link_seconds: what all collectives take.
-        compute: what all events take.
-        least: what no schedule falls below: what must come before all compute and after it, or what the link moves
-            beyond compute.
-        work: states so far, and comparisons of two of them, a state counted as so many comparisons as it costs.
+        link_seconds: seconds of all collectives.
+        compute: seconds of all events.
+        least: a lower bound of the exposed seconds: the transfers that must precede and follow all compute, or the
+            link's seconds beyond those of compute.
+        work: comparisons of two states so far; making a state counts as `_STATE_WORK` comparisons.
         is_exact: whether no state was left out that might have led to the best schedule.
     """
 
@@ -162,8 +162,8 @@ class Optimum:
 
         Args:
             below: seconds of a schedule that is known.
-            most_work: if it takes more (`work`), None.
-            width: how many states may follow an event; of more, those that can still end first.
+            most_work: the search gives up, with None, if `work` exceeds this.
+            width: how many states are kept after each event: those that can still end soonest.
         """
         self.work, self.is_exact, self._most_work, self._width = 0, True, most_work, width
         if self.least >= below:
@@ -194,7 +194,7 @@ class Optimum:
         return Found(exposed, tuple(gathers[::-1]), tuple(zip(reduced, in_flight[::-1], strict=True)))
 
     def _live(self, place: _Place, at: int, freed: int, reduced: int) -> int:
-        """Bytes: weights and landing buffers of what was issued, less what was freed, and reductions in flight."""
+        """Live bytes: weights of issued gathers, less those freed, landing buffers and reductions in flight."""
         issued, settled = place
         arrived = min(issued, self._arrived[at + 1])
         return (
@@ -205,7 +205,7 @@ class Optimum:
         )
 
     def _begun(self, states: _States, at: int, freed: int, reduced: int) -> Iterator[tuple[_Place, _State]]:
-        """Gather what is needed, wait for it, gather ahead."""
+        """An event begins: gather what it needs, wait for that, gather ahead."""
         due = self._due.get(at)
         for start, listed in states.items():
             for state in listed:
@@ -219,7 +219,7 @@ class Optimum:
                     yield from self._choices(place, its, at, freed, reduced, self._anywhere)
 
     def _ended(self, states: _States, at: int, freed: int) -> Iterator[tuple[_Place, _State]]:
-        """Compute is over: its weights are given up, and its gradients are reduced."""
+        """An event's compute is over: weights are given up, and gradients are reduced."""
         seconds, turn = self._seconds[at], self._reduces.get(at)
         for place, listed in states.items():
             for before in listed:
@@ -241,7 +241,7 @@ class Optimum:
     def _choices(
         self, place: _Place, state: _State, at: int, freed: int, reduced: int, settles: bool
     ) -> Iterator[tuple[_Place, _State]]:
-        """Wait for so many reductions, if that may be, then issue so many gathers."""
+        """All choices of a number of reductions to wait for (with `settles`), then of gathers to issue."""
         for found in self._settled(place, state, reduced) if settles else [(place, state)]:
             while True:
                 yield found
@@ -261,7 +261,7 @@ class Optimum:
     def _issued(
         self, place: _Place, state: _State, at: int, arrived: int, freed: int, reduced: int
     ) -> Iterator[tuple[_Place, _State]]:
-        """With the next gather, if there is one, it may be issued at this event, and it fits.
+        """The state with the next gather issued; none if there is none, or it may not be issued here, or does not fit.
 
         Args:
             place, state: before.
@@ -280,7 +280,7 @@ class Optimum:
         yield after, _State(state.now, link, (*state.gathers, link), state.reductions, path)
 
     def _sifted(self, found: Iterable[tuple[_Place, _State]], ahead: _Ahead, latest: float) -> _States:
-        """Without what must end too late, and without what is nowhere earlier than another; no more than the width."""
+        """The states without those that must end too late or that another one dominates; at most `width`."""
         by_place: dict[_Place, dict[tuple[float, ...], tuple[float, _State]]] = {}
         for place, state in found:
             self.work += _STATE_WORK
@@ -305,7 +305,7 @@ class Optimum:
         return states
 
     def _undominated(self, found: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
-        """Of times in order, those than which no others are nowhere later."""
+        """The tuples of times, given sorted, that no other one dominates: none is nowhere later than they are."""
         kept: list[tuple[float, ...]] = []
         for times in found:
             for other in kept:
@@ -327,12 +327,12 @@ def sets_to_keep(
     budget: int | None,
     always: Collection[str] = (),
 ) -> list[tuple[str, ...]]:
-    """The sets of groups whose weights fit into the budget together; first those that save the link most.
+    """The sets of groups whose weights fit into the budget together, those first that save most gather time.
 
     Args:
-        steps, sizes, times: as above.
-        budget: bytes.
-        always: groups that are in each.
+        steps, sizes, times: as for `Optimum`.
+        budget: bytes; None for no limit.
+        always: groups that are in each set.
     """
     order = [step.fqn for step in forward_order(steps)]
     stays = {step.fqn for step in steps if step.is_root} | set(always)
@@ -355,10 +355,10 @@ def least_exposed(
     known: float,
     always: Collection[str] = (),
 ) -> float:
-    """The least seconds that any schedule within the budget leaves exposed, whatever is kept, issued anywhere.
+    """The least seconds that any schedule within the budget leaves exposed, for any kept groups, and `anywhere`.
 
     Args:
-        steps, sizes, times, budget: as above; for a dozen groups it takes seconds.
+        steps, sizes, times, budget: as for `Optimum`; a dozen groups take seconds.
         known: seconds that some schedule reaches.
         always: groups that must be kept.
     """

@@ -1,6 +1,6 @@
-"""The plan: what is gathered and reduced together, in which order, and what that takes. Frozen data.
+"""The plan: which parameters are gathered and reduced together, in which order and when. Frozen data.
 
-Bytes, places in an arena and predicted times are functions of the plan, not part of it.
+Bytes, offsets in an arena and predicted times are functions of the plan, not part of it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .text import around_changes, group_changes, mib, order_changes, other_model
 JSON_VERSION = 4
 UNBOUNDED = PoolPolicy()
 
-Around = tuple[tuple[str, str], ...]  # groups, each with the one in whose forward it runs
+Around = tuple[tuple[str, str], ...]  # FQNs of groups, each with its innermost enclosing group
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +52,19 @@ class ShardPlan:
 
     Attributes:
         groups: all groups, in the order of their modules.
-        order: FQNs of the groups in the order in which their forwards begin, one entry a use. Declared at first (the
-            order of the modules), learned from the first step.
-        orders: the same for each phase that was seen ("train", "no_grad", "train, no sync", ...; see `phase_of`).
-        around: FQNs of groups that run in the forward of another one than the root's, each with that of the innermost.
-            Declared at first (the modules that hold them), learned from the first step. A use of such a group right
-            behind one that runs in the forward of another is taken to run there, too.
-        arounds: the same for each phase in which it is otherwise.
+        order: FQNs of the groups in the order in which their forwards begin, one entry a use. At first this is the
+            order of the modules; the order of the first step replaces it.
+        orders: the order of each phase that was seen ("train", "no_grad", "train, no sync", ...; see `phase_of`).
+        around: FQNs of the groups that run in the forward of another group but the root's, each with its innermost
+            enclosing group. At first this is how the modules are nested; what the first step has seen replaces it. A
+            use in `order` counts as inside if it is right behind its enclosing group or behind another use inside.
+        arounds: `around` of each phase in which it differs.
         prefetch, pool, costs: what the schedule was made from; see `with_policies`.
-        schedule: what is gathered ahead, kept and waited for; None for one group ahead and what settings keep.
-        places: where the pool of the engine that follows it has what it leases, once that is known. They are what
-            happened, no part of what was planned: plans that differ in them alone are equal.
-        phase: of which kind of forward, and what follows it, it is the plan; see `in_phase`.
+        schedule: what is gathered ahead, kept and waited for; None for the default: one module ahead, and what settings
+            keep.
+        places: the slots in which the pool of the engine that follows this plan has its buffers, once they are known.
+            They are an observation, not planned: plans that differ in `places` alone are equal.
+        phase: the kind of forward, with its backward, that this plan is for; see `in_phase`.
     """
 
     groups: tuple[GroupPlan, ...]
@@ -84,37 +85,36 @@ class ShardPlan:
 
     @property
     def is_default(self) -> bool:
-        """Whether nothing but the settings of the groups makes the schedule."""
+        """Whether the schedule follows from the settings of the groups alone, without policies."""
         return self.prefetch == ONE_AHEAD and self.pool == UNBOUNDED
 
     # ---- phases
 
     def order_in(self, phase: str) -> tuple[str, ...]:
-        """The order of forwards in a phase; that of the plan, if nothing else was seen."""
+        """The order of forwards in a phase; `order`, if that phase was not seen."""
         return dict(self.orders).get(phase, self.order)
 
     def around_in(self, phase: str) -> Around:
-        """What runs inside of what in a phase; as in the plan, if nothing else was seen."""
+        """The enclosing groups in a phase; `around`, if nothing else was seen in that phase."""
         return dict(self.arounds).get(phase, self.around)
 
     def noting(self, phase: str, order: tuple[str, ...], around: Around | None = None) -> ShardPlan:
-        """The same plan, which knows the order of a phase and, where that is news, what runs inside of what."""
+        """This plan with the order of a phase added and, if they are new, the enclosing groups in that phase."""
         orders, arounds = {**dict(self.orders), phase: order}, dict(self.arounds)
         if around is not None and not set(around) <= set(self.around_in(phase)):
             arounds[phase] = around
         return replace(self, orders=tuple(sorted(orders.items())), arounds=tuple(sorted(arounds.items())))
 
     def _anew(self, **changes: Any) -> ShardPlan:
-        """With these changes, and a schedule that is made for them."""
+        """This plan with these changes, and with a new schedule for them."""
         other = replace(self, schedule=None, **changes)
         return other if other.is_default else other._scheduled()
 
     def in_phase(self, phase: str) -> ShardPlan:
-        """The plan of a phase: actions, bytes and times are those of such a forward and what follows it.
+        """The plan of a phase: actions, bytes and times are those of such a forward and of what follows it.
 
-        Its schedule is this one, if the order is, and else one that is made for its order under the same policies.
-        What is gathered, kept and reduced in that phase is by this schedule. What an earlier forward has left, where
-        the phase says "again", is not thought of.
+        If the order is the same in that phase, the schedule is, too; else it is made for the phase's order, under the
+        same policies. In a phase "again", the memory that an earlier forward still holds is not counted.
 
         Raises:
             PoolBudgetError: in this order a group does not fit into the budget.
@@ -125,7 +125,7 @@ class ShardPlan:
         return self._anew(order=order, around=around, costs=self._costs_of(order), phase=phase)
 
     def _costs_of(self, order: tuple[str, ...]) -> Costs | None:
-        """The costs, if they tell of all groups of an order, by its uses: times of others are measured anew."""
+        """The costs for another order, scaled by its uses; None if they lack a group, which must be measured."""
         if self.costs is None or not {fqn for fqn, _ in self.costs.forward}.issuperset(order):
             return None
         before, now = Counter(self.order), Counter(order)
@@ -134,18 +134,18 @@ class ShardPlan:
 
     @property
     def own_orders(self) -> dict[str, tuple[str, ...]]:
-        """The orders of the phases that have another one than the plan, or run something inside of something else."""
+        """The orders of the phases whose order, or whose enclosing groups, differ from those of the plan."""
         other = dict(self.arounds)
         return {phase: order for phase, order in self.orders if order != self.order or phase in other}
 
     # ---- the step
 
     def actions(self) -> tuple[Action, ...]:
-        """A step as this plan expects it."""
+        """The actions of a step, as the plan expects them."""
         return training_step(self._steps(), self.schedule, self.phase)
 
     def _timed(self) -> tuple[Action, ...]:
-        """The same, with forwards and backwards."""
+        """`actions`, with the beginnings and ends of forwards and backwards."""
         return timed_step(self._steps(), self.edges(), self.phase)
 
     def edges(self) -> Schedule:
@@ -153,25 +153,25 @@ class ShardPlan:
         return self.schedule or one_ahead(self._steps())
 
     def live_bytes(self) -> tuple[int, ...]:
-        """Bytes leased after each of `actions`; of a `SHRINK`, which cuts pieces from the weights, with these."""
+        """Bytes leased after each of `actions`; for `SHRINK` during it: the weights and the pieces cut from them."""
         return tuple(live_bytes(self.lifetimes(), len(self.actions())))
 
     def lifetimes(self) -> list[Lifetime]:
-        """The buffers that `actions` lease, by place among them; named ``weights layers.3``, ``landing layers.3``..."""
+        """The buffers that `actions` lease, by index of action; named ``weights layers.3``, ``landing layers.3``..."""
         return lifetimes(self.actions(), self._sizes())
 
     @property
     def peak_bytes(self) -> int:
         """Predicted most bytes of unsharded parameters and communication buffers in a training step.
 
-        Gradients that autograd has made and not yet handed over, `.grad` and activations are not among them.
+        Not included: gradients that autograd has made and not handed over yet, `.grad`, and activations.
         """
         return peak_bytes(self.lifetimes())
 
     def arena(self) -> Arena:
-        """Places for all that `actions` lease: those of the pool if they are known and good for them, else solved.
+        """Offsets for all that `actions` lease: those of the pool if they are known and still serve, else solved.
 
-        It has one lane, for the events of the pool order what shares memory.
+        The arena has one lane: buffers of different streams may share memory, for the pool orders them by events.
         """
         lives, timed = self.lifetimes(), self._timed()
         forward = itertools.takewhile(lambda action: action.kind is not Kind.BACKWARD, timed)
@@ -179,16 +179,16 @@ class ShardPlan:
         return (as_placed(lives, turn, self.places) if self.places else None) or solve(lives)
 
     def _streamed(self) -> Arena | None:
-        """The arena, if its places matter for time: if it is streams that wait."""
+        """The arena, if streams wait for communication: only then does memory that is shared cost time."""
         return self.arena() if self.costs is not None and self.costs.streams else None
 
     def trace(self) -> Trace | None:
-        """When what happens in a step; None without costs."""
+        """When each action of a step happens; None without costs."""
         times = self.times()
         return None if times is None else trace(self._timed(), times, self._streamed())
 
     def predicted(self) -> Prediction:
-        """The peak by kind of memory and, where costs are known, the time of each group and what of it is exposed."""
+        """The peak of each kind of memory and, where costs are known, the times of each group and its exposed part."""
         return predict(self._timed(), self._sizes(), self.times(), self._streamed())
 
     def with_policies(
@@ -197,10 +197,10 @@ class ShardPlan:
         pool: PoolPolicy | None = None,
         costs: Costs | None = None,
     ) -> ShardPlan:
-        """The plan with a schedule made anew.
+        """This plan with a new schedule.
 
         Args:
-            prefetch, pool, costs: what takes the place of this plan's; None leaves it.
+            prefetch, pool, costs: replace this plan's; None leaves them as they are.
 
         Raises:
             PoolBudgetError: a group does not fit into the budget.
@@ -236,7 +236,7 @@ class ShardPlan:
         return {fqn: self.group(fqn).sizes for fqn in dict.fromkeys(self.order)}
 
     def parts(self) -> tuple[list[Step], dict[str, Sizes], dict[str, Times] | None]:
-        """What a schedule is made of: uses of groups in order, their bytes, and their seconds where costs are known."""
+        """What a schedule is made from: uses of groups in order, bytes of groups, and seconds where costs are known."""
         return self._steps(), self._sizes(), self.times()
 
     def times(self) -> dict[str, Times] | None:
@@ -255,12 +255,12 @@ class ShardPlan:
         return backward_order(self._steps())
 
     def part(self, fqns: Set[str]) -> ShardPlan:
-        """The plan of some of its groups alone."""
+        """The plan of these groups alone."""
         edges = self.edges()
 
         def those(of: Edges) -> Edges:
             cut = [(at, tuple(fqn for fqn in ahead if fqn in fqns)) for at, ahead in of if at in fqns]
-            tell = {at for at, ahead in cut if ahead}  # of the others it makes no difference whether they are listed
+            tell = {at for at, ahead in cut if ahead}  # an edge to nothing says nothing
             return tuple(each for each in cut if each[0] in tell)
 
         schedule = replace(
@@ -324,10 +324,10 @@ class ShardPlan:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what all ranks must agree on: groups, orders and schedule.
+        """SHA-256 of all on which ranks must agree: groups, orders, enclosing groups and schedule.
 
-        Some things are left out: costs are a cause, not a part, of the schedule, and places what came of it. Nothing
-        else in a plan depends on the rank: sizes of shards are those of a full rank.
+        Policies and costs are left out, as what the schedule was made from, and places, as an observation. Nothing in a
+        plan depends on the rank: sizes of shards are those of a rank with full pieces.
         """
         groups = [encode(group) for group in self.groups]
         agreed = {"version": JSON_VERSION, "groups": groups, "order": self.order, "schedule": encode(self.edges())}
@@ -348,7 +348,7 @@ class ShardPlan:
             )
 
     def diff(self, other: ShardPlan) -> str:
-        """What is otherwise in `other`, a line each; empty if the plans are equal."""
+        """A line for each difference of `other` from this plan; empty if the plans are equal."""
         lines = group_changes(self.groups, other.groups)
         lines += order_changes(self.order, other.order) + around_changes(self.around, other.around)
         for phase in dict.fromkeys([*self.own_orders, *other.own_orders]):
@@ -371,9 +371,9 @@ class ShardPlan:
 
 
 def replan(plan: ShardPlan, record: Record) -> ShardPlan:
-    """The plan for the next step: the order that was seen, and what ran inside of what, take the place of the expected.
+    """The plan for the next step: the recorded order and enclosing groups replace the planned ones.
 
-    Orders that only other phases have stay.
+    Orders of other phases stay.
 
     Raises:
         PoolBudgetError: in this order a group does not fit into the budget.

@@ -29,14 +29,14 @@ def scheduled(
 
     Args:
         steps: the uses of groups in the order of their forwards.
-        sizes: bytes of each.
-        policy: how far to gather ahead; `auto` is one ahead as long as there are no times.
-        budget: the most bytes that may be live at once: weights, landing buffers and reductions; None for no limit,
-            but for `auto`: there it is what one ahead takes.
-        times: seconds of each, where they are known.
+        sizes: bytes of each group.
+        policy: how far to gather ahead; `auto` means one module ahead as long as there are no times.
+        budget: the most bytes that may be live at once: weights, landing buffers and reductions. None for no limit,
+            except that `auto` then takes no more than one module ahead does.
+        times: seconds of a use of each group, where they are known.
 
     Raises:
-        PoolBudgetError: a group does not fit; with the least budget that works.
+        PoolBudgetError: a group does not fit; the error has the least budget that works.
     """
     if policy.kind == "auto" and times is not None and steps:
         return _searched(steps, sizes, times, budget)
@@ -51,7 +51,7 @@ def scheduled(
 def _searched(
     steps: Sequence[Step], sizes: Mapping[str, Sizes], times: Mapping[str, Times], budget: int | None
 ) -> Schedule:
-    """The schedule of `auto`, searched for once."""
+    """The schedule of `auto`; the same question is searched only once."""
     asked = tuple((step, sizes[step.fqn], times[step.fqn]) for step in steps), budget
     found = _made.pop(asked, None) or Auto(steps, sizes, times, budget).best().schedule
     _made[asked] = found

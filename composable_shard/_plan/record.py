@@ -1,4 +1,4 @@
-"""What an iteration did. The engine writes a record and hands it back; nothing else flows upward."""
+"""What an iteration did. Records are all that the engine reports back to the plan."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .simulation import Times
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Seconds, from the beginning of the iteration, in which the host did, or waited for, something of a group.
+    """A period, in seconds from the beginning of the iteration, in which the host worked on, or waited for, a group.
 
-    `UNSHARD` and `REDUCE` are the issue, `WAIT` and `REDUCED` the waiting, `FORWARD` and `BACKWARD` the compute, in
-    which the others lie.
+    Spans of `UNSHARD` and `REDUCE` are the issue of a collective, of `WAIT` and `REDUCED` the waiting for it. Those of
+    `FORWARD` and `BACKWARD` are the compute, and contain the others.
     """
 
     kind: Kind
@@ -24,7 +24,7 @@ class Span:
 
 
 def own_seconds(spans: Sequence[Span]) -> dict[tuple[Kind, str], float]:
-    """For each kind and group, the seconds of its spans without those of others that lie within them.
+    """For each kind and group, the seconds of its spans, less those of the spans within them.
 
     Args:
         spans: in the order in which they began, as `Stopwatch.take` gives them.
@@ -45,18 +45,18 @@ def own_seconds(spans: Sequence[Span]) -> dict[tuple[Kind, str], float]:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One iteration: from a forward, while no earlier one waits for its backward, to the next such forward.
+    """One iteration: from an outermost forward that begins while no earlier one waits for its backward, to the next.
 
-    A backward ends the wait of its own forward and of all before it, as do a failed backward and an optimizer's step.
+    A backward ends the wait of its own forward and of all earlier ones. So do a failed backward and an optimizer step.
 
     Attributes:
         actions: what was done to the groups, in order of issue.
-        live_bytes: bytes leased from the pool after each action (unsharded parameters and communication buffers); of a
-            `SHRINK`, which takes some before it gives others back, at the most.
+        live_bytes: bytes leased from the pool after each action (unsharded parameters and communication buffers); for
+            `SHRINK`, which leases pieces before it gives the weights back, the most during it.
         order: FQNs of the groups in the order in which their forwards began, one entry a use.
-        around: of groups that ran in the forward of another one than the root's, their FQN and that one's.
         times: seconds that groups took, by FQN, where they were measured.
-        spans: when what was done, while the engine is watched.
+        spans: what the host did when, if that was asked for.
+        around: FQNs of groups that ran in the forward of another group but the root's, each with that group.
     """
 
     actions: tuple[Action, ...]

@@ -1,8 +1,8 @@
 """A step as a list of actions: their text form, and the step that a plan expects.
 
-`training_step` writes down what the eager engine does for uses of groups in order, one inside of another or not; the
-engine's record of such a step is the same list, which is how the tests hold the two together. It is made by passes from
-list to list: the forwards and backwards of the groups, then the reshards, the gathers and the reductions between them.
+`training_step` predicts the actions of the eager engine for uses of groups in order, nested or not. The engine's record
+of such a step is the same list: the tests compare the two. The list is made by passes, each from list to list: first
+the forwards and backwards of the groups, then the reshards, the gathers and the reductions between them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Kind(StrEnum):
     UNSHARD = "UNSHARD"  # its all-gather is issued
     WAIT = "WAIT"  # ... and waited for: the parameters can be read
     RESHARD = "RESHARD"  # the unsharded parameters are given up
-    SHRINK = "SHRINK"  # they are given up but for what a few ranks keep among them
+    SHRINK = "SHRINK"  # the unsharded parameters are given up, but a few ranks keep pieces to gather them from
     REDUCE = "REDUCE"  # the reduction of its gradients is issued
     REDUCED = "REDUCED"  # ... and waited for: `.grad` is set
-    FORWARD = "FORWARD"  # its forward begins; in no record, nor are the next two
+    FORWARD = "FORWARD"  # its forward begins; this kind and the next two are in no record
     BACKWARD = "BACKWARD"  # its backward begins
-    ENDED = "ENDED"  # what has begun last of it is over, with all that runs inside
+    ENDED = "ENDED"  # the forward or backward of it that has begun last is over, with all that runs inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +56,17 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the schedule must know of a use of a group: of one of its forwards, and the backward of that.
+    """What the schedule must know of a use: one forward of a group, and the backward that belongs to it.
 
     Attributes:
-        is_root: whether it is the root's, whose forward is around all others.
-        reshard_after_forward, shrinks: whether forward gives its weights up, or keeps some.
-        trains: whether it gets gradients.
+        fqn: the group.
+        is_root: whether it is the root's group, which encloses all others.
+        reshard_after_forward: whether the weights are given up after forward.
+        trains: whether the group gets gradients.
+        shrinks: whether a few ranks then keep pieces of the weights among them.
         reduces_first: whether backward waits for reductions before it gathers what follows this group.
-        around: groups but for the root's in whose forward it runs, if one of them runs.
-        turn: if its gradients are reduced only when backward is over, its place among those; None else.
+        around: possible enclosing groups but for the root's: the use runs inside of one only if that one runs.
+        turn: if the gradients are reduced only when backward is over, a number that orders such groups; None else.
     """
 
     fqn: str
@@ -79,13 +81,13 @@ class Step:
 
 # Kinds of forwards, and what follows each: nothing, a backward, one whose gradients are reduced only later.
 NO_GRAD, TRAIN, NO_SYNC = "no_grad", "train", "train, no sync"
-AGAIN = ", again"  # behind them, where an earlier forward still waits for its backward
+AGAIN = ", again"  # suffix of these phases where an earlier forward still waits for its backward
 
 MAX_REDUCTIONS = 2  # reductions in flight: issuing one more waits for the oldest
 
 Edges = tuple[tuple[str, tuple[str, ...]], ...]
 
-MARKS = (Kind.FORWARD, Kind.BACKWARD, Kind.ENDED)  # what is in no record
+MARKS = (Kind.FORWARD, Kind.BACKWARD, Kind.ENDED)  # kinds that are in no record
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +97,15 @@ class Schedule:
     No part of it depends on a clock or on memory at run time, so ranks that have the same one issue the same actions.
 
     Attributes:
-        forward, backward: prefetch edges: a group, and those to gather when its forward (backward) begins and its own
-            weights are there, in order of issue; of a group that is used several times, what begins first comes
-            first. A group that is in no list is gathered when it begins itself.
+        forward, backward: prefetch edges: a group, and those to gather, in order of issue, when its forward (backward)
+            has begun and its own gather was waited for. A group that is used several times has several edges, in the
+            order of its uses. A group that no edge gathers is gathered when it begins itself.
         kept: the groups that keep their weights between forward and backward, in order of their forwards.
         max_reductions: most reductions in flight; issuing one more waits for the oldest.
         reduces_first: whether backward of every group waits for all reductions before it gathers, which `Step` says of
             some groups anyway.
-        in_flight: groups for whose reduction another number holds than `max_reductions`, and that number.
-        stays_for_next: whether weights stay from one backward of a group to the next one, where that follows at once.
+        in_flight: groups for whose reduction another number than `max_reductions` holds, with that number.
+        stays_for_next: whether weights stay between two backwards of one group that follow each other at once.
     """
 
     forward: Edges
@@ -122,7 +124,7 @@ class Schedule:
                 raise ShardConfigValueError(f"Schedule.in_flight[{fqn!r}]={number!r}: expected at least 1")
 
     def ahead(self) -> dict[Action, list[tuple[str, ...]]]:
-        """The edges by the action at which they gather, a `FORWARD` or a `BACKWARD`, in the order of its uses."""
+        """The groups to gather at each `FORWARD` or `BACKWARD`, one tuple for each use of its group."""
         found: dict[Action, list[tuple[str, ...]]] = {}
         for kind, edges in ((Kind.FORWARD, self.forward), (Kind.BACKWARD, self.backward)):
             for fqn, groups in edges:
@@ -131,23 +133,26 @@ class Schedule:
 
 
 def listed(events: Sequence[str], ahead: Mapping[int, Sequence[str]]) -> Edges:
-    """Prefetch edges of what begins in this order, by place; those of a group that begins again and again all."""
+    """Prefetch edges of events in order, from the groups that the event at each index gathers ahead.
+
+    A group with several events gets an edge for each, even if empty, so that edges and uses correspond.
+    """
     uses = Counter(events)
     return tuple((fqn, tuple(ahead.get(at, ()))) for at, fqn in enumerate(events) if at in ahead or uses[fqn] > 1)
 
 
 def forward_order(steps: Sequence[Step]) -> list[Step]:
-    """The uses in the order in which their forwards begin: the root, which is around the others, first."""
+    """The uses in the order in which their forwards begin: the root, which encloses the others, first."""
     return [s for s in steps if s.is_root] + [s for s in steps if not s.is_root]
 
 
 def backward_order(steps: Sequence[Step]) -> list[Step]:
-    """The uses in the order in which their backwards begin: what is around another begins before that in both."""
+    """The uses in the order in which their backwards begin: here, too, an enclosing group before those inside."""
     return [step for step, begins in reversed(_course(steps)) if not begins]
 
 
 def _course(steps: Sequence[Step]) -> list[tuple[Step, bool]]:
-    """Where forwards begin (true) and end. Backward goes the other way, from the ends to the beginnings."""
+    """Where forwards begin (True) and end (False), in order; backward runs through this list from its end."""
     running: list[Step] = []
     found: list[tuple[Step, bool]] = []
     for step in forward_order(steps):
@@ -159,7 +164,7 @@ def _course(steps: Sequence[Step]) -> list[tuple[Step, bool]]:
 
 
 def modules_of(order: Sequence[Step]) -> list[int]:
-    """The module that each use is of, by number: groups of one module, on several meshes, begin together."""
+    """The number of the module of each use: groups of one module, on several meshes, begin together."""
     found: list[int] = []
     for at, step in enumerate(order):
         before = order[at - 1] if at else None
@@ -169,7 +174,7 @@ def modules_of(order: Sequence[Step]) -> list[int]:
 
 
 def first_of(modules: Sequence[int]) -> dict[int, int]:
-    """Where each module begins."""
+    """By number of a module, the index of its first use."""
     return {number: at for at, number in reversed(list(enumerate(modules)))}
 
 
@@ -183,7 +188,7 @@ def kept_by_setting(steps: Sequence[Step]) -> tuple[str, ...]:
 
 
 def one_ahead(steps: Sequence[Step]) -> Schedule:
-    """The schedule of the engine if nothing else is asked for: the next module is gathered when one begins."""
+    """The default schedule: when a module begins, the next one is gathered."""
 
     def edges(order: Sequence[Step], resident: Sequence[str]) -> Edges:
         names, modules = [step.fqn for step in order], modules_of(order)
@@ -205,14 +210,14 @@ def one_ahead(steps: Sequence[Step]) -> Schedule:
 
 
 def computes(steps: Sequence[Step], kind: Kind) -> list[Action]:
-    """The forwards, or the backwards, of a step: where each begins, and where it ends."""
+    """The beginnings and ends of the forwards, or of the backwards, of a step."""
     forward = _course(steps)
     course = forward if kind is Kind.FORWARD else [(step, not begins) for step, begins in reversed(forward)]
     return [Action(kind if begins else Kind.ENDED, step.fqn) for step, begins in course]
 
 
 def with_reshards(actions: Sequence[Action], steps: Sequence[Step], schedule: Schedule) -> list[Action]:
-    """Give weights up where a forward ends, but for what is kept, and a backward, but for what follows at once."""
+    """Give weights up after each forward, unless they are kept, and each backward, unless the group's next follows."""
     shrinks, stays = {step.fqn for step in steps if step.shrinks}, set(schedule.kept)
     turn = next((place for place, action in enumerate(actions) if action.kind is Kind.BACKWARD), len(actions))
     found: list[Action] = []  # last action first
@@ -230,7 +235,7 @@ def with_reshards(actions: Sequence[Action], steps: Sequence[Step], schedule: Sc
 
 
 def with_gathers(actions: Sequence[Action], ahead: Mapping[Action, Sequence[Sequence[str]]]) -> list[Action]:
-    """Gather what a forward or a backward needs where it begins, unless that is there, and then what `ahead` says."""
+    """Where a forward or a backward begins, gather its weights, unless they are there, then the groups of `ahead`."""
     gathering: set[str] = set()
     resident: set[str] = set()
     told = {action: deque(groups) for action, groups in ahead.items()}
@@ -257,7 +262,7 @@ def with_gathers(actions: Sequence[Action], ahead: Mapping[Action, Sequence[Sequ
 
 
 def with_reductions(actions: Sequence[Action], steps: Sequence[Step], schedule: Schedule) -> list[Action]:
-    """Reduce gradients where a backward ends, behind its reshard, so that the buffer can take the place of weights."""
+    """Reduce gradients where a backward ends, behind its reshard, so that the buffer can use the weights' memory."""
     trains = {step.fqn for step in steps if step.trains}
     first = {step.fqn for step in steps if step.reduces_first or schedule.reduces_first}
     last = {step.fqn: step.turn for step in steps if step.turn is not None and step.trains}
@@ -294,7 +299,7 @@ def with_reductions(actions: Sequence[Action], steps: Sequence[Step], schedule: 
 
 
 def timed_step(steps: Sequence[Step], schedule: Schedule, phase: str = TRAIN) -> tuple[Action, ...]:
-    """`training_step`, with the forwards and backwards where they begin, and where they end if nothing else tells."""
+    """`training_step` with `MARKS`: beginnings of forwards and backwards, and ends of backwards without a reshard."""
     if phase.startswith(NO_GRAD):
         return _without_backward(steps, schedule)
     if phase.startswith(NO_SYNC):
@@ -305,7 +310,7 @@ def timed_step(steps: Sequence[Step], schedule: Schedule, phase: str = TRAIN) ->
 
 
 def _without_backward(steps: Sequence[Step], schedule: Schedule) -> tuple[Action, ...]:
-    """A forward at whose end all is given up that is still there."""
+    """A forward without backward: at its end, all weights that are still there are given up."""
     actions = with_reshards(computes(steps, Kind.FORWARD), steps, schedule)
     actions = with_gathers(actions, schedule.ahead())
     left = dict.fromkeys(step.fqn for step in steps if step.shrinks or step.fqn in schedule.kept)
@@ -313,12 +318,13 @@ def _without_backward(steps: Sequence[Step], schedule: Schedule) -> tuple[Action
 
 
 def training_step(steps: Sequence[Step], schedule: Schedule | None = None, phase: str = TRAIN) -> tuple[Action, ...]:
-    """Forward and backward of groups that run in the given order, the root (if any) around the others.
+    """The actions of forward and backward of groups that run in the given order, inside of the root (if any).
 
     Args:
         steps: the uses of groups.
         schedule: what is gathered ahead, kept and waited for; None for `one_ahead`.
-        phase: another kind of forward, and what follows that.
+        phase: the kind of forward; without gradients or sync, actions of the missing backward or reductions are left
+            out.
     """
     actions = timed_step(steps, schedule or one_ahead(steps), phase)
     return tuple(action for action in actions if action.kind not in MARKS)

@@ -1,13 +1,13 @@
-"""The schedule that waits least, by times: a search over the groups that keep their weights.
+"""The schedule with the least waiting, by measured times: a search over sets of groups that keep their weights.
 
-From a set of groups it goes to sets that keep more, or others, as long as it finds a better schedule. What is best for
-one set comes from `Optimum`, which looks at few states at first and, for the best set, at more; where it does not apply
-(reductions that come first or last, weights that a few ranks share, groups inside of others or used again), from
-gathering as early as memory allows.
+The search climbs from one set to sets that keep more groups, or others, as long as the schedule gets better. The best
+schedule of one set comes from `Optimum`, with few states at first and, for the best set, more. Where `Optimum` does not
+apply (reductions that come first or last, weights that a few ranks share, groups nested or used again), gathers are
+issued as early as memory allows.
 
-A gather is at its best as early as memory allows: that frees no byte later and delays no other gather, for they keep
-their order. From there each is put off to the last event that still lets it arrive in time, which takes memory for as
-short as possible and the link from reductions as little as possible.
+For waiting, as early as memory allows is best: no byte is freed later, and no other gather is delayed, because gathers
+keep their order. Then each gather is put off to the last event at which it still arrives in time, so that it holds
+memory as short as possible and delays reductions on the link as little as possible.
 
 The search is bounded by work, never by a clock: all ranks must come to the same schedule.
 """
@@ -35,7 +35,7 @@ class _Try(NamedTuple):
 
     exposed: float
     peak: int
-    held: int  # bytes, summed over the actions: what a look-ahead that is longer than needed takes
+    held: int  # live bytes, summed over the actions: larger where groups are gathered earlier than needed
     schedule: Schedule
     timeline: Timeline
 
@@ -71,7 +71,7 @@ class Auto:
         return self._widened(self._climbed(best, 2 * _MOST_WORK // 3))
 
     def _climbed(self, best: _Try, most_work: int) -> _Try:
-        """What is better than all its neighbours, or the best one after so much work."""
+        """Climb to a schedule that is better than all its neighbours, or until `most_work` is done."""
         seen = {frozenset(best.schedule.kept)}
         improved = True
         while improved:
@@ -89,7 +89,7 @@ class Auto:
         return best
 
     def _widened(self, best: _Try) -> _Try:
-        """What more exact searches find, if that is better: of this set, and where there are few groups, of all."""
+        """Search this set, and all sets where there are few groups, with more states."""
         few = len(self.steps) - len(self.fixed) <= _MOST_GROUPS
         sets = sets_to_keep(self.steps, self.sizes, self.times, self.budget, self.fixed) if few else []
         for width in _WIDTHS[1:]:
@@ -116,7 +116,7 @@ class Auto:
         return one if one is not None and one.exposed < best.exposed - 0.5 * self.gain else None
 
     def _followed(self, kept: Sequence[str], found: Found) -> Iterator[_Try]:
-        """A schedule that was found, with gathers as late as they may be."""
+        """The schedule that was found, and the same with gathers as late as possible; those within the budget."""
         fewer = tuple((fqn, number) for fqn, number in found.in_flight if number != MAX_REDUCTIONS)
         bare = Bare(self.steps, self.sizes, Schedule((), (), tuple(kept), in_flight=fewer))
         early = self._judged(bare.scheduled(found.gathers))
@@ -177,10 +177,10 @@ class Auto:
         return min((each for each in tries if each.exposed <= most), key=self._price)
 
     def _price(self, found: _Try) -> tuple[bool, int, int]:
-        """What a schedule costs beside time.
+        """What a schedule costs beside time, for comparison.
 
-        Reductions come first last of all: when half of a backward is over, which is when they are waited for, is known
-        least.
+        Schedules in which reductions come first are the last choice: their waits fall in the middle of a backward, a
+        moment that is predicted least well.
         """
         unsure = found.schedule.reduces_first and not self.reduces_first
         return unsure, found.peak, found.held
@@ -193,7 +193,7 @@ class Auto:
         return _Try(timeline.exposed, max(live), sum(live), schedule, timeline)
 
     def _put_off(self, bare: Bare, early: _Try, issued: Sequence[int]) -> list[int]:
-        """The last event at which each gather can be issued without being later than it is."""
+        """The last event at which each gather can be issued and still arrive before its event begins in `early`."""
         begins = early.timeline.begins
         found, latest = list(issued), float("inf")
         shrunk = {action.fqn for action in bare.actions if action.kind is Kind.SHRINK}

@@ -1,17 +1,17 @@
-"""What a list of actions costs: bytes over its course and, where times are known, how long compute waits.
+"""The simulation of a list of actions: live bytes after each and, where times are known, how long compute waits.
 
-Compute runs one group after the other. A link carries one collective at a time, gathers and reductions in the order of
-issue: with ``s`` and ``f`` the start and the end of a collective that takes ``t``, and ``c`` the start of compute that
-takes ``F``,
+Compute runs one group after the other. The link carries one collective at a time, gathers and reductions in the order
+of issue. With ``s`` and ``f`` the start and the end of a collective that takes ``t`` seconds, and ``c`` the start of
+compute that takes ``F`` seconds,
 
     s_i = max(issue_i, f_{i-1})    f_i = s_i + t_i    c_i = max(c_{i-1} + F_{i-1}, f_i)
 
-That is a machine whose host stands by while compute waits. With streams the host issues all at once, in the same order,
-and a gather begins when what had its memory before is done, which may be earlier, or later: `issue_i` is the end of the
-last use of the memory. Gradients are packed by compute, which waits for that memory itself.
+That is a machine whose host blocks while compute waits. With streams, the host issues everything at once, in the same
+order, and a gather begins as soon as the previous buffer in its memory is done, which may be earlier or later: then
+`issue_i` is the end of the last use of that memory. Gradients are packed by compute, which waits for the memory itself.
 
-What a step takes longer than its compute alone is *exposed*: the sum of ``c_i - c_{i-1} - F_{i-1}``, and what is waited
-for at the end. Issuing takes no time. The compute of the root counts where it begins, in forward and in backward.
+The time of a step beyond its compute alone is *exposed*: the sum of ``c_i - c_{i-1} - F_{i-1}``, and the waits at the
+end. Issuing takes no time. All compute of the root counts at its beginning, in forward and in backward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .schedule import MARKS, Action, Kind
 
 
 def lifetimes(actions: Sequence[Action], sizes: Mapping[str, Sizes]) -> list[Lifetime]:
-    """The buffers that these actions lease, by place in the list; named ``weights layers.3`` and so on."""
+    """The buffers that these actions lease, by index in the list; named ``weights layers.3`` and so on."""
     opened: dict[tuple[str, str], list[int]] = {}
     lives: list[Lifetime] = []
 
@@ -62,7 +62,7 @@ def lifetimes(actions: Sequence[Action], sizes: Mapping[str, Sizes]) -> list[Lif
 
 
 def live_bytes(lives: Sequence[Lifetime], steps: int) -> list[int]:
-    """Bytes that are live after each of so many steps."""
+    """Bytes that are live after each of the first `steps` steps of the lifetimes."""
     changes = [0] * (steps + 1)
     for life in lives:
         changes[life.opened] += life.nbytes
@@ -76,13 +76,13 @@ def live_bytes(lives: Sequence[Lifetime], steps: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """How a step goes by.
+    """The course of a step.
 
     Attributes:
-        begins: when each forward and backward begins to compute, in order; seconds from the start.
+        begins: seconds from the start at which each forward and backward begins to compute, in order.
         gathers: seconds of each gather on the link, in order of issue.
-        waits: seconds that compute waits before the forward (`FORWARD`) or the backward of a group, for its reduction
-            (`REDUCED`), or for the memory of that (`REDUCE`); those of 0 seconds are left out.
+        waits: seconds that compute waits, by action: for the gather of a group's forward (`FORWARD`) or backward
+            (`BACKWARD`), for its reduction (`REDUCED`), or for that reduction's memory (`REDUCE`); without zeros.
         seconds: the whole step.
         compute: seconds of compute.
     """
@@ -100,19 +100,19 @@ class Timeline:
 
 
 class _Clock:
-    """Compute and the link, as the actions are read one by one.
+    """The clocks of compute and of the link, advanced action by action.
 
     Args:
-        times: of the groups.
-        arena: where buffers lie, if it is streams that wait: gathers are issued when their memory is free.
+        times: seconds of a use of each group.
+        arena: the offsets of the buffers, if streams wait: gathers then begin when their memory is free.
     """
 
     def __init__(self, times: Mapping[str, Times], arena: Arena | None = None) -> None:
         self.times = times
         self.memory = None if arena is None else _Memory(arena)
         self.now = self.link_free = self.compute = 0.0
-        self.running: Action | None = None  # what has begun and did not compute yet
-        self.left = 0.0  # seconds of its compute
+        self.running: Action | None = None  # the forward or backward that has begun
+        self.left = 0.0  # seconds of its compute still to come
         self.halved = False
         self.arrives: dict[tuple[Kind, str], deque[float]] = {}
         self.begins: list[float] = []
@@ -141,7 +141,7 @@ class _Clock:
             self.waits[on] = self.waits.get(on, 0.0) + late
 
     def leave(self, time: float, lasts: bool = False) -> None:
-        """What the action gives up was used until then; if it lasts, what it gives up when it is over."""
+        """Memory that this action gives up was used until `time`; with `lasts`, memory that it gives up at its end."""
         if self.memory is not None:
             self.memory.left(time, lasts)
 
@@ -153,7 +153,7 @@ class _Clock:
         self.begins.append(self.now)
 
     def run(self, share: float = 1.0) -> None:
-        """Compute this share of what is left of the group that runs."""
+        """Do this share of the compute that is still to come of the group that runs."""
         self.now += share * self.left
         self.compute += share * self.left
         self.left -= share * self.left
@@ -164,10 +164,10 @@ class _Clock:
 
 
 class _Memory:
-    """When memory is free, as the actions are read one by one; forwards and backwards are not counted."""
+    """The times at which memory becomes free, action by action; `MARKS` are not counted."""
 
     def __init__(self, arena: Arena) -> None:
-        self.place = -1  # of the action that is read now
+        self.place = -1  # index of the current action
         self._free_at = [0.0] * len(arena.lifetimes)
         self._before = followers(arena)
         self._opened: dict[int, list[int]] = {}
@@ -177,18 +177,18 @@ class _Memory:
             self._closed.setdefault(life.closed, []).append(at)
 
     def taken(self) -> float:
-        """When all that this action takes is free."""
+        """The time from which all memory that this action takes is free."""
         taken = self._opened.get(self.place, ())
         return max((self._free_at[other] for at in taken for other in self._before[at]), default=0.0)
 
     def left(self, time: float, lasts: bool = False) -> None:
-        """What this action gives up, or gives up when it is over, is free from that time on."""
+        """Memory that this action gives up, or with `lasts` gives up at its end, is free from `time` on."""
         for at in self._closed.get(self.place + lasts, ()):
             self._free_at[at] = time
 
 
 class _NotingClock(_Clock):
-    """The same, and what took time: compute, the link, and waiting for it."""
+    """A clock that notes a span for all that takes time: compute, the link, and waiting for it."""
 
     def __init__(self, times: Mapping[str, Times], arena: Arena | None = None) -> None:
         super().__init__(times, arena)
@@ -215,7 +215,7 @@ class _NotingClock(_Clock):
 
 
 def _played(actions: Sequence[Action], clock: _Clock) -> Iterator[Action]:
-    """The actions, each when the clock has seen it."""
+    """Advance the clock by each action, then yield that action."""
     times = clock.times
     resident: set[str] = set()
     shrunk: set[str] = set()
@@ -256,12 +256,12 @@ def _played(actions: Sequence[Action], clock: _Clock) -> Iterator[Action]:
 
 
 def simulate(actions: Sequence[Action], times: Mapping[str, Times], arena: Arena | None = None) -> Timeline:
-    """What becomes of `actions`, as `timed_step` writes them, where collectives and compute take so long.
+    """The timeline of a step.
 
     Args:
-        actions: of a step.
-        times: of a use of each group.
-        arena: where their buffers lie, if it is streams that wait; None if the host does.
+        actions: the actions of the step, as `timed_step` writes them.
+        times: seconds of a use of each group.
+        arena: the offsets of the buffers, if streams wait; None if the host waits.
     """
     clock = _Clock(times, arena)
     for _ in _played(actions, clock):
@@ -270,14 +270,14 @@ def simulate(actions: Sequence[Action], times: Mapping[str, Times], arena: Arena
 
 
 class Trace(NamedTuple):
-    """When what happens in a step. Spans of `UNSHARD` and `REDUCE` are the link's; `WAIT` and `REDUCED` are waiting."""
+    """The times of a step. Spans of `UNSHARD` and `REDUCE` are the link's, those of `WAIT` and `REDUCED` are waits."""
 
-    done: tuple[float, ...]  # seconds at which each action but the forwards and backwards was done, in order
-    spans: tuple[tuple[Kind, str, float, float], ...]  # what took time, from when, until when
+    done: tuple[float, ...]  # seconds at which each action but the `MARKS` was done, in order
+    spans: tuple[tuple[Kind, str, float, float], ...]  # kind and group, begin and end in seconds
 
 
 def trace(actions: Sequence[Action], times: Mapping[str, Times], arena: Arena | None = None) -> Trace:
-    """`simulate`, and all of it noted, which takes longer."""
+    """`simulate` with a span for all that takes time; slower."""
     clock = _NotingClock(times, arena)
     done = [clock.now for action in _played(actions, clock) if action.kind not in MARKS]
     return Trace(tuple(done), tuple(clock.spans))
@@ -285,7 +285,7 @@ def trace(actions: Sequence[Action], times: Mapping[str, Times], arena: Arena | 
 
 @dataclass(frozen=True, slots=True)
 class GroupTimes:
-    """Seconds of a group in a step: its gathers, its compute, its reduction, and what compute waits for of them."""
+    """Seconds of a group in a step: its gathers, compute and reductions, and how long compute waits for these."""
 
     fqn: str
     gather: float
@@ -296,15 +296,15 @@ class GroupTimes:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a training step takes.
+    """Predicted memory and time of a training step.
 
     Attributes:
-        peak: most bytes at once.
-        weights, landing, reductions: most bytes at once of each kind; the peaks may be at different times.
-        kept: bytes of weights that are there between forward and backward.
-        groups: times of each group, in order of their forwards; None without costs, as is what follows.
-        seconds: of the step.
-        exposed: seconds of it that compute waits.
+        peak: most bytes that are live at once.
+        weights, landing, reductions: most live bytes of each kind; the peaks may be at different times.
+        kept: bytes of weights that stay between forward and backward.
+        groups: times of each group, in order of their forwards; None without costs, as `seconds` and `exposed` are.
+        seconds: duration of the step.
+        exposed: seconds in which compute waits.
     """
 
     peak: int
@@ -323,7 +323,7 @@ def predict(
     times: Mapping[str, Times] | None,
     arena: Arena | None = None,
 ) -> Prediction:
-    """What becomes of `actions`, as `timed_step` writes them; arguments as for `simulate`."""
+    """The memory and, if there are `times`, the time of a step; arguments as for `simulate`."""
     lives = lifetimes(actions, sizes)
     by_kind: dict[str, list[Lifetime]] = {"weights": [], "small": [], "landing": [], "reduction": []}
     for life in lives:

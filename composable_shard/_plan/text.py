@@ -1,4 +1,4 @@
-"""A plan in words: its table, and what is different in another one."""
+"""A plan as text: its table, and its differences from another plan."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _schedule_lines(schedule: Schedule) -> list[str]:
 
 
 def _edges(schedule: Schedule) -> dict[str, str]:
-    """What is gathered at each event, by its text; of a group that is used several times by the number of its use."""
+    """The groups that each event gathers, by its text, with the number of the use if its group has several uses."""
     found: dict[str, str] = {}
     for event, uses in schedule.ahead().items():
         for number, groups in enumerate(uses, 1):
@@ -114,7 +114,7 @@ def mib(nbytes: int) -> str:
 
 
 def other_model(mine: Sequence[GroupPlan], other: Sequence[GroupPlan]) -> str:
-    """The first thing that makes `other` the groups of another model; empty if it is the same one."""
+    """The first difference that shows that `other` are groups of another model; empty if the model is the same."""
     for one, two in zip(mine, other, strict=False):
         if one.fqn != two.fqn:
             return f"group {one.name} is here, group {two.name} there"
@@ -136,7 +136,7 @@ def other_model(mine: Sequence[GroupPlan], other: Sequence[GroupPlan]) -> str:
 
 
 def group_changes(old: Sequence[GroupPlan], new: Sequence[GroupPlan]) -> list[str]:
-    """Groups that are added, removed or otherwise, a line each."""
+    """A line for each group that was added, removed or changed."""
     before, after = {g.fqn: g for g in old}, {g.fqn: g for g in new}
     lines = [f"group {group.name}: removed" for fqn, group in before.items() if fqn not in after]
     lines += [f"group {group.name}: added" for fqn, group in after.items() if fqn not in before]
@@ -160,13 +160,13 @@ def group_changes(old: Sequence[GroupPlan], new: Sequence[GroupPlan]) -> list[st
 
 
 def _other_fields(one: GroupPlan, two: GroupPlan) -> str:
-    """Names of fields that differ, where nothing above tells what does."""
+    """The names of fields that differ, for differences that have no text of their own."""
     names = [f.name for f in dataclasses.fields(one) if getattr(one, f.name) != getattr(two, f.name)]
     return f"other {', '.join(names)}"
 
 
 def order_changes(old: Sequence[str], new: Sequence[str]) -> list[str]:
-    """Where the order of forwards differs first."""
+    """The first difference of the orders of forwards, as one line."""
     if old == new:
         return []
     at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
@@ -175,13 +175,13 @@ def order_changes(old: Sequence[str], new: Sequence[str]) -> list[str]:
 
 
 def around_changes(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]]) -> list[str]:
-    """Groups that run inside of others on one side alone."""
+    """A line for each enclosing group that only one of the plans has."""
     lines = [f"order: {fqn} inside of {outer} no more" for fqn, outer in old if (fqn, outer) not in new]
     return lines + [f"order: {fqn} inside of {outer} now" for fqn, outer in new if (fqn, outer) not in old]
 
 
 def schedule_changes(old: Schedule, new: Schedule) -> list[str]:
-    """Prefetch edges, kept groups and reductions that differ, a line each."""
+    """A line for each difference in prefetch edges, kept groups and reductions."""
     before, after = _edges(old), _edges(new)
     lines = [
         f"prefetch: {event} gathers {before.get(event, 'nothing')} -> {after.get(event, 'nothing')}"
