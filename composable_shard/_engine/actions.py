@@ -354,7 +354,7 @@ class Actions:
         self.catch_up()
 
     def end_use(self, group: ParamGroup, following: ParamGroup | None) -> None:
-        """The backward of a use is over: drop its weights, unless its group is also the `following` one, or runs."""
+        """The backward of a use is over: drop its weights, unless a setting keeps them, or its group is `following`."""
         if self._gathers_behind is not None:
             self.catch_up()
         if group.running or (following is group and self.order.backward.stays_for_next):

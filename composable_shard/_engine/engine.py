@@ -66,7 +66,7 @@ def _group_of(bucket: Bucket) -> ParamGroup:
 
 
 class Engine:
-    """Runs the groups of one root.
+    """Runs eager steps of the groups of one root.
 
     Args:
         groups: all groups.
@@ -347,8 +347,8 @@ class Engine:
     def _finish_later_uses(self, now: BackwardPass, use: Use) -> None:
         """Complete the uses that get no more gradients, now that backward has reached `use`.
 
-        Backward visits uses from the last to the first. A use that began after the forward of `use` was over lies
-        behind it; if its node does not run in this pass, it gets no more gradients.
+        Backward visits uses from the last to the first, so it is done with all uses that began after the forward of
+        `use` was over. One whose node this pass does not run would otherwise stay active until backward ends.
         """
         for later in [u for u in self.active.values() if u.number > use.last and not now.will_fire(u)]:
             self._complete(now, later, [None] * len(later.group.params))
@@ -537,7 +537,7 @@ class Engine:
             if not theirs.isdisjoint(map(id, group.shards)):
                 self._iterations.end()
                 if self._pass is None:
-                    self._gradients.settle()  # of a backward that was not the last one
+                    self._gradients.settle()  # reductions of a backward that was not the last one
                 group.stepped()
                 self.reshard(group)
 
@@ -546,5 +546,5 @@ class Engine:
         for group in self.groups:
             if group.grad_phase is not GradPhase.NONE and not theirs.isdisjoint(map(id, group.shards)):
                 if self._pass is None:
-                    self._gradients.settle()  # of a backward that was not the last one
+                    self._gradients.settle()  # reductions of a backward that was not the last one
                 group.check_reduced(theirs)

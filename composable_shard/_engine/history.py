@@ -9,7 +9,7 @@ from .._group.group import ParamGroup
 from .._plan.record import Record, Span
 from .._plan.schedule import Action
 
-Done = tuple[list[Any], list[ParamGroup], list[ParamGroup | None], tuple[Span, ...]]  # see the attributes of `History`
+Done = tuple[list[Any], list[ParamGroup], list[ParamGroup | None], tuple[Span, ...]]  # `done`, `seen`, `seen_in`, spans
 
 
 class History:
