@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._group.group import Gradients, ParamGroup, Runtime
+from .._comm.copies import Gradients
+from .._group.group import ParamGroup, Runtime
 from .._group.param import accumulate, any_gradient
 from .._group.phases import GATHERING, SHARDED, UNSHARDED
 from .._group.reduction import GroupReduced, Reduction
@@ -170,7 +171,7 @@ class Actions:
         elif group.phase is UNSHARDED:
             self.shown.hide(group)
             self._act(Kind.SHRINK, group, group.shrink)
-            self.history.lasted(group.weight_bytes)  # for a moment weights and pieces were both live
+            self.history.lasted(group.layout.weight_bytes)  # for a moment weights and pieces were both live
             self.shown.show_pieces(group)
 
     def drop_outdated(self, waiting: bool) -> bool:
@@ -255,7 +256,7 @@ class Actions:
             while len(self._reductions) >= most:
                 self._settle_oldest()
         if self.order.forward.budget is not None:
-            self._make_room(group.reduce_bytes)
+            self._make_room(group.gradients.reduce_bytes)
         self._start_reduce(group, gradients)
         if self.watch is not None and self.watch.serial:
             self._settle_oldest()
@@ -264,17 +265,17 @@ class Actions:
         if self._ask_first is not None:
             self._ask_first()
             self._ask_first = None
-        self._reductions.append((group, self._act(REDUCE, group, group.start_reduce, gradients)))
+        self._reductions.append((group, self._act(REDUCE, group, group.gradients.start_reduce, gradients)))
 
     def _finish_oldest(self) -> tuple[ParamGroup, GroupReduced]:
         group, reduction = self._reductions.popleft()
-        return group, self._act(REDUCED, group, group.finish_reduce, reduction)
+        return group, self._act(REDUCED, group, group.gradients.finish_reduce, reduction)
 
     def reduce_now(self, group: ParamGroup, gradients: Gradients) -> dict[int, torch.Tensor]:
         """Reduce and wait; returns this rank's piece of each gradient, by parameter index, and sets no `.grad`."""
         self.settle()
         if self.order.forward.budget is not None:
-            self._make_room(group.reduce_bytes)
+            self._make_room(group.gradients.reduce_bytes)
         self._start_reduce(group, gradients)
         return self._finish_oldest()[1].pieces()
 
@@ -385,12 +386,12 @@ class Actions:
         self.hand_out()
         sums, self._sums = self._sums, {}
         for group, pieces in sums.items():
-            accumulate(group.params, pieces, group.hooks_taken)
+            accumulate(group.params, pieces, group.gradients.hooks_taken)
 
     def _settle_oldest(self) -> None:
         group, reduced = self._finish_oldest()
         first = group not in self._unset and not any_gradient(group.shards)  # else adding at once frees memory
-        if first and self.pool.backward and reduced.is_uncut and not group.hooks_taken:
+        if first and self.pool.backward and reduced.is_uncut and not group.gradients.hooks_taken:
             self._unset[group] = reduced
             if len(self._unset) == _AT_ONCE:
                 self.hand_out()
@@ -401,13 +402,13 @@ class Actions:
                     sums[index] = sums[index] + piece if index in sums else piece
         else:
             self.hand_out()
-            accumulate(group.params, reduced.pieces(), group.hooks_taken)
+            accumulate(group.params, reduced.pieces(), group.gradients.hooks_taken)
 
     def hand_out(self) -> None:
         """Set `.grad` for the groups whose reduction was waited for."""
         found, self._unset = self._unset, {}
         for group, reduced in found.items():
-            accumulate(group.params, reduced.pieces(), group.hooks_taken)
+            accumulate(group.params, reduced.pieces(), group.gradients.hooks_taken)
 
     def discard(self) -> None:
         """Wait for all reductions and throw their results away."""

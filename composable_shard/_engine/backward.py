@@ -10,7 +10,8 @@ from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
-from .._group.group import Gradients, ParamGroup
+from .._comm.copies import Gradients
+from .._group.group import ParamGroup
 from .._torch.core import node_will_run, queue_backward_callback
 from .node import Use
 

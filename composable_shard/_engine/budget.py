@@ -94,5 +94,5 @@ def gathering(group: ParamGroup) -> int:
     A gather among a few ranks, from the pieces that these have kept, needs memory to land in beside the weights.
     """
     if group.phase is not RESIDENT:
-        return group.gather_bytes
-    return group.weight_bytes + sum(resident.for_landing.nbytes for resident in group.residents)
+        return group.layout.gather_bytes
+    return group.layout.weight_bytes + sum(resident.for_landing.nbytes for resident in group.residents)

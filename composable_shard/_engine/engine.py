@@ -29,9 +29,10 @@ from typing import Any
 import torch
 
 from .._comm.agreement import Among, real
+from .._comm.copies import Gradients
 from .._errors import ShardConfigStateError
 from .._group.bucket import Bucket
-from .._group.group import Entries, Gradients, ParamGroup, Runtime
+from .._group.group import Entries, ParamGroup, Runtime
 from .._group.optimizers import watch_steps
 from .._group.phases import SHARDED, UNSHARDED, GradPhase
 from .._plan.plan import ShardPlan
@@ -439,7 +440,7 @@ class Engine:
         self._iterations.release()
         self._forget_running()
         for group in self.groups:
-            group.forget_gradients()
+            group.gradients.forget()
         self._recover()
 
     def _forget_running(self) -> None:
@@ -510,7 +511,7 @@ class Engine:
         """
         self.pool.count(wanted)
         busy = self._depth or self._pass is not None or current_backward() >= 0 or not self._uses.all_fired()
-        if busy or any(group.grad_phase is GradPhase.REDUCING for group in self.groups):
+        if busy or any(group.gradients.phase is GradPhase.REDUCING for group in self.groups):
             return
         self._do.rebuild(self.groups)
         self.pool.own(wanted)
@@ -544,7 +545,7 @@ class Engine:
     def check_reduced(self, theirs: set[int]) -> None:
         """An optimizer is about to read the gradients of these parameters, by id: see that they are reduced."""
         for group in self.groups:
-            if group.grad_phase is not GradPhase.NONE and not theirs.isdisjoint(map(id, group.shards)):
+            if group.gradients.phase is not GradPhase.NONE and not theirs.isdisjoint(map(id, group.shards)):
                 if self._pass is None:
                     self._gradients.settle()  # reductions of a backward that was not the last one
-                group.check_reduced(theirs)
+                group.gradients.check_reduced(theirs)

@@ -16,8 +16,9 @@ from typing import Protocol
 
 import torch
 
+from .._comm.copies import Gradients
 from .._errors import ShardConfigStateError
-from .._group.group import Gradients, ParamGroup
+from .._group.group import ParamGroup
 from .._group.phases import SHARDED
 from .._torch.core import HANDLES, Fate
 from .actions import Actions
@@ -37,8 +38,8 @@ class GradientFlow:
     def take_hooks(self, group: ParamGroup) -> None:
         """Take a group's parameter hooks from autograd until the pass ends: they must see reduced gradients."""
         self._looked.add(group)
-        if group.may_have_hooks:
-            group.take_hooks()
+        if group.gradients.may_have_hooks:
+            group.gradients.take_hooks()
 
     def settle(self) -> None:
         """Wait for all reductions, set `.grad`, call the hooks, and give these back to autograd."""
@@ -47,32 +48,32 @@ class GradientFlow:
 
     def _give_hooks_back(self) -> None:
         for group in self._do.groups:
-            if group.hooks_taken:
-                group.give_hooks_back()
+            if group.gradients.hooks_taken:
+                group.gradients.give_hooks_back()
 
     def take(self, now: BackwardPass, use: Use, gradients: Gradients) -> None:
         """All gradients of a use have come: reduce or accumulate them when it is their turn."""
         outside = self._outside_forward.pop(use.group, None)
         total = gradients if outside is None else added(outside, gradients)
         for each, its in now.in_turn(use, total):
-            self._reduce_or_keep(each.group, its)
+            self._reduce_or_accumulate(each.group, its)
 
-    def _reduce_or_keep(self, group: ParamGroup, gradients: Gradients) -> None:
+    def _reduce_or_accumulate(self, group: ParamGroup, gradients: Gradients) -> None:
         """Reduce gradients or accumulate them, as the settings say. Without any gradient, `.grad` stays None."""
         options = group.settings.current
         if any(map(getattr, gradients, repeat("is_sparse"), repeat(False))):
             raise _sparse(group, gradients)
-        if options.reduce_unused:
-            group.keep(gradients)  # ranks may use other groups, or none: `finish` reduces in one order on all
+        if options.reduce_unused:  # ranks may use other groups, or none: `finish` reduces in one order on all of them
+            group.gradients.accumulate(gradients)
         elif all(map(is_, gradients, repeat(None))):
             return
         elif options.requires_gradient_sync:
             if group not in self._looked:  # its node did not run
                 self.take_hooks(group)
             self._reduced.add(group)
-            self._do.reduce(group, group.take_kept(gradients))
+            self._do.reduce(group, group.gradients.take(gradients))
         else:
-            group.keep(gradients)
+            group.gradients.accumulate(gradients)
 
     def returned(self, use: Use, fates: Sequence[Fate], wanted: Gradients, is_last: bool) -> list[torch.Tensor | None]:
         """Reduce at once; returns the pieces that the caller of `torch.autograd.grad` asked for, None for the others.
@@ -83,7 +84,7 @@ class GradientFlow:
         params = use.group.params
         out: list[torch.Tensor | None] = [None] * len(params)
         if not is_last and not use.group.options.requires_gradient_sync:
-            use.group.keep(wanted)
+            use.group.gradients.accumulate(wanted)
             asked = [fate is Fate.RETURNED and g is not None for fate, g in zip(fates, wanted, strict=True)]
             return [param.nothing() if its else None for param, its in zip(params, asked, strict=True)]
         if any(gradient is not None for gradient in wanted):
@@ -105,17 +106,17 @@ class GradientFlow:
     def finish(self, now: BackwardPass | None, groups: Sequence[ParamGroup], wait: bool) -> None:
         """Backward is over: reduce the gradients that still wait and, if `wait`, wait for all reductions."""
         for use, gradients in now.left_over() if now is not None else ():
-            self._reduce_or_keep(use.group, gradients)
+            self._reduce_or_accumulate(use.group, gradients)
         for group, gradients in self._outside_forward.items():
-            self._reduce_or_keep(group, gradients)
+            self._reduce_or_accumulate(group, gradients)
         for group in groups:
             options = group.settings.current
             unused = options.reduce_unused and options.requires_gradient_sync and group.trains
             unused = unused and (group in self._do.gathered or group.phase is not SHARDED)
             # Accumulated in earlier micro-batches and unused in this one, or unused where `reduce_unused` wants zeros.
-            if group.awaits_reduction or (unused and group not in self._reduced):
+            if group.gradients.await_reduction or (unused and group not in self._reduced):
                 self.take_hooks(group)
-                self._do.reduce(group, group.take_kept([None] * len(group.params)))
+                self._do.reduce(group, group.gradients.take([None] * len(group.params)))
         self._do.gathered.clear()
         self._outside_forward.clear()
         self._reduced.clear()

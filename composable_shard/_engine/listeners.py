@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from .._group.group import Gradients, ParamGroup
+from .._comm.copies import Gradients
+from .._group.group import ParamGroup
 from .._torch.core import is_profiled
 from .actions import Actions
 from .backward import BackwardPass

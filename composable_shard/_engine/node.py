@@ -239,10 +239,10 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
     group = use.group
     weights = group.weights(for_use=True)
     outputs = apply_function(_Unshard, _Lifeline(owner, use), weights, owner.witness.leaf, *group.shards)
-    if group.wraps:
+    if group.layout.wraps:
         outputs = tuple([p.parallel.wrap(o) if p.parallel else o for o, p in zip(outputs, group.params, strict=True)])
     # `_is_param` is among them: isinstance(out, nn.Parameter) holds.
-    if group.extended:
+    if group.layout.extended:
         run_all(map(lend_attributes, outputs, group.shards))
     else:
         run_all(map(dict.update, map(_attributes, outputs), map(_attributes, group.shards)))

@@ -261,7 +261,7 @@ def _placed(group: ParamGroup, pool: BufferPool) -> Iterator[Placed]:
         ("small", False, [resident.for_pieces for resident in group.residents]),
         ("landing", False, [resident.for_landing for resident in group.residents]),
     ]
-    for buckets in group.reduces.values():
+    for buckets in group.gradients.buckets_of.values():
         wanted.append(("reduction", False, [request for bucket in buckets for request in bucket.requests]))
     for backward in (False, True):
         wanted.append(("weights", backward, [bucket.for_weights[backward] for bucket in gathers]))

@@ -66,7 +66,7 @@ class Shown:
         group = use.group
         if use.slots != group.slots:
             for out, weight in zip(outputs, group.weights(), strict=False):
-                (local_tensor(out) if group.wraps and isinstance(out, DTensor) else out).data = weight
+                (local_tensor(out) if group.layout.wraps and isinstance(out, DTensor) else out).data = weight
             use.move(group.slots)
         entries = group.entries()
         if outputs and entries is not None:

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._group.group import Gradients, ParamGroup
+from .._comm.copies import Gradients
+from .._group.group import ParamGroup
 from .._plan.schedule import Kind
 from .._torch.core import current_backward
 from .actions import _NOTHING, Actions
@@ -69,9 +70,9 @@ class ProfiledActions(Actions):
 class ProfiledFlow(GradientFlow):
     """A gradient flow within ranges."""
 
-    def _reduce_or_keep(self, group: ParamGroup, gradients: Gradients) -> None:
+    def _reduce_or_accumulate(self, group: ParamGroup, gradients: Gradients) -> None:
         with range_of("post_backward_accumulate", group):
-            super()._reduce_or_keep(group, gradients)
+            super()._reduce_or_accumulate(group, gradients)
 
 
 class ProfiledEngine(Engine):

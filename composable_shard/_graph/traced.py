@@ -16,10 +16,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from .._comm.copies import Gradients
 from .._comm.functional import axis_of
 from .._comm.mesh import MeshInfo
 from .._errors import ShardConfigStateError
-from .._group.group import Gradients, ParamGroup
+from .._group.group import ParamGroup
 from .._group.optimizers import watch_steps
 from .._group.param import ShardedParam
 from .._policies import Comms, Options, Settings
@@ -84,7 +85,7 @@ class TracedGroup:
         self.unknown = ""
         self.is_root = is_root
         self._group = weakref.ref(group) if group is not None else None
-        self._extended = group is not None and group.extended
+        self._extended = group is not None and group.layout.extended
 
     # ---- while tracing
 
@@ -151,12 +152,12 @@ class TracedGroup:
         group = self._group() if self._group is not None else None
         if group is not None:
             self._set_hooks_aside()
-            group.keep(gradients)
+            group.gradients.accumulate(gradients)
 
     def take(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """These and those that were kept, added; the latter are kept no longer."""
         group = self._group() if self._group is not None else None
-        return list(gradients) if group is None else group.take_kept(gradients)
+        return list(gradients) if group is None else group.gradients.take(gradients)
 
     def settle(self, index: int, piece: torch.Tensor) -> None:
         """Add a reduced gradient to `.grad`, and call the hooks."""
@@ -168,9 +169,9 @@ class TracedGroup:
         group = self._group() if self._group is not None else None
         if group is None:
             return
-        if any_gradient_hooks(group.shards) or (not group.hooks_taken and group.may_have_hooks):
-            group.take_hooks()
-            queue_backward_callback(group.give_hooks_back)
+        if any_gradient_hooks(group.shards) or (not group.gradients.hooks_taken and group.gradients.may_have_hooks):
+            group.gradients.take_hooks()
+            queue_backward_callback(group.gradients.give_hooks_back)
 
     @property
     def zeros_for_unused(self) -> bool:

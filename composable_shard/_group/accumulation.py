@@ -1,6 +1,6 @@
 """Accumulated gradients: unsharded ones wait for a backward with gradient sync, pieces for an all-reduce over replicas.
 
-Both must vanish with `zero_grad`, in all its forms. `ShardedParam.mark_kept` marks `.grad`, so that it tells of that.
+Both must vanish with `zero_grad`, in all its forms: `ShardedParam.mark_accumulated` marks `.grad`, so that it tells.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .param import ShardedParam
 Partial = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by index: a piece, and its mark (not 0: some rank had any)
 
 
-class KeptGradients:
+class AccumulatedGradients:
     """The accumulated gradients of one group, by the index of the parameter.
 
     Attributes:
@@ -47,7 +47,7 @@ class KeptGradients:
         else:  # not in place: the first one is autograd's, and others may hold it
             self.whole[index] = _sum(kept, gradient)
             self._owned.add(index)
-        self._params[index].mark_kept()
+        self._params[index].mark_accumulated()
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The sums of these unsharded gradients and the accumulated ones, which are dropped here."""
@@ -74,7 +74,7 @@ class KeptGradients:
         self.wanted.add(index)
         before = self.pieces.get(index)
         self.pieces[index] = (piece, used) if before is None else (before[0] + piece, before[1] + used)
-        self._params[index].mark_kept()
+        self._params[index].mark_accumulated()
 
     def take_partial(self) -> Partial | None:
         """The accumulated pieces that `zero_grad` has not voided, which are dropped here; None if there are none.
@@ -93,7 +93,7 @@ class KeptGradients:
         found = []
         for index in dict.fromkeys((*self.whole, *self.pieces)):
             param = self._params[index]
-            if id(param.sharded) in theirs and not param.kept_is_gone():
+            if id(param.sharded) in theirs and not param.accumulated_is_gone():
                 told = self._told(index)
                 if told is not None and told.item():  # where this rank cannot tell, other ranks raise the error
                     found.append(param.fqn)
@@ -111,7 +111,7 @@ class KeptGradients:
         return None if kept is None else self._unless_voided(index, kept)
 
     def _unless_voided(self, index: int, kept: torch.Tensor) -> torch.Tensor | None:
-        if self._params[index].kept_is_gone():
+        if self._params[index].accumulated_is_gone():
             return None
         survives = self._told(index)
         if survives is None:
@@ -127,7 +127,7 @@ class KeptGradients:
         of the group tells, which `zero_grad` sets to zero along with it.
         """
         candidates = (index, *(i for i in (*self.whole, *self.pieces) if i != index))
-        told = (self._params[i].kept_survives() for i in candidates if not self._params[i].kept_is_gone())
+        told = (self._params[i].accumulated_survives() for i in candidates if not self._params[i].accumulated_is_gone())
         return next((t for t in told if t is not None), None)
 
 

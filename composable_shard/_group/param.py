@@ -214,7 +214,7 @@ class ShardedParam:
 
     __slots__ = (
         "__weakref__",
-        "_kept_in",
+        "_accumulated_in",
         "_node_hooks",
         "_node_was_asked",
         "_post_hooks",
@@ -245,7 +245,7 @@ class ShardedParam:
         self.shape = tuple(sharded.shape) if shape is None else shape
         self.keeps_dtype = keeps_dtype
         self.module: weakref.ref[nn.Module] | None = None
-        self._kept_in: weakref.ref[torch.Tensor] | None = None
+        self._accumulated_in: weakref.ref[torch.Tensor] | None = None
         self._tensor_hooks: list[dict[int, Hook]] = []
         self._post_hooks: list[dict[int, Hook]] = []
         self._node_hooks: _NodeHooks | None = None
@@ -374,26 +374,26 @@ class ShardedParam:
     # bit of the sum, and `zero_` clears the sign.
 
     def nothing(self) -> DTensor:
-        """A gradient piece of -0.0: adding it changes no bit of a sum, nor the mark that `mark_kept` has set."""
+        """A gradient piece of -0.0: adding it changes no bit of a sum, nor the mark that `mark_accumulated` has set."""
         local = self.local
         return dtensor_like(self.sharded, torch.full(local.shape, -0.0, dtype=local.dtype, device=local.device))
 
-    def mark_kept(self) -> None:
+    def mark_accumulated(self) -> None:
         """A gradient is accumulated: mark `.grad`, so that it later shows whether `zero_grad` was called."""
         grad = self.sharded.grad
         if grad is None:
             grad = self.sharded.grad = self.nothing()
         elif grad.numel() and (first := local_tensor(grad).view(-1)[:1]).numel():
             first.copy_(torch.where(first == 0, -0.0, first))
-        self._kept_in = weakref.ref(grad)
+        self._accumulated_in = weakref.ref(grad)
 
-    def kept_is_gone(self) -> bool:
-        """Whether `.grad` was removed or replaced since `mark_kept`."""
+    def accumulated_is_gone(self) -> bool:
+        """Whether `.grad` was removed or replaced since `mark_accumulated`."""
         grad = self.sharded.grad
-        return grad is None or self._kept_in is None or self._kept_in() is not grad
+        return grad is None or self._accumulated_in is None or self._accumulated_in() is not grad
 
-    def kept_survives(self) -> torch.Tensor | None:
-        """A boolean tensor of one element: False if `.grad` was set to zero since `mark_kept`.
+    def accumulated_survives(self) -> torch.Tensor | None:
+        """A boolean tensor of one element: False if `.grad` was set to zero since `mark_accumulated`.
 
         None if this rank's piece is empty and cannot tell.
         """

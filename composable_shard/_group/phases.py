@@ -21,7 +21,7 @@ class GradPhase(StrEnum):
     """Where the gradients of a group are."""
 
     NONE = "none"  # neither accumulated nor in flight; `.grad` may have any
-    KEPT = "kept"  # accumulated: unsharded ones, or pieces that wait for an all-reduce
+    ACCUMULATED = "accumulated"  # unsharded ones, or pieces that wait for an all-reduce
     REDUCING = "reducing"  # at least one reduction is in flight
 
 
@@ -35,9 +35,9 @@ PARAM_TRANSITIONS = {
     ParamPhase.RESIDENT: {ParamPhase.GATHERING, ParamPhase.SHARDED},
 }
 GRAD_TRANSITIONS = {
-    GradPhase.NONE: {GradPhase.KEPT, GradPhase.REDUCING},
-    GradPhase.KEPT: {GradPhase.KEPT, GradPhase.REDUCING, GradPhase.NONE},
-    GradPhase.REDUCING: {GradPhase.REDUCING, GradPhase.NONE, GradPhase.KEPT},
+    GradPhase.NONE: {GradPhase.ACCUMULATED, GradPhase.REDUCING},
+    GradPhase.ACCUMULATED: {GradPhase.ACCUMULATED, GradPhase.REDUCING, GradPhase.NONE},
+    GradPhase.REDUCING: {GradPhase.REDUCING, GradPhase.NONE, GradPhase.ACCUMULATED},
 }
 TRANSITIONS: dict[Any, Any] = {**PARAM_TRANSITIONS, **GRAD_TRANSITIONS}
 

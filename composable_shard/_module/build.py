@@ -19,7 +19,7 @@ from .._engine.engine import Engine
 from .._engine.listeners import follow_tools
 from .._errors import ShardConfigStateError
 from .._group.extension import is_extended
-from .._group.group import ParamGroup, Runtime
+from .._group.group import GroupComm, ParamGroup, Runtime
 from .._group.param import ShardedParam
 from .._group.saved_tensors import give_way
 from .._memory.pool import BufferPool
@@ -196,8 +196,8 @@ def _check_offloaded(found: Sequence[tuple[list[str], ShardState]]) -> None:
 
 def _group(fqn: str, state: ShardState, is_root: bool, transports: TransportCache, runtime: Runtime) -> ParamGroup:
     asked = state.declaration
-    how = asked.transports(transports), runtime, weakref.ref(state.entries), asked.small
-    return ParamGroup(fqn, asked.params, asked.info, asked.settings, is_root, *how)
+    comm = GroupComm(asked.info, asked.transports(transports), asked.small)
+    return ParamGroup(fqn, asked.params, asked.settings, is_root, comm, runtime, weakref.ref(state.entries))
 
 
 def _nobody() -> None:

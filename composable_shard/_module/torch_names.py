@@ -28,11 +28,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
+from .._comm.copies import Gradients
 from .._comm.mesh import MeshInfo
 from .._engine.engine import Engine
 from .._engine.listeners import LISTENERS, POST_BACKWARD, PRE_BACKWARD
 from .._errors import ShardConfigAssertionError, ShardConfigAttributeError, ShardConfigStateError
-from .._group.group import Gradients, ParamGroup
+from .._group.group import ParamGroup
 from .._group.param import ShardedParam
 from .._group.phases import GATHERING, RESIDENT, SHARDED, UNSHARDED, GradPhase
 from .._policies import CPUOffloadPolicy, HSDPMeshInfo, MixedPrecisionPolicy, OffloadPolicy, Options
@@ -211,7 +212,7 @@ class ParamFacade(_View):
     @property
     def unsharded_accumulated_grad(self) -> torch.Tensor | None:
         group = self._group._group
-        return None if group is None else group.kept_gradient(self._index)
+        return None if group is None else group.gradients.accumulated(self._index)
 
     # ---- dtypes, devices, meshes
 
@@ -491,7 +492,7 @@ class GroupFacade(_View):
             return TrainingState.PRE_BACKWARD
         if group.running:
             return TrainingState.FORWARD
-        return TrainingState.POST_BACKWARD if group.grad_phase is GradPhase.REDUCING else TrainingState.IDLE
+        return TrainingState.POST_BACKWARD if group.gradients.phase is GradPhase.REDUCING else TrainingState.IDLE
 
     # ---- what it can be asked to do
 

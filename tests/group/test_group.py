@@ -16,7 +16,7 @@ from _engines import fully_shard
 from _models import Stack, shard_blocks, vectors
 from _pool import distributed
 from composable_shard import PhaseError
-from composable_shard._group.group import ParamGroup
+from composable_shard._group.gradients import GroupGradients
 from composable_shard._group.phases import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradPhase, ParamPhase
 
 
@@ -150,49 +150,49 @@ def test_the_root_is_named_as_such_in_an_error(rank, world):
 @contextlib.contextmanager
 def watched_grads():
     """Every transition of gradients that happens, as pairs of phases."""
-    taken, real = set(), ParamGroup._set_grads
+    taken, real = set(), GroupGradients._set_phase
 
-    def watch(group, new):
-        before = group.grad_phase
-        real(group, new)
+    def watch(gradients, new):
+        before = gradients.phase
+        real(gradients, new)
         taken.add((before, new))
 
-    ParamGroup._set_grads = watch
+    GroupGradients._set_phase = watch
     try:
         yield taken
     finally:
-        ParamGroup._set_grads = real
+        GroupGradients._set_phase = real
 
 
 @distributed(world=(1, 2))
 def test_every_listed_transition_of_gradients_is_taken_by_a_method(rank, world):
     _module, group = make_group(world)
     with watched_grads() as taken:
-        group.keep(gradients(group))  # none -> kept
-        group.keep(gradients(group))  # kept -> kept
-        first = group.start_reduce(group.take_kept(gradients(group)))  # kept -> reducing
-        group.keep(gradients(group))  # reducing -> kept
-        group.finish_reduce(first)
-        again = group.start_reduce(group.take_kept(gradients(group)))
-        group.finish_reduce(again)  # reducing -> none
-        reductions = [group.start_reduce(gradients(group)) for _ in range(2)]  # none -> reducing -> reducing
+        group.gradients.accumulate(gradients(group))  # none -> kept
+        group.gradients.accumulate(gradients(group))  # kept -> kept
+        first = group.gradients.start_reduce(group.gradients.take(gradients(group)))  # kept -> reducing
+        group.gradients.accumulate(gradients(group))  # reducing -> kept
+        group.gradients.finish_reduce(first)
+        again = group.gradients.start_reduce(group.gradients.take(gradients(group)))
+        group.gradients.finish_reduce(again)  # reducing -> none
+        reductions = [group.gradients.start_reduce(gradients(group)) for _ in range(2)]  # none -> reducing -> reducing
         for reduction in reductions:
-            group.finish_reduce(reduction)
-        group.keep(gradients(group))
-        group.forget_gradients()  # kept -> none
+            group.gradients.finish_reduce(reduction)
+        group.gradients.accumulate(gradients(group))
+        group.gradients.forget()  # kept -> none
     assert taken == {(old, new) for old, news in GRAD_TRANSITIONS.items() for new in news}
-    assert group.grad_phase is GradPhase.NONE
+    assert group.gradients.phase is GradPhase.NONE
 
 
 @distributed(world=1)
 def test_kept_gradients_can_be_taken_while_an_earlier_reduction_is_still_to_finish(rank, world):
     """As when a third reduction of a backward must wait for the first, and is of the same group."""
     _module, group = make_group(world)
-    first = group.start_reduce(gradients(group))
-    group.keep(gradients(group))
-    total = group.take_kept(gradients(group))
-    group.finish_reduce(first)
-    group.finish_reduce(group.start_reduce(total))
+    first = group.gradients.start_reduce(gradients(group))
+    group.gradients.accumulate(gradients(group))
+    total = group.gradients.take(gradients(group))
+    group.gradients.finish_reduce(first)
+    group.gradients.finish_reduce(group.gradients.start_reduce(total))
 
 
 @pytest.mark.parametrize(
@@ -202,17 +202,17 @@ def test_kept_gradients_can_be_taken_while_an_earlier_reduction_is_still_to_fini
 @distributed(world=1)
 def test_an_unlisted_transition_of_gradients_raises(rank, world, old, new):
     _module, group = make_group(world)
-    group.grad_phase = old
+    group.gradients.phase = old
     with pytest.raises(PhaseError, match=f"group 1: cannot go from {old.value} to {new.value}"):
-        group._set_grads(new)
-    assert group.grad_phase is old
+        group.gradients._set_phase(new)
+    assert group.gradients.phase is old
 
 
 @distributed(world=(1, 2))
 def test_a_reduction_gives_this_ranks_pieces_of_the_mean_and_sets_no_grad(rank, world):
     _module, group = make_group(world)
     own = [torch.full(p.shape, float(rank + 1)) for p in group.params]
-    pieces = group.finish_reduce(group.start_reduce(own)).pieces()
+    pieces = group.gradients.finish_reduce(group.gradients.start_reduce(own)).pieces()
     mean = sum(range(1, world + 1)) / world
     for index, param in enumerate(group.params):
         assert torch.equal(pieces[index], torch.full_like(param.local, mean))
@@ -223,7 +223,7 @@ def test_a_reduction_gives_this_ranks_pieces_of_the_mean_and_sets_no_grad(rank, 
 def test_a_gradient_that_is_missing_on_one_rank_counts_as_zeros_and_has_a_piece_everywhere(rank, world):
     _module, group = make_group(world)
     own = [torch.full(group.params[0].shape, 2.0), None if rank == 0 else torch.full(group.params[1].shape, 2.0)]
-    pieces = group.finish_reduce(group.start_reduce(own)).pieces()
+    pieces = group.gradients.finish_reduce(group.gradients.start_reduce(own)).pieces()
     for index, mean in enumerate((2.0, 1.0)):
         assert torch.equal(pieces[index], torch.full_like(group.params[index].local, mean))
 
@@ -231,7 +231,9 @@ def test_a_gradient_that_is_missing_on_one_rank_counts_as_zeros_and_has_a_piece_
 @distributed(world=2)
 def test_a_gradient_that_is_missing_on_all_ranks_has_no_piece(rank, world):
     _module, group = make_group(world)
-    pieces = group.finish_reduce(group.start_reduce([torch.ones(group.params[0].shape), None])).pieces()
+    pieces = group.gradients.finish_reduce(
+        group.gradients.start_reduce([torch.ones(group.params[0].shape), None])
+    ).pieces()
     assert list(pieces) == [0]
 
 
@@ -239,9 +241,9 @@ def test_a_gradient_that_is_missing_on_all_ranks_has_no_piece(rank, world):
 def test_frozen_members_are_gathered_and_not_reduced(rank, world):
     _module, group = make_group(world, frozen=["bias"])
     assert [p.fqn for p in group.params] == ["1.weight", "1.bias"]
-    reduction = group.start_reduce(gradients(group))
+    reduction = group.gradients.start_reduce(gradients(group))
     assert [bucket.indices for bucket, _ in reduction.jobs] == [[0]]
-    assert list(group.finish_reduce(reduction).pieces()) == [0]
+    assert list(group.gradients.finish_reduce(reduction).pieces()) == [0]
     group.start_gather(None)
     group.finish_gather()
     assert len(group.weights()) == 2
@@ -255,20 +257,20 @@ def test_frozen_members_are_gathered_and_not_reduced(rank, world):
 def test_the_first_kept_gradient_is_not_written_to_because_others_may_hold_it(rank, world):
     _module, group = make_group(world)
     first = gradients(group)
-    group.keep(first)
-    group.keep(gradients(group))
-    group.keep(gradients(group))
+    group.gradients.accumulate(first)
+    group.gradients.accumulate(gradients(group))
+    group.gradients.accumulate(gradients(group))
     assert all(bool((gradient == 1).all()) for gradient in first)
-    total = group.take_kept(gradients(group))
+    total = group.gradients.take(gradients(group))
     assert all(bool((gradient == 4).all()) for gradient in total)
-    group.finish_reduce(group.start_reduce(total))
+    group.gradients.finish_reduce(group.gradients.start_reduce(total))
 
 
 @pytest.mark.parametrize("how", ["none", "zero", "foreach zero", "replaced"])
 @distributed(world=(1, 2))
 def test_kept_gradients_are_void_once_grad_was_cleared_in_any_way(rank, world, how):
     module, group = make_group(world)
-    group.keep(gradients(group))
+    group.gradients.accumulate(gradients(group))
     for param in module.parameters():
         assert isinstance(param.grad, DTensor)
         if how == "none":
@@ -279,7 +281,7 @@ def test_kept_gradients_are_void_once_grad_was_cleared_in_any_way(rank, world, h
             torch._foreach_zero_([param.grad])
         else:
             param.grad = torch.zeros_like(param)
-    total = group.take_kept(gradients(group))
+    total = group.gradients.take(gradients(group))
     assert all(bool((gradient == 1).all()) for gradient in total)
 
 
@@ -288,10 +290,10 @@ def test_kept_gradients_survive_what_does_not_clear_grad(rank, world):
     module, group = make_group(world)
     for param in module.parameters():
         param.grad = torch.zeros_like(param)
-    group.keep(gradients(group))
+    group.gradients.accumulate(gradients(group))
     for param in module.parameters():
         param.grad.mul_(0.5)
-    total = group.take_kept([None] * len(group.params))
+    total = group.gradients.take([None] * len(group.params))
     assert all(bool((gradient == 1).all()) for gradient in total)
 
 
@@ -343,8 +345,8 @@ def test_gradients_that_were_packed_are_not_held_until_their_reduction_is_done(r
     _, group = make_group(world)
     given = gradients(group)
     seen = [weakref.ref(gradient) for gradient in given]
-    reduction = group.start_reduce(given)
+    reduction = group.gradients.start_reduce(given)
     del given
     assert [ref() for ref in seen] == [None, None]
-    pieces = group.finish_reduce(reduction).pieces()
+    pieces = group.gradients.finish_reduce(reduction).pieces()
     assert all(torch.equal(piece, torch.ones(piece.shape)) for piece in pieces.values())

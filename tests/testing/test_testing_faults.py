@@ -15,6 +15,7 @@ from composable_shard._comm import mesh as _mesh
 from composable_shard._comm.collectives import Direct
 from composable_shard._comm.lanes import Launched
 from composable_shard._engine.engine import Engine
+from composable_shard._group.gradients import GroupGradients
 from composable_shard._group.group import ParamGroup
 
 FLAT = {"world_size": 2}
@@ -160,8 +161,8 @@ def gradients_of_the_last_step(patch):
         old, kept[self] = kept.get(self, gradients), gradients
         return original(self, old, *args, **kwargs)
 
-    original = ParamGroup.start_reduce
-    patch.setattr(ParamGroup, "start_reduce", start)
+    original = GroupGradients.start_reduce
+    patch.setattr(GroupGradients, "start_reduce", start)
 
 
 FAULTS = {

@@ -1,0 +1,223 @@
+"""`GroupGradients`: the gradients of one group on their way to `.grad`. They are accumulated, or reduced, or both.
+
+A table in `phases.py` says which phase may follow which; only `_set_phase` changes the phase.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Sequence
+from operator import attrgetter, is_
+
+import torch
+
+from .._comm.collectives import Transports
+from .._comm.copies import Gradients
+from .._comm.lanes import Lane
+from .._comm.mesh import MeshInfo
+from .._errors import ShardConfigStateError
+from .._memory.pool import BufferPool
+from .._policies import Settings
+from .._torch.core import HANDLES, Hook, any_gradient_hooks, without_torch_function
+from .accumulation import AccumulatedGradients
+from .param import ShardedParam
+from .phases import TRANSITIONS, GradPhase, illegal
+from .reduction import GroupReduced, ReduceBucket, Reduction, reduce_buckets, unused
+
+_requires_grad = attrgetter("requires_grad")
+
+
+class GroupGradients:
+    """Accumulates and reduces the gradients of one group, and holds its users' hooks while a backward runs.
+
+    Args:
+        name: of the group, for messages.
+        params: its parameters.
+        shards: the same as users and optimizers see them, sharded.
+        info: the sharding of the group.
+        settings: its options.
+        pool, lane: memory and lane of the reductions.
+        transports: of the group.
+        slots: sizes in bytes of the slots of its weights, which reductions may use too.
+
+    Attributes:
+        phase: where the gradients are: none, accumulated or being reduced.
+        hooks_taken: whether hooks of its parameters were taken from autograd and not given back.
+        buckets_of: the reduce buckets, by all that they depend on (who trains, dtypes, divisors).
+    """
+
+    __slots__ = (
+        "_accumulated", "_handles_seen", "_in_flight", "_info", "_lane", "_name", "_offloads", "_on_nodes", "_params",
+        "_pool", "_settings", "_shards", "_slots", "_transports", "buckets_of", "hooks_taken", "phase",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[ShardedParam],
+        shards: Sequence[torch.Tensor],
+        info: MeshInfo,
+        settings: Settings,
+        pool: BufferPool,
+        lane: Lane,
+        transports: Transports,
+        slots: Sequence[int],
+    ) -> None:
+        self._name, self._params, self._settings = name, params, settings
+        self._info, self._offloads = info, info.offloads
+        self._pool, self._lane = pool, lane
+        self._shards, self._transports, self._slots = shards, transports, slots
+        self.phase = GradPhase.NONE
+        self._accumulated = AccumulatedGradients(params)
+        self._in_flight = 0  # reductions
+        self.hooks_taken = False
+        # How many handles of hooks torch had given to others when no parameter had a hook: while that number stays,
+        # none has one. -1: unknown.
+        self._handles_seen = min([p.handles_seen for p in params], default=-1)
+        self._on_nodes: list[dict[int, Hook]] | None = None
+        self.buckets_of: dict[tuple[object, ...], list[ReduceBucket]] = {}
+
+    def rebuild(self, shards: Sequence[torch.Tensor], transports: Transports, slots: Sequence[int]) -> None:
+        """Parameters were converted, or transports changed: make buckets and look for hooks anew.
+
+        Args:
+            shards, transports, slots: as when this was made.
+        """
+        self._shards, self._transports, self._slots = shards, transports, slots
+        self._handles_seen, self._on_nodes = -1, None
+        self.buckets_of.clear()
+
+    def leave_slots(self) -> None:
+        """Drop all views of slots, since the pool is about to replace its slots."""
+        self.buckets_of.clear()
+
+    def _set_phase(self, new: GradPhase) -> None:
+        if new not in TRANSITIONS[self.phase]:
+            raise illegal(self._name, self.phase, new)
+        self.phase = new
+
+    # ---- hooks of users
+
+    @property
+    def may_have_hooks(self) -> bool:
+        """Whether any parameter may have hooks; False only if certainly none has."""
+        if self._handles_seen == HANDLES.of_others():  # every kind of hook comes with a handle
+            return False
+        return self._on_nodes is None or any(self._on_nodes) or any_gradient_hooks(self._shards)
+
+    def take_hooks(self) -> None:
+        """Take the users' hooks on the parameters from autograd, before it can call them with gradients not reduced."""
+        seen = HANDLES.of_others()
+        self.hooks_taken = any([param.take_hooks() for param in self._params])  # noqa: C419 - of all
+        if not self.hooks_taken:
+            self._handles_seen = seen
+        on_nodes = [param.hooks_on_node for param in self._params]
+        self._on_nodes = None if None in on_nodes else [hooks for both in on_nodes if both for hooks in both]
+
+    def give_hooks_back(self) -> None:
+        """A backward is over: give autograd the users' hooks back."""
+        self.hooks_taken = any([param.give_hooks_back() for param in self._params])  # noqa: C419 - of all
+
+    # ---- accumulation
+
+    def accumulate(self, gradients: Gradients) -> None:
+        """Add unsharded gradients to the accumulated ones, which wait for a backward with gradient sync."""
+        options = self._settings.current
+        self._accumulated.note_wanted()
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._accumulated.add(index, gradient, options.reduce_dtype(self._params[index].dtype))
+        if self._accumulated.whole:
+            self._set_phase(GradPhase.ACCUMULATED)
+
+    def accumulated(self, index: int) -> torch.Tensor | None:
+        """The accumulated unsharded gradient of a parameter."""
+        return self._accumulated.whole.get(index)
+
+    def take(self, gradients: Gradients) -> list[torch.Tensor | None]:
+        """The sums of these gradients and the accumulated ones, which the group holds no longer."""
+        total = self._accumulated.take(gradients)
+        if self.phase is GradPhase.ACCUMULATED and self._in_flight:
+            self._set_phase(GradPhase.REDUCING)
+        return total
+
+    def forget(self) -> None:
+        """Drop all accumulated gradients."""
+        self._accumulated.forget()
+        if self.phase is GradPhase.ACCUMULATED:
+            self._set_phase(GradPhase.NONE)
+
+    def check_reduced(self, stepped: Container[int]) -> None:
+        """An optimizer is about to step parameters with these ids: none of their gradients may still be accumulated.
+
+        Raises:
+            ShardConfigStateError: a gradient still waits for its reduction.
+        """
+        if names := self._accumulated.held(stepped):
+            setting = "set_requires_gradient_sync" if self._accumulated.whole else "set_requires_all_reduce"
+            raise ShardConfigStateError(
+                f"group {self._name}: the optimizer steps {', '.join(names)}, but gradients of a backward under "
+                f"{setting}(False) still wait for their reduction; run the last micro-batch before the step under "
+                f"{setting}(True), or call zero_grad() to drop them"
+            )
+
+    @property
+    def await_reduction(self) -> bool:
+        """Whether accumulated gradients must be reduced by the next backward, even one that does not use the group."""
+        options, accumulated = self._settings.current, self._accumulated
+        pending = accumulated.whole or (accumulated.pieces and options.requires_all_reduce)
+        return bool(pending) and options.requires_gradient_sync
+
+    # ---- reductions
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes that a reduction leases."""
+        return sum(bucket.nbytes for bucket in self._buckets())
+
+    def _buckets(self) -> list[ReduceBucket]:
+        """The buckets of a reduction that begins now, one for each dtype of reduction."""
+        with without_torch_function():  # else each DTensor is asked for a `__torch_function__`
+            trains = tuple(map(_requires_grad, self._shards))
+        if wanted := self._accumulated.wanted:
+            trains = tuple(trained or index in wanted for index, trained in enumerate(trains))
+        options = self._settings.current
+        key = trains, options.mp_policy.reduce_dtype, options.divide_factor, options.only_sums
+        buckets = self.buckets_of.get(key)
+        if buckets is None:
+            how = self._info, self._transports, options, self._pool, self._lane, self._slots
+            buckets = self.buckets_of[key] = reduce_buckets(self._params, trains, *how)
+        return buckets
+
+    def start_reduce(self, gradients: Gradients) -> Reduction:
+        """Issue the reduction of unsharded gradients, in the order of the parameters; None counts as zeros."""
+        whole = self._transports.replicate is None or self._settings.current.requires_all_reduce
+        buckets, partial = self._buckets(), self._accumulated.take_partial()
+        jobs = [(bucket, bucket.start(bucket.chosen(gradients), partial, whole)) for bucket in buckets]
+        self._set_phase(GradPhase.REDUCING)
+        self._in_flight += 1
+        lacks = any(map(is_, gradients, itertools.repeat(None)))
+        missing = [index for index, gradient in enumerate(gradients) if gradient is None] if lacks else []
+        return Reduction(jobs, missing, whole)
+
+    def finish_reduce(self, reduction: Reduction) -> GroupReduced:
+        """Wait for a reduction.
+
+        Returns:
+            The reduced gradients. Parameters that had no gradient on any rank are left out, unless the options ask for
+            zeros. Empty if the reduction stops before the all-reduce over replicas: the group holds its pieces then.
+        """
+        on_host = self._offloads and reduction.whole
+        done = [(bucket.indices, job.finish(on_host)) for bucket, job in reduction.jobs]
+        if not reduction.whole:
+            for indices, reduced in done:
+                for index, piece, used in zip(indices, *reduced.parts(), strict=True):
+                    self._accumulated.add_partial(index, piece, used)
+            done = []
+        asked = reduction.missing and not self._settings.current.reduce_unused
+        result = GroupReduced(done, unused(done, reduction.missing) if asked else ())
+        self._in_flight -= 1
+        if self._in_flight == 0:
+            waits = self._accumulated.whole or self._accumulated.pieces
+            self._set_phase(GradPhase.ACCUMULATED if waits else GradPhase.NONE)
+        return result
