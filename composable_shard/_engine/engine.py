@@ -517,7 +517,7 @@ class Engine:
         self.pool.own(wanted)
 
     def _watch(self, on: bool) -> None:
-        self._tuning.watch(Stopwatch(self.pool.device) if on else None)
+        self._tuning.watch(Stopwatch(self.pool.memory.device) if on else None)
 
     watched = property(fset=_watch, doc="Whether what is done is timed.")
 

@@ -91,7 +91,7 @@ class Tuning:
             return
         if not self.measures:
             self._before = self._do.watch
-            self._do.time_by(Stopwatch(self._do.pool.device, serial=True))
+            self._do.time_by(Stopwatch(self._do.pool.memory.device, serial=True))
             return
         seconds = _seconds(plan, record)
         self._found = [each for each in self._found if each.keys() == seconds.keys()] + [seconds]

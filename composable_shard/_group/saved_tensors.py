@@ -131,13 +131,13 @@ class _Hooks:
     needs, while a collective's thread, which may have a copy of this thread's hooks, keeps nothing alive.
     """
 
-    __slots__ = ("_keepers", "_last", "_outer", "_pool", "has_outer", "owner")
+    __slots__ = ("_addresses", "_keepers", "_last", "_outer", "_places", "has_outer", "owner")
 
     def __init__(self, owner: WeightOwner, outer: SavedTensorsHooks | None) -> None:
         self.owner = weakref.ref(owner)
         self._outer = outer
         self.has_outer = outer is not None
-        self._pool = owner.pool
+        self._addresses, self._places = owner.pool.addresses, owner.pool.places
         self._keepers = owner.keepers
         self._last: Slot | Outside | None = None  # one forward saves several weights of a slot
 
@@ -147,14 +147,14 @@ class _Hooks:
                 address = _data_ptr(tensor)
             except (RuntimeError, NotImplementedError):
                 address = 0
-            pool = self._pool
+            memory = self._addresses
             if (
-                pool.first <= address < pool.end
-                and (found := self._handle(tensor, address, tensor._version)) is not None
+                memory.first <= address < memory.end
+                and (handle := self._handle(tensor, address, tensor._version)) is not None
             ):
-                return found
-        elif (found := self._flattened(tensor, tensor._version)) is not None:
-            return found
+                return handle
+        elif (flattened := self._flattened(tensor, tensor._version)) is not None:
+            return flattened
         if self._outer is not None:
             return _Foreign(self._outer[0](tensor))
         if tensor.requires_grad:  # detached: an operator's saved output would hold its own node, in a cycle
@@ -188,7 +188,7 @@ class _Hooks:
         """
         slot = self._last
         if slot is None or not slot.begin <= address < slot.end or slot.owner is None:
-            slot = self._last = self._pool.find(address)
+            slot = self._last = self._addresses.find(address)
             if slot is None or slot.owner is None:
                 return None
         bucket: Any = slot.owner()
@@ -202,7 +202,7 @@ class _Hooks:
             return Handle(bucket, kept, self.owner(), keeper, bucket.generation, bucket.shown)
         if bucket.is_complex and (tensor.is_conj() or tensor.is_neg()):
             return _copied(tensor)  # a handle cannot tell a lazy conjugate
-        place = self._pool.places[tensor.dtype, address - slot.begin, tensor.shape, tensor.stride()]
+        place = self._places[tensor.dtype, address - slot.begin, tensor.shape, tensor.stride()]
         if (version or bucket.edited) and bucket.was_edited(bucket.members[place], version):
             return _copied(tensor)
         bucket.note_saved()

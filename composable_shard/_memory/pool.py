@@ -14,7 +14,6 @@ none, falls back to the free lists; it is counted, and the next arena has room f
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right, insort
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -27,20 +26,65 @@ from .._errors import ShardConfigValueError
 from .._plan.arena import pack
 from .._plan.layout import slot_bytes
 from .._torch.core import plainly, to_keep
+from .addresses import Addresses
 from .slots import Events, Outside, Places, Request, Slot
+
+
+class DeviceMemory:
+    """Allocates memory on one device, to be written to by work on one lane.
+
+    Attributes:
+        device: where it allocates.
+    """
+
+    def __init__(self, device: torch.device, lane: Lane) -> None:
+        self.device = device
+        self._lane = lane
+        self._mem_pool: torch.cuda.MemPool | None = None
+
+    def use_mem_pool(self, wanted: bool) -> bool:
+        """Set whether memory comes from a `torch.cuda.MemPool` from now on; returns whether that is new.
+
+        Raises:
+            ShardConfigValueError: the device has none.
+        """
+        if wanted and self.device.type != "cuda":
+            raise ShardConfigValueError(
+                f"PoolPolicy(mem_pool=True): there is a MemPool on CUDA only, and this model is on {self.device.type}; "
+                "leave it out"
+            )
+        if wanted == (self._mem_pool is not None):
+            return False
+        self._mem_pool = torch.cuda.MemPool() if wanted else None
+        return True
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """New memory as a 1D tensor of bytes, with undefined content."""
+        # `to_keep` leaves inference mode: a tensor made in it could never be used for training.
+        pool = nullcontext() if self._mem_pool is None else torch.cuda.use_mem_pool(self._mem_pool, self.device)
+        with to_keep(), pool:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def queued(self) -> Events:
+        """The event behind the work that is queued on the current stream now.
+
+        The first writer of new memory waits for it: the allocator may hand out memory that earlier work still reads.
+        """
+        event = self._lane.mark()
+        return () if event is None else (event,)
 
 
 class BufferPool:
     """The slots of one engine.
 
     Attributes:
+        memory: allocates.
+        addresses: which weights lie where.
         live_bytes: bytes leased now, and bytes of weights outside of the pool that it was told of (`claim`).
         peak_bytes: the highest `live_bytes` so far.
         held_bytes: bytes of the arena and of all other slots, leased or free.
         arena_bytes: bytes of the arena; 0 while there is none.
         allocations: how often memory was allocated; steady once the order of a step has settled.
-        first, end: addresses of the first byte of all memory known here, and of the first behind it: no weights lie
-            before or beyond.
         lent_bytes: those of `live_bytes` that stay leased only because users of this rank keep views of them.
         backward: whether a backward runs: it has requests of its own, which may have other slots than forward's.
         places: the one object for each `Place`.
@@ -51,26 +95,21 @@ class BufferPool:
     """
 
     def __init__(self, device: torch.device, lane: Lane) -> None:
-        self.device = device
+        self.memory = DeviceMemory(device, lane)
+        self.addresses = Addresses()
         self.live_bytes = self.peak_bytes = self.held_bytes = self.allocations = self.arena_bytes = 0
         self.fallbacks: dict[str, int] = {}
         self.backward = False
         self.lent_bytes = 0
-        self._lane = lane
-        self._mem_pool: torch.cuda.MemPool | None = None
         self._requests: weakref.WeakValueDictionary[tuple[str, int, bool], Request] = weakref.WeakValueDictionary()
         self._known: dict[Request, None] = {}  # all that were leased, in the order of their first leases
         self._live: set[Request] = set()
         self._arena: list[Slot] = []
         self._lacks = True
         self._free: dict[int, list[Slot]] = {}
-        self._slots: list[Slot] = []
-        self._begins: list[int] = []
-        self._outside: list[Outside] = []
         self.places = Places()
         self.counted = self.owns = False
         self._own: dict[tuple[str, int], Slot] = {}
-        self.first = self.end = 0
 
     @property
     def issued_bytes(self) -> int:
@@ -83,14 +122,7 @@ class BufferPool:
         Raises:
             ShardConfigValueError: the device has none.
         """
-        if wanted and self.device.type != "cuda":
-            raise ShardConfigValueError(
-                f"PoolPolicy(mem_pool=True): there is a MemPool on CUDA only, and this model is on {self.device.type}; "
-                "leave it out"
-            )
-        if wanted != (self._mem_pool is not None):
-            self._mem_pool = torch.cuda.MemPool() if wanted else None
-            self._lacks = True
+        self._lacks |= self.memory.use_mem_pool(wanted)
 
     def count(self, wanted: bool) -> None:
         """Set `counted`."""
@@ -107,10 +139,10 @@ class BufferPool:
     def request(self, name: str, nbytes: int, backward: bool = False) -> Request:
         """The request for `nbytes` bytes under a name, all of whose leases get one slot of the arena."""
         key = name, slot_bytes(nbytes), backward
-        found = self._requests.get(key)
-        if found is None:
-            found = self._requests[key] = Request(*key)
-        return found
+        request = self._requests.get(key)
+        if request is None:
+            request = self._requests[key] = Request(*key)
+        return request
 
     def requests(self, name: str, nbytes: int) -> tuple[Request, Request]:
         """The requests to lease in forward and in backward, to be indexed by `self.backward`."""
@@ -138,8 +170,7 @@ class BufferPool:
         if self.counted:
             slot.show()
         live.add(request)
-        slot.request = request
-        slot.owner = owner
+        slot.lease(request, owner)
         self.live_bytes += request.nbytes
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
@@ -159,19 +190,14 @@ class BufferPool:
         if slot is None or slot.request is not None:
             slot = self._own[request.name, request.nbytes] = self._make(request.nbytes)
             return slot
-        slot.resize(request.nbytes)
-        slot.free_after = self._fresh()
+        slot.resize(request.nbytes, self.memory.queued())
         self.held_bytes += slot.nbytes
-        insort(self._slots, slot)
-        self._slots_changed()
+        self.addresses.add(slot)
         return slot
 
     def _note_met(self, request: Request) -> None:
         self._known[request] = None
-        request.met = self._live.union(request.met or ())
-        for other in self._live:
-            assert other.met is not None
-            other.met.add(request)
+        request.meet(self._live)
 
     def release(self, slot: Slot, after: torch.Event | None = None) -> None:
         """Give a slot back; the next lease may write to it once the event `after` has happened."""
@@ -180,18 +206,16 @@ class BufferPool:
         self._live.remove(request)
         if _debug.debugging:
             after = self._poisoned(slot, after)
-        slot.free_after = () if after is None else (after,)
+        slot.free(after)
         self.live_bytes -= slot.nbytes
         if slot.resizes:
-            for event in slot.free_after:
-                event.wait()  # work in flight may still use memory that the allocator will hand out again
-            self._slots.remove(slot)
-            self._slots_changed()
+            if after is not None:
+                after.wait()  # work in flight may still use memory that the allocator will hand out again
+            self.addresses.remove(slot)
             self.held_bytes -= slot.nbytes
             slot.resize(0)
         elif request.slot is not slot:
             self._free.setdefault(slot.nbytes, []).append(slot)
-        slot.request = slot.owner = None
 
     def suspend(self, slot: Slot, after: torch.Event | None, lent: bool) -> None:
         """Take the weights' owner from a slot that stays leased, as handles must no longer find weights there.
@@ -201,14 +225,13 @@ class BufferPool:
             after: what its next writer must wait for.
             lent: whether it stays leased only because users keep views of it, and not by choice.
         """
-        slot.owner, slot.lent = None, lent
-        slot.free_after = () if after is None else (after,)
+        slot.suspend(after, lent)
         self.lent_bytes += slot.nbytes if lent else 0
 
     def resume(self, slot: Slot, owner: weakref.ref[Any] | None = None) -> None:
         """Give a suspended slot an owner again, as if it were leased anew."""
         self.lent_bytes -= slot.nbytes if slot.lent else 0
-        slot.owner, slot.lent = owner, False
+        slot.resume(owner)
 
     def release_all(self, slots: Sequence[Slot], after: torch.Event | None) -> None:
         """`release` each of these."""
@@ -219,13 +242,13 @@ class BufferPool:
         """After a failure, release those of these slots that are still leased."""
         for slot in slots:
             if slot.request is not None:
-                self.release(slot, self._lane.mark())
+                self.release(slot, *self.memory.queued())
 
     def _poisoned(self, slot: Slot, after: torch.Event | None) -> torch.Event | None:
         if after is not None:
             after.wait()
         _debug.poison(slot.typed(torch.uint8, written=True))
-        return self._lane.mark()
+        return next(iter(self.memory.queued()), None)
 
     @property
     def wants_arena(self) -> bool:
@@ -236,22 +259,21 @@ class BufferPool:
         """Replace all slots by those of a new arena. Nobody may hold any of them."""
         self.empty()
         known = list(self._known)
-        place = {request: at for at, request in enumerate(known)}
-        meets = [sorted([place[other] for other in request.met or () if other in place]) for request in known]
-        offsets = pack([request.nbytes for request in known], meets, [request.name for request in known])
-        nbytes = max(at + request.nbytes for at, request in zip(offsets, known, strict=True))
-        fresh = self._fresh()
-        memory = self._allocate(nbytes)
+        index = {request: i for i, request in enumerate(known)}
+        meets = [sorted([index[other] for other in request.met or () if other in index]) for request in known]
+        sizes = [request.nbytes for request in known]
+        offsets = pack(sizes, meets, [request.name for request in known])
+        spans = list(zip(offsets, sizes, strict=True))
+        self.arena_bytes = max(offset + size for offset, size in spans)
+        queued = self.memory.queued()
+        memory = self._allocate(self.arena_bytes)
         with plainly():
-            places = dict.fromkeys((at, request.nbytes) for at, request in zip(offsets, known, strict=True))
-            made = {(at, size): Slot(memory[at : at + size], fresh) for at, size in places}
-        self._arena = sorted(made.values())
+            slots = {(offset, size): Slot(memory[offset : offset + size], queued) for offset, size in {*spans}}
+        self._arena = sorted(slots.values())
         _find_rivals(self._arena)
-        for request, at in zip(known, offsets, strict=True):
-            request.slot = made[at, request.nbytes]
-        self._slots = list(self._arena)
-        self._slots_changed()
-        self.arena_bytes = nbytes
+        for request, span in zip(known, spans, strict=True):
+            request.give_slot(slots[span])
+        self.addresses.replace(self._arena)
         self._lacks = False
 
     def place_of(self, request: Request) -> tuple[int, int] | None:
@@ -259,39 +281,15 @@ class BufferPool:
         slot = request.slot
         return None if slot is None else (slot.begin - self._arena[0].begin, slot.nbytes)
 
-    def find(self, address: int) -> Slot | Outside | None:
-        """The slot, or memory outside of slots, whose weights lie at `address`; None if no weights lie there."""
-        at = bisect_right(self._begins, address)
-        if at:
-            slot = self._slots[at - 1]
-            if address < slot.reach:
-                if address < slot.end and slot.owner is not None:
-                    return slot
-                for rival in slot.rivals:  # any other slot with this address overlaps the one that begins last
-                    if rival.begin <= address < rival.end and rival.owner is not None:
-                        return rival
-        return self._find_outside(address) if self._outside else None
-
-    def _find_outside(self, address: int) -> Outside | None:
-        for outside in self._outside:
-            if outside.begin <= address < outside.end:
-                return outside
-        return None
-
     def claim(self, outside: Sequence[Outside]) -> None:
-        """Let `find` know of weights outside of the slots; their bytes count as live, but not as held."""
-        self._outside += outside
-        self._slots_changed()
+        """Weights lie in memory outside of the slots: its bytes count as live, but not as held."""
+        self.addresses.claim(outside)
         self.live_bytes += sum(each.nbytes for each in outside)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def unclaim(self, outside: Sequence[Outside]) -> None:
         """Forget weights outside of the slots."""
-        gone = {id(each) for each in outside}
-        self._outside = [each for each in self._outside if id(each) not in gone]
-        for each in outside:
-            each.owner = None
-        self._slots_changed()
+        self.addresses.unclaim(outside)
         self.live_bytes -= sum(each.nbytes for each in outside)
 
     def empty(self) -> None:
@@ -304,55 +302,36 @@ class BufferPool:
             self._lacks |= bool(self._arena)
             self._arena, self.arena_bytes = [], 0
             for request in self._known:
-                request.slot = None
+                request.give_slot(None)
         for event in [event for slot in freed for event in slot.free_after]:
             event.wait()  # work in flight may still use memory that the allocator will hand out again
-        self._slots = sorted(set(self._slots).difference(freed))
-        self._slots_changed()
-        beside = set(self._slots).difference(self._arena)
+        remaining = set(self.addresses).difference(freed)
+        self.addresses.replace(remaining)
+        beside = remaining.difference(self._arena)
         self.held_bytes = self.arena_bytes + sum(slot.nbytes for slot in beside)
 
     def forget(self) -> None:
         """Free all memory that is not leased, and forget which requests have met: sizes are about to change."""
         self.empty()
         for request in self._known.keys() - self._live:
-            request.met = request.slot = None
+            request.forget()
         self._known = {request: None for request in self._known if request in self._live}
         for request in self._live:
-            request.met = self._live - {request}
+            request.forget_met(self._live)
         self._lacks = True
-
-    def _slots_changed(self) -> None:
-        """Update the tables that `find` searches."""
-        self._begins = [slot.begin for slot in self._slots]
-        places: list[Slot | Outside] = [*self._slots, *self._outside]
-        self.first = min([it.begin for it in places], default=0)
-        self.end = max([it.end for it in places], default=0)
 
     def _make(self, nbytes: int) -> Slot:
         memory = self._allocate(nbytes)
         with plainly():
-            slot = Slot(memory, self._fresh(), resizes=self.owns)
-        insort(self._slots, slot)
-        self._slots_changed()
+            slot = Slot(memory, self.memory.queued(), resizes=self.owns)
+        self.addresses.add(slot)
         return slot
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        # `to_keep` leaves inference mode: a tensor made in it could never be used for training.
-        pool = nullcontext() if self._mem_pool is None else torch.cuda.use_mem_pool(self._mem_pool, self.device)
-        with to_keep(), pool:
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        memory = self.memory.allocate(nbytes)
         self.held_bytes += nbytes
         self.allocations += 1
         return memory
-
-    def _fresh(self) -> Events:
-        """The events that the first writer of new memory waits for.
-
-        The allocator may hand out memory that earlier work, queued on the current stream, still reads.
-        """
-        event = self._lane.mark()
-        return () if event is None else (event,)
 
     def __repr__(self) -> str:
         slots = f"{len(self._live)} slots leased, {self.live_bytes} of {self.held_bytes} bytes"
@@ -368,19 +347,18 @@ def _is_taken(slot: Slot) -> bool:
         if rival.request is not None:
             return True
         if rival.free_after:
-            slot.free_after = tuple(dict.fromkeys([*slot.free_after, *rival.free_after]))
+            slot.wait_for(rival.free_after)
     return False
 
 
 def _find_rivals(slots: Sequence[Slot]) -> None:
     """Set the `rivals` and `reach` of slots that are sorted by their begin."""
     rivals: dict[Slot, list[Slot]] = {slot: [] for slot in slots}
-    for at, slot in enumerate(slots):
-        for later in slots[at + 1 :]:
+    for index, slot in enumerate(slots):
+        for later in slots[index + 1 :]:
             if later.begin >= slot.end:
                 break
             rivals[slot].append(later)
             rivals[later].append(slot)
-    for slot, found in rivals.items():
-        slot.rivals = tuple(found)
-        slot.reach = max([slot.end, *[rival.end for rival in found]])
+    for slot, overlapping in rivals.items():
+        slot.set_rivals(overlapping)

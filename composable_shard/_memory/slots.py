@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,6 +78,25 @@ class Request:
         self.slot: Slot | None = None
         self.met: set[Request] | None = None
 
+    def meet(self, live: set[Request]) -> None:
+        """It is leased at the same time as these: note that on both sides."""
+        self.met = live.union(self.met or ())
+        for other in live:
+            assert other.met is not None
+            other.met.add(self)
+
+    def give_slot(self, slot: Slot | None) -> None:
+        """An arena was made, in which it has this slot; None: the arena is gone."""
+        self.slot = slot
+
+    def forget(self) -> None:
+        """Forget what it has met, and its slot: sizes are about to change."""
+        self.met = self.slot = None
+
+    def forget_met(self, live: set[Request]) -> None:
+        """Likewise, while it is leased: it keeps its slot, and has met the others that are leased now."""
+        self.met = live - {self}
+
 
 class Slot:
     """A piece of memory with a fixed address.
@@ -124,8 +144,37 @@ class Slot:
         self.rivals: tuple[Slot, ...] = ()
         self.resizes = resizes
 
-    def resize(self, nbytes: int) -> None:
+    def set_rivals(self, rivals: Sequence[Slot]) -> None:
+        """These slots of the arena overlap it."""
+        self.rivals = tuple(rivals)
+        self.reach = max([self.end, *[rival.end for rival in rivals]])
+
+    def lease(self, request: Request, owner: weakref.ref[Any] | None) -> None:
+        """It is leased for a request; weights of `owner`, if there is one, will lie in it."""
+        self.request = request
+        self.owner = owner
+
+    def free(self, after: torch.Event | None) -> None:
+        """Its lease is over; the next writer waits for `after`."""
+        self.request = self.owner = None
+        self.free_after = () if after is None else (after,)
+
+    def suspend(self, after: torch.Event | None, lent: bool) -> None:
+        """Its weights are given up, though it stays leased; the next writer waits for `after`."""
+        self.owner, self.lent = None, lent
+        self.free_after = () if after is None else (after,)
+
+    def resume(self, owner: weakref.ref[Any] | None) -> None:
+        """Weights of `owner` lie in it again."""
+        self.owner, self.lent = owner, False
+
+    def wait_for(self, events: Events) -> None:
+        """The next writer waits for these events, too."""
+        self.free_after = tuple(dict.fromkeys([*self.free_after, *events]))
+
+    def resize(self, nbytes: int, free_after: Events = ()) -> None:
         """Allocate or (with 0) free its memory; all views of the slot then see the new memory."""
+        self.free_after = free_after
         self._bytes[0].untyped_storage().resize_(nbytes)
         self.begin = address_of(self._bytes[0])
         self.end = self.reach = self.begin + nbytes
@@ -169,3 +218,7 @@ class Outside:
         self.nbytes = memory.nbytes()
         self.end = self.begin + self.nbytes
         self.owner: weakref.ref[Any] | None = weakref.ref(owner)
+
+    def give_up(self) -> None:
+        """Its weights are given up."""
+        self.owner = None

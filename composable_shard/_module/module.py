@@ -467,7 +467,7 @@ def _ended(module: nn.Module, state: ShardState, output: Any) -> Any:
     """End a forward at the engine; returns the output, in which views of weights are replaced by clones."""
     assert state.bound is not None
     engine = state.bound.engine
-    find = engine.pool.find
+    find = engine.pool.addresses.find
     if type(output) is torch.Tensor and find(address_of(output)) is None:
         for found in state.end(module, ()):
             _listen(engine, found, (output,))

@@ -88,7 +88,9 @@ def test_an_output_that_lies_among_weights_is_copied_differentiably(rank, world,
         for m in (model, plain):
             out = m(*vectors(0, step))
             if m is model:
-                assert all(engine_of(m).pool.find(t.data_ptr()) is None for t in (out["weight"], *out["part"]))
+                assert all(
+                    engine_of(m).pool.addresses.find(t.data_ptr()) is None for t in (out["weight"], *out["part"])
+                )
             (out["out"].sum() + out["weight"].square().sum() + (out["part"][0] * 3).sum()).backward()
         assert_same_gradients(model, plain)
     assert_at_rest(model)

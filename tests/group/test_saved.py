@@ -69,7 +69,7 @@ def test_a_graph_holds_no_memory_of_a_group_that_has_resharded(rank, world):
         loss = model(*vectors(0, 0)).sum()
     assert pool_of(model).live_bytes == 0
     kept = [found[0] for _, found in packed if not is_handle(found)]
-    spans = [(slot.begin, slot.end) for slot in pool_of(model)._slots]
+    spans = [(slot.begin, slot.end) for slot in pool_of(model).addresses]
     assert spans
     assert not any(begin <= t.data_ptr() < end for t in kept for begin, end in spans)
     loss.backward()
@@ -204,7 +204,7 @@ def test_backward_is_exact_although_the_weights_come_back_in_other_slots(rank, w
     for step in range(3):
         loss = model(*vectors(0, step)).square().sum()
         pool = pool_of(model)
-        others = [pool.lease(slot.nbytes) for slot in list(pool._slots) if slot.owner is None]
+        others = [pool.lease(slot.nbytes) for slot in list(pool.addresses) if slot.owner is None]
         for slot in others:
             slot.typed(torch.uint8).fill_(255)
         loss.backward()
@@ -222,7 +222,7 @@ def test_with_create_graph_autograd_gets_a_copy_of_a_weight_and_else_the_weight_
         with watched() as (_, unpacked):
             (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=create_graph)
         weights = [tensor for found, tensor in unpacked if is_handle(found)]
-        slots = [(slot.begin, slot.end) for slot in pool_of(model)._slots]
+        slots = [(slot.begin, slot.end) for slot in pool_of(model).addresses]
         inside = [any(begin <= w.data_ptr() < end for begin, end in slots) for w in weights]
         assert inside == [not create_graph]
         if create_graph:

@@ -125,20 +125,20 @@ def test_the_next_writer_of_a_slot_gets_the_event_behind_its_last_use():
 def test_find_knows_the_first_and_the_last_byte_of_a_slot_that_holds_weights():
     pool, owner = make_pool(), Owner()
     slot = pool.lease(1024, "weights", owner)
-    assert pool.find(slot.begin) is slot
-    assert pool.find(slot.end - 1) is slot
-    assert pool.find(slot.begin - 1) is None
-    assert pool.find(slot.end) is None
+    assert pool.addresses.find(slot.begin) is slot
+    assert pool.addresses.find(slot.end - 1) is slot
+    assert pool.addresses.find(slot.begin - 1) is None
+    assert pool.addresses.find(slot.end) is None
     assert slot.owner() is owner
 
 
 def test_find_sees_neither_free_slots_nor_those_of_communication():
     pool, owner = make_pool(), Owner()
-    assert pool.find(12345) is None
+    assert pool.addresses.find(12345) is None
     slot, landing = pool.lease(512, "weights", owner), pool.lease(512)
-    assert pool.find(landing.begin) is None
+    assert pool.addresses.find(landing.begin) is None
     pool.release(slot)
-    assert pool.find(slot.begin) is None
+    assert pool.addresses.find(slot.begin) is None
 
 
 def test_a_pool_keeps_no_owner_alive():
@@ -156,7 +156,7 @@ def test_find_gives_for_every_address_the_slot_that_holds_it(sizes):
     slots = [pool.lease(nbytes, "weights", owner if owned else None) for nbytes, owned in sizes]
     for slot, (_, owned) in zip(slots, sizes, strict=True):
         for address in (slot.begin, slot.begin + slot.nbytes // 2, slot.end - 1):
-            assert pool.find(address) is (slot if owned else None)
+            assert pool.addresses.find(address) is (slot if owned else None)
 
 
 # ---- empty
@@ -168,8 +168,8 @@ def test_empty_gives_free_slots_back_and_keeps_the_leased_ones():
     pool.release(freed)
     pool.empty()
     assert (pool.live_bytes, pool.held_bytes) == (512, 512)
-    assert pool.find(kept.begin) is kept
-    assert pool.find(freed.begin) is None
+    assert pool.addresses.find(kept.begin) is kept
+    assert pool.addresses.find(freed.begin) is None
     assert pool.lease(1024) is not freed
     pool.release(kept)
     assert pool.lease(512) is kept
@@ -231,10 +231,15 @@ def test_slots_of_different_sizes_overlap_in_an_arena_and_are_found_by_what_is_l
     assert pool.arena_bytes == 4096
     large = pool.lease(4096, "large", owner)
     for address in range(large.begin, large.end, 256):
-        assert pool.find(address) is large
+        assert pool.addresses.find(address) is large
     pool.release(large)
     one, two = pool.lease(512, "one", owner), pool.lease(1024, "two")
-    assert [pool.find(at) for at in (one.begin, one.end - 1, two.begin, large.end - 1)] == [one, one, None, None]
+    assert [pool.addresses.find(at) for at in (one.begin, one.end - 1, two.begin, large.end - 1)] == [
+        one,
+        one,
+        None,
+        None,
+    ]
     ones, twos = one.typed(torch.float32, written=True).fill_(1), two.typed(torch.float32, written=True).fill_(2)
     assert bool((ones == 1).all())
     assert bool((twos == 2).all())
@@ -281,7 +286,7 @@ def test_what_was_forgotten_while_others_were_leased_has_no_place_in_the_old_are
     owner = Owner()
     slot = pool.lease_for(asked, owner)
     assert pool.held_bytes == 1024
-    assert pool.find(slot.begin) is slot
+    assert pool.addresses.find(slot.begin) is slot
     pool.release(slot)
     assert (pool.live_bytes, pool.lease(1024) is slot) == (0, True)
 
