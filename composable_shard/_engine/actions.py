@@ -406,8 +406,8 @@ class Actions:
 
     def hand_out(self) -> None:
         """Set `.grad` for the groups whose reduction was waited for."""
-        found, self._unset = self._unset, {}
-        for group, reduced in found.items():
+        unset, self._unset = self._unset, {}
+        for group, reduced in unset.items():
             accumulate(group.params, reduced.pieces(), group.gradients.hooks_taken)
 
     def discard(self) -> None:

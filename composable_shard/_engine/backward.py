@@ -25,8 +25,8 @@ class Token:
 
 
 def _tell(listener: Callable[[], Callable[[], None] | None]) -> None:
-    if (there := listener()) is not None:
-        there()
+    if (call := listener()) is not None:
+        call()
 
 
 def _end(token: Token) -> None:
@@ -153,18 +153,18 @@ class BackwardPass:
 
     def _with_others(self, live: Iterable[tuple[Use, object]]) -> list[Use]:
         """The uses whose node runs, and others of these forwards whose weights may be needed, as created."""
-        found: list[Use] = []
+        expected: list[Use] = []
         for use, node in live:
             if use in self._will_fire:
-                found.append(use)
+                expected.append(use)
             elif use.forward in self.forwards:
                 # Other ranks may run the node of a use that this one does not, and gather its weights.
                 if use.group.trains and not use.fired and use.group.options.reduce_unused:
                     self._idle.add(use)
                 # Frozen groups have no node; backward may unpack their weights while one of their handles lives.
                 if node is None or use in self._idle:
-                    found.append(use)
-        return sorted(found, key=_number_of)
+                    expected.append(use)
+        return sorted(expected, key=_number_of)
 
     @property
     def alive(self) -> bool:
@@ -218,12 +218,12 @@ class BackwardPass:
             return ()
         if not (group.companions or first.companions):
             return (first,)
-        found: list[ParamGroup] = []
+        groups: list[ParamGroup] = []
         for use in self._upcoming:
-            found.append(use.group)
+            groups.append(use.group)
             if use.group not in group.companions:
-                return (*found, *use.group.companions)
-        return found
+                return (*groups, *use.group.companions)
+        return groups
 
     def expects(self, group: ParamGroup) -> bool:
         """Whether this pass may still reach a use of this group.

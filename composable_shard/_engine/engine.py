@@ -529,23 +529,23 @@ class Engine:
         self._do.rebuild(groups)
         self.learning.converted()
 
-    def before_optimizer_step(self, theirs: set[int]) -> None:
+    def before_optimizer_step(self, stepped: set[int]) -> None:
         """An optimizer is about to change these parameters, by id: reshard their groups and end the iteration.
 
         Unsharded parameters must not outlive the values that they were gathered from.
         """
         for group in self.groups:
-            if not theirs.isdisjoint(map(id, group.shards)):
+            if not stepped.isdisjoint(map(id, group.shards)):
                 self._iterations.end()
                 if self._pass is None:
                     self._gradients.settle()  # reductions of a backward that was not the last one
                 group.stepped()
                 self.reshard(group)
 
-    def check_reduced(self, theirs: set[int]) -> None:
+    def check_reduced(self, stepped: set[int]) -> None:
         """An optimizer is about to read the gradients of these parameters, by id: see that they are reduced."""
         for group in self.groups:
-            if group.gradients.phase is not GradPhase.NONE and not theirs.isdisjoint(map(id, group.shards)):
+            if group.gradients.phase is not GradPhase.NONE and not stepped.isdisjoint(map(id, group.shards)):
                 if self._pass is None:
                     self._gradients.settle()  # reductions of a backward that was not the last one
-                group.gradients.check_reduced(theirs)
+                group.gradients.check_reduced(stepped)

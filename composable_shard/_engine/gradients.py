@@ -55,8 +55,8 @@ class GradientFlow:
         """All gradients of a use have come: reduce or accumulate them when it is their turn."""
         outside = self._outside_forward.pop(use.group, None)
         total = gradients if outside is None else added(outside, gradients)
-        for each, its in now.in_turn(use, total):
-            self._reduce_or_accumulate(each.group, its)
+        for each, complete in now.in_turn(use, total):
+            self._reduce_or_accumulate(each.group, complete)
 
     def _reduce_or_accumulate(self, group: ParamGroup, gradients: Gradients) -> None:
         """Reduce gradients or accumulate them, as the settings say. Without any gradient, `.grad` stays None."""
@@ -86,7 +86,7 @@ class GradientFlow:
         if not is_last and not use.group.options.requires_gradient_sync:
             use.group.gradients.accumulate(wanted)
             asked = [fate is Fate.RETURNED and g is not None for fate, g in zip(fates, wanted, strict=True)]
-            return [param.nothing() if its else None for param, its in zip(params, asked, strict=True)]
+            return [param.nothing() if is_asked else None for param, is_asked in zip(params, asked, strict=True)]
         if any(gradient is not None for gradient in wanted):
             for index, piece in self._do.reduce_now(use.group, wanted).items():
                 if fates[index] is Fate.RETURNED:
@@ -97,11 +97,11 @@ class GradientFlow:
 
     def add_outside_forward(self, group: ParamGroup, index: int, gradient: torch.Tensor) -> None:
         """Take a gradient outside forward, of the parameter `index` of a group."""
-        its: list[torch.Tensor | None] = [None] * len(group.params)
+        gradients: list[torch.Tensor | None] = [None] * len(group.params)
         parallel = group.params[index].parallel
-        its[index] = gradient if parallel is None else parallel.local_gradient(gradient)
+        gradients[index] = gradient if parallel is None else parallel.local_gradient(gradient)
         before = self._outside_forward.get(group)
-        self._outside_forward[group] = its if before is None else added(before, its)
+        self._outside_forward[group] = gradients if before is None else added(before, gradients)
 
     def finish(self, now: BackwardPass | None, groups: Sequence[ParamGroup], wait: bool) -> None:
         """Backward is over: reduce the gradients that still wait and, if `wait`, wait for all reductions."""
@@ -147,10 +147,10 @@ def watch_leaf(owner: Callable[[], LeafOwner | None], leaf: torch.Tensor, group:
     this_group = weakref.ref(group)
 
     def hand_on(tensor: torch.Tensor) -> None:
-        there, of, gradient = owner(), this_group(), tensor.grad
-        if there is not None and of is not None and gradient is not None:
+        receiver, of, gradient = owner(), this_group(), tensor.grad
+        if receiver is not None and of is not None and gradient is not None:
             tensor.grad = None
-            there.on_gradient_outside_forward(of, index, gradient)
+            receiver.on_gradient_outside_forward(of, index, gradient)
 
     leaf.register_post_accumulate_grad_hook(hand_on)  # type: ignore[no-untyped-call]
     HANDLES.ours += 1

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .._errors import ShardConfigValueError
-from .._group.bucket import GatherBucket
 from .._group.group import ParamGroup
 from .._memory.pool import BufferPool
-from .._memory.slots import Request
 from .._plan.arena import ArenaSlot, Placed
 from .._plan.graph_schedule import GraphSchedule
 from .._plan.plan import GroupPlan, ShardPlan
@@ -164,17 +162,11 @@ class Order:
     def for_graphs(self, follows: bool) -> GraphSchedule:
         """The schedule for compiled graphs: the lists of users and, if `follows`, all of the plan's schedule."""
         plan, edges = self.plan, self.plan.edges()
-        ahead: tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]] = ({}, {})
+        ahead: tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]] = ({}, {})  # for forward, backward
         in_flight: dict[str, int] = {}
         first: list[str] = []
         if follows:
-            for of, pairs in zip(ahead, (edges.forward, edges.backward), strict=True):
-                of |= {_module_of(fqn): () for fqn in self._by_fqn}
-                for at, group_names in pairs:  # groups on several meshes are one module of a graph
-                    its = map(_module_of, group_names)
-                    before = of[_module_of(at)]
-                    others = [each for each in its if each != _module_of(at) and each not in before]
-                    of[_module_of(at)] = (*before, *dict.fromkeys(others))
+            ahead = (self._by_module(edges.forward), self._by_module(edges.backward))
             numbers = dict(edges.in_flight)
             for fqn in self._by_fqn:
                 most = numbers.get(fqn, edges.max_reductions)
@@ -182,10 +174,18 @@ class Order:
             first = [_module_of(g.fqn) for g in plan.groups if edges.reduces_first or g.reduces_first]
         for (backward, group), those in self.explicit.items():
             ahead[backward][_module_of(group.fqn)] = tuple(_module_of(each.fqn) for each in those)
-        kept: dict[str, int] = {}
+        kept: Counter[str] = Counter()
         for fqn in edges.kept if follows or plan.pool.budget is not None else ():
-            kept[_module_of(fqn)] = kept.get(_module_of(fqn), 0) + plan.group(fqn).unsharded_bytes
-        return GraphSchedule(*ahead, kept, in_flight, tuple(dict.fromkeys(first)))
+            kept[_module_of(fqn)] += plan.group(fqn).unsharded_bytes
+        return GraphSchedule(*ahead, dict(kept), in_flight, tuple(dict.fromkeys(first)))
+
+    def _by_module(self, edges: Iterable[tuple[str, Sequence[str]]]) -> dict[str, tuple[str, ...]]:
+        """For each module, those to gather with it. Groups of a module on several meshes are one in a graph."""
+        ahead: dict[str, tuple[str, ...]] = {_module_of(fqn): () for fqn in self._by_fqn}
+        for fqn, following in edges:
+            module, others = _module_of(fqn), map(_module_of, following)
+            ahead[module] = tuple(dict.fromkeys([*ahead[module], *(each for each in others if each != module)]))
+        return ahead
 
     def begin(self, phase: str, trains: bool) -> None:
         """A forward of the root begins.
@@ -256,22 +256,10 @@ def _module_of(fqn: str) -> str:
 
 def _placed(group: ParamGroup, pool: BufferPool) -> Iterator[Placed]:
     """Where the pool places the slots that it leases for a group, under the names that plans use."""
-    gathers = [bucket for bucket in group.buckets if isinstance(bucket, GatherBucket)]
-    wanted: list[tuple[str, bool, list[Request]]] = [
-        ("small", False, [resident.for_pieces for resident in group.residents]),
-        ("landing", False, [resident.for_landing for resident in group.residents]),
-    ]
-    for buckets in group.gradients.buckets_of.values():
-        wanted.append(("reduction", False, [request for bucket in buckets for request in bucket.requests]))
-    for backward in (False, True):
-        wanted.append(("weights", backward, [bucket.for_weights[backward] for bucket in gathers]))
-        landings = [bucket.for_landing[backward] for bucket in gathers if bucket.for_landing is not None]
-        wanted.append(("landing", backward, landings))
-    for what, backward, requests in wanted:
-        found = [pool.place_of(request) for request in requests]
-        slots = tuple(ArenaSlot("", *place) for place in found if place is not None)
-        if found and len(slots) == len(found):
-            yield Placed(f"{what} {group.fqn}", backward, slots)
+    for purpose, backward, requests in group.requests():
+        slots = [ArenaSlot("", *span) for span in map(pool.place_of, requests) if span is not None]
+        if requests and len(slots) == len(requests):
+            yield Placed(f"{purpose} {group.fqn}", backward, tuple(slots))
 
 
 def _described(plan: GroupPlan, group: ParamGroup) -> GroupPlan:

@@ -178,14 +178,14 @@ class TracedGroup:
         """Whether a parameter that got no gradient on any rank gets zeros."""
         return self._settings.current.reduce_unused
 
-    def before_optimizer_step(self, theirs: set[int]) -> None:
+    def before_optimizer_step(self, stepped: set[int]) -> None:
         """An optimizer is about to change parameters, by id.
 
         Foreach functions move no version of a sharded parameter, so that autograd would not notice in backward that
         the shards which a graph has saved are others now.
         """
-        if self.compiled and not theirs.isdisjoint([id(param.sharded) for param in self._params]):
+        if self.compiled and not stepped.isdisjoint([id(param.sharded) for param in self._params]):
             torch.autograd.graph.increment_version([param.local for param in self._params])
 
-    def check_reduced(self, theirs: set[int]) -> None:
+    def check_reduced(self, stepped: set[int]) -> None:
         """Nothing: the group of the eager runtime keeps gradients for graphs, too."""

@@ -88,16 +88,16 @@ class AccumulatedGradients:
         self.pieces = {}
         return {i: (piece, used) for i, (piece, used) in taken.items() if piece is not None}
 
-    def held(self, theirs: Container[int]) -> list[str]:
+    def held(self, stepped: Container[int]) -> list[str]:
         """Names of the parameters among these, by id, with accumulated gradients that `zero_grad` has not voided."""
-        found = []
+        names = []
         for index in dict.fromkeys((*self.whole, *self.pieces)):
             param = self._params[index]
-            if id(param.sharded) in theirs and not param.accumulated_is_gone():
-                told = self._told(index)
-                if told is not None and told.item():  # where this rank cannot tell, other ranks raise the error
-                    found.append(param.fqn)
-        return found
+            if id(param.sharded) in stepped and not param.accumulated_is_gone():
+                survives = self._survives(index)
+                if survives is not None and survives.item():  # where this rank cannot tell, other ranks raise the error
+                    names.append(param.fqn)
+        return names
 
     def forget(self) -> None:
         """Drop all accumulated gradients."""
@@ -113,22 +113,24 @@ class AccumulatedGradients:
     def _unless_voided(self, index: int, kept: torch.Tensor) -> torch.Tensor | None:
         if self._params[index].accumulated_is_gone():
             return None
-        survives = self._told(index)
+        survives = self._survives(index)
         if survives is None:
             return kept
         if survives.device.type == "cpu" and has_memory(survives):
             return kept if survives.item() else None
         return torch.where(survives.reshape(()), kept, torch.zeros_like(kept))  # without a host synchronisation
 
-    def _told(self, index: int) -> torch.Tensor | None:
+    def _survives(self, index: int) -> torch.Tensor | None:
         """Whether a gradient was not set to zero since it was accumulated; None if this rank cannot tell.
 
         Where this rank's piece is empty, so is its `.grad`, which shows nothing. Then the `.grad` of another parameter
         of the group tells, which `zero_grad` sets to zero along with it.
         """
         candidates = (index, *(i for i in (*self.whole, *self.pieces) if i != index))
-        told = (self._params[i].accumulated_survives() for i in candidates if not self._params[i].accumulated_is_gone())
-        return next((t for t in told if t is not None), None)
+        answers = (
+            self._params[i].accumulated_survives() for i in candidates if not self._params[i].accumulated_is_gone()
+        )
+        return next((t for t in answers if t is not None), None)
 
 
 def _sum(kept: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

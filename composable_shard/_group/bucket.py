@@ -192,7 +192,12 @@ class Bucket:
 
     def arrived(self) -> None:
         """The gather is done: the weights can be read."""
-        raise NotImplementedError
+        self.readable = True
+
+    def use_leaves(self, leaves: Leaves) -> Leaves:
+        """These are the leaves over the memory in which the weights are now."""
+        self.here = leaves
+        return leaves
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
         """Give the weights up, if they are gathered.
@@ -201,7 +206,8 @@ class Bucket:
             after: the event behind all work that reads them.
             reserve: whether to keep their memory for the next gather.
         """
-        raise NotImplementedError
+        self.slot = self.here = self.unedited = None
+        self.readable = self.edited = False
 
     def lose(self) -> None:
         """Give the weights up but not their memory, to which a gather that nobody waits for may still write."""
@@ -341,8 +347,7 @@ class GatherBucket(Bucket):
 
     def leaves(self) -> list[torch.nn.Parameter]:
         assert self.slot is not None
-        self.here = self._faces.use_leaves(self.slot, self.params)
-        return self.here.params
+        return self.use_leaves(self._faces.use_leaves(self.slot, self.params)).params
 
     def open(self) -> Slot:
         """Lease the slot into which weights will be gathered, or resume the reserved one."""

@@ -45,10 +45,10 @@ def is_extended(param: ShardedParam) -> bool:
     """
     has = [hasattr(param.local, name) for name in (_PRE, _POST)]
     if has[0] is not has[1]:
-        there, missing = (_PRE, _POST) if has[0] else (_POST, _PRE)
+        present, missing = (_PRE, _POST) if has[0] else (_POST, _PRE)
         raise ShardConfigTypeAssertionError(
             f"parameter {param.fqn}: Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using "
-            f"all-gather extensions: its tensor has {there} but not {missing}"
+            f"all-gather extensions: its tensor has {present} but not {missing}"
         )
     if has[0]:
         _takes_all(param)
@@ -69,8 +69,8 @@ def _takes_all(param: ShardedParam) -> bool:
 def _inner_storages(tensor: torch.Tensor) -> list[torch.UntypedStorage] | None:
     """The storages of a tensor or of its inner tensors; None if it is of a subclass that does not tell these."""
     parts = plain_parts(tensor)
-    told = all(type(part) in (torch.Tensor, nn.Parameter) for part in parts)
-    return [part.untyped_storage() for part in parts] if told else None
+    are_plain = all(type(part) in (torch.Tensor, nn.Parameter) for part in parts)
+    return [part.untyped_storage() for part in parts] if are_plain else None
 
 
 class _Memory:
@@ -225,7 +225,7 @@ class ExtensionBucket(Bucket):
             after.wait()
         with torch.inference_mode(False), torch.no_grad():
             if any([member.ask() for member in self._members]):  # noqa: C419 - all of them
-                self.generation += 1  # handles hold views of the former outputs, which are gone
+                self.note_change()  # handles hold views of the former outputs, which are gone
         inputs = [_bytes(tensor) for member in self._members for tensor in member.inputs]
         outputs = [_bytes(tensor) for member in self._members for tensor in member.outputs]
         gatherer = self._gatherer_of(tuple([tensor.numel() for tensor in inputs]))
@@ -248,16 +248,15 @@ class ExtensionBucket(Bucket):
         by_id = {storage._cdata: (storage, index) for storage, index in memory}
         self._claims = [Outside(storage, self, index) for storage, index in by_id.values()]
         self._pool.claim(self._claims)
-        self.here = Leaves([member.leaf for member in self._members if member.leaf is not None])
-        self.readable = True
+        self.use_leaves(Leaves([member.leaf for member in self._members if member.leaf is not None]))
+        super().arrived()
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
         if self.here is not None:
             self.here.give_up()
         self._pool.unclaim(self._claims)
         self._claims = []
-        self.here = self.unedited = None
-        self.readable = self.edited = False
+        super().release(after, reserve)
         for member in self._members if not reserve else ():
             member.free()
 

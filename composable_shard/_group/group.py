@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Protocol
@@ -20,6 +20,7 @@ from .._comm.collectives import Transports
 from .._comm.lanes import Job, Lane
 from .._comm.mesh import MeshInfo
 from .._memory.pool import BufferPool
+from .._memory.slots import Request
 from .._plan.schedule import ROOT_NAME
 from .._policies import Options, Settings
 from .bucket import Bucket, GatherBucket
@@ -171,8 +172,22 @@ class ParamGroup:
         )
         return buckets, layout
 
+    def _in_slots(self) -> list[GatherBucket]:
+        """The buckets that gather into slots of the pool."""
+        return [bucket for bucket in self.buckets if isinstance(bucket, GatherBucket)]
+
     def _slot_bytes(self) -> list[int]:
-        return [bucket.nbytes for bucket in self.buckets if isinstance(bucket, GatherBucket)]
+        return [bucket.nbytes for bucket in self._in_slots()]
+
+    def requests(self) -> Iterator[tuple[str, bool, list[Request]]]:
+        """What it leases from the pool: a purpose, whether backward alone has it, and the requests of all buckets."""
+        yield "small", False, [resident.for_pieces for resident in self.residents]
+        yield "landing", False, [resident.for_landing for resident in self.residents]
+        for buckets in self.gradients.buckets_of.values():
+            yield "reduction", False, [request for bucket in buckets for request in bucket.requests]
+        for backward in (False, True):
+            yield "weights", backward, [bucket.for_weights[backward] for bucket in self._in_slots()]
+            yield "landing", backward, [b.for_landing[backward] for b in self._in_slots() if b.for_landing is not None]
 
     # ---- forwards
 
@@ -326,7 +341,7 @@ class ParamGroup:
         self._set_phase(RESIDENT)
         if not self.residents:
             how = small, transport, run.pool, run.gather_lane
-            self.residents = [Resident(b, *how) for b in self.buckets if isinstance(b, GatherBucket)]
+            self.residents = [Resident(bucket, *how) for bucket in self._in_slots()]
         for resident in self.residents:
             resident.keep()
         after = run.gather_lane.mark()

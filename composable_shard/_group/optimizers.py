@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -19,10 +20,10 @@ from .param import SHARDED_IN
 class StepWatcher(Protocol):
     """Whoever must know of optimizers' steps."""
 
-    def before_optimizer_step(self, theirs: set[int]) -> None:
-        """An optimizer is about to step; `theirs` are the ids of its parameters."""
+    def before_optimizer_step(self, stepped: set[int]) -> None:
+        """An optimizer is about to step the parameters with these ids."""
 
-    def check_reduced(self, theirs: set[int]) -> None:
+    def check_reduced(self, stepped: set[int]) -> None:
         """An optimizer is about to read the gradients of these parameters: none may still wait for its reduction."""
 
 
@@ -35,9 +36,8 @@ def watch_steps(watcher: StepWatcher) -> None:
     _watchers[id(watcher)] = watcher
 
 
-@never_trace
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+def _check_stepped(params: Sequence[torch.Tensor]) -> None:
+    """Raise ShardConfigStateError for parameters that are not, or no longer, those of the model."""
     copies = [param.__dict__[LEAF_OF] for param in params if LEAF_OF in param.__dict__]
     if copies:
         raise ShardConfigStateError(
@@ -54,14 +54,20 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
             f"the optimizer holds {', '.join(old)} as they were before fully_shard, and would train nothing; "
             "build it after sharding, from model.parameters()"
         )
+
+
+@never_trace
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    _check_stepped(params)
     for group in optimizer.param_groups:
         _split_up(group)
-    theirs = set(map(id, params))
-    args, kwargs, has_closure = _with_closure(args, kwargs, partial(_check_reduced, theirs))
+    stepped = set(map(id, params))
+    args, kwargs, has_closure = _with_closure(args, kwargs, partial(_check_reduced, stepped))
     if not has_closure:
-        _check_reduced(theirs)
+        _check_reduced(stepped)
     for watcher in _living():
-        watcher.before_optimizer_step(theirs)
+        watcher.before_optimizer_step(stepped)
     return (args, kwargs) if has_closure else None
 
 
@@ -80,9 +86,9 @@ def _checked(closure: Callable[[], Any], check: Callable[[], None]) -> Any:
     return loss
 
 
-def _check_reduced(theirs: set[int]) -> None:
+def _check_reduced(stepped: set[int]) -> None:
     for watcher in _living():
-        watcher.check_reduced(theirs)
+        watcher.check_reduced(stepped)
 
 
 def _living() -> list[StepWatcher]:

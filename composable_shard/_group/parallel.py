@@ -95,15 +95,15 @@ class Parallel:
         names, first = full.mesh.mesh_dim_names, full.shard[0]
         assert names is not None
         meshes: list[DeviceMesh] = []
-        found: list[Placement] = []
+        combined: list[Placement] = []
         for axis, placement in enumerate(placements):
             if axis == first:
                 meshes.append(info.mesh)
-                found += [Replicate()] * (info.mesh.ndim - 1) + [placement]
+                combined += [Replicate()] * (info.mesh.ndim - 1) + [placement]
             elif axis not in full.shard and axis not in full.replicate:
                 meshes.append(full.mesh[names[axis]])
-                found.append(placement)
-        return meshes[0] if len(meshes) == 1 else concatenated_mesh(meshes), tuple(found)
+                combined.append(placement)
+        return meshes[0] if len(meshes) == 1 else concatenated_mesh(meshes), tuple(combined)
 
 
 class _Wrap(torch.autograd.Function):
@@ -142,10 +142,10 @@ def _wrapper(
 def _in_full(name: str, param: torch.Tensor, full: FullMesh) -> Parallel:
     """How a parameter is placed on the full mesh."""
     if not isinstance(param, DTensor) or param.device_mesh != full.mesh:
-        found = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else "a plain tensor"
+        given = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else "a plain tensor"
         raise ShardConfigValueError(
             "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh. Expected param's "
-            f"DTensor mesh to be the same mesh passed to fully_shard, {full.mesh}, but got {found} for parameter "
+            f"DTensor mesh to be the same mesh passed to fully_shard, {full.mesh}, but got {given} for parameter "
             f"'{name.rpartition('.')[2]}' ({name}); distribute it (distribute_tensor, distribute_module), or pass the "
             "data-parallel submesh without dp_mesh_dims"
         )
@@ -172,7 +172,7 @@ def parallel_of(name: str, param: torch.Tensor, info: MeshInfo) -> Parallel | No
         return _in_full(name, param, info.full)
     if not isinstance(param, DTensor):
         return None
-    found = Parallel(param.device_mesh, tuple(param.placements), param.shape, param.stride())
+    parallel = Parallel(param.device_mesh, tuple(param.placements), param.shape, param.stride())
     where = f"parameter {name}: is a DTensor on {param.device_mesh}"
     if param.device_mesh.device_type != info.mesh.device_type:
         raise ShardConfigValueError(
@@ -187,9 +187,9 @@ def parallel_of(name: str, param: torch.Tensor, info: MeshInfo) -> Parallel | No
             "(init_device_mesh with mesh_dim_names) and give each parallelism its submesh, for example mesh['dp']"
         )
     try:
-        found.placed(info, 0)
+        parallel.placed(info, 0)
     except (RuntimeError, ValueError) as error:
         raise ShardConfigValueError(
             f"{where}, which cannot be combined with {info.mesh}: they must be submeshes of one mesh ({error})"
         ) from error
-    return found
+    return parallel

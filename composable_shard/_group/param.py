@@ -93,8 +93,8 @@ def _of_the_class(tensor: torch.Tensor) -> set[str]:
         owned = {*inner, *(context if isinstance(context, Mapping) else ())}
     else:
         made, owned = tensor.detach(), set()
-    found = {name: inspect.getattr_static(kind, name, None) for name in tensor.__dict__}
-    return {*owned, *made.__dict__, *(name for name, value in found.items() if hasattr(value, "__get__"))}
+    static = {name: inspect.getattr_static(kind, name, None) for name in tensor.__dict__}
+    return {*owned, *made.__dict__, *(name for name, value in static.items() if hasattr(value, "__get__"))}
 
 
 # Exhausts an iterator, such as a `map` with side effects: a loop over a group's parameters without bytecode.
@@ -116,14 +116,14 @@ def accumulate(params: Sequence[ShardedParam], pieces: Mapping[int, torch.Tensor
         pieces: the pieces, by the index of the parameter.
         hooked: whether there may be hooks to call.
     """
-    theirs = list(map(params.__getitem__, pieces))
+    reduced = list(map(params.__getitem__, pieces))
     if not hooked:
         with without_torch_function():
-            shards = list(map(_sharded, theirs))
+            shards = list(map(_sharded, reduced))
             if all(map(is_, map(_grad, shards), repeat(None))):
                 run_all(map(setattr, shards, repeat("grad"), dtensors_like(shards, pieces.values())))
                 return
-    for param, piece in zip(theirs, pieces.values(), strict=True):
+    for param, piece in zip(reduced, pieces.values(), strict=True):
         param.accumulate(piece)
 
 
@@ -332,9 +332,9 @@ class ShardedParam:
     def carry_hooks(self, before: torch.Tensor) -> None:
         """Take over the hooks of the parameter as it was before sharding; they will get pieces of reduced gradients."""
         carry_gradient_hooks(before, self.sharded)
-        if before.requires_grad and before.is_leaf and (theirs := _NodeHooks(before)):
+        if before.requires_grad and before.is_leaf and (carried := _NodeHooks(before)):
             self._node_hooks = _NodeHooks(self.sharded)
-            self._node_hooks.carry(theirs)
+            self._node_hooks.carry(carried)
         if self._node_hooks or any_gradient_hooks([self.sharded]):
             self.handles_seen = -1
 

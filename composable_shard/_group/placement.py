@@ -77,13 +77,13 @@ class Placements:
         dim, parallel = _dim_of(name, param, wanted, info), parallel_of(name, param, info)
         return Cut(info, dim, parallel, _keeps_dtype(name, param, self._policy))
 
-    def _info_of(self, name: str, theirs: Any) -> MeshInfo:
+    def _info_of(self, name: str, given: Any) -> MeshInfo:
         try:
-            found = mesh_info_of_torch(theirs, self._offload)
+            info = mesh_info_of_torch(given, self._offload)
         except (ShardConfigTypeError, ShardConfigValueError) as error:
             raise type(error)(f"parameter {name}: {error}") from error
-        key = _identity(found)
-        return self.info if key == _identity(self.info) else self._others.setdefault(key, found)
+        key = _identity(info)
+        return self.info if key == _identity(self.info) else self._others.setdefault(key, info)
 
 
 def _identity(info: MeshInfo) -> tuple[object, ...]:

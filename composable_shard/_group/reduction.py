@@ -85,6 +85,16 @@ def _on_stream(comms: Comms) -> AllReduceHook | None:
     return call
 
 
+def _division(
+    dtype: torch.dtype, info: MeshInfo, transports: Transports, options: Options
+) -> tuple[bool, torch.Tensor | None, torch.Tensor | None]:
+    """Whether the collectives average, and by what gradients are divided before and after them."""
+    sizes = ((transports.reduce, info.shard_size), (transports.replicate, info.replicate_size))
+    axes = [(size, transport.averages) for transport, size in sizes if transport is not None]
+    mean, before, after = division(options.divide_factor, options.only_sums, dtype, axes)
+    return mean, _divisor(before), _divisor(after)
+
+
 def _divisor(factor: float) -> torch.Tensor | None:
     """The divisor as a 0-dim tensor on the CPU: to the same bits as a number, at a quarter of the time on the host."""
     return torch.tensor(factor, dtype=torch.float64) if factor != 1 else None
@@ -112,10 +122,7 @@ class ReduceBucket:
     ) -> None:
         self.dtype = dtype
         self._shard, self._replicate = transports.reduce, transports.replicate
-        sizes = ((self._shard, info.shard_size), (self._replicate, info.replicate_size))
-        axes = [(size, transport.averages) for transport, size in sizes if transport is not None]
-        self._mean, before, after = division(options.divide_factor, options.only_sums, dtype, axes)
-        self._divide_before, self._divide_after = _divisor(before), _divisor(after)
+        self._mean, self._divide_before, self._divide_after = _division(dtype, info, transports, options)
         shapes, dims = [p.shape for _, p in members], [p.dim for _, p in members]
         route = None if self._shard is None else self._shard.route
         self._layout = layout = reduce_layout(shapes, info.shard_size, dtype.itemsize, dims, route, slots)
@@ -217,8 +224,8 @@ class ReduceBucket:
             self._hook(out[: self._layout.result.numel])
         for converted in others.values():
             converted.copy_(out)
-        theirs = {dtype: self._at_home(t) for dtype, t in others.items()}
-        done = Reduced(self._copies, self._at_home(out), others=theirs)
+        converted_out = {dtype: self._at_home(t) for dtype, t in others.items()}
+        done = Reduced(self._copies, self._at_home(out), others=converted_out)
         if others:
             done.parts()  # cut now, so that `out` can be freed if no piece is in its dtype
         return done
@@ -294,23 +301,23 @@ class GroupReduced:
 
     def pieces(self) -> dict[int, torch.Tensor]:
         """This rank's pieces of the gradients, by the index of the parameter."""
-        found: dict[int, torch.Tensor] = {}
+        by_index: dict[int, torch.Tensor] = {}
         for indices, reduced in self._done:
-            found.update(zip(indices, reduced.parts().pieces, strict=True))
+            by_index.update(zip(indices, reduced.parts().pieces, strict=True))
         for index in self._without:
-            del found[index]
-        return found
+            del by_index[index]
+        return by_index
 
 
 def unused(done: Sequence[tuple[list[int], Reduced]], asked: Sequence[int]) -> list[int]:
     """The parameters, among those asked for by index, that had no gradient on any rank. Waits for an accelerator."""
-    found: list[int] = []
+    indices_without: list[int] = []
     for indices, reduced in done:
         places = {index: place for place, index in enumerate(indices)}
         seen = [(index, reduced.parts().used[places[index]]) for index in asked if index in places]
         # A fake mark does not tell what other ranks had: then, a gradient missing here counts as missing everywhere.
-        found += [index for index, mark in seen if not has_memory(mark) or mark.item() == 0]
-    return found
+        indices_without += [index for index, mark in seen if not has_memory(mark) or mark.item() == 0]
+    return indices_without
 
 
 def reduce_buckets(

@@ -78,16 +78,16 @@ class Resident:
     def shown(self) -> list[nn.Parameter]:
         """The pieces as DTensor parameters on the mesh of the few ranks, to install between forward and backward."""
         assert self._slot is not None
-        found = self._shown.get(self._slot)
-        if found is None:
+        pieces = self._shown.get(self._slot)
+        if pieces is None:
             with plainly():
                 locals_ = zip(self._pieces(self._slot), self._bucket.params, strict=True)
-                found = self._shown[self._slot] = [
+                pieces = self._shown[self._slot] = [
                     nn.Parameter(self._dtensor(local, param), requires_grad=False) for local, param in locals_
                 ]
-        for shown, param in zip(found, self._bucket.params, strict=True):
+        for shown, param in zip(pieces, self._bucket.params, strict=True):
             shown.requires_grad_(param.sharded.requires_grad)
-        return found
+        return pieces
 
     def _dtensor(self, local: torch.Tensor, param: ShardedParam) -> DTensor:
         shape, info = torch.Size(param.shape), self._info  # if the parameter was a DTensor: that of its local tensor

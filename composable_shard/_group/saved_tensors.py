@@ -101,8 +101,8 @@ def saved_weights(owner: WeightOwner) -> AbstractContextManager[Any] | None:
 
 
 def _ours(hooks: SavedTensorsHooks | None) -> _Hooks | None:
-    found = None if hooks is None else getattr(hooks[0], "__self__", None)
-    return found if isinstance(found, _Hooks) else None
+    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return owner if isinstance(owner, _Hooks) else None
 
 
 def _are_ours(hooks: SavedTensorsHooks) -> bool:
@@ -218,9 +218,9 @@ class _Hooks:
             name: self._flattened(part, version) if isinstance(part, torch.Tensor) else None
             for name, part in parts.items()
         }
-        if all(found is None for found in inner.values()):
+        if all(handle is None for handle in inner.values()):
             return None
-        kept = {name: _kept(parts[name]) if found is None else found for name, found in inner.items()}
+        kept = {name: _kept(parts[name]) if handle is None else handle for name, handle in inner.items()}
         return _Flattened(type(tensor), kept, context, tensor.shape, tensor.stride())
 
 
@@ -261,7 +261,7 @@ def _restored(packed: Any) -> torch.Tensor:
     if isinstance(packed, Handle):
         return _weight(packed)
     if isinstance(packed, _Flattened):
-        inner = {name: _restored(found) for name, found in packed.inner.items()}
+        inner = {name: _restored(part) for name, part in packed.inner.items()}
         kind: Any = packed.kind
         whole: torch.Tensor = kind.__tensor_unflatten__(inner, packed.context, packed.shape, packed.stride)
         return whole

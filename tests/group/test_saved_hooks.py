@@ -55,7 +55,7 @@ def test_hooks_of_users_see_activations_and_no_weights(rank, world, reshard):
     activations = [t for t in theirs if t.untyped_storage().data_ptr() not in weights]
     assert len(activations) < len(theirs)
     assert [tuple(t.shape) for t in ours] == [tuple(t.shape) for t in activations]
-    spans = [(slot.begin, slot.end) for slot in pool_of(model)._slots]
+    spans = [(slot.begin, slot.end) for slot in pool_of(model).addresses]
     assert not any(begin <= t.data_ptr() < end for t in ours for begin, end in spans)
     assert_same_gradients(model, plain)
 
