@@ -17,20 +17,21 @@ import torch
 from .._errors import ShardConfigValueError
 
 T = TypeVar("T")
-_AS_THEY_ARE = frozenset({int, float, str, bool, types.NoneType})
 
 
 def encode(value: Any) -> Any:
-    """Convert `value` to plain data for JSON."""
-    kind = type(value)
-    if kind in _AS_THEY_ARE:  # most values of a plan with thousands of parameters
-        return value
+    """Convert what JSON does not know to what it knows: to be passed to `json.dumps` as `default`.
+
+    So nothing but one object at a time is converted: a plan of thousands of parameters would fill the cycle collector.
+
+    Raises:
+        TypeError: `value` is neither a dtype nor a dataclass.
+    """
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    if isinstance(value, tuple):
-        return [encode(each) for each in value]
-    names = _names(typing.cast(typing.Hashable, kind))
-    return {name: encode(getattr(value, name)) for name in names} if names else value
+    if names := _names(typing.cast(typing.Hashable, type(value))):
+        return {name: getattr(value, name) for name in names}
+    raise TypeError(f"{type(value).__name__}: is no data of a plan")
 
 
 @functools.cache

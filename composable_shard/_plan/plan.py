@@ -285,7 +285,7 @@ class ShardPlan:
 
     def to_json(self) -> str:
         """The whole plan as JSON, for `from_json`."""
-        return json.dumps({"version": JSON_VERSION, "plan": encode(self)}, indent=1)
+        return json.dumps({"version": JSON_VERSION, "plan": self}, indent=1, default=encode)
 
     @classmethod
     def from_json(cls, text: str) -> ShardPlan:
@@ -329,10 +329,10 @@ class ShardPlan:
         Policies and costs are left out, as what the schedule was made from, and places, as an observation. Nothing in a
         plan depends on the rank: sizes of shards are those of a rank with full pieces.
         """
-        groups = [encode(group) for group in self.groups]
-        agreed = {"version": JSON_VERSION, "groups": groups, "order": self.order, "schedule": encode(self.edges())}
+        agreed = {"version": JSON_VERSION, "groups": self.groups, "order": self.order, "schedule": self.edges()}
         agreed |= {"orders": self.own_orders, "around": self.around, "arounds": self.arounds}
-        return hashlib.sha256(json.dumps(agreed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        text = json.dumps(agreed, sort_keys=True, separators=(",", ":"), default=encode)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     # ---- compared
 
