@@ -170,7 +170,7 @@ def test_a_place_without_a_parameter_that_gets_one_later_is_noticed(rank, world)
 def test_a_collective_that_cannot_be_issued_leaves_no_memory_behind(rank, world, name):
     model, plain = made()
     train(model, plain, 2)
-    pool, transport = engine_of(model).pool, engine_of(model).groups[1]._transports.gather
+    pool, transport = engine_of(model).pool, engine_of(model).groups[1]._comm.transports.gather
     held = pool.held_bytes
     works = getattr(transport, name)
 
