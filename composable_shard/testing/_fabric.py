@@ -15,12 +15,14 @@ from .._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigVa
 from .._torch.core import has_side_effect
 from .._torch.distributed import store_of_one_process
 from ._clocks import Clock, Collective, RealClock, StreamClock, VirtualClock
+from ._collectives import Call, Work, fill, values_of
 from ._cuda import CudaLinks
 from ._lanes import StreamedLane
 from ._links import Link, Network, Timeline, network
-from ._process_group import NAME, FabricGroup
+from ._process_group import GroupKey, register
 from ._torch import cpu_streams, forget_meshes
 
+BACKEND = "fabric"
 CLOCKS: dict[str, Callable[[], Clock]] = {"real": RealClock, "virtual": VirtualClock, "streams": StreamClock}
 
 
@@ -118,6 +120,87 @@ class Fabric:
         return self._clock
 
 
+class LinkOfAlikeRanks:
+    """What carries the collectives of a group in a fabric (see `Medium`): one link, and ranks that hold all the same.
+
+    The data is moved at once, while the clock stands still; the handle is done when the model says so.
+    """
+
+    backend = BACKEND
+
+    def __init__(self, fabric: Fabric, link: Link) -> None:
+        self._fabric = fabric
+        self._link = link
+
+    def launch(self, key: GroupKey, place: int, call: Call) -> Work:
+        """Put a collective on the link as the rank at `place` of a group."""
+        issued, link, fabric = call.issued, self._link, self._fabric
+        ranks = len(issued.members)
+        nbytes = _bytes_of_the_whole(call, ranks)
+        event, finish = fabric.issue(issued.kind, issued.group, ranks, nbytes, link)
+        tensors = [*call.inputs, *call.outputs]
+        with fabric.clock.stopped():
+            if any(tensor.is_cuda for tensor in tensors):
+                seconds = link.seconds(issued.kind, nbytes, ranks)
+                landed = fabric.cuda.run(link.name, seconds, tensors, lambda: _move(call, place, ranks))
+                return Work(landed.wait, landed.query, call.outputs)
+            _move(call, place, ranks)
+        return Work(lambda: fabric.wait(event, finish), lambda: fabric.done(finish), call.outputs)
+
+    def send(self, key: GroupKey, place: int, to: int, tag: int, call: Call) -> Work:
+        """A message takes the link, and nobody reads it."""
+        return self.launch(key, place, call)
+
+    def receive(self, key: GroupKey, place: int, sources: Sequence[int], tag: int, call: Call) -> Work:
+        """A message takes the link, and nothing is known of it."""
+        return self.launch(key, place, call)
+
+    def misfit(self, kind: str, whole: torch.Tensor, piece: torch.Tensor, ranks: int) -> str:
+        """What to say of a whole tensor that is not made of such a piece of each rank."""
+        return f"fabric: {whole.numel()} elements are not {piece.numel()} for each of {ranks} ranks"
+
+
+def _bytes_of_the_whole(call: Call, ranks: int) -> int:
+    kind = call.issued.kind
+    tensors = call.outputs if kind in ("all_gather", "scatter", "recv") else call.inputs
+    return sum(tensor.nbytes for tensor in tensors) * (ranks if kind in ("gather", "scatter") else 1)
+
+
+def _move(call: Call, place: int, ranks: int) -> None:
+    """Give the rank at `place` what it gets if all bring what it does; zeros if that is not known."""
+    call.take_inputs()
+    if not call.inputs:
+        for out in call.outputs:
+            out.data.zero_()
+    elif call.outputs:
+        values = values_of([call] * ranks, _combined)(place)
+        fill(call.outputs, [_fitted(value, out) for value, out in zip(values, call.outputs, strict=True)])
+
+
+def _combined(parts: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
+    """What ranks that hold the same have together."""
+    if op == dist.ReduceOp.SUM:
+        return parts[0] * len(parts)
+    if op == dist.ReduceOp.PRODUCT:
+        return parts[0] ** len(parts)
+    if any(op == same for same in _SAME):
+        return parts[0]
+    raise ShardConfigValueError(f"fabric: reduces by SUM, AVG, PRODUCT, MIN, MAX, BAND or BOR, not by {op.op}")
+
+
+_SAME = (dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.BAND, dist.ReduceOp.BOR)
+
+
+def _fitted(value: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """As many elements as `out` has: a rank that sends another number than this one is taken to send zeros behind."""
+    if value.numel() == out.numel():
+        return value
+    common = min(value.numel(), out.numel())
+    fitted = torch.zeros(out.numel(), dtype=value.dtype, device=value.device)
+    fitted[:common] = value.reshape(-1)[:common]
+    return fitted
+
+
 def _row(event: Collective) -> tuple[str, ...]:
     times = event.issue_s, event.start_s, event.finish_s, event.first_wait_s, event.exposed_s
     shown = ["-" if at is None else f"{1e6 * at:.3f}" for at in times]
@@ -213,8 +296,7 @@ def _entered(of: Network, rank: int, clock: Callable[[], Clock]) -> Iterator[Fab
             f"fabric: a default process group of {dist.get_world_size()} ranks ({dist.get_backend()}) exists already; "
             "destroy it first (torch.distributed.destroy_process_group), or run this in a process of its own"
         )
-    if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    register(BACKEND, _link_here)
     made = Fabric(of, clock())
     with ExitStack() as stack:
         if isinstance(made.clock, StreamClock):
@@ -225,7 +307,7 @@ def _entered(of: Network, rank: int, clock: Callable[[], Clock]) -> Iterator[Fab
         stack.callback(_current.pop)
         stack.callback(use_clock, use_clock(made.clock.now))
         stack.callback(forget_meshes)
-        dist.init_process_group(NAME, store=store_of_one_process(), rank=rank, world_size=of.world_size)
+        dist.init_process_group(BACKEND, store=store_of_one_process(), rank=rank, world_size=of.world_size)
         stack.callback(_destroy)
         yield made
 
@@ -239,11 +321,10 @@ def _destroy() -> None:
         dist.destroy_process_group()
 
 
-def _create(options: Any, _backend_options: object) -> FabricGroup:
+def _link_here(members: tuple[int, ...]) -> LinkOfAlikeRanks:
+    """What carries a new group's collectives."""
     fabric = current_fabric()
-    ranks: Sequence[int] = options.global_ranks_in_group or range(fabric.network.world_size)
-    link = fabric.network.link_of(list(ranks))
-    return FabricGroup(options.group_rank, options.group_size, fabric, link)
+    return LinkOfAlikeRanks(fabric, fabric.network.link_of(list(members)))
 
 
 class Busy(torch.nn.Module):

@@ -1,163 +1,130 @@
-"""The process group of a fabric: it moves copies of this rank's data at once, and is done when the model says so."""
+"""The process group of worlds in one process: torch's interface in front of what moves the data."""
+
+# mypy: disable-error-code="override, assignment, call-arg"
+# (torch overloads these methods, and calls the forms that are here)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from .._errors import ShardConfigValueError
-from ._clocks import Clock, Collective
-from ._cuda import CudaLinks
-from ._links import Link
+from ._collectives import Call, Issued, Tensors, Work, together
 
-NAME = "fabric"
-_Base: Any = dist.ProcessGroup  # the signatures of its methods are overloaded, and differ among versions of torch
-Tensors = Sequence[Tensor]
+DEVICES = ["cpu", "cuda"]
+GroupKey = tuple[str, tuple[int, ...]]  # name and members
 
 
-class Issuer(Protocol):
-    """What a process group needs of its fabric."""
+class Medium(Protocol):
+    """What carries the collectives of a group.
 
-    cuda: CudaLinks
-
-    @property
-    def clock(self) -> Clock: ...
-
-    def issue(self, kind: str, group: str, ranks: int, nbytes: int, link: Link) -> tuple[Collective, float]: ...
-
-    def wait(self, event: Collective, finish_s: float) -> None: ...
-
-    def done(self, finish_s: float) -> bool: ...
-
-
-class FabricWork(dist.Work):
-    """The handle of a collective.
-
-    Args:
-        fabric: whose clock tells.
-        event, finish_s: what was issued, and when it is over.
-        value: of its future.
-        landed: on a GPU, the event behind it.
+    Attributes:
+        backend: its name.
     """
 
-    def __init__(
-        self, fabric: Issuer, event: Collective, finish_s: float, value: list[Tensor], landed: torch.Event | None
-    ) -> None:
-        super().__init__()
-        self._fabric = fabric
-        self._event = event
-        self._finish_s = finish_s
-        self._value = value
-        self._landed = landed
+    backend: str
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if self._landed is not None:
-            self._landed.wait()
-        else:
-            self._fabric.wait(self._event, self._finish_s)
-        return True
+    def launch(self, key: GroupKey, place: int, call: Call) -> Work:
+        """Launch a collective as the rank at `place` of a group."""
+        ...
 
-    def is_completed(self) -> bool:
-        return self._fabric.done(self._finish_s) if self._landed is None else self._landed.query()
+    def send(self, key: GroupKey, place: int, to: int, tag: int, call: Call) -> Work:
+        """Send the inputs of `call` to the rank at the place `to`."""
+        ...
 
-    def is_success(self) -> bool:
-        return self.is_completed()
+    def receive(self, key: GroupKey, place: int, sources: Sequence[int], tag: int, call: Call) -> Work:
+        """Receive into the outputs of `call` what one of these places sends."""
+        ...
 
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[Tensor]:
-        return self._value
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Waits first: a future that is to be completed later needs somebody who does it."""
-        self.wait()
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        future.set_result(self._value)
-        return future
+    def misfit(self, kind: str, whole: torch.Tensor, piece: torch.Tensor, ranks: int) -> str:
+        """What to say of a whole tensor that is not made of such a piece of each rank."""
+        ...
 
 
-class Together(dist.Work):
-    """Several handles as one."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        super().__init__()
-        self._works = works
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        for work in self._works:
-            work.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-
-class FabricGroup(_Base):  # type: ignore[misc]
-    """A process group whose other ranks hold what this one holds.
+class MemoryGroup(dist.ProcessGroup):
+    """A process group within the memory of this process.
 
     torch calls the methods by these names, also from C++; their forms are those of torch's `ProcessGroup`.
+
+    Args:
+        place: of this rank in the group.
+        members: ranks of the group.
+        name: the group's.
+        medium: what carries its collectives.
     """
 
-    def __init__(self, rank: int, size: int, fabric: Issuer, link: Link) -> None:
-        super().__init__(rank, size)
-        self._rank, self._size = rank, size
-        self._fabric = fabric
-        self._link = link
-        self._label = {"name": "", "desc": ""}
+    def __init__(self, place: int, members: tuple[int, ...], name: str, medium: Medium) -> None:
+        super().__init__(place, len(members))
+        self._place = place
+        self._members = members
+        self._name = name
+        self._description = ""
+        self._medium = medium
         self._coalesced: list[dist.Work] | None = None
 
     def name(self) -> str:
-        return NAME
+        return self._medium.backend
 
-    def getBackendName(self) -> str:  # noqa: N802
-        return NAME
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name, as those below
+        return self._medium.backend
 
     def getGroupName(self) -> str:  # noqa: N802
-        return self._label["name"]
+        return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        self._label["name"] = name
+        self._name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        return self._label["desc"]
+        return self._description
 
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        self._label["desc"] = desc
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._description = description
 
-    def _get_backend(self, device: torch.device) -> FabricGroup:
+    def _get_backend(self, device: torch.device) -> MemoryGroup:
         return self  # who asks wants its name
 
-    # ---- issuing
+    @property
+    def _key(self) -> GroupKey:
+        return self._name, self._members
 
-    def _issue(self, kind: str, whole: Iterable[Tensor], out: Tensors, move: Callable[[], None]) -> dist.Work:
-        """Put a collective on the link, and move the data at once, while the clock stands still.
+    # ---- launching
 
-        Args:
-            kind: for the model and the record.
-            whole: the tensors whose bytes count.
-            out: what it gives.
-            move: gives it.
-        """
-        counted, nbytes = list(whole), 0
-        for tensor in counted:
-            nbytes += tensor.nbytes
-        label = self._label["desc"] or self._label["name"]
-        event, finish = self._fabric.issue(kind, label, self._size, nbytes, self._link)
-        landed = None
-        with self._fabric.clock.stopped(), torch.no_grad():
-            if any(tensor.is_cuda for tensor in counted):
-                seconds = self._link.seconds(kind, nbytes, self._size)
-                landed = self._fabric.cuda.run(self._link.name, seconds, [*counted, *out], move)
-            else:
-                move()
-        work = FabricWork(self._fabric, event, finish, list(out), landed)
+    def _issued(self, kind: str, tensors: Tensors, details: str) -> Issued:
+        label = self._name if self._description in ("", "undefined") else self._description
+        dtype = tensors[0].dtype if tensors else None
+        return Issued(kind, tuple(tuple(tensor.shape) for tensor in tensors), dtype, details, label, self._members)
+
+    def _launch(
+        self,
+        kind: str,
+        inputs: Tensors,
+        outputs: Tensors,
+        *,
+        pieces: int = 1,
+        op: Any = None,
+        root: int | None = None,
+        sizes_agree: bool = True,
+        brings: bool = True,
+    ) -> Work:
+        """Launch; each input is cut into equal pieces. The inputs of who brings nothing tell what it expects."""
+        details = "" if op is None else f" ({_op_name(op)})"
+        if root is not None:
+            details += f" of root {self._members[root]}"
+        issued = self._issued(kind, inputs, details)
+        sizes = tuple(math.prod(shape) for shape in issued.shapes) if sizes_agree else ()
+        must_agree = (kind, issued.dtype, details, sizes)
+        if not brings:
+            issued, inputs = replace(issued, shapes=()), []
+        call = Call(issued, inputs, outputs, pieces, must_agree, op, root or 0)
+        return self._remembered(self._medium.launch(self._key, self._place, call))
+
+    def _remembered(self, work: Work) -> Work:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -165,184 +132,138 @@ class FabricGroup(_Base):  # type: ignore[misc]
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
 
-    def _end_coalescing(self, device: torch.device) -> dist.Work:
+    def _end_coalescing(self, device: torch.device) -> Work:
         works, self._coalesced = self._coalesced or [], None
-        return Together(works)
+        return together(works)
+
+    def _chunks(self, tensor: torch.Tensor) -> Tensors:
+        """Equal parts of a tensor, one a rank."""
+        if tensor.numel() % self.size():
+            raise ShardConfigValueError(f"{tuple(tensor.shape)} cannot be cut among {self.size()} ranks")
+        return list(tensor.detach().view(self.size(), -1).unbind())
+
+    def _check_sizes(self, kind: str, wholes: Tensors, pieces: Tensors) -> None:
+        for whole, piece in zip(wholes, pieces, strict=True):
+            if whole.numel() != piece.numel() * self.size():
+                raise ShardConfigValueError(self._medium.misfit(kind, whole, piece, self.size()))
 
     # ---- gathers
 
-    def allgather_into_tensor_coalesced(self, outs: Tensors, ins: Tensors, opts: Any = None) -> dist.Work:
-        def move() -> None:
-            for out, own in zip(outs, ins, strict=True):
-                self._repeat(out, own)
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Work:
+        return self._launch("all_gather", list(inputs), [part for parts in outputs for part in parts])
 
-        return self._issue("all_gather", outs, outs, move)
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Work:
+        by_input = [outputs[rank][i] for i in range(len(inputs)) for rank in range(self.size())]
+        return self._launch("all_gather", list(inputs), by_input)
 
-    def _allgather_base(self, out: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
-        return self.allgather_into_tensor_coalesced([out], [own])
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:  # noqa: A002
+        return self.allgather_into_tensor_coalesced([output], [input])
 
-    def allgather(self, outs: Sequence[Tensors], ins: Tensors, opts: Any = None) -> dist.Work:
-        flat = list(chain.from_iterable(outs))
+    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        self._check_sizes("all_gather", outputs, inputs)
+        return self._launch("all_gather", list(inputs), [part for whole in outputs for part in self._chunks(whole)])
 
-        def move() -> None:
-            for each, own in zip(outs, ins, strict=True):
-                for out in each:
-                    _fill(out, own)
-
-        return self._issue("all_gather", flat, flat, move)
-
-    def allgather_coalesced(self, outs: Sequence[Tensors], ins: Tensors, opts: Any = None) -> dist.Work:
-        return self.allgather([list(each) for each in zip(*outs, strict=True)], ins)  # theirs go by rank
-
-    def gather(self, outs: Sequence[Tensors], ins: Tensors, opts: Any = None) -> dist.Work:
-        flat = list(chain.from_iterable(outs))
-
-        def move() -> None:
-            for out in flat:
-                _fill(out, ins[0])
-
-        return self._issue("gather", [ins[0]] * self._size, flat, move)
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Work:
+        own = list(outputs[0]) if outputs and self._place == opts.rootRank else []
+        return self._launch("gather", list(inputs), own, root=opts.rootRank)
 
     # ---- reductions
 
-    def reduce_scatter_tensor_coalesced(self, outs: Tensors, ins: Tensors, opts: Any) -> dist.Work:
-        def move() -> None:
-            for out, whole in zip(outs, ins, strict=True):
-                _fill(out, self._parts(whole, out.numel())[self._rank])
-                self._reduce(out, opts)
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work:
+        return self._launch("reduce_scatter", [each for parts in inputs for each in parts], list(outputs), op=_op(opts))
 
-        return self._issue("reduce_scatter", ins, outs, move)
+    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:  # noqa: A002
+        return self.reduce_scatter_tensor_coalesced([output], [input], opts)
 
-    def _reduce_scatter_base(self, out: Tensor, whole: Tensor, opts: Any) -> dist.Work:
-        return self.reduce_scatter_tensor_coalesced([out], [whole], opts)
+    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        self._check_sizes("reduce_scatter", inputs, outputs)
+        return self._launch("reduce_scatter", list(inputs), list(outputs), pieces=self.size(), op=_op(opts))
 
-    def reduce_scatter(self, outs: Tensors, ins: Sequence[Tensors], opts: Any) -> dist.Work:
-        def move() -> None:
-            for out, parts in zip(outs, ins, strict=True):
-                _fill(out, parts[self._rank])
-                self._reduce(out, opts)
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        return self._launch("all_reduce", tensors, tensors, op=_op(opts))
 
-        return self._issue("reduce_scatter", chain.from_iterable(ins), outs, move)
-
-    def allreduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        return self._issue("all_reduce", tensors, tensors, lambda: self._reduce_all(tensors, opts))
-
-    def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        return self._issue("reduce", tensors, tensors, lambda: self._reduce_all(tensors, opts))
-
-    def _reduce_all(self, tensors: Tensors, opts: Any) -> None:
-        for tensor in tensors:
-            self._reduce(tensor, opts)
-
-    def _reduce(self, tensor: Tensor, opts: Any) -> None:
-        """Make of one rank's value what `size` such ranks have together."""
-        op = opts.reduceOp
-        if op == dist.ReduceOp.SUM:
-            tensor.mul_(self._size)
-        elif op == dist.ReduceOp.PRODUCT:
-            tensor.pow_(self._size)
-        elif not any(op == same for same in _SAME):
-            raise ShardConfigValueError(f"fabric: reduces by SUM, AVG, PRODUCT, MIN, MAX, BAND or BOR, not by {op.op}")
+    def reduce(self, tensors: Tensors, opts: Any) -> Work:
+        outputs = list(tensors) if self._place == opts.rootRank else []
+        return self._launch("reduce", list(tensors), outputs, op=_op(opts), root=opts.rootRank)
 
     # ---- the others
 
+    def broadcast(self, tensors: Tensors, opts: Any) -> Work:
+        outputs = [] if self._place == opts.rootRank else list(tensors)
+        return self._launch("broadcast", list(tensors), outputs, root=opts.rootRank)
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Work:
+        brings = bool(inputs) and self._place == opts.rootRank
+        parts = list(inputs[0]) if brings else [outputs[0]] * self.size()
+        return self._launch("scatter", parts, list(outputs), root=opts.rootRank, brings=brings)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        return self._launch("all_to_all", list(inputs), list(outputs), sizes_agree=False)
+
     def alltoall_base(
-        self, out: Tensor, whole: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int], opts: Any = None
-    ) -> dist.Work:
-        def move() -> None:
-            own = torch.split(whole, _sizes(whole, in_sizes, self._size))[self._rank].clone()
-            for part in torch.split(out, _sizes(out, out_sizes, self._size)):
-                _fill(part, own)
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002 - torch's name
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> Work:
+        outputs = torch.split(output.detach(), list(output_sizes)) if output_sizes else self._chunks(output)
+        inputs = torch.split(input.detach(), list(input_sizes)) if input_sizes else self._chunks(input)
+        return self.alltoall(list(outputs), list(inputs))
 
-        return self._issue("all_to_all", [whole], [out], move)
-
-    def alltoall(self, outs: Tensors, ins: Tensors, opts: Any = None) -> dist.Work:
-        def move() -> None:
-            own = ins[self._rank].clone()
-            for out in outs:
-                _fill(out, own)
-
-        return self._issue("all_to_all", ins, outs, move)
-
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        return self._issue("broadcast", tensors, tensors, _nothing)
-
-    def scatter(self, outs: Tensors, ins: Sequence[Tensors], opts: Any) -> dist.Work:
-        def move() -> None:
-            for at, out in enumerate(outs):
-                if opts.rootRank == self._rank:
-                    _fill(out, ins[at][self._rank])
-                else:
-                    out.zero_()
-
-        return self._issue("scatter", [outs[0]] * self._size, outs, move)
-
-    def send(self, tensors: Tensors, rank: int, tag: int = 0) -> dist.Work:
-        return self._issue("send", tensors, (), _nothing)
-
-    def recv(self, tensors: Tensors, rank: int, tag: int = 0) -> dist.Work:
-        def move() -> None:
-            for tensor in tensors:
-                tensor.zero_()
-
-        return self._issue("recv", tensors, tensors, move)
-
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
-        return self.recv(tensors, -1, tag)
-
-    def barrier(self, opts: Any = None) -> dist.Work:
-        return self._issue("barrier", (), (), _nothing)
+    def barrier(self, opts: Any = None) -> Work:
+        return self._launch("barrier", [], [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         self.barrier().wait()
 
-    # ---- data
+    # ---- messages
 
-    def _parts(self, whole: Tensor, numel: int) -> Tensor:
-        """A whole tensor by ranks."""
-        if whole.numel() != self._size * numel:
-            raise ShardConfigValueError(
-                f"fabric: {whole.numel()} elements are not {numel} for each of {self._size} ranks"
-            )
-        return whole.view(self._size, numel)
+    def send(self, tensors: Tensors, to: int, tag: int = 0) -> Work:
+        issued = self._issued("send", list(tensors), f" to rank {self._members[to]} with tag {tag}")
+        call = Call(issued, list(tensors), [])
+        return self._remembered(self._medium.send(self._key, self._place, to, tag, call))
 
-    def _repeat(self, out: Tensor, own: Tensor) -> None:
-        """Fill `out` with copies of `own`, which may be this rank's part of it."""
-        parts, row = self._parts(out, own.numel()), own.reshape(-1)
-        if parts[self._rank].data_ptr() != row.data_ptr():
-            parts.copy_(row)
-            return
-        parts[: self._rank].copy_(row)
-        parts[self._rank + 1 :].copy_(row)
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
+        return self._receive(tensors, [source], tag, f"rank {self._members[source]}")
 
-    # torch 2.13 has given some of them new names.
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+        return self._receive(tensors, range(self.size()), tag, "any rank")
+
+    def _receive(self, tensors: Tensors, sources: Sequence[int], tag: int, whom: str) -> Work:
+        call = Call(self._issued("recv", list(tensors), f" from {whom} with tag {tag}"), [], list(tensors))
+        return self._remembered(self._medium.receive(self._key, self._place, sources, tag, call))
+
+    allreduce_coalesced = allreduce
+    # Names of torch 2.13 and later, by which C++ calls them.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
     all_to_all_single = alltoall_base
-    allreduce_coalesced = allreduce
 
 
-_SAME = (dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.BAND, dist.ReduceOp.BOR)
+def _op(opts: Any) -> Any:
+    return dist.ReduceOp.SUM if opts is None else opts.reduceOp
 
 
-def _nothing() -> None:
-    pass
+def _op_name(op: Any) -> str:
+    return str(getattr(op, "op", op)).rsplit(".", 1)[-1]
 
 
-def _sizes(tensor: Tensor, given: Sequence[int], ranks: int) -> list[int]:
-    """Rows of each rank: as given, or alike."""
-    return list(given) or [tensor.shape[0] // ranks] * ranks
+def register(backend: str, medium_of: Callable[[tuple[int, ...]], Medium]) -> None:
+    """Make a backend known to torch, once.
 
+    Args:
+        backend: its name.
+        medium_of: gives the medium of a new group, by its members.
+    """
 
-def _fill(out: Tensor, own: Tensor) -> None:
-    """Copy as many elements as both have; the rest of `out` becomes zero."""
-    if out.numel() == own.numel():
-        if out.data_ptr() != own.data_ptr():
-            out.copy_(own.reshape(out.shape))
-        return
-    common = min(out.numel(), own.numel())
-    flat = out.view(-1)
-    flat[:common].copy_(own.reshape(-1)[:common])
-    flat[common:].zero_()
+    def make(options: Any, _: Any) -> MemoryGroup:
+        members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+        return MemoryGroup(options.group_rank, members, options.group_id, medium_of(members))
+
+    if not hasattr(dist.Backend, backend.upper()):
+        dist.Backend.register_backend(backend, make, extended_api=True, devices=DEVICES)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .._errors import RankFailedError, ShardConfigStateError, ShardConfigValueError, WorldTimeoutError
-from ._group import HERE
+from ._exchange import HERE
 from ._spmd import Axes, check_world
 
 T = TypeVar("T")
@@ -286,7 +286,7 @@ class Processes:
 
     def __call__(self, body: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
         """Run `body(world, *args, **kwargs)` on every rank; returns what each has returned, by rank."""
-        if HERE.network is not None:
+        if HERE.exchange is not None:
             raise ShardConfigStateError(
                 "processes: runs inside of a rank of a simulated world; worlds cannot be nested"
             )

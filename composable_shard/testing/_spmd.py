@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .._torch.distributed import store_of_one_process
-from ._group import BACKEND, DEVICES, HERE, register
-from ._network import Network
+from ._exchange import BACKEND, HERE, Exchange, exchange_here
+from ._process_group import DEVICES, register
 from ._torch import forget_meshes, world_per_thread
 from ._turns import RandomState, Turns
 
@@ -71,7 +71,7 @@ def check_world(world_size: int, mesh: Axes | None) -> dict[str, int]:
 
 def check_no_group(what: str) -> None:
     """Raises ShardConfigStateError if this process has a default process group, or is a simulated world itself."""
-    if HERE.network is not None:
+    if HERE.exchange is not None:
         raise ShardConfigStateError(f"{what}: runs inside of a rank of a simulated world; worlds cannot be nested")
     if dist.is_initialized():
         raise ShardConfigStateError(
@@ -99,11 +99,11 @@ class Spmd:
         """Run `body(world, *args, **kwargs)` as every rank; returns what each has returned, by rank."""
         __tracebackhide__ = True
         results: list[Any] = [None] * self.world_size
-        with _simulation(self.world_size) as (network, turns):
+        with _simulation(self.world_size) as (exchange, turns):
 
             def run(rank: int) -> None:
                 __tracebackhide__ = True
-                with self._as_rank(network, rank) as world:
+                with self._as_rank(exchange, rank) as world:
                     results[rank] = body(world, *args, **kwargs)
 
             threads = [
@@ -118,7 +118,7 @@ class Spmd:
             if turns.failed is None:
                 for thread in threads:
                     thread.join()
-                network.check_nothing_is_left()
+                exchange.check_nothing_is_left()
         if turns.failed is not None:
             rank, error = turns.failed
             if rank is not None:
@@ -137,9 +137,9 @@ class Spmd:
         return run
 
     @contextlib.contextmanager
-    def _as_rank(self, network: Network, rank: int) -> Iterator[World]:
+    def _as_rank(self, exchange: Exchange, rank: int) -> Iterator[World]:
         """Make this thread a rank."""
-        HERE.network, HERE.rank = network, rank
+        HERE.exchange, HERE.rank = exchange, rank
         torch.manual_seed(self._seed)
         np.random.seed(self._seed % 2**32)
         random.seed(self._seed)
@@ -169,17 +169,17 @@ def one_kernel_thread() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _simulation(size: int) -> Iterator[tuple[Network, Turns]]:
+def _simulation(size: int) -> Iterator[tuple[Exchange, Turns]]:
     """A world of its own for each thread, and the caller's random numbers as they were."""
     check_no_group("spmd")
     if not _one_world.acquire(blocking=False):
         raise ShardConfigStateError("spmd: another thread of this process runs a simulated world; run one at a time")
     before, hook = RandomState.now(), sys.excepthook
     try:
-        register()
+        register(BACKEND, exchange_here)
         turns = Turns(size)
         with one_kernel_thread(), world_per_thread():
-            yield Network(size, turns), turns
+            yield Exchange(size, turns), turns
     finally:
         before.restore()
         sys.excepthook = hook  # torch puts the rank before every line

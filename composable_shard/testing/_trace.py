@@ -15,8 +15,8 @@ from .._module.state import state_of
 from .._plan.record import Record
 from .._plan.schedule import ROOT_NAME
 from .._torch.core import current_backward, tree_tensors
-from ._group import HERE
-from ._network import Issued
+from ._collectives import Issued
+from ._exchange import HERE
 from ._torch import calls_of_operators
 
 T = TypeVar("T")
@@ -128,8 +128,8 @@ def collectives() -> Iterator[Counter[str]]:
     counts in simulated worlds alone.
     """
     counts: Counter[str] = Counter()
-    if HERE.network is not None:
-        listeners = HERE.network.listeners[HERE.rank]
+    if HERE.exchange is not None:
+        listeners = HERE.exchange.listeners[HERE.rank]
 
         def heard(issued: Issued) -> None:
             counts[issued.kind] += 1

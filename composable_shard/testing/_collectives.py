@@ -1,0 +1,185 @@
+"""Collectives in the memory of one process: what a rank brings to one, what each rank gets of it, and its handle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._torch.core import without_dispatch_modes
+
+Tensors = list[torch.Tensor]
+Combine = Callable[[Tensors, Any], torch.Tensor]  # the reduction of what the ranks have brought, by a `ReduceOp`
+Values = Callable[[int], Tensors]  # what the rank at a place of the group gets, in the order of its outputs
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A collective that a rank has launched.
+
+    Attributes:
+        kind: ``all_gather``, ``reduce_scatter``, ...
+        shapes, dtype: of the tensors that the rank brings.
+        details: reduction, root or peer, in words.
+        group: name of the process group.
+        members: its ranks.
+    """
+
+    kind: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype | None
+    details: str
+    group: str
+    members: tuple[int, ...]
+
+    def __str__(self) -> str:
+        tensors = ", ".join(str(list(shape)) for shape in self.shapes)
+        what = f" of {str(self.dtype).removeprefix('torch.')} {tensors}" if self.shapes else ""
+        return f"{self.kind}{what}{self.details} in group {self.group!r} of ranks {list(self.members)}"
+
+
+@dataclass
+class Call:
+    """What a rank brings to a collective.
+
+    Attributes:
+        issued: in words.
+        inputs: what it sends, a tensor or some for each output or rank, as the kind demands.
+        outputs: where to put what it gets, in the order of the values (see `values_of`).
+        pieces: into how many equal parts each input is cut.
+        must_agree: what all ranks of the group must have in common.
+        op, root: of those that have one.
+    """
+
+    issued: Issued
+    inputs: Tensors
+    outputs: Tensors
+    pieces: int = 1
+    must_agree: tuple[Any, ...] = ()
+    op: Any = None
+    root: int = 0
+
+    def take_inputs(self) -> None:
+        """Copy what is sent, in its pieces: what is written to the tensors from now on is not sent."""
+        with without_dispatch_modes(), torch.no_grad():
+            copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in self.inputs]
+            cut = self.pieces > 1
+            self.inputs = [part for copy in copies for part in (copy.view(self.pieces, -1) if cut else (copy,))]
+
+
+def _all_gather(calls: list[Call], combine: Combine) -> Values:
+    gathered = [call.inputs[i] for i in range(len(calls[0].inputs)) for call in calls]
+    return lambda place: gathered
+
+
+def _reduce_scatter(calls: list[Call], combine: Combine) -> Values:
+    world = len(calls)
+
+    def values(place: int) -> Tensors:
+        ours = range(place, len(calls[0].inputs), world)
+        return [combine([call.inputs[at] for call in calls], calls[0].op) for at in ours]
+
+    return values
+
+
+def _all_reduce(calls: list[Call], combine: Combine) -> Values:
+    reduced = [combine([call.inputs[i] for call in calls], calls[0].op) for i in range(len(calls[0].inputs))]
+    return lambda place: reduced if calls[place].outputs else []
+
+
+def _broadcast(calls: list[Call], combine: Combine) -> Values:
+    return lambda place: calls[calls[0].root].inputs if calls[place].outputs else []
+
+
+def _gather(calls: list[Call], combine: Combine) -> Values:
+    return lambda place: [call.inputs[0] for call in calls] if calls[place].outputs else []
+
+
+def _scatter(calls: list[Call], combine: Combine) -> Values:
+    return lambda place: [calls[calls[0].root].inputs[place]]
+
+
+def _all_to_all(calls: list[Call], combine: Combine) -> Values:
+    return lambda place: [call.inputs[place] for call in calls]
+
+
+def _barrier(calls: list[Call], combine: Combine) -> Values:
+    return lambda place: []
+
+
+_VALUES: dict[str, Callable[[list[Call], Combine], Values]] = {
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "reduce": _all_reduce,
+    "broadcast": _broadcast,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_to_all": _all_to_all,
+    "barrier": _barrier,
+}
+
+
+def values_of(calls: list[Call], combine: Combine) -> Values:
+    """What each rank gets, given what all of them have brought, in the order of the group."""
+    return _VALUES[calls[0].issued.kind](calls, combine)
+
+
+def fill(outputs: Tensors, values: Tensors) -> None:
+    """Write what a rank gets; as with a real backend, autograd does not see that."""
+    with without_dispatch_modes(), torch.no_grad():
+        for out, value in zip(outputs, values, strict=True):
+            out.data.copy_(value.view(out.shape))
+
+
+class Work(dist.Work):
+    """The handle of a launched collective.
+
+    Args:
+        wait: block until it is done and its outputs are filled; it may be called again.
+        ready: whether it is done.
+        outputs: what the future of it gives.
+    """
+
+    def __init__(self, wait: Callable[[], object], ready: Callable[[], bool], outputs: Tensors) -> None:
+        super().__init__()
+        self._wait = wait
+        self._ready = ready
+        self._outputs = outputs
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._wait()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._ready()
+
+    def is_success(self) -> bool:
+        return self._ready()
+
+    def result(self) -> Tensors:
+        return self._outputs
+
+    def get_future(self) -> Any:
+        """Waits first: a future that is to be completed later needs somebody who does it."""
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result(self._outputs)
+        return future
+
+
+def together(works: Sequence[dist.Work]) -> Work:
+    """Several handles as one."""
+
+    def wait() -> None:
+        for work in works:
+            work.wait()
+
+    return Work(wait, lambda: all(work.is_completed() for work in works), [])

@@ -1,0 +1,210 @@
+"""Where the ranks of a simulated world meet: collectives and messages between threads.
+
+A collective is made when the last rank of its group has come. What a rank reads of its outputs before it has waited is
+NaN, so that a wait that was forgotten shows; what it brings is copied at the launch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._errors import CollectiveMismatchError, ShardConfigValueError
+from .._torch.core import without_dispatch_modes
+from ._collectives import Call, Issued, Tensors, Values, Work, fill, values_of
+from ._process_group import GroupKey
+from ._turns import Turns
+
+BACKEND = "simulated"
+_OPS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = [
+    (dist.ReduceOp.SUM, torch.add),
+    (dist.ReduceOp.AVG, torch.add),
+    (dist.ReduceOp.PRODUCT, torch.mul),
+    (dist.ReduceOp.MIN, torch.minimum),
+    (dist.ReduceOp.MAX, torch.maximum),
+    (dist.ReduceOp.BAND, torch.bitwise_and),
+    (dist.ReduceOp.BOR, torch.bitwise_or),
+    (dist.ReduceOp.BXOR, torch.bitwise_xor),
+]
+
+
+def _reduced(parts: Tensors, op: Any) -> torch.Tensor:
+    """The reduction in the order of the ranks."""
+    for known, function in _OPS:
+        if op == known:
+            total = reduce(function, parts[1:], parts[0])
+            return total / len(parts) if known == dist.ReduceOp.AVG else total
+    raise ShardConfigValueError(
+        f"reduction {op}: a simulated world has SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR and BXOR"
+    )
+
+
+@dataclass
+class _Meeting:
+    """One collective of a group, while its ranks come."""
+
+    calls: dict[int, Call] = field(default_factory=dict)  # by place in the group
+    values: Values | None = None
+
+
+class Exchange:
+    """What carries the collectives of all groups of a simulated world (see `Medium`).
+
+    Args:
+        size: of the world.
+        turns: the ranks.
+
+    Attributes:
+        listeners: of each rank, who is told of what it launches.
+    """
+
+    backend = BACKEND
+
+    def __init__(self, size: int, turns: Turns) -> None:
+        self.turns = turns
+        self.listeners: list[list[Callable[[Issued], None]]] = [[] for _ in range(size)]
+        self._meetings: dict[tuple[GroupKey, int], _Meeting] = {}
+        self._counts: dict[tuple[GroupKey, int], int] = defaultdict(int)
+        self._messages: dict[tuple[GroupKey, int, int, int], deque[tuple[torch.Tensor, Issued]]] = defaultdict(deque)
+
+    def launch(self, key: GroupKey, place: int, call: Call) -> Work:
+        """Launch a collective as the rank at `place` of a group."""
+        _, members = key
+        rank = members[place]
+        call.take_inputs()
+        self._tell(rank, call.issued)
+        number = self._counts[key, place]
+        self._counts[key, place] += 1
+        meeting = self._meetings.setdefault((key, number), _Meeting())
+        for other, earlier in meeting.calls.items():
+            if earlier.must_agree != call.must_agree:
+                raise CollectiveMismatchError(
+                    f"collective {number + 1} of group {call.issued.group!r} differs among its ranks:\n"
+                    f"  rank {members[other]} issued {earlier.issued}\n  rank {rank} issues {call.issued}\n"
+                    "all ranks of a group must issue the same collectives in the same order"
+                )
+        meeting.calls[place] = call
+        if len(meeting.calls) == len(members):
+            with without_dispatch_modes(), torch.no_grad():
+                meeting.values = values_of([meeting.calls[at] for at in range(len(members))], _reduced)
+            del self._meetings[key, number]
+
+        def values() -> Tensors:
+            assert meeting.values is not None
+            return meeting.values(place)
+
+        words = f"{call.issued} (number {number + 1} of the group)"
+        return self._pending(rank, words, lambda: meeting.values is not None, values, call.outputs)
+
+    def send(self, key: GroupKey, place: int, to: int, tag: int, call: Call) -> Work:
+        """Leave a message; nobody waits for its receiver."""
+        call.take_inputs()
+        self._tell(key[1][place], call.issued)
+        self._messages[key, place, to, tag].append((call.inputs[0], call.issued))
+        return Work(lambda: None, lambda: True, [])
+
+    def receive(self, key: GroupKey, place: int, sources: Sequence[int], tag: int, call: Call) -> Work:
+        """Take the next message of one of the sources."""
+        _, members = key
+        self._tell(members[place], call.issued)
+        (out,) = call.outputs
+
+        def waiting() -> list[int]:
+            return [source for source in sources if self._messages[key, source, place, tag]]
+
+        def message() -> Tensors:
+            source = waiting()[0]
+            tensor, sent = self._messages[key, source, place, tag].popleft()
+            if tensor.numel() != out.numel() or tensor.dtype != out.dtype:
+                raise CollectiveMismatchError(
+                    f"a message does not fit: rank {members[source]} sent {sent}, rank {members[place]} has "
+                    f"{call.issued}"
+                )
+            return [tensor]
+
+        return self._pending(members[place], str(call.issued), lambda: bool(waiting()), message, [out])
+
+    def misfit(self, kind: str, whole: torch.Tensor, piece: torch.Tensor, ranks: int) -> str:
+        """What to say of a whole tensor that is not made of such a piece of each rank."""
+        if kind == "all_gather":
+            return f"all_gather: {ranks} pieces of {tuple(piece.shape)} do not fit {tuple(whole.shape)}"
+        return f"{kind}: {tuple(whole.shape)} is not {ranks} pieces of {tuple(piece.shape)}"
+
+    def _pending(
+        self, rank: int, words: str, ready: Callable[[], bool], values: Callable[[], Tensors], outputs: Tensors
+    ) -> Work:
+        """The handle of what is there when `ready`; its outputs are filled at the first wait."""
+        _spoil(outputs)
+        filled = False
+
+        def wait() -> None:
+            nonlocal filled
+            if filled:
+                return
+            self.turns.wait_for(rank, ready, words)
+            with without_dispatch_modes(), torch.no_grad():
+                fill(outputs, values())
+            filled = True
+
+        def is_done() -> bool:
+            if not filled and not ready():
+                self.turns.pause(rank)  # who asks again and again lets the others get there
+            return filled or ready()
+
+        return Work(wait, is_done, outputs)
+
+    def _tell(self, rank: int, issued: Issued) -> None:
+        self.turns.check()
+        for listener in self.listeners[rank]:
+            listener(issued)
+
+    def check_nothing_is_left(self) -> None:
+        """All ranks have returned: whatever was launched must have met its counterparts.
+
+        Raises:
+            CollectiveMismatchError: a collective or message was issued by some ranks only.
+        """
+        for (key, number), meeting in self._meetings.items():
+            came = [key[1][at] for at in sorted(meeting.calls)]
+            call = next(iter(meeting.calls.values()))
+            missing = [rank for rank in key[1] if rank not in came]
+            raise CollectiveMismatchError(
+                f"ranks {came} issued {call.issued} (number {number + 1} of the group) and did not wait for it; ranks "
+                f"{missing} have returned without it"
+            )
+        for (key, _, to, _), messages in self._messages.items():
+            if messages:
+                raise CollectiveMismatchError(f"nobody received {messages[0][1]}; rank {key[1][to]} has returned")
+
+
+def _spoil(outputs: Tensors) -> None:
+    """Let what is read before the wait be noticed."""
+    with without_dispatch_modes(), torch.no_grad():
+        for out in outputs:
+            if out.is_floating_point() or out.is_complex():
+                out.data.fill_(float("nan"))
+            elif out.dtype != torch.bool:
+                out.data.fill_(torch.iinfo(out.dtype).max)
+
+
+class _Here(threading.local):
+    """Where the thread is: in which world, as which rank. None in threads of no world."""
+
+    exchange: Exchange | None = None
+    rank: int = 0
+
+
+HERE = _Here()
+
+
+def exchange_here(members: tuple[int, ...]) -> Exchange:
+    """What carries the groups that this thread makes."""
+    assert HERE.exchange is not None, "groups of this backend are made by ranks of a simulated world"
+    return HERE.exchange
