@@ -5,9 +5,10 @@ COMPOSABLE_SHARD_TEST_ENGINE=fsdp2 puts torch's own FSDP2 in our place: the test
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -52,3 +53,21 @@ def mesh_of(*shape: int) -> DeviceMesh:
 def named_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """A mesh over the default group; the same object whenever it is asked for, as torch's FSDP2 wants full meshes."""
     return _mesh(shape, names)
+
+
+TRANSPORT = "COMPOSABLE_SHARD_TRANSPORT"
+
+
+@contextlib.contextmanager
+def forced(transport: str | None) -> Iterator[None]:
+    """Within, this process asks for this transport, if it is one."""
+    kept = os.environ.get(TRANSPORT)
+    if transport is not None:
+        os.environ[TRANSPORT] = transport
+    try:
+        yield
+    finally:
+        if kept is not None:
+            os.environ[TRANSPORT] = kept
+        elif transport is not None:
+            del os.environ[TRANSPORT]

@@ -111,3 +111,29 @@ def shard_lists(model: Any, fully_shard: FullyShard, **options: Any) -> None:
     fully_shard([model.blocks[0], model.blocks[1]], **options)
     fully_shard([model.blocks[-1].up, model.blocks[-1].down], **options)
     fully_shard(model, **options)
+
+
+class Coder(nn.Module):
+    """Several ways in; `generate` calls the others, and forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc, self.dec = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dec(torch.tanh(self.enc(x)))
+
+    def encode(self, x: Tensor, *, scale: float = 1.0, fail: bool = False) -> Tensor:
+        """Half of the way."""
+        if fail:
+            raise KeyError("as told")
+        return torch.tanh(self.enc(x)) * scale
+
+    def generate(self, x: Tensor, steps: int = 2) -> Tensor:
+        for _ in range(steps):
+            x = self(x) + self.encode(x).mean()
+        return x
+
+    @staticmethod
+    def double(x: Tensor) -> Tensor:
+        return 2 * x

@@ -22,7 +22,7 @@ def rewrite_asserts() -> None:
     from _pytest.assertion import install_importhook
     from _pytest.config import get_config
 
-    install_importhook(get_config()).mark_rewrite("_parity", "_stepping")
+    install_importhook(get_config()).mark_rewrite("_parity", "_sides", "_stepping")
 
 
 @contextlib.contextmanager

@@ -13,10 +13,9 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import Shard
 
 import composable_shard
-from _engines import mesh_of
+from _engines import forced, mesh_of
 from _parity import Case, check_parity
 from _pool import distributed, more, simulated
-from _transport import forced
 from composable_shard._comm.transports import LARGE_FROM_BYTES
 from composable_shard._errors import RankMismatchError, ShardConfigValueError
 

@@ -13,13 +13,11 @@ a body that needs values is run in the ways of `REAL` alone.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
-import os
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pytest
@@ -32,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import composable_shard
-from _engines import named_mesh
+from _engines import forced, named_mesh
 from _parity import cut
 from _pool import POOL, more
 from composable_shard.testing._torch import forget_meshes
@@ -43,7 +41,6 @@ WAYS = ("threads", "processes", "fake")
 REAL = ("threads", "processes")
 PROCESSES = ("processes",)
 SEED = 42
-TRANSPORT = "COMPOSABLE_SHARD_TRANSPORT"
 
 
 class Rank:
@@ -67,6 +64,14 @@ class Rank:
             for param in model.parameters():
                 bound = param.shape[-1] ** -0.5
                 param.copy_((2 * torch.rand(param.shape, generator=generator) - 1) * bound)
+        return model
+
+    def shard(self, model: M, mesh: DeviceMesh | None = None, **options: Any) -> M:
+        """Each child a group of its own, and the root; by default over all ranks."""
+        mesh = mesh or self.mesh()
+        for child in model.children():
+            self.fully_shard(child, mesh=mesh, **options)
+        self.fully_shard(model, mesh=mesh, **options)
         return model
 
     def pair(self, make: Callable[[], M]) -> tuple[M, M]:
@@ -143,6 +148,11 @@ class Rank:
                 self.same(shard.grad, param.grad)
 
 
+def layers(count: int = 3, dim: int = 8) -> nn.Sequential:
+    """A chain of linear layers, each with its activation."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(dim, dim), nn.ReLU()) for _ in range(count)))
+
+
 def own_part(value: DTensor, of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What this rank holds of a tensor, and the same part of another; all of both where parts are not in one piece."""
     if any(p.is_partial() or isinstance(p, _StridedShard) for p in value.placements) or value.shape != of.shape:
@@ -194,7 +204,7 @@ def contract(
             _RUN[way](test, world, kwargs)
 
         def on_rank(rank: int, world: int, engine: str, way: str, **kwargs: Any) -> None:
-            with _transport(transport if way == "processes" else None):
+            with forced(transport if way == "processes" else None):
                 body(Rank(engine, way, rank, world), **kwargs)
 
         test.__wrapped__ = on_rank  # type: ignore[attr-defined]
@@ -224,7 +234,7 @@ def _in_threads(test: Any, world: int, kwargs: dict[str, Any]) -> None:
         test.__wrapped__(rank=dist.get_rank(), world=world, **kwargs)
 
     MultiThreadedTestCase.exception_queue = queue.Queue()
-    with _transport(test.transport):
+    with forced(test.transport):
         spawn_threads_and_init_comms(body, world_size=world)(None)
 
 
@@ -233,7 +243,7 @@ def _in_a_fake_group(test: Any, world: int, kwargs: dict[str, Any]) -> None:
 
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
-        with _transport(test.transport):
+        with forced(test.transport):
             test.__wrapped__(rank=0, world=world, **kwargs)
     finally:
         dist.destroy_process_group()
@@ -245,11 +255,3 @@ _RUN: dict[str, Callable[[Any, int, dict[str, Any]], None]] = {
     "processes": _in_processes,
     "fake": _in_a_fake_group,
 }
-
-
-@contextlib.contextmanager
-def _transport(name: str | None) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        if name is not None:
-            patch.setitem(os.environ, TRANSPORT, name)
-        yield

@@ -14,18 +14,11 @@ def layers(count=3, dim=8):
     return nn.Sequential(*(nn.Linear(dim, dim) for _ in range(count)))
 
 
-def shard(t, model, mesh=None, **options):
-    mesh = mesh or t.mesh()
-    for layer in model:
-        t.fully_shard(layer, mesh=mesh, **options)
-    return t.fully_shard(model, mesh=mesh, **options)
-
-
 @contract()
 @pytest.mark.parametrize(("recurse", "reshard"), [(True, True), (False, False)])
 def test_gradients_are_reduced_with_the_last_microbatch_alone(t, recurse, reshard):
     plain, model = t.pair(layers)
-    shard(t, model, reshard_after_forward=reshard)
+    t.shard(model, reshard_after_forward=reshard)
     for step in range(2):
         for micro in range(3):
             last = micro == 2
@@ -44,7 +37,7 @@ def test_gradients_are_reduced_with_the_last_microbatch_alone(t, recurse, reshar
 @contract()
 def test_gradients_that_are_reduced_each_time_add_up(t):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     for micro in range(3):
         for each in (plain, model):
             each(t.randn(2, 8, step=micro)).sum().backward()
@@ -55,7 +48,7 @@ def test_gradients_that_are_reduced_each_time_add_up(t):
 @contract()
 def test_some_modules_reduce_each_time_and_others_with_the_last(t):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     for micro in range(3):
         model[0].set_requires_gradient_sync(micro == 2)
         for each in (plain, model):
@@ -67,7 +60,7 @@ def test_some_modules_reduce_each_time_and_others_with_the_last(t):
 @contract()
 def test_gradients_are_none_until_they_are_reduced_with_all_of_them_kept_aside(t):
     model = t.build(layers)
-    shard(t, model)
+    t.shard(model)
     model.set_requires_gradient_sync(False)
     model(t.randn(2, 8)).sum().backward()
     assert all(isinstance(p, DTensor) for p in model.parameters())
@@ -76,7 +69,7 @@ def test_gradients_are_none_until_they_are_reduced_with_all_of_them_kept_aside(t
 @contract()
 def test_parameters_may_stay_gathered_between_microbatches(t):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     for micro in range(3):
         model.set_requires_gradient_sync(micro == 2)
         model.set_reshard_after_backward(micro == 2)
@@ -90,7 +83,7 @@ def test_parameters_may_stay_gathered_between_microbatches(t):
 @pytest.mark.parametrize("scatter", [True, False])
 def test_replicas_reduce_among_themselves_with_the_last_microbatch_alone(t, scatter):
     plain, model = t.pair(layers)
-    shard(t, model, mesh=t.mesh(2, 2))
+    t.shard(model, mesh=t.mesh(2, 2))
     for step in range(2):
         for micro in range(3):
             last = micro == 2
@@ -132,7 +125,7 @@ def test_forwards_of_all_microbatches_come_before_their_backwards(t):
 @contract()
 def test_one_forward_one_backward_in_turns_as_pipelines_do(t):
     plain, model = t.pair(layers)
-    shard(t, model, reshard_after_forward=False)
+    t.shard(model, reshard_after_forward=False)
     for each in (plain, model):
         if each is model:
             model.set_is_last_backward(False)
@@ -190,7 +183,7 @@ def test_a_head_that_runs_in_chunks_of_the_loss(t):
 @contract()
 def test_gradients_that_were_set_to_zero_add_up_as_those_that_were_set_to_none(t):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     for step in range(3):
         for each in (plain, model):
             each.zero_grad(set_to_none=step == 1)

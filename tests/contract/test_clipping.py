@@ -14,18 +14,12 @@ def layers(dim=8):
     return nn.Sequential(nn.Linear(dim, 5), nn.ReLU(), nn.Linear(5, 3), nn.Linear(3, 1))
 
 
-def shard(t, model, mesh):
-    for layer in model:
-        t.fully_shard(layer, mesh=mesh)
-    return t.fully_shard(model, mesh=mesh)
-
-
 @contract(ways=REAL, world=4)
 @pytest.mark.parametrize(("norm", "shape"), [(2, (4,)), (2, (2, 2)), (1, (4,)), (float("inf"), (2, 2))])
 def test_the_norm_is_that_of_the_whole_gradients(t, norm, shape):
     # uneven but nowhere empty: torch knows no greatest element of nothing
     plain, model = t.pair(lambda: nn.Sequential(nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 4)))
-    shard(t, model, t.mesh(*shape))
+    t.shard(model, t.mesh(*shape))
     for step in range(2):
         for each in (plain, model):
             each.zero_grad()
@@ -43,7 +37,7 @@ def test_the_norm_is_that_of_the_whole_gradients(t, norm, shape):
 @contract()
 def test_a_small_norm_changes_nothing_and_a_mixed_order_of_calls_is_right(t):
     plain, model = t.pair(layers)
-    shard(t, model, t.mesh())
+    t.shard(model, t.mesh())
     for each in (plain, model):
         each(t.randn(4, 8)).sum().backward()
     t.average_grads(plain)
@@ -57,7 +51,7 @@ def test_a_small_norm_changes_nothing_and_a_mixed_order_of_calls_is_right(t):
 
 @contract(ways=REAL)
 def test_gradients_that_are_not_finite_are_noticed_if_asked(t):
-    model = shard(t, t.build(layers), t.mesh())
+    model = t.shard(t.build(layers), t.mesh())
     (model(t.randn(4, 8)) * (float("inf") if t.rank == 0 else 1.0)).sum().backward()
     with pytest.raises(RuntimeError, match="non-finite"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
@@ -66,7 +60,7 @@ def test_gradients_that_are_not_finite_are_noticed_if_asked(t):
 @contract()
 def test_clip_grad_value(t):
     plain, model = t.pair(layers)
-    shard(t, model, t.mesh())
+    t.shard(model, t.mesh())
     for each in (plain, model):
         each(10 * t.randn(4, 8)).sum().backward()
     t.average_grads(plain)

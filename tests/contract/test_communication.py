@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch.distributed.tensor.debug import CommDebugMode
 
+from contract import _ways
 from contract._ways import REAL, contract
 
 c10d = torch.ops.c10d
 
 
-def layers(count=2, dim=8):
-    return nn.Sequential(*(nn.Sequential(nn.Linear(dim, dim), nn.ReLU()) for _ in range(count)))
-
-
-def shard(t, model, mesh=None, **options):
-    for layer in model:
-        t.fully_shard(layer, mesh=mesh or t.mesh(), **options)
-    return t.fully_shard(model, mesh=mesh or t.mesh(), **options)
+layers = functools.partial(_ways.layers, 2)
 
 
 def counts(body):
@@ -36,7 +30,7 @@ def counts(body):
 @contract(ways=("processes", "fake"), transport="torch")
 @pytest.mark.parametrize("reshard", [True, False])
 def test_tools_of_torch_count_a_gather_and_a_reduction_for_each_group(t, reshard):
-    model = shard(t, t.build(layers), reshard_after_forward=reshard)
+    model = t.shard(t.build(layers), reshard_after_forward=reshard)
     out = []
     found = counts(lambda: out.append(model(t.randn(2, 8)).sum()))
     assert found == {c10d._allgather_base_: 2}
@@ -46,14 +40,14 @@ def test_tools_of_torch_count_a_gather_and_a_reduction_for_each_group(t, reshard
 
 @contract(world=4, ways=("processes", "fake"), transport="torch")
 def test_tools_of_torch_count_an_all_reduce_for_each_group_with_replicas(t):
-    model = shard(t, t.build(layers), mesh=t.mesh(2, 2))
+    model = t.shard(t.build(layers), mesh=t.mesh(2, 2))
     found = counts(lambda: model(t.randn(2, 8)).sum().backward())
     assert found == {c10d._allgather_base_: 4, c10d._reduce_scatter_base_: 2, c10d.allreduce_: 2}
 
 
 @contract(ways=("processes", "fake"), transport="torch")
 def test_microbatches_without_sync_reduce_nothing(t):
-    model = shard(t, t.build(layers))
+    model = t.shard(t.build(layers))
     for micro in range(3):
         model.set_requires_gradient_sync(micro == 2)
         found = counts(lambda i=micro: model(t.randn(2, 8, step=i)).sum().backward())
@@ -62,7 +56,7 @@ def test_microbatches_without_sync_reduce_nothing(t):
 
 @contract(ways=("processes", "fake"), transport="torch")
 def test_parameters_that_stay_after_backward_are_not_gathered_again(t):
-    model = shard(t, t.build(layers), reshard_after_forward=False)
+    model = t.shard(t.build(layers), reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     for step in range(3):
         found = counts(lambda i=step: model(t.randn(2, 8, step=i)).sum().backward())
@@ -71,7 +65,7 @@ def test_parameters_that_stay_after_backward_are_not_gathered_again(t):
 
 @contract(ways=("processes", "fake"), transport="torch")
 def test_reshard_by_hand_after_forward_has_backward_gather_again(t):
-    model = shard(t, t.build(layers), reshard_after_forward=False)
+    model = t.shard(t.build(layers), reshard_after_forward=False)
     out = []
     assert counts(lambda: out.append(model(t.randn(2, 8)).sum())) == {c10d._allgather_base_: 2}
     for layer in model:
@@ -82,7 +76,7 @@ def test_reshard_by_hand_after_forward_has_backward_gather_again(t):
 @contract(ways=("processes", "fake"), transport="torch")
 @pytest.mark.parametrize("recurse", [True, False])
 def test_set_reshard_after_forward_changes_what_backward_gathers(t, recurse):
-    model = shard(t, t.build(layers), reshard_after_forward=True)
+    model = t.shard(t.build(layers), reshard_after_forward=True)
     model.set_reshard_after_forward(False, recurse=recurse)
     out = []
     assert counts(lambda: out.append(model(t.randn(2, 8)).sum())) == {c10d._allgather_base_: 2}
@@ -92,7 +86,7 @@ def test_set_reshard_after_forward_changes_what_backward_gathers(t, recurse):
 
 @contract(world=1, ways=("processes", "fake"), transport="torch")
 def test_one_rank_communicates_nothing(t):
-    model = shard(t, t.build(layers))
+    model = t.shard(t.build(layers))
     assert counts(lambda: model(t.randn(2, 8)).sum().backward()) == {}
 
 
@@ -100,7 +94,7 @@ def test_one_rank_communicates_nothing(t):
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 def test_gradients_may_be_divided_by_another_factor(t, shape):
     plain, model = t.pair(layers)
-    shard(t, model, mesh=t.mesh(*shape), reshard_after_forward=True)
+    t.shard(model, mesh=t.mesh(*shape), reshard_after_forward=True)
     for module in (model, *model):
         module.set_gradient_divide_factor(2 * t.world)
         module.set_force_sum_reduction_for_comms(True)
@@ -116,7 +110,7 @@ def test_gradients_may_be_divided_by_another_factor(t, shape):
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 def test_collectives_may_only_add(t, shape):
     plain, model = t.pair(layers)
-    shard(t, model, mesh=t.mesh(*shape))
+    t.shard(model, mesh=t.mesh(*shape))
     for module in (model, *model):
         module.set_force_sum_reduction_for_comms(True)
     t.train(plain, model, lambda step: t.randn(2, 8, step=step))
@@ -150,7 +144,7 @@ class Scatters(Gathers):
 @contract()
 def test_gathers_and_reductions_of_the_users_own(t):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     gathers, scatters = Gathers(), Scatters()
     for layer in model:
         layer.set_custom_all_gather(gathers)
@@ -165,7 +159,7 @@ def test_gathers_and_reductions_of_the_users_own(t):
 @contract()
 def test_a_hook_behind_the_reduction_changes_the_gradient(t):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     for layer in model:
         layer.set_all_reduce_hook(lambda output: output.mul_(3))
     for each in (plain, model):
@@ -178,7 +172,7 @@ def test_a_hook_behind_the_reduction_changes_the_gradient(t):
 @contract()
 def test_reductions_may_have_a_group_of_their_own(t):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     if not hasattr(model, "set_separate_reduce_scatter_group"):
         return
     model.set_separate_reduce_scatter_group()
@@ -188,7 +182,7 @@ def test_reductions_may_have_a_group_of_their_own(t):
 @contract()
 def test_the_number_of_reductions_in_flight_is_checked(t):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     if not hasattr(model, "set_reduce_scatter_max_input_buffers"):
         return
     for value, kind in ((True, TypeError), (1.5, TypeError), (0, ValueError)):

@@ -7,17 +7,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from _blocks import Transformer, next_token_loss, token_batch
-from contract._ways import contract
-
-
-def layers(count=3, dim=8):
-    return nn.Sequential(*(nn.Sequential(nn.Linear(dim, dim), nn.ReLU()) for _ in range(count)))
-
-
-def shard(t, model, **options):
-    for layer in model:
-        t.fully_shard(layer, mesh=t.mesh(), **options)
-    return t.fully_shard(model, mesh=t.mesh(), **options)
+from contract._ways import contract, layers
 
 
 @contract()
@@ -27,7 +17,7 @@ def test_some_parameters_of_each_group(t, reshard):
     for each in (plain, model):
         for layer in each:
             layer[0].bias.requires_grad_(False)
-    shard(t, model, reshard_after_forward=reshard)
+    t.shard(model, reshard_after_forward=reshard)
     t.train(plain, model, lambda step: t.randn(2, 8, step=step))
     assert all(layer[0].bias.grad is None for layer in model)
 
@@ -39,7 +29,7 @@ def test_all_parameters_of_some_groups(t, frozen):
     for each in (plain, model):
         for place in frozen:
             each[place].requires_grad_(False)
-    shard(t, model)
+    t.shard(model)
     t.train(plain, model, lambda step: t.randn(2, 8, step=step))
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
@@ -47,7 +37,7 @@ def test_all_parameters_of_some_groups(t, frozen):
 @contract()
 def test_they_may_change_their_minds_between_steps(t):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     for step in range(3):
         for each in (plain, model):
             for place, layer in enumerate(each):
@@ -112,7 +102,7 @@ def test_low_rank_adapters_on_a_frozen_transformer(t):
 @contract()
 def test_a_model_that_is_frozen_altogether_gives_gradients_of_its_input(t):
     plain, model = t.pair(lambda: layers().requires_grad_(False))
-    shard(t, model)
+    t.shard(model)
     grads = []
     for each in (plain, model):
         x = t.randn(2, 8).requires_grad_()

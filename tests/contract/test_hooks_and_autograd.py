@@ -10,23 +10,13 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from contract._ways import REAL, common_fsdp, contract
-
-
-def layers(count=3, dim=8):
-    return nn.Sequential(*(nn.Sequential(nn.Linear(dim, dim), nn.ReLU()) for _ in range(count)))
-
-
-def shard(t, model, **options):
-    for layer in model:
-        t.fully_shard(layer, mesh=t.mesh(), **options)
-    return t.fully_shard(model, mesh=t.mesh(), **options)
+from contract._ways import REAL, common_fsdp, contract, layers
 
 
 @contract()
 def test_hooks_behind_the_accumulation_of_a_gradient_see_the_reduced_one(t):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     seen = {}
     for name, param in model.named_parameters():
         param.register_post_accumulate_grad_hook(lambda p, n=name: seen.setdefault(n, []).append(p.grad))
@@ -42,7 +32,7 @@ def test_hooks_behind_the_accumulation_of_a_gradient_see_the_reduced_one(t):
 @contract()
 def test_an_optimizer_may_step_in_these_hooks(t):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     each = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
 
@@ -72,7 +62,7 @@ def test_hooks_of_modules_see_whole_parameters_and_run_once(t):
     calls = []
     for place, layer in enumerate(model):
         layer.register_forward_pre_hook(lambda m, a, i=place: calls.append((i, "pre", type(m[0].weight) is DTensor)))
-    shard(t, model)
+    t.shard(model)
     for place, layer in enumerate(model):
         layer.register_forward_hook(lambda m, a, o, i=place: calls.append((i, "post", o.shape)))
     model(t.randn(2, 8)).sum().backward()
@@ -83,7 +73,7 @@ def test_hooks_of_modules_see_whole_parameters_and_run_once(t):
 @contract()
 def test_full_backward_hooks_of_modules_run_once_each_from_the_last_to_the_first(t):
     model = t.build(layers)
-    shard(t, model)
+    t.shard(model)
     calls = []
     for place, layer in enumerate(model):
         layer.register_full_backward_hook(lambda m, gi, go, i=place: calls.append((i, go[0].shape)))
@@ -96,7 +86,7 @@ def test_full_backward_hooks_of_modules_run_once_each_from_the_last_to_the_first
 @contract()
 def test_a_forward_hook_may_change_inputs_and_outputs(t):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     for each in (plain, model):
         each[1].register_forward_pre_hook(lambda m, args: (args[0] * 2,))
         each[1].register_forward_hook(lambda m, args, out: out + 1)
@@ -172,7 +162,7 @@ def test_activations_in_dataclasses_dicts_and_none(t):
 @contract()
 def test_backward_through_a_part_of_the_graph_and_then_the_rest(t):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     for each in (plain, model):
         x = t.randn(2, 8)
         first = each[0](x) if each is plain else each(x)
@@ -184,7 +174,7 @@ def test_backward_through_a_part_of_the_graph_and_then_the_rest(t):
 @contract()
 def test_losses_of_two_forwards_that_are_added(t):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     for each in (plain, model):
         total = sum(each(t.randn(2, 8, step=i)).square().mean() for i in range(3))
         total.backward()
@@ -195,7 +185,7 @@ def test_losses_of_two_forwards_that_are_added(t):
 @contract(ways=REAL)
 def test_a_gradient_scaler_trains_and_skips_a_step_that_overflows_on_one_rank(t):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
     scalers = [torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1) for _ in range(2)]
     for step in range(3):
@@ -218,7 +208,7 @@ def test_a_gradient_scaler_trains_and_skips_a_step_that_overflows_on_one_rank(t)
 @contract()
 def test_after_an_exception_in_forward_and_a_reset_training_goes_on(t):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
 
     def fail(module, args):
         raise KeyError("for the test")
@@ -236,7 +226,7 @@ def test_after_an_exception_in_forward_and_a_reset_training_goes_on(t):
 @contract()
 def test_tensor_hooks_on_outputs_and_inputs(t):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     seen = []
     for each in (plain, model):
         x = t.randn(2, 8).requires_grad_()
@@ -285,7 +275,7 @@ def test_after_an_exception_in_backward_and_a_reset_training_goes_on(t):
             raise KeyError("for the test")
 
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     handle = model[1].register_forward_hook(lambda m, a, out: Fails.apply(out))
     with pytest.raises(KeyError):
         model(t.randn(2, 8)).sum().backward()
@@ -326,7 +316,7 @@ def test_forward_hooks_with_kwargs_and_always_called(t):
     model[0].register_forward_pre_hook(lambda m, args, kwargs: calls.append("pre") or (args, kwargs), with_kwargs=True)
     model[0].register_forward_hook(lambda m, args, kwargs, out: calls.append("post"), with_kwargs=True)
     model[1].register_forward_hook(lambda m, args, out: calls.append("always"), always_call=True)
-    shard(t, model)
+    t.shard(model)
     model(t.randn(2, 8)).sum().backward()
     assert calls == ["pre", "post", "always"]
 

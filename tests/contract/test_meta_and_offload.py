@@ -16,18 +16,12 @@ def layers(dim=8):
     return nn.Sequential(nn.Linear(dim, 12), nn.LayerNorm(12), nn.Linear(12, dim))
 
 
-def shard(t, model, mesh=None, **options):
-    for layer in model:
-        t.fully_shard(layer, mesh=mesh or t.mesh(), **options)
-    return t.fully_shard(model, mesh=mesh or t.mesh(), **options)
-
-
 @contract(world=4)
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 def test_a_model_on_meta_is_sharded_given_memory_and_initialised(t, shape):
     with torch.device("meta"):
         model = layers()
-    shard(t, model, mesh=t.mesh(*shape))
+    t.shard(model, mesh=t.mesh(*shape))
     for param in model.parameters():
         assert isinstance(param, DTensor)
         assert param.is_meta
@@ -52,7 +46,7 @@ def test_a_model_on_meta_is_sharded_given_memory_and_initialised(t, shape):
 def test_parameters_reset_themselves_after_sharding(t):
     with torch.device("meta"):
         model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
-    shard(t, model)
+    t.shard(model)
     model.to_empty(device="cpu")
     model[0].reset_parameters()
     t.same(model[0].weight, torch.ones(8))
@@ -63,7 +57,7 @@ def test_parameters_reset_themselves_after_sharding(t):
 def test_parameters_that_are_still_on_meta_at_the_first_forward_are_named(t):
     with torch.device("meta"):
         model = layers()
-    shard(t, model)
+    t.shard(model)
     with pytest.raises(RuntimeError, match=r"meta[\s\S]*0\.weight"):
         model(t.randn(2, 8))
 
@@ -72,7 +66,7 @@ def test_parameters_that_are_still_on_meta_at_the_first_forward_are_named(t):
 def test_buffers_get_memory_with_the_parameters(t):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    shard(t, model)
+    t.shard(model)
     model.to_empty(device="cpu")
     assert model[1].running_mean.device.type == "cpu"
     assert model[1].running_mean.shape == (8,)
@@ -81,7 +75,7 @@ def test_buffers_get_memory_with_the_parameters(t):
 @contract()
 def test_offloaded_shards_train_as_others(t):
     plain, model = t.pair(layers)
-    shard(t, model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    t.shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
     t.train(plain, model, lambda step: t.randn(2, 8, step=step))
     assert all(p.device.type == "cpu" and p.grad.device.type == "cpu" for p in model.parameters())
 
@@ -89,7 +83,7 @@ def test_offloaded_shards_train_as_others(t):
 @contract()
 def test_offloaded_shards_with_accumulation(t):
     plain, model = t.pair(layers)
-    shard(t, model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    t.shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
     for micro in range(3):
         model.set_requires_gradient_sync(micro == 2)
         for each in (plain, model):
@@ -103,7 +97,7 @@ def test_rank_0_has_the_values_and_sends_them_to_ranks_that_have_a_model_on_meta
     plain = t.build(layers)
     with torch.device("meta"):
         model = layers()
-    shard(t, model)
+    t.shard(model)
     state = {}
     for name, param in model.state_dict().items():
         value = plain.state_dict()[name].clone() if t.rank == 0 else torch.empty(param.shape)

@@ -22,12 +22,6 @@ def mlps(count=3, dim=8):
     return nn.Sequential(*(common_fsdp().MLP(dim, torch.device("cpu"), dim_multiplier=2) for _ in range(count)))
 
 
-def shard(t, model, policy, **options):
-    for child in model:
-        t.fully_shard(child, mesh=t.mesh(), mp_policy=policy, **options)
-    return t.fully_shard(model, mesh=t.mesh(), mp_policy=policy, **options)
-
-
 class Records(nn.Module):
     """A linear layer that notes the dtypes that it sees."""
 
@@ -46,7 +40,7 @@ class Records(nn.Module):
 def test_parameters_are_gathered_in_the_dtype_of_compute_and_gradients_are_those_of_parameters(t, reshard):
     plain, model = t.pair(mlps)
     low = copy.deepcopy(plain).to(BF16)
-    shard(t, model, MixedPrecisionPolicy(param_dtype=BF16), reshard_after_forward=reshard)
+    t.shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16), reshard_after_forward=reshard)
     for step in range(2):
         x = t.randn(2, 8, step=step)
         out, expected = model(x), low(x.to(BF16))
@@ -68,7 +62,7 @@ def test_parameters_are_gathered_in_the_dtype_of_compute_and_gradients_are_those
 def test_a_wider_dtype_of_reduction_adds_the_gradients_in_it(t):
     plain, model = t.pair(mlps)
     low = copy.deepcopy(plain).to(BF16)
-    shard(t, model, MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))
+    t.shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))
     x = t.randn(2, 8)
     model(x).sum().backward()
     low(x.to(BF16)).sum().backward()
@@ -81,7 +75,7 @@ def test_a_wider_dtype_of_reduction_adds_the_gradients_in_it(t):
 @contract(ways=REAL)
 def test_a_narrower_dtype_of_reduction_rounds_the_gradients_first(t):
     plain, model = t.pair(mlps)
-    shard(t, model, MixedPrecisionPolicy(reduce_dtype=BF16))
+    t.shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
     x = t.randn(2, 8)
     for each in (plain, model):
         each(x).sum().backward()
@@ -96,7 +90,7 @@ def test_a_narrower_dtype_of_reduction_rounds_the_gradients_first(t):
 def test_microbatches_add_up_in_the_dtype_of_reduction(t):
     plain, model = t.pair(mlps)
     low = copy.deepcopy(plain).to(BF16)
-    shard(t, model, MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))
+    t.shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))
     sums = [torch.zeros_like(p) for p in plain.parameters()]
     for micro in range(4):
         model.set_requires_gradient_sync(micro == 3)
@@ -113,7 +107,7 @@ def test_microbatches_add_up_in_the_dtype_of_reduction(t):
 
 @contract(transport="torch")
 def test_the_collectives_carry_the_dtypes_of_the_policy(t):
-    model = shard(t, t.build(mlps), MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))
+    model = t.shard(t.build(mlps), mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))
     seen = []
     helpers = common_fsdp()
     original = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -129,7 +123,7 @@ def test_the_collectives_carry_the_dtypes_of_the_policy(t):
 @contract()
 def test_outputs_are_cast_if_the_policy_says_so(t):
     policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=torch.float32)
-    model = shard(t, t.build(mlps), policy)
+    model = t.shard(t.build(mlps), mp_policy=policy)
     out = model(t.randn(2, 8))
     assert out.dtype == torch.float32
     out.sum().backward()
@@ -249,7 +243,7 @@ def test_buffers_are_not_cast(t):
 @contract()
 def test_parameters_in_half_precision_train_so(t):
     plain, model = t.pair(lambda: mlps().to(BF16))
-    shard(t, model, MixedPrecisionPolicy())
+    t.shard(model, mp_policy=MixedPrecisionPolicy())
     x = t.randn(2, 8).to(BF16)
     for each in (plain, model):
         each(x).sum().backward()
@@ -272,7 +266,7 @@ def test_sums_in_half_precision_do_not_overflow(t):
 @contract()
 def test_changing_the_dtype_of_a_sharded_model_and_then_loading_it(t):
     plain, model = t.pair(mlps)
-    shard(t, model, MixedPrecisionPolicy())
+    t.shard(model, mp_policy=MixedPrecisionPolicy())
     model.to(BF16)
     plain.to(BF16)
     assert all(p.dtype == BF16 for p in model.parameters())

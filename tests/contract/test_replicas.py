@@ -15,17 +15,11 @@ def layers(dim=8):
     return nn.Sequential(nn.Linear(dim, 12), nn.ReLU(), nn.Linear(12, dim))
 
 
-def shard(t, model, mesh, **options):
-    for layer in model:
-        t.fully_shard(layer, mesh=mesh, **options)
-    return t.fully_shard(model, mesh=mesh, **options)
-
-
 @contract(world=4)
 @pytest.mark.parametrize(("shape", "reshard"), [((2, 2), True), ((2, 2), False), ((4, 1), True), ((1, 4), True)])
 def test_gradients_are_averaged_over_all_ranks(t, shape, reshard):
     plain, model = t.pair(layers)
-    shard(t, model, t.mesh(*shape), reshard_after_forward=reshard)
+    t.shard(model, t.mesh(*shape), reshard_after_forward=reshard)
     t.train(plain, model, lambda step: t.randn(2, 8, step=step))
 
 
@@ -50,7 +44,7 @@ def test_rank_0_sends_its_replica_to_the_others(t):
             for param in model.parameters():
                 param.add_(1.0)
     expected = t.build(layers)
-    shard(t, model, mesh)
+    t.shard(model, mesh)
     group = mesh.get_group(0)
     for param in model.parameters():
         dist.broadcast(param.to_local().detach(), src=dist.get_global_rank(group, 0), group=group)
@@ -61,7 +55,7 @@ def test_rank_0_sends_its_replica_to_the_others(t):
 def test_a_hook_of_the_users_own_may_reduce_over_replicas(t):
     plain, model = t.pair(layers)
     mesh = t.mesh(2, 2)
-    shard(t, model, mesh["shard"])
+    t.shard(model, mesh["shard"])
     calls = []
 
     def reduce(output):
@@ -85,5 +79,5 @@ def test_a_hook_of_the_users_own_may_reduce_over_replicas(t):
 @contract(world=4)
 def test_reshard_to_two_ranks_on_a_mesh_of_replicas_of_two_is_reshard(t):
     plain, model = t.pair(layers)
-    shard(t, model, t.mesh(2, 2), reshard_after_forward=2)
+    t.shard(model, t.mesh(2, 2), reshard_after_forward=2)
     t.train(plain, model, lambda step: t.randn(2, 8, step=step))

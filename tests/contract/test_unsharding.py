@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from contract import _ways
 from contract._ways import common_fsdp, contract
 
-
-def layers(count=4, dim=8):
-    return nn.Sequential(*(nn.Sequential(nn.Linear(dim, dim), nn.ReLU()) for _ in range(count)))
-
-
-def shard(t, model, **options):
-    for layer in model:
-        t.fully_shard(layer, mesh=t.mesh(), **options)
-    return t.fully_shard(model, mesh=t.mesh(), **options)
+layers = functools.partial(_ways.layers, 4)
 
 
 @contract()
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_unshard_shows_whole_parameters_and_reshard_the_sharded_ones(t, asynchronous):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     handle = model[0].unshard(async_op=asynchronous)
     assert (handle is not None) == asynchronous
     if asynchronous:
@@ -86,7 +81,7 @@ def test_gathers_that_are_started_ahead_are_waited_for_by_forward(t):
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_explicit_prefetching_of_one_and_more_modules(t, ahead):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     for place, layer in enumerate(model):
         layer.set_modules_to_forward_prefetch([model[i] for i in range(place + 1, min(place + 1 + ahead, len(model)))])
         layer.set_modules_to_backward_prefetch([model[i] for i in range(place - 1, max(place - 1 - ahead, -1), -1)])
@@ -97,7 +92,7 @@ def test_explicit_prefetching_of_one_and_more_modules(t, ahead):
 
 @contract(transport="torch")
 def test_each_group_is_gathered_in_forward_and_again_in_backward_by_one_collective(t):
-    model = shard(t, t.build(layers))
+    model = t.shard(t.build(layers))
     helpers = common_fsdp()
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     original = getattr(dist, name)
@@ -119,7 +114,7 @@ def test_each_group_is_gathered_in_forward_and_again_in_backward_by_one_collecti
 
 @contract(transport="torch")
 def test_without_reshard_after_forward_backward_gathers_nothing(t):
-    model = shard(t, t.build(layers), reshard_after_forward=False)
+    model = t.shard(t.build(layers), reshard_after_forward=False)
     helpers = common_fsdp()
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     original = getattr(dist, name)
@@ -138,7 +133,7 @@ def test_without_reshard_after_forward_backward_gathers_nothing(t):
 def test_an_embedding_may_stay_sharded_in_backward(t):
     make = lambda: nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8))  # noqa: E731
     plain, model = t.pair(make)
-    shard(t, model)
+    t.shard(model)
     model[0].set_unshard_in_backward(False)
     tokens = torch.arange(6)
     t.train(plain, model, lambda step: tokens + t.rank + step)
@@ -147,7 +142,7 @@ def test_an_embedding_may_stay_sharded_in_backward(t):
 @contract()
 def test_unshard_with_async_op_for_all_gathers(t):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     model._set_unshard_async_op(True)
     t.train(plain, model, lambda step: t.randn(2, 8, step=step))
 
@@ -155,7 +150,7 @@ def test_unshard_with_async_op_for_all_gathers(t):
 @contract()
 def test_weights_that_are_changed_between_steps_are_gathered_anew(t):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     x = t.randn(2, 8)
     model(x)
     with torch.no_grad():
@@ -169,7 +164,7 @@ def test_weights_that_are_changed_between_steps_are_gathered_anew(t):
 @contract()
 def test_a_gathered_model_reads_its_weights_outside_of_forward(t):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     for module in model.modules():
         if hasattr(module, "unshard"):
             module.unshard()
@@ -186,7 +181,7 @@ def test_a_gathered_model_reads_its_weights_outside_of_forward(t):
 @contract()
 def test_the_next_gathers_may_wait_for_an_event_behind_the_optimizer(t):
     plain, model = t.pair(layers)
-    shard(t, model)
+    t.shard(model)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
     for step in range(3):
         for each, optimizer in zip((plain, model), optimizers, strict=True):

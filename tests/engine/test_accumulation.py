@@ -9,11 +9,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from _both import backward, both
 from _engines import ENGINES, fully_shard
 from _models import Stack, shard_blocks, shard_nested, vectors
 from _parity import Case, check_parity, plain_step
 from _pool import distributed, simulated
+from _sides import backward, both
 
 
 def sync_off_then_on(run):

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn as nn
 
-from _alike import assert_alike, models_of, noise, optimizers_of
 from _blocks import Transformer, next_token_loss, token_batch
 from _engines import fully_shard
 from _pool import simulated
+from _sides import assert_alike, models_of, noise, optimizers_of
 from _stepping import pool_of
 
 MODIFIED = r"modified by an in-?place operation"

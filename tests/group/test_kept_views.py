@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from _alike import assert_alike, models_of, noise, optimizers_of
 from _pool import distributed
+from _sides import assert_alike, models_of, noise, optimizers_of
 from _stepping import pool_of
 
 

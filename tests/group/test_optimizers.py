@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn as nn
 
-from _alike import assert_alike, models_of, noise, optimizers_of, shard_children, stack, train_alike, whole
 from _engines import mesh_of
 from _pool import distributed
+from _sides import assert_alike, models_of, noise, optimizers_of, shard_children, stack, train_alike, whole
 from _stepping import assert_at_rest, shard_whole
 from composable_shard import clip_grad_norm_
 

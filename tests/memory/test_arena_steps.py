@@ -109,15 +109,16 @@ def test_no_step_of_any_kind_allocates_once_all_were_seen(rank, world, reshard):
     for step in range(16):
         for kind in KINDS:
             kind(model, step)
-    pool = engine_of(model).pool
-    before, fallbacks = pool.allocations, dict(pool.fallbacks)
+    before = cs.stats(model)
     for step in range(8, 14):
         for kind in KINDS:
             kind(model, step)
-    assert (pool.allocations, pool.fallbacks) == (before, fallbacks)
-    assert pool.live_bytes == 0
-    assert pool.arena_bytes == pool.held_bytes
-    assert pool.arena_bytes <= 1.3 * pool.peak_bytes
+    stats = cs.stats(model)
+    for name in ("pool/allocations", "pool/fallbacks"):
+        assert stats[name] == before[name], name
+    assert stats["pool/live_bytes"] == 0
+    assert stats["pool/arena_bytes"] == stats["pool/held_bytes"]
+    assert stats["pool/arena_bytes"] <= 1.3 * stats["pool/peak_bytes"]
 
 
 @distributed(world=2)
@@ -127,9 +128,9 @@ def test_blocks_of_different_sizes_and_dtypes_share_memory_up_to_the_bound(rank,
     shard_blocks(model, fully_shard, reshard_after_forward=True)
     for step in range(4):
         train(model, step)
-    pool = engine_of(model).pool
-    assert not pool.fallbacks
-    assert pool.held_bytes == pool.arena_bytes <= 1.05 * pool.peak_bytes
+    stats = cs.stats(model)
+    assert stats["pool/fallbacks"] == 0
+    assert stats["pool/held_bytes"] == stats["pool/arena_bytes"] <= 1.05 * stats["pool/peak_bytes"]
     addresses = {}
     for group in engine_of(model).groups:
         for _ in range(2):
@@ -167,12 +168,12 @@ def test_memory_of_the_arena_goes_back_on_request_and_comes_again(rank, world):
     shard_blocks(model, fully_shard)
     for step in range(3):
         train(model, step)
-    held = engine_of(model).pool.held_bytes
+    held = cs.stats(model)["pool/held_bytes"]
     assert cs.empty_pool(model) == held > 0
     assert cs.stats(model)["pool/held_bytes"] == 0
     for step in range(3):
         train(model, step)
-    assert engine_of(model).pool.held_bytes == held
+    assert cs.stats(model)["pool/held_bytes"] == held
 
 
 @pytest.mark.parametrize("how", ["emptied", "converted"])
@@ -198,8 +199,8 @@ def test_training_goes_on_exactly_where_memory_went_back_while_a_group_was_unsha
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    pool = engine_of(model).pool
-    assert pool.held_bytes == pool.arena_bytes
+    stats = cs.stats(model)
+    assert stats["pool/held_bytes"] == stats["pool/arena_bytes"]
 
 
 @pytest.mark.matrix
@@ -218,7 +219,7 @@ def test_a_thousand_steps_do_not_grow(rank, world):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     before = steps(200)
-    allocations, objects = engine_of(model).pool.allocations, len(gc.get_objects())
+    allocations, objects = cs.stats(model)["pool/allocations"], len(gc.get_objects())
     assert steps(800) - before < 5 * 1024, "KiB"
-    assert engine_of(model).pool.allocations == allocations
+    assert cs.stats(model)["pool/allocations"] == allocations
     assert len(gc.get_objects()) < objects + 100

@@ -10,6 +10,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import composable_shard as cs
 from _engines import fully_shard
 from _models import Stack, shard_blocks, shard_nested, vectors
 from _pool import distributed
@@ -190,12 +191,12 @@ def test_no_slot_is_allocated_after_the_second_step(rank, world, shard, reshard)
         model(*vectors(rank, step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        made.append(model._shard_state.bound.engine.pool.allocations)
+        made.append(cs.stats(model)["pool/allocations"])
     assert made[0] > 0
     assert made[1:] == made[1:2] * 4
-    pool = model._shard_state.bound.engine.pool
-    assert pool.live_bytes == 0
-    assert pool.held_bytes < 2 * pool.peak_bytes
+    stats = cs.stats(model)
+    assert stats["pool/live_bytes"] == 0
+    assert stats["pool/held_bytes"] < 2 * stats["pool/peak_bytes"]
 
 
 # ---- the arena

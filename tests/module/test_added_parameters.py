@@ -12,11 +12,11 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import composable_shard as cs
-from _alike import whole
 from _blocks import Transformer, next_token_loss, token_batch
 from _engines import ENGINES, fully_shard, mesh_of
 from _parity import own_part
 from _pool import distributed, simulated
+from _sides import whole
 
 ADDED = "were added after fully_shard"
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from _alike import whole
 from _blocks import Transformer, next_token_loss, token_batch
 from _engines import ENGINES, fully_shard
 from _pool import distributed, simulated
+from _sides import whole
 from composable_shard import ShardConfigStateError
 
 with warnings.catch_warnings():

@@ -9,8 +9,8 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from _alike import assert_alike, models_of, noise, optimizers_of
 from _pool import distributed
+from _sides import assert_alike, models_of, noise, optimizers_of
 from _stepping import assert_at_rest, engine_of
 
 

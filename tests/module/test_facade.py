@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 import composable_shard
 from _blocks import Transformer, next_token_loss, token_batch
 from _engines import ENGINES, fully_shard, mesh_of
-from _models import Stack, shard_blocks, vectors
+from _models import Coder, Stack, shard_blocks, vectors
 from _pool import distributed, more
 from _stepping import assert_at_rest
 
@@ -327,26 +327,6 @@ def test_the_state_of_a_list_is_one_and_that_of_a_copy_is_its_own_and_neither_ke
 
 
 REGISTER = {"ours": composable_shard.register_fsdp_forward_method, "torch's": fsdp.register_fsdp_forward_method}
-
-
-class Coder(nn.Module):
-    """Two ways in, and one that fails."""
-
-    def __init__(self):
-        super().__init__()
-        self.enc, self.dec = nn.Linear(4, 6), nn.Linear(6, 4)
-
-    def forward(self, x):
-        return self.dec(torch.tanh(self.enc(x)))
-
-    def encode(self, x, fail=False):
-        if fail:
-            raise KeyError("as told")
-        return torch.tanh(self.enc(x))
-
-    @staticmethod
-    def double(x):
-        return 2 * x
 
 
 def half(model, x):

@@ -13,31 +13,11 @@ import torch.nn as nn
 
 import composable_shard
 from _engines import ENGINES, fully_shard
-from _models import Stack, shard_blocks, vectors
+from _models import Coder, Stack, shard_blocks, vectors
 from _pool import distributed
 from _stepping import assert_at_rest, assert_same_gradients, engine_of, train_step
 
 REGISTER = {"ours": composable_shard.register_fsdp_forward_method, "fsdp2": fsdp.register_fsdp_forward_method}
-
-
-class Coder(nn.Module):
-    """Three ways in; `generate` calls the others, and forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.enc, self.dec = nn.Linear(4, 6), nn.Linear(6, 4)
-
-    def forward(self, x):
-        return self.dec(torch.tanh(self.enc(x)))
-
-    def encode(self, x, *, scale=1.0):
-        """Half of the way."""
-        return torch.tanh(self.enc(x)) * scale
-
-    def generate(self, x, steps=2):
-        for _ in range(steps):
-            x = self(x) + self.encode(x).mean()
-        return x
 
 
 def shard_coder(model, engine, register):

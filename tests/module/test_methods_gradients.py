@@ -10,10 +10,10 @@ import torch.distributed.fsdp as fsdp
 import torch.nn as nn
 
 import composable_shard
-from _both import assert_same, backward, both, call, run_both
 from _engines import fully_shard, mesh_of
 from _models import shard_blocks
 from _pool import distributed
+from _sides import assert_same, backward, both, call, run_both
 from _stepping import engine_of, resident, train_step, twins
 from composable_shard import last_record, testing
 

@@ -10,10 +10,10 @@ import torch.nn as nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
-from _both import backward, both, call, run_both
 from _engines import fully_shard, mesh_of
 from _models import shard_blocks, vectors
 from _pool import distributed
+from _sides import backward, both, call, run_both
 from _stepping import counted_gathers, engine_of, kinds, loss_of, resident, train_step, twins
 from composable_shard import last_record
 from composable_shard._torch.distributed import all_gather_options, reduce_scatter_options

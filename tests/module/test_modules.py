@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 import composable_shard
-from _alike import models_of, noise, optimizers_of, shard_children, train_alike
 from _engines import fully_shard
 from _pool import distributed, more
+from _sides import models_of, noise, optimizers_of, shard_children, train_alike
 from _stepping import shard_whole
 
 # ---- recurrent modules

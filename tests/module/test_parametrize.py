@@ -9,8 +9,8 @@ import torch
 import torch.nn as nn
 from torch.nn.utils import parametrizations, parametrize
 
-from _alike import models_of, noise, optimizers_of, shard_children, train_alike
 from _pool import distributed
+from _sides import models_of, noise, optimizers_of, shard_children, train_alike
 from _stepping import shard_whole
 
 # ---- parametrizations

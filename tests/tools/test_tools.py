@@ -26,10 +26,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import composable_shard as cs
 from _blocks import Transformer, next_token_loss, token_batch
-from _engines import mesh_of
+from _engines import forced, mesh_of
 from _models import Stack, shard_blocks, vectors
 from _pool import distributed, more, simulated
-from _transport import forced
 from composable_shard._torch import distributed as _torch_distributed
 from composable_shard.testing import _torch as testing_torch
 

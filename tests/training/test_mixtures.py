@@ -8,9 +8,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from _alike import assert_alike, models_of, noise, optimizers_of, shard_children, stack, train_alike
 from _engines import ENGINES
 from _pool import distributed
+from _sides import assert_alike, models_of, noise, optimizers_of, shard_children, stack, train_alike
 from _stepping import assert_at_rest, shard_whole
 
 # ---- frozen and mixed
