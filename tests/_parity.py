@@ -1,9 +1,9 @@
 """Parity: the same training under the unsharded model, torch's FSDP2 and ours, compared after every step.
 
 A `Case` says how to build, feed, shard and step a model. `check_parity` runs it under every engine on every rank and
-compares losses, gradients and parameters: each rank its own shards after every step, and the full tensors at the end.
-Ours must equal the unsharded reference bit for bit; its gradients are the mean of the per-rank gradients in rank order,
-taken per use (see _reference.py).
+compares losses, gradients and parameters: each rank its own shards after every step, and of ours the full tensors at
+the end. Ours must equal the unsharded reference bit for bit; its gradients are the mean of the per-rank gradients in
+rank order, taken per use (see _reference.py).
 
 A step is a function of a `Run`, the same for all engines; odd steps (a second forward, an exception, an auxiliary loss)
 are written once and mean the same to all of them.
@@ -102,7 +102,7 @@ Spec = tuple[DeviceMesh, tuple[Placement, ...]]
 class Snapshot:
     """What is compared of one step; gradients and parameters by name, this rank's part of those that are sharded.
 
-    `specs` says of which tensors a part is meant; the reference has none, its tensors are whole.
+    `specs` says of which tensors a part is meant; those of the reference, and the last ones of ours, are whole.
     """
 
     loss: Tensor
@@ -150,8 +150,9 @@ class ShardedRun:
 
     reference = False
 
-    def __init__(self, case: Case, fully_shard: FullyShard, rank: int, world: int) -> None:
+    def __init__(self, case: Case, fully_shard: FullyShard, rank: int, world: int, ends_whole: bool) -> None:
         self.case, self.rank, self.world, self.step = case, rank, world, 0
+        self._ends_whole = ends_whole  # the last snapshot has the full tensors, gathered by collectives
         self.model = case.build()
         case.shard(self.model, fully_shard)
         if case.prepare is not None:
@@ -201,8 +202,8 @@ class ShardedRun:
             if isinstance(param, DTensor) and grad is not None:
                 assert isinstance(grad, DTensor), f"the gradient of {name} is a {type(grad).__name__}"
                 assert grad.placements == param.placements, f"the gradient of {name} is {grad.placements}"
-        last = self.step == self.case.steps - 1  # then the full tensors, gathered by collectives
-        take = whole if last else own_part
+        takes_whole = self._ends_whole and self.step == self.case.steps - 1
+        take = whole if takes_whole else own_part
         shot = Snapshot(loss, self.records)
         if self.case.clip is not None:
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.case.clip)
@@ -212,7 +213,7 @@ class ShardedRun:
         self.optimizer.step()
         self.zero_grad()
         shot.params = {n: take(p) for n, p in self.params.items()}
-        if not last:
+        if not takes_whole:
             sharded = {n: p for n, p in self.params.items() if isinstance(p, DTensor)}
             shot.specs = {n: (p.device_mesh, p.placements) for n, p in sharded.items()}
         self.step += 1
@@ -227,8 +228,8 @@ def check_parity(case: Case, rank: int, world: int) -> dict[str, list[Snapshot]]
     if case.reference:
         runs["reference"] = ReferenceRun(case, rank, world)
     if case.fsdp2:
-        runs["fsdp2"] = ShardedRun(case, ENGINES["fsdp2"], rank, world)
-    runs["ours"] = ShardedRun(case, ENGINES["ours"], rank, world)
+        runs["fsdp2"] = ShardedRun(case, ENGINES["fsdp2"], rank, world, ends_whole=False)
+    runs["ours"] = ShardedRun(case, ENGINES["ours"], rank, world, ends_whole=True)
     assert len(runs) > 1, "a parity test needs another side"
     shots: dict[str, list[Snapshot]] = {}
     for name, run in runs.items():
@@ -261,8 +262,9 @@ def differences(other: str, theirs: Sequence[Snapshot], ours: Sequence[Snapshot]
         for what in ("records", "grads", "params"):
             left, right = getattr(a, what), getattr(b, what)
             assert left.keys() == right.keys(), f"{what}: {sorted(left)} against {sorted(right)}"
-            if other == "reference" and what != "records":  # theirs are whole
-                left = {n: v if v is None else cut(v, b.specs.get(n)) for n, v in left.items()}
+            if what != "records":  # of a tensor that one of them has in whole, the part that the other has
+                left = {n: v if v is None or n in a.specs else cut(v, b.specs.get(n)) for n, v in left.items()}
+                right = {n: v if v is None or n in b.specs else cut(v, a.specs.get(n)) for n, v in right.items()}
             pairs += [(f"{what[:-1]} of {name}", left[name], right[name]) for name in left]
         for what, x, y in pairs:
             if problem := difference(x, y, atol):

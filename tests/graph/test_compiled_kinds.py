@@ -35,7 +35,7 @@ def shard_children(model, fully_shard, **options):
 
 
 def sequences(rank, step):
-    return torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+    return torch.randn(2, 3, 3, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, more(nn.GRU), more(nn.RNN)])

@@ -328,7 +328,7 @@ def test_checkpointed_attention_with_dropout_has_the_masks_of_forward_in_backwar
     assert [graph.split()[1].count("G") for graph in graphs] == [3, 2]  # the root's own group stays unsharded
 
 
-@pytest.mark.parametrize("order", ["shard, torch.compile", more("torch.compile, shard"), "shard, m.compile()"])
+@pytest.mark.parametrize("order", ["shard, torch.compile", more("torch.compile, shard"), more("shard, m.compile()")])
 @pytest.mark.parametrize("backend", ["aot_eager", more("inductor"), more("composable_shard")])
 @distributed(world=2, limit_s=240)  # without Inductor's cache on disk its compiler has a lot to do
 def test_checkpointed_attention_with_dropout_compiles_as_the_unsharded_model_does(rank, world, order, backend):
