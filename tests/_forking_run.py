@@ -4,6 +4,7 @@ Each line of the input is a list: where the output goes, where the errors go, th
 answer to each is a line with the exit code.
 """
 
+import gc
 import json
 import os
 import sys
@@ -26,6 +27,8 @@ def serve() -> list[str] | None:
     return None
 
 
+gc.collect()
+gc.freeze()  # else each fork copies, as it ends, the pages of all objects of torch
 given = serve()
 if given is not None:
     sys.argv[:] = ["__main__.py", *given]  # as runpy has it for `python -m composable_shard`
