@@ -61,15 +61,15 @@ def shard(model, engine):
     return model
 
 
-def made(lora=False):
+def made(lora=False, **sizes):
     torch.manual_seed(0)
-    model = Transformer()
+    model = Transformer(**sizes)
     return add_lora(model) if lora else model
 
 
-def three(lora=False):
+def three(lora=False, **sizes):
     """The unsharded model, and those of both engines."""
-    plain = made(lora)
+    plain = made(lora, **sizes)
     return {"plain": plain} | {name: shard(copy.deepcopy(plain), engine) for name, engine in ENGINES.items()}
 
 
@@ -439,7 +439,7 @@ def test_what_is_allowed_holds_below_and_for_one_module_alone_if_so_asked(rank, 
 
 @distributed(world=2)
 def test_merging_and_late_adapters_hold_in_a_compiled_model(rank, world):
-    models = three(lora=True)
+    models = three(lora=True, layers=1)
     del models["fsdp2"]
     compiled = models | {"ours": torch.compile(models["ours"], backend="aot_eager")}
     train(compiled, 1)
