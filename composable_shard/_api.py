@@ -24,7 +24,7 @@ from ._group.placement import Cut, PlacementFn, Placements
 from ._module.build import declared_plan
 from ._module.entries import ModuleEntries, check_use
 from ._module.module import FSDPModule, adopt_forward_methods, number, post_forward, pre_forward
-from ._module.state import PLACE, STATE, Declaration, ShardState, named_states, state_of
+from ._module.state import PLACE, STATE, Declaration, ShardState, state_of, states_below
 from ._module.state_dict import StateDictOwner, watch_state_dict
 from ._module.torch_names import OurHooks, show_to_torch, state_facade
 from ._plan.plan import ShardPlan
@@ -355,7 +355,7 @@ def make_plan(model: nn.Module) -> ShardPlan:
     Raises:
         ShardConfigValueError: the model holds no sharded module.
     """
-    states = [state for _, state in named_states(model)]
+    states = states_below(model)
     if not states:
         raise ShardConfigValueError(f"model: {type(model).__name__} holds no sharded module; call fully_shard first")
     bound = states[0].bound
@@ -364,7 +364,7 @@ def make_plan(model: nn.Module) -> ShardPlan:
 
 def last_record(model: nn.Module) -> Record | None:
     """What the last finished iteration of a sharded model did; None if it has not run, or is not sharded."""
-    for _, state in named_states(model):
+    for state in states_below(model):
         if state.bound is not None:
             return state.bound.engine.last_record
     return None

@@ -22,7 +22,7 @@ from .._errors import (
 )
 from .._torch.distributed import is_torchs_comm, process_group_allocation, symmetric_memory_gather
 from .planning import Planning
-from .state import STATE, ShardState, named_states, share_lanes
+from .state import STATE, ShardState, share_lanes, states_below
 from .torch_names import StateFacade, state_facade
 
 
@@ -358,7 +358,7 @@ def _check_bool(name: str, value: Any) -> None:
 
 
 def _states(module: Methods, recurse: bool) -> list[ShardState]:
-    return [state for _, state in named_states(module)] if recurse else [*module._own_state().family]  # type: ignore[arg-type]
+    return states_below(module) if recurse else [*module._own_state().family]  # type: ignore[arg-type]
 
 
 def _set(module: Methods, recurse: bool, **changes: Any) -> None:

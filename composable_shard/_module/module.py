@@ -50,7 +50,7 @@ from .._torch.core import (
 from .._torch.distributed import registered_by_torch
 from .build import build_engine, check_root
 from .methods import Methods
-from .state import EAGER, STATE, TRACED, Bound, ShardState, Way, named_states
+from .state import EAGER, STATE, TRACED, Bound, ShardState, Way, states_below
 
 _BUILDER = "_shard_builder"  # key in a root's `__dict__`: the thread that builds its engine; `setdefault` is atomic
 
@@ -125,7 +125,7 @@ class FSDPModule(Methods):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, also those of sharded parameters while unsharded parameters are installed."""
-        for _, state in named_states(self):  # type: ignore[arg-type]
+        for state in states_below(self):  # type: ignore[arg-type]
             for param in state.declaration.params if state.entries.shown else ():
                 grad = param.sharded.grad
                 if set_to_none:
@@ -137,7 +137,7 @@ class FSDPModule(Methods):
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:
         """A copy with sharded parameters of its own, on the same mesh, and no engine yet."""
         adopt_forward_methods(self)  # type: ignore[arg-type]  # torch's are bound to this module
-        for _, state in named_states(self):  # type: ignore[arg-type]
+        for state in states_below(self):  # type: ignore[arg-type]
             state.release()
             for param in state.declaration.params:
                 copy.deepcopy(param, memo)  # before the modules that hold it

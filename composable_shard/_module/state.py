@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -198,9 +198,10 @@ class ShardState:
         """The groups of the family; none before the engine is built."""
         return [each.bound.group for each in self.family if each.bound is not None and each.bound.group is not None]
 
-    def bind(self, bound: Bound) -> None:
-        """Note the part in a new engine, and pass on what users have set for the root before."""
-        self.bound = bound
+    def bind(self, bound: Bound, lists: tuple[ShardState, ...]) -> None:
+        """Note the part in a new engine and, on the root, `lists`; pass on what users have set for the root before."""
+        self.bound, self.lists = bound, lists
+        self.traced.bind(bound.group, bound.is_root)
         if bound.is_root:
             self.set_for_root(**self._for_root)
 
@@ -253,19 +254,21 @@ class ShardState:
         Raises:
             ShardConfigValueError: a module to prefetch has another root.
         """
-        if self.bound is None:
-            return
-        for backward, states in self._prefetch.items():
+        for backward, states in self._prefetch.items() if self.bound is not None else ():
+            assert self.bound is not None
             for state in states:
-                if state.bound is None or state.bound.engine is not self.bound.engine:
-                    names = ", ".join(param.fqn for param in state.declaration.params)
-                    raise ShardConfigValueError(
-                        f"modules to prefetch: the one with {names or 'no parameters'} is not below the same root; "
-                        "list modules of one model"
-                    )
+                self._check_same_root(state)
             groups = [group for state in states for group in state.groups]
             for index, own in enumerate(self.groups):
                 self.bound.engine.order.gather_ahead(own, backward, [] if index else groups)
+
+    def _check_same_root(self, other: ShardState) -> None:
+        if self.bound is None or other.bound is None or other.bound.engine is not self.bound.engine:
+            names = ", ".join(param.fqn for param in other.declaration.params)
+            raise ShardConfigValueError(
+                f"modules to prefetch: the one with {names or 'no parameters'} is not below the same root; "
+                "list modules of one model"
+            )
 
     def order_changed(self, order: Order) -> None:
         """On the root: note the schedule that the engine's order makes for graphs."""
@@ -434,12 +437,12 @@ def state_of(module: nn.Module) -> ShardState | None:
     return module.__dict__.get(STATE)
 
 
-def named_states(root: nn.Module) -> Iterator[tuple[list[str], ShardState]]:
-    """Each state at or below `root` once, with the names of its modules, in the order of `named_modules`."""
-    names: dict[ShardState, list[str]] = {}
-    for name, module in root.named_modules():
-        state = state_of(module)
-        for each in state.family if state is not None else ():
-            names.setdefault(each, []).append(name)
-    for state, found in names.items():
-        yield found, state
+def family_of(module: nn.Module) -> Iterable[ShardState]:
+    """The states of a module: that of its own mesh, and those of the other meshes of its call; none if not sharded."""
+    state = state_of(module)
+    return () if state is None else state.family
+
+
+def states_below(root: nn.Module) -> list[ShardState]:
+    """Each state at or below `root` once, in the order of the modules."""
+    return list(dict.fromkeys(state for module in root.modules() for state in family_of(module)))
