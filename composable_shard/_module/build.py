@@ -83,9 +83,9 @@ class _Tree:
         The root's own groups enclose all others and are left out.
         """
         inside: dict[str, list[ShardState]] = {}  # by name of the module: its groups, outermost first
-        nested = [state for state in self.fqns if state not in self.of_root]
-        for state, name in [(state, name) for state in nested for name in self.states[state]]:
-            inside.setdefault(name, []).append(state)
+        for each in self.fqns:
+            for name in () if each in self.of_root else self.states[each]:
+                inside.setdefault(name, []).append(each)
         pairs: set[tuple[str, str]] = set()
         for name, states in inside.items():
             enclosing = next((inside[above] for above in _above(name) if above in inside), [])
@@ -175,6 +175,16 @@ class _Tree:
             for index, group in enumerate(family):
                 group.set_companions(family[index + 1 :])
         return groups
+
+    def bind(self, engine: Engine, groups: Mapping[ShardState, ParamGroup]) -> None:
+        """Tell each state its part in the engine."""
+        own = state_of(self.root)
+        lists = tuple(state for state, names in self.states.items() if len(names) > 1)
+        for state in self.states:
+            bound = Bound(engine, groups.get(state), state in self.of_root, weakref.ref(self.root))
+            state.bind(bound, lists if state is own else ())
+        for state in self.states:
+            state.link_prefetch()
 
 
 def _group_fqn(names: str, label: str) -> str:
@@ -302,11 +312,6 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
     engine = Engine(tuple(groups.values()), plan, runtime, among, follow_tools, without, listener, given)
     if replicas := replicas_of(meshes):
         engine.before_first_reduction(partial(agree, plan, replicas, settings))
-    lists = tuple(state for state, names in tree.states.items() if len(names) > 1)
-    for state in tree.states:
-        bound = Bound(engine, groups.get(state), state in tree.of_root, weakref.ref(root))
-        state.bind(bound, lists if state is own else ())
-    for state in tree.states:
-        state.link_prefetch()
+    tree.bind(engine, groups)
     own.order_changed(engine.order)
     return engine

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -149,7 +150,7 @@ class ShardState:
         bound: the part in an engine; None until the engine is built.
         way: how the call that runs now runs.
         open_calls: for each forward that runs, its use and the outputs of its node; None if no backward may follow.
-        calls: how many calls run that `_call_past` has handed to the class's own call.
+        calls: how many calls run that `counted` has handed to the class's own call.
         lists: on the root, once its engine is built: the states below that several modules share.
         asked: what users want of the plan, if this is the root's state.
         left: while Dynamo traces a list: the indices of its modules that have not run yet.
@@ -157,10 +158,16 @@ class ShardState:
         lanes: the lanes of gathers and of reductions, if several roots share theirs.
     """
 
-    def __init__(self, declaration: Declaration, entries: ModuleEntries) -> None:
+    def __init__(
+        self,
+        declaration: Declaration,
+        entries: ModuleEntries,
+        others: tuple[ShardState, ...] = (),
+        asked: Asked = Asked(),
+    ) -> None:
         self.declaration = declaration
         self.entries = entries
-        self.others: tuple[ShardState, ...] = ()
+        self.others = others
         self.traced = TracedGroup(declaration.params, declaration.info, declaration.settings)
         self.bound: Bound | None = None
         self.open_calls: list[tuple[Use, Outputs] | None] = []
@@ -168,7 +175,7 @@ class ShardState:
         self.lanes: tuple[Lane, Lane] | None = None
         self.way = Way.EAGER
         self.calls = 0
-        self.asked = Asked()
+        self.asked = asked
         self.lists: tuple[ShardState, ...] = ()
         self.left: set[int] = set()
         self._for_root: dict[str, Any] = {}
@@ -176,14 +183,12 @@ class ShardState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardState:
         """The state of a copied module: parameters and entries of its own, no engine yet."""
-        asked = self.declaration
-        params, settings = copy.deepcopy(asked.params, memo), Settings(asked.settings.current)
-        made = memo[id(self)] = ShardState(
-            replace(asked, params=params, settings=settings),
-            copy.deepcopy(self.entries, memo),
-        )
-        made.others = copy.deepcopy(self.others, memo)
-        made.asked = replace(self.asked, schedule="")  # its own engine will set that
+        params = copy.deepcopy(self.declaration.params, memo)
+        declaration = replace(self.declaration, params=params, settings=Settings(self.declaration.settings.current))
+        asked = replace(self.asked, schedule="")  # its own engine will set that
+        made = memo[id(self)] = ShardState(declaration, ModuleEntries((), params), (), asked)
+        # With the entries modules are copied, which refer to the state.
+        made.entries, made.others = copy.deepcopy((self.entries, self.others), memo)
         made._prefetch = copy.deepcopy(self._prefetch, memo)
         return made
 
@@ -290,6 +295,23 @@ class ShardState:
         if self.bound.group.running:
             raise ShardConfigStateError(f"group {self.bound.group.name}: its communication cannot change while it runs")
         self.bound.group.rebuild(self.declaration.transports(TransportCache()))
+
+    def counted(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hand a call to the class's own `__call__`, counted in `calls` while it runs."""
+        self.calls += 1
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.calls -= 1
+
+    @contextlib.contextmanager
+    def around_compiled_code(self) -> Iterator[None]:
+        """Gather and reduce around the compiled forward that runs within, not in its graph."""
+        before, self.way = self.way, Way.AROUND
+        try:
+            yield
+        finally:
+            self.way = before
 
     # ---- while Dynamo traces
 
