@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, overload
 
 from torch import nn
@@ -21,10 +21,11 @@ from ._errors import (
 from ._group.extension import is_extended
 from ._group.param import SHARDED_IN, ShardedParam, shard_parameter
 from ._group.placement import Cut, PlacementFn, Placements
+from ._module.additions import Top, WatchedEntries, check_use
 from ._module.build import declared_plan
-from ._module.entries import ModuleEntries, check_use
+from ._module.entries import ModuleEntries, Place
 from ._module.module import FSDPModule, adopt_forward_methods, number, post_forward, pre_forward
-from ._module.state import PLACE, STATE, Declaration, ShardState, named_states, state_of
+from ._module.state import PLACE, STATE, Declaration, ShardState, state_of, states_below
 from ._module.state_dict import StateDictOwner, watch_state_dict
 from ._module.torch_names import OurHooks, show_to_torch, state_facade
 from ._plan.plan import ShardPlan
@@ -136,28 +137,21 @@ fully_shard.state = state_facade  # type: ignore[attr-defined]  # as torch's, fo
 
 def _shard(modules: list[nn.Module], placements: Placements, options: Options, ignored: set[int]) -> ShardState:
     """Shard all parameters that the modules have and no other call has taken, and make their state."""
-    managed = [found for each in modules for found in _managed(each)]
-    places = [place for prefix, owner in managed for place in _places(prefix, owner, ignored)]
-    for owner, name, fqn, _ in places:
-        check_use(owner, name, fqn)
-    cuts = _cuts(places, placements)
-    asked: dict[MeshInfo, tuple[bool | int | None, MeshInfo | None]] = {}
-    for info in dict.fromkeys([placements.info, *(cut.info for cut in cuts.values())]):
-        asked[info] = _small(options.reshard_after_forward, info)
-    settings = {info: Settings(replace(options, reshard_after_forward=reshard)) for info, (reshard, _) in asked.items()}
-    tops = [(each._parameters, each._modules) for each in modules]
-    state, *others = [
-        ShardState(
-            Declaration(len(modules), tuple(its.params), its.info, settings[its.info], asked[its.info][1], its.label),
-            ModuleEntries(its.spots, its.params, () if its.label else tops),
-        )
-        for its in _shard_all(places, placements.info, cuts)
-    ]
-    state.others = tuple(others)
-    state.entries.others = tuple(other.entries for other in others)
-    for each in state.family:
-        each.entries.claim = StateDictOwner(state)
-    for owner in {id(owner): owner for owner, _, _, _ in places}.values():
+    managed = [taken for each in modules for taken in _managed(each)]
+    params = [param for prefix, owner in managed for param in _params_of(prefix, owner, ignored)]
+    cuts = _cuts(params, placements)
+    shares = _shares(placements.info, cuts, options.reshard_after_forward)
+    _shard_all(params, shares, cuts)
+    own, *others = shares.values()
+    beside = tuple(
+        ShardState(share.declaration(len(modules), options), ModuleEntries(share.places, share.params))
+        for share in others
+    )
+    tops = [Top(each._parameters, each._modules) for each in modules]
+    entries = WatchedEntries(own.places, own.params, tops, [each.entries for each in beside])
+    state = ShardState(own.declaration(len(modules), options), entries, beside)
+    entries.claim = StateDictOwner(state)
+    for owner in {id(owner): owner for owner, _, _, _ in params}.values():
         watch_state_dict(owner, state)
     for _, taken in managed:
         mark_managed(taken)
@@ -169,29 +163,33 @@ def _modules(module: Any) -> list[nn.Module]:
     if not modules:
         raise ShardConfigValueError("module: the list is empty; pass the modules that shall share a group")
     for each in modules:
-        if not isinstance(each, nn.Module):
-            raise ShardConfigTypeError(f"module: expected an nn.Module or a list of them, got {type(each).__name__}")
-        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
-            raise ShardConfigValueError(
-                "module: fully_shard does not support containers that do not implement forward, such as a "
-                f"{type(each).__name__}; call it on each of its members"
-            )
-        if state_of(each) is not None:
-            raise ShardConfigAssertionError(
-                f"module: fully_shard has already been applied to this {type(each).__name__}; "
-                "it can only be applied to a module once"
-            )
-        check_unmixed(each)
+        _check_module(each)
     inner = {id(child) for each in modules for child in each.modules() if child is not each}
     outermost = {id(each): each for each in modules if id(each) not in inner}
     return list(outermost.values())
+
+
+def _check_module(module: Any) -> None:
+    kind = type(module).__name__
+    if not isinstance(module, nn.Module):
+        raise ShardConfigTypeError(f"module: expected an nn.Module or a list of them, got {kind}")
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+        raise ShardConfigValueError(
+            f"module: fully_shard does not support containers that do not implement forward, such as a {kind}; call it "
+            "on each of its members"
+        )
+    if state_of(module) is not None:
+        raise ShardConfigAssertionError(
+            f"module: fully_shard has already been applied to this {kind}; it can only be applied to a module once"
+        )
+    check_unmixed(module)
 
 
 def _mesh_of(modules: list[nn.Module], mesh: DeviceMesh | None, offload: OffloadPolicy, dims: Any) -> MeshInfo:
     try:
         return mesh_info(mesh if mesh is not None else default_mesh(), offload, dims)
     except (ShardConfigTypeError, ShardConfigValueError) as error:
-        names = (fqn for each in modules for at in _managed(each) for _, _, fqn, _ in _places(*at, set()))
+        names = (fqn for each in modules for at in _managed(each) for _, _, fqn, _ in _params_of(*at, set()))
         where = f"parameter {first} of {type(modules[0]).__name__}" if (first := next(names, "")) else "module"
         raise type(error)(f"{where}: {error}") from error
 
@@ -227,13 +225,12 @@ def _small(reshard: bool | int | None, info: MeshInfo) -> tuple[bool | int | Non
             "or True or False"
         )
     if reshard == 1:
-        warnings.warn("reshard_after_forward=1 keeps the unsharded parameters, as False does; say False", stacklevel=4)
+        warnings.warn("reshard_after_forward=1 keeps the unsharded parameters, as False does; say False", stacklevel=5)
         return False, None
     return (True, None) if reshard == info.shard_size else (reshard, small_mesh(info, reshard))
 
 
-Place = tuple[nn.Module, str, str, nn.Parameter]  # owner, name in it, name in the sharded module, parameter
-Spot = tuple[dict[str, nn.Parameter | None], str, int]  # where it is looked up, by which name, its index
+Found = tuple[nn.Module, str, str, nn.Parameter]  # owner, name in it, name in the sharded module, parameter
 
 
 def _managed(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -249,7 +246,7 @@ def _managed(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         to_do += [(f"{name}.{child}" if name else child, at) for child, at in reversed(list(module.named_children()))]
 
 
-def _places(name: str, module: nn.Module, ignored: set[int]) -> Iterator[Place]:
+def _params_of(name: str, module: nn.Module, ignored: set[int]) -> Iterator[Found]:
     for own, param in module._parameters.items():
         if param is not None and id(param) not in ignored:
             yield module, own, f"{name}.{own}" if name else own, param
@@ -277,41 +274,52 @@ class _Share:
 
     info: MeshInfo
     label: str
-    params: list[ShardedParam]
-    spots: list[Spot]
+    reshard: bool | int | None
+    small: MeshInfo | None
+    params: list[ShardedParam] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+
+    def declaration(self, modules: int, options: Options) -> Declaration:
+        settings = Settings(replace(options, reshard_after_forward=self.reshard))
+        return Declaration(modules, tuple(self.params), self.info, settings, self.small, self.label)
 
 
-def _cuts(places: list[Place], placements: Placements) -> dict[int, Cut]:
+def _cuts(params: list[Found], placements: Placements) -> dict[int, Cut]:
     """How each parameter, by id, is to be sharded."""
     cuts: dict[int, Cut] = {}
-    for _, _, fqn, param in places:
+    for owner, name, fqn, param in params:
+        check_use(owner, name, fqn)
         _check_unmanaged(fqn, param)
         if id(param) not in cuts:
             cuts[id(param)] = placements.cut(fqn, param)
     return cuts
 
 
-def _shard_all(places: list[Place], info: MeshInfo, cuts: dict[int, Cut]) -> list[_Share]:
-    """Shard all parameters and let the modules have them; those on the mesh of the call come first."""
-    shares = {info: _Share(info, "", [], [])}
-    for cut in cuts.values():
-        if cut.info not in shares:
-            label = "/".join(cut.info.mesh.mesh_dim_names or ()) or "another mesh"
-            used = [share.label for share in shares.values()]
-            shares[cut.info] = _Share(cut.info, label if label not in used else f"{label} ({len(used)})", [], [])
+def _shares(own: MeshInfo, cuts: dict[int, Cut], reshard: bool | int | None) -> dict[MeshInfo, _Share]:
+    """A share for each mesh that a call uses; that of its own mesh comes first."""
+    shares: dict[MeshInfo, _Share] = {}
+    for info in dict.fromkeys([own, *(cut.info for cut in cuts.values())]):
+        label = "/".join(info.mesh.mesh_dim_names or ()) or "another mesh" if shares else ""
+        if label in [share.label for share in shares.values()]:
+            label += f" ({len(shares)})"
+        shares[info] = _Share(info, label, *_small(reshard, info))
+    return shares
+
+
+def _shard_all(found: list[Found], shares: dict[MeshInfo, _Share], cuts: dict[int, Cut]) -> None:
+    """Shard all parameters, and let the modules have them once nothing can fail any more."""
     made: dict[int, int] = {}
-    for owner, name, fqn, param in places:
+    for owner, name, fqn, param in found:
         share = shares[cuts[id(param)].info]
         if id(param) not in made:
             made[id(param)] = len(share.params)
             share.params.append(_sharded(fqn, param, cuts[id(param)]))
-        share.spots.append((owner._parameters, name, made[id(param)]))
+        share.places.append((owner._parameters, name, made[id(param)]))
     for share in shares.values():
-        for names, name, index in share.spots:
+        for names, name, index in share.places:
             param, fqn = share.params[index].sharded, share.params[index].fqn
             names[name].__dict__[SHARDED_IN] = param.__dict__[SHARDED_IN] = fqn
             names[name] = param
-    return list(shares.values())
 
 
 def _sharded(fqn: str, param: nn.Parameter, cut: Cut) -> ShardedParam:
@@ -355,7 +363,7 @@ def make_plan(model: nn.Module) -> ShardPlan:
     Raises:
         ShardConfigValueError: the model holds no sharded module.
     """
-    states = [state for _, state in named_states(model)]
+    states = states_below(model)
     if not states:
         raise ShardConfigValueError(f"model: {type(model).__name__} holds no sharded module; call fully_shard first")
     bound = states[0].bound
@@ -364,7 +372,7 @@ def make_plan(model: nn.Module) -> ShardPlan:
 
 def last_record(model: nn.Module) -> Record | None:
     """What the last finished iteration of a sharded model did; None if it has not run, or is not sharded."""
-    for _, state in named_states(model):
+    for state in states_below(model):
         if state.bound is not None:
             return state.bound.engine.last_record
     return None

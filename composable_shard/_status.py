@@ -7,7 +7,7 @@ from torch import nn
 from ._engine.engine import Engine
 from ._errors import ShardConfigValueError
 from ._module.build import declared_plan
-from ._module.state import named_states
+from ._module.state import states_below
 from ._plan.drift import drift as drift_of
 from ._plan.plan import ShardPlan
 from ._plan.record import own_seconds
@@ -19,7 +19,7 @@ _COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 
 def _engines(model: nn.Module) -> list[Engine]:
     """The engines at or below a model; several if it holds roots that run by themselves."""
-    bound = [state.bound for _, state in named_states(model)]
+    bound = [state.bound for state in states_below(model)]
     return list(dict.fromkeys(each.engine for each in bound if each is not None))
 
 
@@ -59,14 +59,11 @@ def watch(model: nn.Module, on: bool = True) -> None:
     Raises:
         ShardConfigValueError: the model holds no sharded module.
     """
-    states = [state for _, state in named_states(model)]
+    states = states_below(model)
     if not states:
         raise ShardConfigValueError(f"model: {type(model).__name__} holds no sharded module; call fully_shard first")
-    for engine in _engines(model):
-        engine.watched = on
     for state in states:
-        if state.bound is None:
-            state.set_for_root(watched=on)
+        state.set_for_root(watched=on)
 
 
 def empty_pool(model: nn.Module) -> int:

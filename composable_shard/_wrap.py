@@ -51,9 +51,7 @@ def shard_by_class(
         ShardConfigTypeError: `classes` are no module classes.
         ShardConfigValueError: no module is of these classes; an unknown strategy; `replicas` that do not divide.
     """
-    kinds = tuple(classes) if isinstance(classes, Iterable) else (classes,)
-    if not kinds or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
-        raise ShardConfigTypeError(f"classes: expected a set of nn.Module classes, got {classes!r}")
+    kinds = _module_classes(classes)
     found = [module for module in _children_first(model) if isinstance(module, kinds) and module is not model]
     if not found and not isinstance(model, kinds):
         names = ", ".join(kind.__name__ for kind in kinds)
@@ -105,6 +103,13 @@ def shard_auto(
     one group.
     """
     return _shard(model, _repeated(model), strategy, replicas, mesh, root, options)
+
+
+def _module_classes(classes: Any) -> tuple[type[nn.Module], ...]:
+    kinds = tuple(classes) if isinstance(classes, Iterable) else (classes,)
+    if not kinds or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
+        raise ShardConfigTypeError(f"classes: expected a set of nn.Module classes, got {classes!r}")
+    return kinds
 
 
 def _children_first(model: nn.Module) -> list[nn.Module]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Container, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,27 +13,193 @@ from torch import nn
 from .._comm.agreement import Settings, agree, groups_of, real, replicas_of
 from .._comm.collectives import Transports
 from .._comm.lanes import has_streams, lane_for
-from .._comm.mesh import MeshInfo
 from .._comm.transports import TransportCache
 from .._engine.engine import Engine
 from .._engine.listeners import follow_tools
 from .._errors import ShardConfigStateError
 from .._group.extension import is_extended
 from .._group.group import GroupComm, ParamGroup, Runtime
-from .._group.param import ShardedParam
 from .._group.saved_tensors import give_way
 from .._memory.pool import BufferPool
 from .._plan.plan import GroupPlan, ParamPlan, ShardPlan
 from .._plan.schedule import ROOT_NAME
-from .._policies import Options
 from .._torch.distributed import check_unmixed
-from .state import Asked, Bound, ShardState, named_states, state_of
+from .state import Asked, Bound, Declaration, ShardState, family_of, state_of
 
 
-def _describe(
-    fqn: str, params: Sequence[ShardedParam], info: MeshInfo, options: Options, is_root: bool, transports: Transports
-) -> GroupPlan:
+class _Tree:
+    """The sharded modules at and below a root, found in one walk.
+
+    Attributes:
+        root: the root.
+        modules: all modules at and below it, with their names.
+        states: each state once, with the names of its modules.
+        fqns: the FQN of the group of each state that has parameters.
+        of_root: the states of the root's own parameters.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.modules = list(root.named_modules())
+        self.states: dict[ShardState, list[str]] = {}
+        for name, module in self.modules:
+            for state in family_of(module):
+                self.states.setdefault(state, []).append(name)
+        self.fqns = {
+            state: _group_fqn(", ".join(names), state.declaration.label)
+            for state, names in self.states.items()
+            if state.declaration.params
+        }
+        self.of_root = set(family_of(root))
+
+    def name_params(self) -> None:
+        """Give each parameter the first name that it has in the root."""
+        first: dict[int, str] = {}
+        for name, module in self.modules:
+            for own, param in module._parameters.items():
+                first.setdefault(id(param), f"{name}.{own}" if name else own)
+        for state in self.states:
+            for held in state.declaration.params:
+                held.fqn = first.get(id(held.sharded), held.fqn)
+
+    def transports(self) -> dict[ShardState, Transports]:
+        """The transports of each group."""
+        made = TransportCache()
+        return {state: state.declaration.transports(made) for state in self.fqns}
+
+    def plan(self, transports: Mapping[ShardState, Transports]) -> ShardPlan:
+        """The plan of the groups in the order of their modules, as users have asked for it."""
+        groups = tuple(
+            _describe(fqn, state.declaration, state in self.of_root, transports[state])
+            for state, fqn in self.fqns.items()
+        )
+        plan = ShardPlan(groups, tuple(group.fqn for group in groups), around=self._around())
+        own = state_of(self.root)
+        return plan if own is None else own.asked.applied(plan)
+
+    def _around(self) -> tuple[tuple[str, str], ...]:
+        """Pairs of FQNs: each group nested in the modules of another one, the innermost enclosing group behind it.
+
+        The root's own groups enclose all others and are left out.
+        """
+        inside: dict[str, list[ShardState]] = {}  # by name of the module: its groups, outermost first
+        for each in self.fqns:
+            for name in () if each in self.of_root else self.states[each]:
+                inside.setdefault(name, []).append(each)
+        pairs: set[tuple[str, str]] = set()
+        for name, states in inside.items():
+            enclosing = next((inside[above] for above in _above(name) if above in inside), [])
+            for outer, inner in itertools.pairwise([*enclosing[-1:], *states]):
+                if inner is not outer:
+                    pairs.add((self.fqns[inner], self.fqns[outer]))
+        return tuple(sorted(pairs))
+
+    def settings(self) -> Settings:
+        """By FQN of a group: in words, the settings that must be equal on all ranks and are no part of a plan."""
+        return {fqn: self._settings_of(state) for state, fqn in self.fqns.items()}
+
+    def _settings_of(self, state: ShardState) -> dict[str, str]:
+        options = state.declaration.settings.current
+        words = {
+            "gradient divide factor": "" if options.divide_factor is None else str(options.divide_factor),
+            "only sums": "True" if options.only_sums else "",
+            "forward prefetch": self._listed(state.prefetched(backward=False)),
+            "backward prefetch": self._listed(state.prefetched(backward=True)),
+        }
+        return {name: text for name, text in words.items() if text}
+
+    def _listed(self, prefetched: Sequence[ShardState] | None) -> str:
+        """What a user has listed to be prefetched, in words; empty if there is no list."""
+        if prefetched is None:
+            return ""
+        family = [each for state in prefetched for each in state.family]
+        return ", ".join(self.fqns[each] or ROOT_NAME for each in family if each in self.fqns) or "nothing"
+
+    def check_ready(self) -> None:
+        """Check that the root can have an engine.
+
+        Raises:
+            MixedShardingError: torch's own `fully_shard` has sharded a module below.
+            ShardConfigStateError: a module below has run as a root, or has a policy of its own.
+        """
+        check_unmixed(self.root)
+        kind = type(self.root).__name__
+        own = state_of(self.root)
+        for state, names in self.states.items():
+            if state is not own and replace(state.asked, schedule="") != Asked():
+                raise ShardConfigStateError(
+                    f"{', '.join(names)}: a policy or a plan was set on it, and it runs inside of {kind}; "
+                    "set it on the outermost sharded module"
+                )
+            if state.bound is not None and state.bound.engine.has_run:
+                raise ShardConfigStateError(
+                    f"FSDP state has already been lazily initialized for {', '.join(names) or kind}\nFSDP "
+                    "requires running forward through the root module first: it has run as a root of its own, and now "
+                    f"runs inside of {kind}"
+                )
+
+    def install_shards(self) -> None:
+        """Have the sharded parameters installed, and take over those that users have put in their places.
+
+        An engine of another root, which has not run, may have unsharded them.
+        """
+        recurrent = [module for _, module in self.modules if vars(module).get("_flat_weights_names")]
+        for state in self.states:
+            state.release()
+            state.entries.keep_lists(recurrent)
+            state.entries.adopt()
+
+    def set_holders(self) -> None:
+        """Tell each parameter which module holds it."""
+        holders = {id(module._parameters): weakref.ref(module) for _, module in self.modules}
+        for state in self.states:
+            for names, _, index in reversed(state.entries.places):
+                state.declaration.params[index].module = holders.get(id(names))
+
+    def groups(self, transports: Mapping[ShardState, Transports], runtime: Runtime) -> dict[ShardState, ParamGroup]:
+        """Make the groups."""
+        groups = {
+            state: ParamGroup(
+                fqn,
+                state.declaration.params,
+                state.declaration.settings,
+                state in self.of_root,
+                GroupComm(state.declaration.info, transports[state], state.declaration.small),
+                runtime,
+                weakref.ref(state.entries),
+            )
+            for state, fqn in self.fqns.items()
+        }
+        for state in self.states:
+            family = [groups[each] for each in state.family if each in groups]
+            for index, group in enumerate(family):
+                group.set_companions(family[index + 1 :])
+        return groups
+
+    def bind(self, engine: Engine, groups: Mapping[ShardState, ParamGroup]) -> None:
+        """Tell each state its part in the engine."""
+        own = state_of(self.root)
+        lists = tuple(state for state, names in self.states.items() if len(names) > 1)
+        for state in self.states:
+            bound = Bound(engine, groups.get(state), state in self.of_root, weakref.ref(self.root))
+            state.bind(bound, lists if state is own else ())
+        for state in self.states:
+            state.link_prefetch()
+
+
+def _group_fqn(names: str, label: str) -> str:
+    return f"{names or ROOT_NAME} on {label}" if label else names
+
+
+def _above(name: str) -> Iterator[str]:
+    """The names of the modules around a module, from the inside out, without the root's."""
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
+def _describe(fqn: str, asked: Declaration, is_root: bool, transports: Transports) -> GroupPlan:
     """A group's part of a plan, made from declarations alone, so parameters may be on the meta device."""
+    options = asked.settings.current
     return GroupPlan(
         fqn=fqn,
         params=tuple(
@@ -46,92 +212,24 @@ def _describe(
                 trains=p.sharded.requires_grad,
                 dim=p.dim,
             )
-            for p in params
+            for p in asked.params
         ),
-        shard_size=info.shard_size,
-        mesh=str(info),
+        shard_size=asked.info.shard_size,
+        mesh=str(asked.info),
         is_root=is_root,
         reshard_after_forward=options.reshards(is_root),
         route=None if transports.gather is None else transports.gather.route,
-        reduces_first=transports.replicate is None and options.reduces_first(has_streams(info.device)),
+        reduces_first=transports.replicate is None and options.reduces_first(has_streams(asked.info.device)),
         reduces_last=options.reduce_unused,
-        small_size=0 if any(map(is_extended, params)) else options.few_ranks,
+        small_size=0 if any(map(is_extended, asked.params)) else options.few_ranks,
     )
-
-
-def _set_fqns(root: nn.Module) -> None:
-    first = {id(p): name for name, p in reversed(list(root.named_parameters(remove_duplicate=False)))}
-    for _, state in named_states(root):
-        for param in state.declaration.params:
-            param.fqn = first.get(id(param.sharded), param.fqn)
-
-
-def _groups_of(root: nn.Module) -> list[tuple[str, ShardState]]:
-    named = [(", ".join(names), state) for names, state in named_states(root) if state.declaration.params]
-    return [
-        (f"{fqn or ROOT_NAME} on {state.declaration.label}" if state.declaration.label else fqn, state)
-        for fqn, state in named
-    ]
-
-
-def _around(root: nn.Module, own: Container[ShardState]) -> tuple[tuple[str, str], ...]:
-    """Pairs of FQNs: each group nested in the modules of another one, the innermost enclosing group behind it.
-
-    The root's own groups (`own`) enclose all others and are left out.
-    """
-    groups = {state: fqn for fqn, state in _groups_of(root) if state not in own}
-    inside: dict[str, list[ShardState]] = {}  # by name of the module: its groups, outermost first
-    for names, state in named_states(root):
-        for name in names if state in groups else ():
-            inside.setdefault(name, []).append(state)
-    found = set()
-    for name, states in inside.items():
-        above = name
-        while above and (above == name or above not in inside):
-            above = above.rpartition(".")[0]
-        chain = [*inside.get(above, ())[-1:], *states]
-        found |= {(groups[one], groups[outer]) for outer, one in itertools.pairwise(chain) if one is not outer}
-    return tuple(sorted(found))
-
-
-def _of_root(root: nn.Module) -> set[ShardState]:
-    """The states of the root's own parameters."""
-    own = state_of(root)
-    return set() if own is None else set(own.family)
 
 
 def declared_plan(root: nn.Module) -> ShardPlan:
     """The plan of a root that has not run: groups in the order of their modules. Parameters may be meta tensors."""
-    _set_fqns(root)
-    transports = TransportCache()
-    own = _of_root(root)
-    plans: list[GroupPlan] = []
-    for fqn, state in _groups_of(root):
-        asked = state.declaration
-        options = asked.settings.current
-        made = asked.transports(transports)
-        plans.append(_describe(fqn, asked.params, asked.info, options, state in own, made))
-    plan = ShardPlan(tuple(plans), tuple(plan.fqn for plan in plans), around=_around(root, own))
-    found = state_of(root)
-    return plan if found is None else found.asked.applied(plan)
-
-
-def _settings(root: nn.Module) -> Settings:
-    """By FQN of a group: in words, the settings that must be equal on all ranks and are no part of a plan."""
-    groups = _groups_of(root)
-    names = {state: fqn for fqn, state in groups}
-    found: dict[str, dict[str, str]] = {}
-    for fqn, state in groups:
-        options, its = state.declaration.settings.current, found.setdefault(fqn, {})
-        if options.divide_factor is not None:
-            its["gradient divide factor"] = str(options.divide_factor)
-        if options.only_sums:
-            its["only sums"] = "True"
-        for direction, states in (("forward", state.prefetched(False)), ("backward", state.prefetched(True))):
-            if states is not None:
-                listed = [names[each] or ROOT_NAME for one in states for each in one.family if each in names]
-                its[f"{direction} prefetch"] = ", ".join(listed) or "nothing"
-    return found
+    tree = _Tree(root)
+    tree.name_params()
+    return tree.plan(tree.transports())
 
 
 def check_root(root: nn.Module) -> None:
@@ -148,33 +246,8 @@ def check_root(root: nn.Module) -> None:
         )
 
 
-def _check_ready(root: nn.Module, found: Sequence[tuple[list[str], ShardState]]) -> None:
-    check_unmixed(root)
-    own = state_of(root)
-    for listed, state in found:
-        if state is not own and replace(state.asked, schedule="") != Asked():
-            raise ShardConfigStateError(
-                f"{', '.join(listed)}: a policy or a plan was set on it, and it runs inside of {type(root).__name__}; "
-                "set it on the outermost sharded module"
-            )
-        if state.bound is not None and state.bound.engine.has_run:
-            raise ShardConfigStateError(
-                f"FSDP state has already been lazily initialized for {', '.join(listed) or type(root).__name__}\nFSDP "
-                "requires running forward through the root module first: it has run as a root of its own, and now "
-                f"runs inside of {type(root).__name__}"
-            )
-
-
-def _set_modules(root: nn.Module, found: Sequence[tuple[list[str], ShardState]]) -> None:
-    """Tell each parameter which module holds it."""
-    holders = {id(module._parameters): weakref.ref(module) for module in root.modules()}
-    for _, state in found:
-        for names, _, index in reversed(state.entries.places):
-            state.declaration.params[index].module = holders.get(id(names))
-
-
-def _check_materialised(found: Sequence[tuple[list[str], ShardState]]) -> None:
-    meta = [p.fqn for _, state in found for p in state.declaration.params if p.sharded.is_meta]
+def _check_materialised(asked: Sequence[Declaration]) -> None:
+    meta = [p.fqn for each in asked for p in each.params if p.sharded.is_meta]
     if meta:
         raise ShardConfigStateError(
             "FSDP parameters should be materialized from meta device before training, but the following were still on "
@@ -183,8 +256,8 @@ def _check_materialised(found: Sequence[tuple[list[str], ShardState]]) -> None:
         )
 
 
-def _check_offloaded(found: Sequence[tuple[list[str], ShardState]]) -> None:
-    offloaded = [p for _, state in found if state.declaration.info.offloads for p in state.declaration.params]
+def _check_offloaded(asked: Sequence[Declaration]) -> None:
+    offloaded = [p for each in asked if each.info.offloads for p in each.params]
     moved = [(p.fqn, p.local.device) for p in offloaded if p.local.device.type not in ("cpu", "meta")]
     if moved:
         raise ShardConfigStateError(
@@ -192,16 +265,6 @@ def _check_offloaded(found: Sequence[tuple[list[str], ShardState]]) -> None:
             'dict or call module.to_empty(device="cpu"). Found following parameters on non-CPU device: '
             f"{moved}"
         )
-
-
-def _group(fqn: str, state: ShardState, is_root: bool, transports: TransportCache, runtime: Runtime) -> ParamGroup:
-    asked = state.declaration
-    comm = GroupComm(asked.info, asked.transports(transports), asked.small)
-    return ParamGroup(fqn, asked.params, asked.settings, is_root, comm, runtime, weakref.ref(state.entries))
-
-
-def _nobody() -> None:
-    """In the place of a weak reference to the listener to the engine's order: the root has no state to tell."""
 
 
 def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Engine:
@@ -221,47 +284,34 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
         RankMismatchError: ranks have different plans.
     """
     give_way()
-    found = list(named_states(root))
+    own = state_of(root)
+    assert own is not None
     if runs:
         check_root(root)
-    _check_ready(root, found)
-    recurrent = [module for module in root.modules() if vars(module).get("_flat_weights_names")]
-    for _, state in found:
-        state.release()  # if an engine of another root, which has not run, has unsharded its parameters
-        state.entries.keep_lists(recurrent)
-        state.entries.adopt()
-    _set_fqns(root)
-    _check_materialised(found)
-    _check_offloaded(found)
-    meshes = [(fqn, state.declaration.info) for fqn, state in _groups_of(root)]
-    among, settings = groups_of(meshes), _settings(root)
-    plan = declared_plan(root)
+    tree = _Tree(root)
+    tree.check_ready()
+    tree.install_shards()
+    tree.name_params()
+    asked = [state.declaration for state in tree.states]
+    _check_materialised(asked)
+    _check_offloaded(asked)
+    meshes = [(fqn, state.declaration.info) for state, fqn in tree.fqns.items()]
+    among, settings = groups_of(meshes), tree.settings()
+    transports = tree.transports()
+    plan = tree.plan(transports)
     if agrees:
         agree(plan, real(among), settings)
-    _set_modules(root, found)
-    device = found[0][1].declaration.info.device
-    own = state_of(root)
-    gather_lane, reduce_lane = (own.lanes if own is not None else None) or (lane_for(device), lane_for(device))
+    tree.set_holders()
+    device = own.declaration.info.device
+    gather_lane, reduce_lane = own.lanes or (lane_for(device), lane_for(device))
     runtime = Runtime(BufferPool(device, gather_lane), gather_lane, reduce_lane)
-    transports = TransportCache()
-    of_root = _of_root(root)
-    groups = {state: _group(fqn, state, state in of_root, transports, runtime) for fqn, state in _groups_of(root)}
-    for _, state in found:
-        family = [groups[each] for each in state.family if each in groups]
-        for index, group in enumerate(family):
-            group.set_companions(family[index + 1 :])
-    without = [state.entries for _, state in found if state not in groups]
-    listener = _nobody if own is None else weakref.WeakMethod(own.order_changed)
-    given = own is not None and own.asked.plan is not None
+    groups = tree.groups(transports, runtime)
+    without = [state.entries for state in tree.states if state not in groups]
+    listener = weakref.WeakMethod(own.order_changed)
+    given = own.asked.plan is not None
     engine = Engine(tuple(groups.values()), plan, runtime, among, follow_tools, without, listener, given)
     if replicas := replicas_of(meshes):
         engine.before_first_reduction(partial(agree, plan, replicas, settings))
-    for _, state in found:
-        state.traced.bind(groups.get(state), is_root=state in of_root)
-        state.bind(Bound(engine, groups.get(state), state in of_root, weakref.ref(root)))
-    for _, state in found:
-        state.link_prefetch()
-    if own is not None:
-        own.order_changed(engine.order)
-        own.lists = tuple(state for names, state in found if len(names) > 1)
+    tree.bind(engine, groups)
+    own.order_changed(engine.order)
     return engine

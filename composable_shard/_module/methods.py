@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from .._engine.engine import Engine
 from .._errors import (
@@ -20,9 +21,11 @@ from .._errors import (
     ShardConfigTypeValueError,
     ShardConfigValueError,
 )
+from .._plan.plan import ShardPlan
+from .._policies import PoolPolicy, PrefetchPolicy
 from .._torch.distributed import is_torchs_comm, process_group_allocation, symmetric_memory_gather
-from .planning import Planning
-from .state import STATE, ShardState, named_states, share_lanes
+from .additions import WatchedEntries
+from .state import STATE, ShardState, share_lanes, states_below
 from .torch_names import StateFacade, state_facade
 
 
@@ -37,14 +40,19 @@ class GradientReductionHandle:
         self._engine.end_backward_by_hand()
 
 
-class Methods(Planning):
-    """Settings, with the names and signatures of torch.
+class Methods(TorchFSDPModule):
+    """Settings, with the names and signatures of torch, and policies of the plan.
 
     `recurse` says whether a setting also holds for the sharded modules below. Settings of gathers and reductions may
     change only between iterations, and on every rank alike.
+
+    Policies are set on the root, the outermost sharded module, and on all ranks alike. A policy that is set between two
+    forwards holds from the next one on. At the end of that forward, a rank whose policy differs from that of others
+    raises `RankMismatchError`. If every rank has set a policy, all raise; if only some have, only these raise, and the
+    others cannot go on without them.
     """
 
-    _orig_cls_mro_index = 5  # FSDPLinear, FSDPModule, Methods, Planning, torch's FSDPModule, Linear
+    _orig_cls_mro_index = 4  # FSDPLinear, FSDPModule, Methods, torch's FSDPModule, Linear
 
     # ---- gradients
 
@@ -309,6 +317,48 @@ class Methods(Planning):
                 )
             _change_comms(state, all_gather=gather)
 
+    # ---- the plan
+
+    def set_prefetch_policy(self, policy: PrefetchPolicy) -> None:
+        """Set how far ahead groups are gathered. Explicit lists (`set_modules_to_forward_prefetch`) take precedence.
+
+        With `PrefetchPolicy.auto` the second and third training step are measured, with every collective waited for
+        where it is issued. From then on the schedule hides as much communication as it can. Two steps are measured
+        again when groups have joined, and more and more rarely (after 64 steps, 128, 256...) to see whether times have
+        changed; then the plan is made anew.
+
+        Raises:
+            ShardConfigTypeError: `policy` is no PrefetchPolicy.
+            ShardConfigStateError: this is not the root.
+        """
+        _check_kind("policy", PrefetchPolicy, policy)
+        self._own_state().ask(prefetch=policy)
+
+    def set_pool_policy(self, policy: PoolPolicy) -> None:
+        """Set how much memory unsharded parameters and communication buffers may take.
+
+        Raises:
+            ShardConfigTypeError: `policy` is no PoolPolicy.
+            ShardConfigStateError: this is not the root.
+            PoolBudgetError: a group does not fit into the budget; before the first forward, that forward raises it.
+        """
+        _check_kind("policy", PoolPolicy, policy)
+        self._own_state().ask(pool=policy)
+
+    def set_plan(self, plan: ShardPlan) -> None:
+        """Follow a plan that was made before, or elsewhere: its order, its schedule and its policies.
+
+        If forwards then run in another order, or a setter changes what is resharded, a new schedule is made under the
+        plan's policies, and a warning says so, once.
+
+        Raises:
+            ShardConfigTypeError: `plan` is no ShardPlan.
+            ShardConfigStateError: this is not the root.
+            ShardConfigValueError: the plan is of another model; before the first forward, that forward raises it.
+        """
+        _check_kind("plan", ShardPlan, plan)
+        self._own_state().ask(plan=plan, prefetch=None, pool=None)
+
     # ---- state
 
     def allow_unmanaged_parameters(self, *, recurse: bool = True) -> None:
@@ -323,7 +373,8 @@ class Methods(Planning):
             recurse: whether it also holds for what is added to the sharded modules that are below this one now.
         """
         for state in _states(self, recurse):
-            state.entries.allows_unmanaged = True
+            if isinstance(state.entries, WatchedEntries):
+                state.entries.allow_unmanaged()
 
     def reset_iter_state(self) -> None:
         """Forget a forward or backward that an exception has ended. The next forward does so by itself.
@@ -352,13 +403,18 @@ class Methods(Planning):
         return state
 
 
+def _check_kind(argument: str, kind: type, value: object) -> None:
+    if not isinstance(value, kind):
+        raise ShardConfigTypeError(f"{argument}: expected a {kind.__name__}, got {type(value).__name__}")
+
+
 def _check_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ShardConfigTypeValueError(f"{name} should be a bool, got {type(value)}: {value!r}")
 
 
 def _states(module: Methods, recurse: bool) -> list[ShardState]:
-    return [state for _, state in named_states(module)] if recurse else [*module._own_state().family]  # type: ignore[arg-type]
+    return states_below(module) if recurse else [*module._own_state().family]  # type: ignore[arg-type]
 
 
 def _set(module: Methods, recurse: bool, **changes: Any) -> None:

@@ -25,7 +25,6 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from .._engine.engine import Engine
 from .._engine.iterations import two_threads
-from .._engine.node import Outputs, Use
 from .._engine.profiling import record
 from .._errors import ShardConfigStateError, ShardConfigValueError
 from .._graph.guard import begin_trace, same_graph, say_broken
@@ -50,7 +49,7 @@ from .._torch.core import (
 from .._torch.distributed import registered_by_torch
 from .build import build_engine, check_root
 from .methods import Methods
-from .state import EAGER, STATE, TRACED, Bound, ShardState, Way, named_states
+from .state import EAGER, STATE, TRACED, Bound, ShardState, Way, states_below
 
 _BUILDER = "_shard_builder"  # key in a root's `__dict__`: the thread that builds its engine; `setdefault` is atomic
 
@@ -96,7 +95,7 @@ class FSDPModule(Methods):
         if self._compiled_call_impl is not None:  # type: ignore[attr-defined]
             _let_engine_surround_compiled_code(self)  # type: ignore[arg-type]
             return _run(self, partial(_call_whole, call), args, kwargs)  # type: ignore[arg-type]
-        if _is_torchs(call) and not _has_hooks_of_others(self):  # type: ignore[arg-type]
+        if _is_plain(call, self):  # type: ignore[arg-type]
             return _run(self, _call_alone, args, kwargs)  # type: ignore[arg-type]
         return _run(self, partial(_call_past, call), args, kwargs)  # type: ignore[arg-type]
 
@@ -125,7 +124,7 @@ class FSDPModule(Methods):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, also those of sharded parameters while unsharded parameters are installed."""
-        for _, state in named_states(self):  # type: ignore[arg-type]
+        for state in states_below(self):  # type: ignore[arg-type]
             for param in state.declaration.params if state.entries.shown else ():
                 grad = param.sharded.grad
                 if set_to_none:
@@ -137,7 +136,7 @@ class FSDPModule(Methods):
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:
         """A copy with sharded parameters of its own, on the same mesh, and no engine yet."""
         adopt_forward_methods(self)  # type: ignore[arg-type]  # torch's are bound to this module
-        for _, state in named_states(self):  # type: ignore[arg-type]
+        for state in states_below(self):  # type: ignore[arg-type]
             state.release()
             for param in state.declaration.params:
                 copy.deepcopy(param, memo)  # before the modules that hold it
@@ -173,17 +172,17 @@ class FSDPModule(Methods):
         state.release()
 
 
-def _is_torchs(call: Any) -> bool:
-    """Whether a module's call is torch's own: a class may override `__call__`, and torch.fx replaces it."""
-    return getattr(call, "__func__", None) is nn.Module._wrapped_call_impl and type(call.__self__)._leads_to_torchs
+def _is_plain(call: Any, module: nn.Module) -> bool:
+    """Whether a module's call is torch's own, and runs no module hooks but ours.
 
-
-def _has_hooks_of_others(module: nn.Module) -> bool:
-    """Whether a module, or torch globally, has module hooks other than ours."""
+    A class may override `__call__`, and torch.fx replaces it.
+    """
+    if getattr(call, "__func__", None) is not nn.Module._wrapped_call_impl or not type(call.__self__)._leads_to_torchs:
+        return False
     own = module.__dict__  # faster than `Module.__getattr__`
     if len(own["_forward_hooks"]) != 1 or len(own["_forward_pre_hooks"]) != 1:
-        return True
-    return bool(own["_backward_hooks"] or own["_backward_pre_hooks"]) or any_module_hooks()
+        return False
+    return not (own["_backward_hooks"] or own["_backward_pre_hooks"] or any_module_hooks())
 
 
 def _call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -200,13 +199,9 @@ def _call_whole(call: Callable[..., Any], _module: nn.Module, args: tuple[Any, .
 
 
 def _call_past(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`_call_whole` in eager mode, counted in `state.calls`, so that `FSDPModule._call_impl` does not start over."""
+    """`_call_whole` in eager mode, counted so that `FSDPModule._call_impl` does not start over."""
     state: ShardState = module.__dict__[STATE]
-    state.calls += 1
-    try:
-        return call(*args, **kwargs)
-    finally:
-        state.calls -= 1
+    return state.counted(call, args, kwargs)
 
 
 _Call = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -217,9 +212,11 @@ def _run(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str
     bound = _bound(module)
     engine = bound.engine
     state: ShardState = module.__dict__[STATE]
-    stays = state.declaration.settings.current.keep_storage
+    asked = state.declaration
+    stays = asked.settings.current.keep_storage
     if bound.is_root:
-        check_root(module)
+        if asked.modules > 1:
+            check_root(module)
         engine.check_thread()
     engine.enter()
     depth = len(state.open_calls)
@@ -242,15 +239,18 @@ def _run(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str
             engine.interrupted()
         state.abort(depth)
         if refuses_saved_tensors_hooks(error) and not stays:
-            name = bound.group.name if bound.group is not None else type(module).__name__
-            raise ShardConfigStateError(
-                f"module {name}: its forward runs inside of a transform of torch.func, or uses one, that needs the "
-                "weights to stay in place until backward; call set_keep_unsharded_storage(True) on the root, before "
-                "its first forward"
-            ) from error
+            raise _needs_storage(module, bound) from error
         raise
     finally:
         engine.leave(root_succeeded)
+
+
+def _needs_storage(module: nn.Module, bound: Bound) -> ShardConfigStateError:
+    name = bound.group.name if bound.group is not None else type(module).__name__
+    return ShardConfigStateError(
+        f"module {name}: its forward runs inside of a transform of torch.func, or uses one, that needs the weights to "
+        "stay in place until backward; call set_keep_unsharded_storage(True) on the root, before its first forward"
+    )
 
 
 def _saved_none(engine: Engine, group: ParamGroup | None) -> bool:
@@ -414,16 +414,14 @@ def _run_around(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ..
     state: ShardState = module.__dict__[STATE]
     depth = len(state.open_calls)
     state.begin(module)
-    before, state.way = state.way, Way.AROUND
     try:
-        with warnings.catch_warnings():  # Dynamo looks for a `.grad` of the unsharded parameters, which are no leaves
+        with state.around_compiled_code(), warnings.catch_warnings():
+            # Dynamo looks for a `.grad` of the unsharded parameters, which are no leaves.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             output = call(*args, **kwargs)
     except BaseException:
         state.abort(depth)
         raise
-    finally:
-        state.way = before
     return _ended(module, state, output)
 
 
@@ -464,34 +462,39 @@ def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _ended(module: nn.Module, state: ShardState, output: Any) -> Any:
-    """End a forward at the engine; returns the output, in which views of weights are replaced by clones."""
+    """End a forward at the engine, and let autograd call it when backward reaches one of the outputs.
+
+    Returns:
+        the output, in which views of weights are replaced by clones.
+    """
     assert state.bound is not None
     engine = state.bound.engine
-    find = engine.pool.addresses.find
-    if type(output) is torch.Tensor and find(address_of(output)) is None:
-        for found in state.end(module, ()):
-            _listen(engine, found, (output,))
-        return output
-    tensors = tree_tensors(output)
-    parts = tensors if all([type(t) in PLAIN for t in tensors]) else [p for t in tensors for p in plain_parts(t)]  # noqa: C419
-    among_weights = [part for part in parts if find(address_of(part)) is not None]
-    if among_weights:
-        # A view of a weight would change when the weight's slot is leased again.
-        views = {id(part) for part in among_weights}
-        output = map_tensors(lambda t: t.clone() if any(id(p) in views for p in plain_parts(t)) else t, output)
+    tensors: Sequence[torch.Tensor] = (output,)
+    among_weights: Sequence[torch.Tensor] = ()
+    if type(output) is not torch.Tensor or engine.pool.addresses.find(address_of(output)) is not None:
+        output, among_weights = _apart_from_weights(output, engine)
         tensors = tree_tensors(output)
-    for found in state.end(module, among_weights):
-        _listen(engine, found, tensors)
+    for use, outputs in state.end(module, among_weights):
+        for tensor in tensors:
+            node = tensor.grad_fn
+            if node is not None:
+                node.register_prehook(partial(engine.before_backward, use, outputs))
+                HANDLES.ours += 1
     return output
 
 
-def _listen(engine: Engine, found: tuple[Use, Outputs], tensors: Sequence[torch.Tensor]) -> None:
-    """Let autograd call the engine when backward reaches one of these outputs."""
-    for tensor in tensors:
-        node = tensor.grad_fn
-        if node is not None:
-            node.register_prehook(partial(engine.before_backward, *found))
-            HANDLES.ours += 1
+def _apart_from_weights(output: Any, engine: Engine) -> tuple[Any, Sequence[torch.Tensor]]:
+    """The output with clones in the place of views of weights, and these views.
+
+    A view of a weight would change when the weight's slot is leased again.
+    """
+    tensors = tree_tensors(output)
+    parts = tensors if {*map(type, tensors)}.issubset(PLAIN) else [part for t in tensors for part in plain_parts(t)]
+    among_weights = [part for part in parts if engine.pool.addresses.find(address_of(part)) is not None]
+    if among_weights:
+        views = {id(part) for part in among_weights}
+        output = map_tensors(lambda t: t.clone() if any(id(p) in views for p in plain_parts(t)) else t, output)
+    return output, among_weights
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -149,7 +150,7 @@ class ShardState:
         bound: the part in an engine; None until the engine is built.
         way: how the call that runs now runs.
         open_calls: for each forward that runs, its use and the outputs of its node; None if no backward may follow.
-        calls: how many calls run that `_call_past` has handed to the class's own call.
+        calls: how many calls run that `counted` has handed to the class's own call.
         lists: on the root, once its engine is built: the states below that several modules share.
         asked: what users want of the plan, if this is the root's state.
         left: while Dynamo traces a list: the indices of its modules that have not run yet.
@@ -157,10 +158,16 @@ class ShardState:
         lanes: the lanes of gathers and of reductions, if several roots share theirs.
     """
 
-    def __init__(self, declaration: Declaration, entries: ModuleEntries) -> None:
+    def __init__(
+        self,
+        declaration: Declaration,
+        entries: ModuleEntries,
+        others: tuple[ShardState, ...] = (),
+        asked: Asked = Asked(),
+    ) -> None:
         self.declaration = declaration
         self.entries = entries
-        self.others: tuple[ShardState, ...] = ()
+        self.others = others
         self.traced = TracedGroup(declaration.params, declaration.info, declaration.settings)
         self.bound: Bound | None = None
         self.open_calls: list[tuple[Use, Outputs] | None] = []
@@ -168,7 +175,7 @@ class ShardState:
         self.lanes: tuple[Lane, Lane] | None = None
         self.way = Way.EAGER
         self.calls = 0
-        self.asked = Asked()
+        self.asked = asked
         self.lists: tuple[ShardState, ...] = ()
         self.left: set[int] = set()
         self._for_root: dict[str, Any] = {}
@@ -176,14 +183,12 @@ class ShardState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardState:
         """The state of a copied module: parameters and entries of its own, no engine yet."""
-        asked = self.declaration
-        params, settings = copy.deepcopy(asked.params, memo), Settings(asked.settings.current)
-        made = memo[id(self)] = ShardState(
-            replace(asked, params=params, settings=settings),
-            copy.deepcopy(self.entries, memo),
-        )
-        made.others = copy.deepcopy(self.others, memo)
-        made.asked = replace(self.asked, schedule="")  # its own engine will set that
+        params = copy.deepcopy(self.declaration.params, memo)
+        declaration = replace(self.declaration, params=params, settings=Settings(self.declaration.settings.current))
+        asked = replace(self.asked, schedule="")  # its own engine will set that
+        made = memo[id(self)] = ShardState(declaration, ModuleEntries((), params), (), asked)
+        # With the entries modules are copied, which refer to the state.
+        made.entries, made.others = copy.deepcopy((self.entries, self.others), memo)
         made._prefetch = copy.deepcopy(self._prefetch, memo)
         return made
 
@@ -198,9 +203,10 @@ class ShardState:
         """The groups of the family; none before the engine is built."""
         return [each.bound.group for each in self.family if each.bound is not None and each.bound.group is not None]
 
-    def bind(self, bound: Bound) -> None:
-        """Note the part in a new engine, and pass on what users have set for the root before."""
-        self.bound = bound
+    def bind(self, bound: Bound, lists: tuple[ShardState, ...]) -> None:
+        """Note the part in a new engine and, on the root, `lists`; pass on what users have set for the root before."""
+        self.bound, self.lists = bound, lists
+        self.traced.bind(bound.group, bound.is_root)
         if bound.is_root:
             self.set_for_root(**self._for_root)
 
@@ -253,19 +259,21 @@ class ShardState:
         Raises:
             ShardConfigValueError: a module to prefetch has another root.
         """
-        if self.bound is None:
-            return
-        for backward, states in self._prefetch.items():
+        for backward, states in self._prefetch.items() if self.bound is not None else ():
+            assert self.bound is not None
             for state in states:
-                if state.bound is None or state.bound.engine is not self.bound.engine:
-                    names = ", ".join(param.fqn for param in state.declaration.params)
-                    raise ShardConfigValueError(
-                        f"modules to prefetch: the one with {names or 'no parameters'} is not below the same root; "
-                        "list modules of one model"
-                    )
+                self._check_same_root(state)
             groups = [group for state in states for group in state.groups]
             for index, own in enumerate(self.groups):
                 self.bound.engine.order.gather_ahead(own, backward, [] if index else groups)
+
+    def _check_same_root(self, other: ShardState) -> None:
+        if self.bound is None or other.bound is None or other.bound.engine is not self.bound.engine:
+            names = ", ".join(param.fqn for param in other.declaration.params)
+            raise ShardConfigValueError(
+                f"modules to prefetch: the one with {names or 'no parameters'} is not below the same root; "
+                "list modules of one model"
+            )
 
     def order_changed(self, order: Order) -> None:
         """On the root: note the schedule that the engine's order makes for graphs."""
@@ -287,6 +295,23 @@ class ShardState:
         if self.bound.group.running:
             raise ShardConfigStateError(f"group {self.bound.group.name}: its communication cannot change while it runs")
         self.bound.group.rebuild(self.declaration.transports(TransportCache()))
+
+    def counted(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hand a call to the class's own `__call__`, counted in `calls` while it runs."""
+        self.calls += 1
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.calls -= 1
+
+    @contextlib.contextmanager
+    def around_compiled_code(self) -> Iterator[None]:
+        """Gather and reduce around the compiled forward that runs within, not in its graph."""
+        before, self.way = self.way, Way.AROUND
+        try:
+            yield
+        finally:
+            self.way = before
 
     # ---- while Dynamo traces
 
@@ -434,12 +459,12 @@ def state_of(module: nn.Module) -> ShardState | None:
     return module.__dict__.get(STATE)
 
 
-def named_states(root: nn.Module) -> Iterator[tuple[list[str], ShardState]]:
-    """Each state at or below `root` once, with the names of its modules, in the order of `named_modules`."""
-    names: dict[ShardState, list[str]] = {}
-    for name, module in root.named_modules():
-        state = state_of(module)
-        for each in state.family if state is not None else ():
-            names.setdefault(each, []).append(name)
-    for state, found in names.items():
-        yield found, state
+def family_of(module: nn.Module) -> Iterable[ShardState]:
+    """The states of a module: that of its own mesh, and those of the other meshes of its call; none if not sharded."""
+    state = state_of(module)
+    return () if state is None else state.family
+
+
+def states_below(root: nn.Module) -> list[ShardState]:
+    """Each state at or below `root` once, in the order of the modules."""
+    return list(dict.fromkeys(state for module in root.modules() for state in family_of(module)))

@@ -1,9 +1,10 @@
 """Facades of a sharded module's state, under the private names of torch's FSDP2, for code that was written for these.
 
-A *facade* stores nothing: it computes each attribute from our own state when asked. Its readers are
-`torch.distributed.pipelining`, which runs backward without `Tensor.backward`, calls `post_backward` of each group after
-the last micro-batch and then ends the backward by hand, and tools, which look at a group's parameters, phases and
-meshes. Attributes are read-only; the error of an attempt to set one names the module's method that sets it, if any.
+A *facade* stores nothing: it computes each attribute from our own state when asked, most of them by a table of how each
+name is read. Its readers are `torch.distributed.pipelining`, which runs backward without `Tensor.backward`, calls
+`post_backward` of each group after the last micro-batch and then ends the backward by hand, and tools, which look at a
+group's parameters, phases and meshes. Attributes are read-only; the error of an attempt to set one names the module's
+method that sets it, if any.
 
 Torch's `FSDPMemTracker` also wraps what happens: it removes the forward hooks of a state, registers hooks of its own,
 which call `_pre_forward` and `_post_forward`, and replaces `pre_backward` and `post_backward` of a group. So these can
@@ -16,27 +17,24 @@ from __future__ import annotations
 import copy
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import Shard
 from torch.utils.hooks import RemovableHandle
 
 from .._comm.copies import Gradients
-from .._comm.mesh import MeshInfo
-from .._engine.engine import Engine
 from .._engine.listeners import LISTENERS, POST_BACKWARD, PRE_BACKWARD
 from .._errors import ShardConfigAssertionError, ShardConfigAttributeError, ShardConfigStateError
 from .._group.group import ParamGroup
 from .._group.param import ShardedParam
 from .._group.phases import GATHERING, RESIDENT, SHARDED, UNSHARDED, GradPhase
-from .._policies import CPUOffloadPolicy, HSDPMeshInfo, MixedPrecisionPolicy, OffloadPolicy, Options
+from .._policies import CPUOffloadPolicy, HSDPMeshInfo, OffloadPolicy
 from .._torch.core import forward_hooks
 from .._torch.distributed import (
     ParamModuleInfo,
@@ -74,25 +72,29 @@ _SETTERS = {
 class _View:
     """Base of the facades: attributes can be read, and set only where a property has a setter."""
 
+    _names: ClassVar[dict[str, Callable[[Any], Any]]] = {}  # names of torch, and how each is read from a facade
+
+    def __init__(self, **facts: Any) -> None:
+        self.__dict__.update(facts)
+
     def __getattr__(self, name: str) -> Any:
-        found = getattr(type(self), name, None)
-        if isinstance(found, property):  # its getter has raised an AttributeError: raise that again
-            return found.__get__(self)
+        if (read := self._names.get(name)) is not None:
+            return read(self)
+        known = getattr(type(self), name, None)
+        if isinstance(known, property):  # its getter has raised an AttributeError: raise that again
+            return known.__get__(self)
         raise ShardConfigAttributeError(
             f"{type(self).__name__} has no {name!r}: it shows what torch's FSDP2 state of a module and this library "
             "have in common; composable_shard.stats and last_record tell more"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        found = getattr(type(self), name, None)
-        if isinstance(found, property) and found.fset is not None:
+        known = getattr(type(self), name, None)
+        if isinstance(known, property) and known.fset is not None:
             object.__setattr__(self, name, value)
             return
         use = f"; use the module's {_SETTERS[name]}" if name in _SETTERS else ""
         raise ShardConfigAttributeError(f"{type(self).__name__}.{name}: can be read, but not set{use}")
-
-    def _hold(self, **facts: Any) -> None:
-        self.__dict__.update(facts)
 
 
 class UnshardedGradient(NamedTuple):
@@ -108,8 +110,36 @@ class ParamFacade(_View):
     _param: ShardedParam
     _index: int
 
-    def __init__(self, group: GroupFacade, param: ShardedParam, index: int) -> None:
-        self._hold(_known=weakref.ref(group), _param=param, _index=index)
+    _names: ClassVar[dict[str, Callable[[Any], Any]]] = {
+        "_param_fqn": lambda p: None if p._group._of._root is None else p._param.fqn,
+        # sharded
+        "_dtensor": attrgetter("_param.sharded"),
+        "sharded_param": attrgetter("_param.sharded"),
+        "_sharded_local_tensor": attrgetter("_param.local"),
+        "_sharding_spec": lambda p: spec_of(p._param.sharded),
+        "_spmd_mesh": attrgetter("_param.sharded.device_mesh"),
+        "_spmd_placements": lambda p: tuple(p._param.sharded.placements),
+        "shard_mesh": attrgetter("_group._info.shard_mesh"),
+        "fsdp_placement": lambda p: Shard(p._param.dim),
+        "sharded_size": lambda p: p._param.local.size(),
+        "contiguous_sharded_stride": lambda p: _strides(p.sharded_size),
+        "sharded_state": attrgetter("_group._sharded_state"),
+        # unsharded
+        "_orig_size": lambda p: torch.Size(p._param.shape),
+        "_contiguous_orig_stride": lambda p: _strides(p._orig_size),
+        "is_dtensor": lambda p: p._param.parallel is not None,
+        "unsharded_accumulated_grad": lambda p: (
+            None if p._group._group is None else p._group._group.gradients.accumulated(p._index)
+        ),
+        # dtypes, devices, meshes
+        "orig_dtype": attrgetter("_param.dtype"),
+        "offload_to_cpu": attrgetter("_group._info.offloads"),
+        "pin_memory": attrgetter("_group._info.pins"),
+        "mp_policy": attrgetter("_group.mp_policy"),
+        "device": attrgetter("_group.device"),
+        "mesh_info": attrgetter("_group.mesh_info"),
+        "post_forward_mesh_info": attrgetter("_group.post_forward_mesh_info"),
+    }
 
     def __repr__(self) -> str:
         return f"FSDPParam(fqn={self._param_fqn}, orig_size={self._orig_size})"
@@ -122,77 +152,12 @@ class ParamFacade(_View):
         return group
 
     @property
-    def _param_fqn(self) -> str | None:
-        return None if self._group._of._root is None else self._param.fqn
-
-    @property
     def _module_info(self) -> Any:
         holders = {id(m._parameters): m for each in self._group.modules for m in each.modules()}
-        places = self._group._own.entries.places
-        found = [(holders.get(id(names)), name) for names, name, index in places if index == self._index]
-        (module, name), *shared = [(m, name) for m, name in found if m is not None]
+        places = [(names, name) for names, name, index in self._group._own.entries.places if index == self._index]
+        held = [(holders[id(names)], name) for names, name in places if id(names) in holders]
+        (module, name), *shared = held
         return ParamModuleInfo(module, name, [m for m, _ in shared], [name for _, name in shared])
-
-    # ---- sharded
-
-    @property
-    def _dtensor(self) -> DTensor:
-        sharded: Any = self._param.sharded
-        return sharded  # type: ignore[no-any-return]
-
-    @property
-    def sharded_param(self) -> nn.Parameter:
-        return self._param.sharded
-
-    @property
-    def _sharded_local_tensor(self) -> torch.Tensor:
-        return self._param.local
-
-    @property
-    def _sharding_spec(self) -> Any:
-        return spec_of(self._dtensor)
-
-    @property
-    def _spmd_mesh(self) -> DeviceMesh:
-        return self._dtensor.device_mesh
-
-    @property
-    def _spmd_placements(self) -> tuple[Placement, ...]:
-        return tuple(self._dtensor.placements)
-
-    @property
-    def shard_mesh(self) -> DeviceMesh:
-        return self._group._info.shard_mesh
-
-    @property
-    def fsdp_placement(self) -> Shard:
-        return Shard(self._param.dim)
-
-    @property
-    def sharded_size(self) -> torch.Size:
-        return self._param.local.size()
-
-    @property
-    def contiguous_sharded_stride(self) -> tuple[int, ...]:
-        return _strides(self.sharded_size)
-
-    @property
-    def sharded_state(self) -> Any:
-        return self._group._sharded_state
-
-    # ---- unsharded
-
-    @property
-    def _orig_size(self) -> torch.Size:
-        return torch.Size(self._param.shape)
-
-    @property
-    def _contiguous_orig_stride(self) -> tuple[int, ...]:
-        return _strides(self._orig_size)
-
-    @property
-    def is_dtensor(self) -> bool:
-        return self._param.parallel is not None
 
     @property
     def unsharded_param(self) -> torch.Tensor:
@@ -210,49 +175,14 @@ class ParamFacade(_View):
         return UnshardedGradient(event.gradients[self._index] if event.gradients else None)
 
     @property
-    def unsharded_accumulated_grad(self) -> torch.Tensor | None:
-        group = self._group._group
-        return None if group is None else group.gradients.accumulated(self._index)
-
-    # ---- dtypes, devices, meshes
-
-    @property
-    def orig_dtype(self) -> torch.dtype:
-        return self._param.dtype
-
-    @property
     def param_dtype(self) -> torch.dtype | None:
         computed: torch.dtype = self._param.compute_dtype(self._group._options)
-        return None if computed == self.orig_dtype else computed
+        return None if computed == self._param.dtype else computed
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        policy = self.mp_policy
+        policy = self._group._options.mp_policy
         return None if policy.reduce_dtype == policy.param_dtype else policy.reduce_dtype
-
-    @property
-    def mp_policy(self) -> MixedPrecisionPolicy:
-        return self._group.mp_policy
-
-    @property
-    def offload_to_cpu(self) -> bool:
-        return self._group._info.offloads
-
-    @property
-    def pin_memory(self) -> bool:
-        return self._group._info.pins
-
-    @property
-    def device(self) -> torch.device:
-        return self._group.device
-
-    @property
-    def mesh_info(self) -> Any:
-        return self._group.mesh_info
-
-    @property
-    def post_forward_mesh_info(self) -> Any:
-        return self._group.post_forward_mesh_info
 
 
 @dataclass
@@ -271,6 +201,12 @@ class _Event:
     gradients: Gradients
     done: bool = False
 
+    def do(self) -> None:
+        """Do the work, once."""
+        if not self.done:
+            self.done = True
+            self.work()
+
 
 class GroupFacade(_View):
     """A group of parameters, under the names of torch's `FSDPParamGroup`."""
@@ -284,11 +220,53 @@ class GroupFacade(_View):
     _seen: weakref.WeakSet[Any]  # all methods that a tool has set since it registered its hooks
     _gone: bool  # whether the tool has removed its hooks since
 
+    _names: ClassVar[dict[str, Callable[[Any], Any]]] = {
+        "_info": attrgetter("_own.declaration.info"),
+        "_options": attrgetter("_own.declaration.settings.current"),
+        "_group": lambda g: None if g._own.bound is None else g._own.bound.group,
+        "_engine": lambda g: None if g._own.bound is None else g._own.bound.engine,
+        # what it is made of
+        "modules": attrgetter("_of._modules"),
+        "_num_param_groups": lambda g: len(g._of._fsdp_param_groups),
+        "mesh_info": lambda g: data_parallel_mesh_info(g._info),
+        "_reshard_after_forward": lambda g: g.post_forward_mesh_info is not None,
+        "_use_post_forward_mesh": lambda g: g._reshard_after_forward and g._options.few_ranks > 0,
+        "_is_hsdp": lambda g: isinstance(g.mesh_info, HSDPMeshInfo),
+        "_reduce_scatter_process_group": lambda g: g._options.comms.reduce_group or g._info.shard_group,
+        "_all_reduce_process_group": attrgetter("_info.replicate_group"),
+        "device": attrgetter("_info.device"),
+        "mp_policy": attrgetter("_options.mp_policy"),
+        "_orig_dtype": lambda g: _uniform(p.orig_dtype for p in g._trained),
+        "_reduce_dtype": lambda g: _uniform(p.reduce_dtype for p in g._trained),
+        "_trained": lambda g: [p for p in g.fsdp_params if p.sharded_param.requires_grad],
+        # settings
+        "reduce_grads": attrgetter("_options.requires_gradient_sync"),
+        "all_reduce_grads": attrgetter("_options.requires_all_reduce"),
+        "reshard_after_backward": attrgetter("_options.reshard_after_backward"),
+        "unshard_in_backward": attrgetter("_options.unshard_in_backward"),
+        "unshard_async_op": lambda g: False,
+        "gradient_divide_factor": attrgetter("_options.divide_factor"),
+        "reduce_scatter_unused_params": attrgetter("_options.reduce_unused"),
+        "reduce_scatter_max_input_buffers": lambda g: g._options.max_reductions or 1,
+        "force_sum_reduction_for_comms": attrgetter("_options.only_sums"),
+        "_all_reduce_hook": attrgetter("_options.comms.all_reduce_hook"),
+        "_all_reduce_hook_stream": attrgetter("_options.comms.hook_stream"),
+        "_all_gather_comm": attrgetter("_options.comms.all_gather"),
+        "_reduce_scatter_comm": attrgetter("_options.comms.reduce_scatter"),
+        # where it is
+        "is_sharded": lambda g: g._sharded_state is ShardedState.SHARDED,
+        "is_sharded_post_forward": lambda g: g._sharded_state is ShardedState.SHARDED_POST_FORWARD,
+        "is_unsharded": lambda g: g._sharded_state is ShardedState.UNSHARDED,
+        "_all_gather_result": lambda g: g._group if g._is_gathering else None,  # not None while a gather is in flight
+        "_is_gathering": lambda g: g._group is not None and g._group.phase is GATHERING,
+    }
+
     def __init__(self, state: StateFacade, own: ShardState, index: int) -> None:
-        self._hold(_state=weakref.ref(state), _own=own, _param_group_index=index)
-        self._hold(_event=None, _theirs={}, _seen=weakref.WeakSet(), _gone=False)
-        params = [ParamFacade(self, param, at) for at, param in enumerate(own.declaration.params)]
-        self._hold(fsdp_params=params)
+        params = [
+            ParamFacade(_known=weakref.ref(self), _param=p, _index=at) for at, p in enumerate(own.declaration.params)
+        ]
+        super().__init__(_state=weakref.ref(state), _own=own, _param_group_index=index, fsdp_params=params)
+        self.__dict__.update(_event=None, _theirs={}, _seen=weakref.WeakSet(), _gone=False)
 
     def __repr__(self) -> str:
         return f"FSDPParamGroup(fqn={self._module_fqn})"
@@ -301,28 +279,6 @@ class GroupFacade(_View):
         return state
 
     @property
-    def _info(self) -> MeshInfo:
-        return self._own.declaration.info
-
-    @property
-    def _options(self) -> Options:
-        return self._own.declaration.settings.current
-
-    @property
-    def _group(self) -> ParamGroup | None:
-        return None if self._own.bound is None else self._own.bound.group
-
-    @property
-    def _engine(self) -> Engine | None:
-        return None if self._own.bound is None else self._own.bound.engine
-
-    # ---- what it is made of
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        return self._of._modules
-
-    @property
     def _module_fqn(self) -> str | None:
         root = self._of._root
         if root is None or root._root_module is None:
@@ -330,14 +286,6 @@ class GroupFacade(_View):
         own = self.modules
         named = root._root_module.named_modules()
         return ", ".join(name for name, module in named if any(module is each for each in own))
-
-    @property
-    def _num_param_groups(self) -> int:
-        return len(self._of._fsdp_param_groups)
-
-    @property
-    def mesh_info(self) -> Any:
-        return data_parallel_mesh_info(self._info)
 
     @property
     def post_forward_mesh_info(self) -> Any:
@@ -351,113 +299,13 @@ class GroupFacade(_View):
         )
 
     @property
-    def _reshard_after_forward(self) -> bool:
-        return self.post_forward_mesh_info is not None
-
-    @property
-    def _use_post_forward_mesh(self) -> bool:
-        return self._reshard_after_forward and self._options.few_ranks > 0
-
-    @property
-    def _is_hsdp(self) -> bool:
-        return isinstance(self.mesh_info, HSDPMeshInfo)
-
-    @property
     def _all_gather_process_group(self) -> dist.ProcessGroup | None:
         small = self._own.declaration.small
         return small.shard_group if small is not None and self.is_sharded_post_forward else self._info.shard_group
 
     @property
-    def _reduce_scatter_process_group(self) -> dist.ProcessGroup | None:
-        return self._options.comms.reduce_group or self._info.shard_group
-
-    @property
-    def _all_reduce_process_group(self) -> dist.ProcessGroup | None:
-        return self._info.replicate_group
-
-    @property
-    def device(self) -> torch.device:
-        return self._info.device
-
-    @property
-    def mp_policy(self) -> MixedPrecisionPolicy:
-        return self._options.mp_policy
-
-    @property
     def offload_policy(self) -> OffloadPolicy:
         return CPUOffloadPolicy(pin_memory=self._info.pins) if self._info.offloads else OffloadPolicy()
-
-    @property
-    def _orig_dtype(self) -> torch.dtype | None:
-        return self._uniform([p.orig_dtype for p in self._trained])
-
-    @property
-    def _reduce_dtype(self) -> torch.dtype | None:
-        return self._uniform([p.reduce_dtype for p in self._trained])
-
-    @property
-    def _trained(self) -> list[ParamFacade]:
-        return [p for p in self.fsdp_params if p.sharded_param.requires_grad]
-
-    @staticmethod
-    def _uniform(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:
-        return dtypes[0] if len(set(dtypes)) == 1 else None
-
-    # ---- settings
-
-    @property
-    def reduce_grads(self) -> bool:
-        return self._options.requires_gradient_sync
-
-    @property
-    def all_reduce_grads(self) -> bool:
-        return self._options.requires_all_reduce
-
-    @property
-    def reshard_after_backward(self) -> bool:
-        return self._options.reshard_after_backward
-
-    @property
-    def unshard_in_backward(self) -> bool:
-        return self._options.unshard_in_backward
-
-    @property
-    def unshard_async_op(self) -> bool:
-        return False
-
-    @property
-    def gradient_divide_factor(self) -> float | None:
-        return self._options.divide_factor
-
-    @property
-    def reduce_scatter_unused_params(self) -> bool:
-        return self._options.reduce_unused
-
-    @property
-    def reduce_scatter_max_input_buffers(self) -> int:
-        return self._options.max_reductions or 1
-
-    @property
-    def force_sum_reduction_for_comms(self) -> bool:
-        return self._options.only_sums
-
-    @property
-    def _all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
-        return self._options.comms.all_reduce_hook
-
-    @property
-    def _all_reduce_hook_stream(self) -> Any:
-        return self._options.comms.hook_stream
-
-    @property
-    def _all_gather_comm(self) -> Any:
-        return self._options.comms.all_gather
-
-    @property
-    def _reduce_scatter_comm(self) -> Any:
-        return self._options.comms.reduce_scatter
-
-    # ---- where it is
 
     @property
     def _sharded_state(self) -> Any:
@@ -465,23 +313,6 @@ class GroupFacade(_View):
         if phase is UNSHARDED:
             return ShardedState.UNSHARDED
         return ShardedState.SHARDED_POST_FORWARD if phase is RESIDENT else ShardedState.SHARDED
-
-    @property
-    def is_sharded(self) -> bool:
-        return self._sharded_state is ShardedState.SHARDED
-
-    @property
-    def is_sharded_post_forward(self) -> bool:
-        return self._sharded_state is ShardedState.SHARDED_POST_FORWARD
-
-    @property
-    def is_unsharded(self) -> bool:
-        return self._sharded_state is ShardedState.UNSHARDED
-
-    @property
-    def _all_gather_result(self) -> object | None:
-        """Not None while a gather is in flight."""
-        return self._group if self._group is not None and self._group.phase is GATHERING else None
 
     @property
     def _training_state(self) -> Any:
@@ -503,7 +334,7 @@ class GroupFacade(_View):
 
     @comm_ctx.setter
     def comm_ctx(self, context: CommContextFacade) -> None:
-        self._of._comm_ctx = context
+        self._of._share(context)
 
     def lazy_init(self) -> None:
         """Make the engine, if there is none yet."""
@@ -518,7 +349,7 @@ class GroupFacade(_View):
 
     def wait_for_unshard(self) -> None:
         """Make the parameters readable in the modules, if a gather was issued."""
-        if self._engine is not None and self._group is not None and self._group.phase is GATHERING:
+        if self._engine is not None and self._is_gathering:
             self._engine.unshard(self._group, wait=True)
 
     def reshard(self) -> None:
@@ -531,19 +362,19 @@ class GroupFacade(_View):
     @property
     def heard(self) -> ParamGroup | None:
         """As a `Listener`."""
-        return self._group
+        return None if self._own.bound is None else self._own.bound.group
 
     def around(self, moment: str, work: Callable[[], None], gradients: Gradients = ()) -> None:
         """As a `Listener`."""
         before, event = self._event, _Event(moment, work, gradients)
-        self._hold(_event=event)
+        self.__dict__["_event"] = event
         try:
             if moment == PRE_BACKWARD:
                 self.pre_backward(self._own.prefetched(backward=True) is None)
             else:
                 self.post_backward()
         finally:
-            self._hold(_event=before)
+            self.__dict__["_event"] = before
         if not event.done:
             raise ShardConfigStateError(
                 f"group {self._module_fqn}: {moment} was replaced by something that does not call what was there, so "
@@ -552,9 +383,8 @@ class GroupFacade(_View):
 
     def _do(self, moment: str) -> None:
         event = self._event
-        if event is not None and event.moment == moment and not event.done:
-            event.done = True
-            event.work()
+        if event is not None and event.moment == moment:
+            event.do()
 
     @property
     def pre_backward(self) -> Callable[..., None]:
@@ -604,54 +434,32 @@ class GroupFacade(_View):
         """
         if there and self._gone:
             self._seen.clear()
-        self._hold(_gone=not there)
+        self.__dict__["_gone"] = not there
         if not there:
             self._theirs.clear()
             self._listen()
 
 
 class CommContextFacade(_View):
-    """The streams of communication, which several roots can share."""
-
-    _own: ShardState
-
-    def __init__(self, state: ShardState) -> None:
-        self._hold(_own=state)
+    """The streams of communication of a root, by its `_own` state, which several roots can share."""
 
 
 class ContextFacade(_View):
-    """Facts of the root, under the names of torch's `FSDPStateContext`."""
+    """Facts of the root, whose facade is `_top`, under the names of torch's `FSDPStateContext`."""
 
-    _top: StateFacade
-
-    def __init__(self, root: StateFacade) -> None:
-        self._hold(_top=root)
+    _names: ClassVar[dict[str, Callable[[Any], Any]]] = {
+        "_engine": attrgetter("_top._engine"),
+        "iter_forward_root": lambda c: c._top if c._engine is not None and c._engine.in_forward else None,
+        "post_backward_final_callback_queued": lambda c: c._engine is not None and c._engine.in_backward,
+        "is_last_backward": lambda c: c._engine is None or c._engine.is_last_backward,
+        "post_optim_event": lambda c: None if c._engine is None else c._engine.changed_at,
+    }
 
     @property
     def all_states(self) -> list[StateFacade]:
         module = self._top._root_module
-        found = [] if module is None else [registered_state(each) for each in module.modules()]
-        return list(dict.fromkeys(state for state in found if isinstance(state, StateFacade)))
-
-    @property
-    def iter_forward_root(self) -> StateFacade | None:
-        engine = self._top._engine
-        return self._top if engine is not None and engine.in_forward else None
-
-    @property
-    def post_backward_final_callback_queued(self) -> bool:
-        engine = self._top._engine
-        return engine is not None and engine.in_backward
-
-    @property
-    def is_last_backward(self) -> bool:
-        engine = self._top._engine
-        return engine is None or engine.is_last_backward
-
-    @property
-    def post_optim_event(self) -> torch.Event | None:
-        engine = self._top._engine
-        return None if engine is None else engine.changed_at
+        states = [] if module is None else [registered_state(each) for each in module.modules()]
+        return list(dict.fromkeys(state for state in states if isinstance(state, StateFacade)))
 
 
 @dataclass(frozen=True)
@@ -744,21 +552,31 @@ class StateFacade(_View):
     _fsdp_param_groups: list[GroupFacade]
     _comm: CommContextFacade
 
-    def __init__(self, modules: Sequence[nn.Module], state: ShardState, ours: OurHooks) -> None:
-        self._build(modules, state, ours)
+    _names: ClassVar[dict[str, Callable[[Any], Any]]] = {
+        "_modules": lambda s: tuple(module for known in s._known if (module := known()) is not None),
+        "_engine": lambda s: None if s._own.bound is None else s._own.bound.engine,
+        "_device": attrgetter("_own.declaration.info.device"),
+        "_mp_policy": attrgetter("_own.declaration.settings.current.mp_policy"),
+        "_auto_reshard_after_forward": lambda s: s._own.declaration.settings.current.reshard_after_forward is None,
+        "_states_to_forward_prefetch": lambda s: s._prefetched(backward=False),
+        "_states_to_backward_prefetch": lambda s: s._prefetched(backward=True),
+        "_state_ctx": lambda s: ContextFacade(_top=s._root or s),
+    }
 
-    def _build(self, modules: Sequence[nn.Module], state: ShardState, ours: OurHooks) -> None:
-        self._hold(_own=state, _ours=ours, _known=[weakref.ref(module) for module in modules])
-        self._hold(_hooks=(_Hooks(self, "_pre_forward", ours.before), _Hooks(self, "_post_forward", ours.after)))
+    def __init__(self, modules: Sequence[nn.Module], state: ShardState, ours: OurHooks) -> None:
+        super().__init__(_own=state, _ours=ours, _known=[weakref.ref(module) for module in modules])
         own = [each for each in state.family if each.declaration.params]
-        self._hold(_initialised=False)
-        groups = [GroupFacade(self, each, index) for index, each in enumerate(own)]
-        self._hold(_fsdp_param_groups=groups, _comm=CommContextFacade(state))
+        self.__dict__.update(
+            _hooks=(_Hooks(self, "_pre_forward", ours.before), _Hooks(self, "_post_forward", ours.after)),
+            _initialised=False,
+            _fsdp_param_groups=[GroupFacade(self, each, index) for index, each in enumerate(own)],
+            _comm=CommContextFacade(_own=state),
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateFacade:
         made = memo[id(self)] = object.__new__(StateFacade)
         modules = [copy.deepcopy(module, memo) for module in self._modules]
-        made._build(modules, copy.deepcopy(self._own, memo), self._ours)
+        StateFacade.__init__(made, modules, copy.deepcopy(self._own, memo), self._ours)
         return made
 
     @property
@@ -770,14 +588,6 @@ class StateFacade(_View):
                 "meshes; read _fsdp_param_groups"
             )
         return groups[0] if groups else None
-
-    @property
-    def _modules(self) -> tuple[nn.Module, ...]:
-        return tuple(module for known in self._known if (module := known()) is not None)
-
-    @property
-    def _engine(self) -> Engine | None:
-        return None if self._own.bound is None else self._own.bound.engine
 
     @property
     def _root(self) -> StateFacade | None:
@@ -802,38 +612,14 @@ class StateFacade(_View):
         return None if bound is None or self._root is None else bound.is_root
 
     @property
-    def _device(self) -> torch.device:
-        return self._own.declaration.info.device
-
-    @property
-    def _mp_policy(self) -> MixedPrecisionPolicy:
-        return self._own.declaration.settings.current.mp_policy
-
-    @property
-    def _auto_reshard_after_forward(self) -> bool:
-        return self._own.declaration.settings.current.reshard_after_forward is None
-
-    @property
     def _training_state(self) -> Any:
         states = [group._training_state for group in self._fsdp_param_groups]
         return next((state for state in states if state is not TrainingState.IDLE), TrainingState.IDLE)
-
-    @property
-    def _states_to_forward_prefetch(self) -> list[StateFacade]:
-        return self._prefetched(backward=False)
-
-    @property
-    def _states_to_backward_prefetch(self) -> list[StateFacade]:
-        return self._prefetched(backward=True)
 
     def _prefetched(self, backward: bool) -> list[StateFacade]:
         wanted = self._own.prefetched(backward) or ()
         by_state = {facade._own: facade for facade in self._state_ctx.all_states}
         return [by_state[state] for state in wanted if state in by_state]
-
-    @property
-    def _state_ctx(self) -> ContextFacade:
-        return ContextFacade(self._root or self)
 
     @property
     def _comm_ctx(self) -> CommContextFacade:
@@ -842,15 +628,18 @@ class StateFacade(_View):
 
     @_comm_ctx.setter
     def _comm_ctx(self, context: CommContextFacade) -> None:
+        self._share(context)
+
+    def _share(self, context: CommContextFacade) -> None:
         if context is not self._comm_ctx:
             share_lanes([context._own, self._own])
-            self._hold(_comm=context)
+            self.__dict__["_comm"] = context
 
     def _lazy_init(self) -> None:
         """Make the engine, with the module as its root, if there is none yet."""
         if self._own.bound is None:
             build_engine(self._modules[0])
-            self._hold(_initialised=True)
+            self.__dict__["_initialised"] = True
 
     @property
     def _pre_forward_hook_handle(self) -> Any:
@@ -902,11 +691,17 @@ class StateFacade(_View):
         return self._ours.after(module, args, output) if self._hooks[1].are_lent(module) else output
 
     def _reset_iter_state(self) -> None:
-        self._modules[0].reset_iter_state()  # type: ignore[operator]
+        self._modules[0].reset_iter_state()
 
     def _root_post_backward_final_callback(self) -> None:
         if self._engine is not None:
             self._engine.end_backward_by_hand()
+
+
+def _uniform(dtypes: Iterable[torch.dtype | None]) -> torch.dtype | None:
+    """The one dtype that all of these are, or None."""
+    kinds = set(dtypes)
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def _strides(size: torch.Size) -> tuple[int, ...]:

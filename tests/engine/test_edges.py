@@ -114,7 +114,7 @@ def test_an_update_in_place_between_forwards_is_seen_whatever_form_it_has(rank, 
 
 
 def shards_of(model):
-    for _, state in composable_shard._module.state.named_states(model):
+    for state in composable_shard._module.state.states_below(model):
         state.release()
     return model.parameters()
 
@@ -176,7 +176,7 @@ def test_running_out_of_memory_in_a_gather_leaves_the_model_usable(rank, world):
     model, plain = twins()
     composable_shard.shard_by_class(model, {type(model.blocks[0])})
     model(*vectors(rank, 0))
-    engine = next(state for _, state in composable_shard._module.state.named_states(model)).bound.engine
+    engine = next(iter(composable_shard._module.state.states_below(model))).bound.engine
     lease = engine.pool.lease_for
 
     def fails(*args, **kwargs):

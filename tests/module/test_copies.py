@@ -71,6 +71,25 @@ def test_a_deep_copy_trains_on_its_own(rank, world, shard, moment):
 
 
 @distributed(world=2)
+def test_a_copy_of_several_modules_in_one_group_loads_full_tensors(rank, world):
+    model, plain = twins(shard=shard_root)
+    made = copy.deepcopy(model)
+    made.load_state_dict(plain.state_dict())
+    for name, param in made.named_parameters():
+        assert torch.equal(param.full_tensor(), plain.get_parameter(name)), name
+
+
+@distributed(world=2)
+def test_a_copy_knows_the_parameters_that_were_ignored_from_those_that_are_added(rank, world):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model, ignored_params={*model[1].parameters()})
+    made = copy.deepcopy(model)
+    made.append(nn.Linear(4, 4).requires_grad_(False))
+    made(torch.ones(2, 4)).sum().backward()
+    assert made[0].weight.grad is not None
+
+
+@distributed(world=2)
 def test_tied_parameters_stay_tied_in_a_copy_and_torchs_fsdp2_makes_none(rank, world):
     model = TiedText()
     shard_root(model, fully_shard)

@@ -294,9 +294,9 @@ def test_a_dtensor_on_a_mesh_of_another_device_type_is_rejected_by_its_name(rank
 @simulated(world=1)
 def test_offloaded_parameters_that_have_left_the_cpu_are_listed(rank, world):
     param = SimpleNamespace(fqn="block.weight", local=on_another_device(2))
-    state = SimpleNamespace(declaration=SimpleNamespace(info=SimpleNamespace(offloads=True), params=[param]))
+    asked = SimpleNamespace(info=SimpleNamespace(offloads=True), params=[param])
     with pytest.raises(
         RuntimeError,
         match=r"materialized on CPU when .*load a CPU state dict.*: \[\('block.weight', device\(type='cuda'",
     ):
-        _check_offloaded([(["block"], state)])
+        _check_offloaded([asked])

@@ -1,0 +1,199 @@
+"""Parameters that are added to modules after `fully_shard`: found if they have only moved, else refused."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, repeat
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from .._errors import ShardConfigStateError, ShardConfigValueError
+from .._group.faces import LEAF_OF
+from .._group.param import ShardedParam, is_sharded_parameter
+from .._torch.core import has_post_accumulate_hooks
+from .entries import ModuleEntries, Place
+
+
+def check_use(owner: nn.Module, name: str, fqn: str) -> None:
+    """Refuse a parameter that its module treats in a way that sharding cannot serve.
+
+    Raises:
+        ShardConfigValueError: an embedding writes to its weight in forward, or gives it a sparse gradient.
+    """
+    if name != "weight" or not isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
+        return
+    where = f"parameter {fqn}: is the weight of an {type(owner).__name__} with"
+    if owner.max_norm is not None:
+        raise ShardConfigValueError(
+            f"{where} max_norm, which writes to it in forward, and what is written to an unsharded copy is lost; "
+            "set max_norm=None and clip the rows after the optimizer's step, or pass the weight in ignored_params"
+        )
+    if owner.sparse and owner.weight.requires_grad:
+        raise ShardConfigValueError(
+            f"{where} sparse=True, and a sparse gradient cannot be reduced into shards; set sparse=False, "
+            "or pass the weight in ignored_params"
+        )
+
+
+class Top(NamedTuple):
+    """What a module holds; the dictionaries alone, so that the module is not kept alive."""
+
+    params: dict[str, Any]  # its `_parameters`
+    children: dict[str, Any]  # its `_modules`
+
+
+class _Seen:
+    """What modules held when it was looked at last, by which it can be told cheaply whether that has changed."""
+
+    def __init__(self, tops: Sequence[Top]) -> None:
+        below = [top for _, _, top in _below(tops)]
+        self._parents = [top.children for top in below]
+        self._children = [*chain.from_iterable(map(dict.values, self._parents))]
+        self._dicts = [*chain.from_iterable(below)]
+        self._sizes = [*map(len, self._dicts)]
+        self._filled = [
+            (top.params, {name for name, param in top.params.items() if param is not None}) for top in below
+        ]
+        empty = [(params, name) for params, filled in self._filled for name in params.keys() - filled]
+        self._empty = [params for params, _ in empty], [name for _, name in empty]
+
+    def is_current(self) -> bool:
+        """Whether the modules still have the same children, and no more parameters than they had."""
+        return (
+            [*map(len, self._dicts)] == self._sizes
+            and all(map(is_, chain.from_iterable(map(dict.values, self._parents)), self._children))
+            and all(map(is_, map(dict.get, *self._empty), repeat(None)))
+        )
+
+    def names(self) -> dict[int, set[str]]:
+        """By id of a module's `_parameters`: the names of those that were there."""
+        return {id(params): names for params, names in self._filled}
+
+
+class WatchedEntries(ModuleEntries):
+    """The entries of a call's own mesh, which also watch for parameters that are added.
+
+    Args:
+        places, params: as those of `ModuleEntries`.
+        tops: of the modules of the call: they are watched with all modules below.
+        others: the entries of the call's other meshes.
+
+    Attributes:
+        claim: if set, called with a module into which a parameter of the call was moved.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        params: Sequence[ShardedParam],
+        tops: Sequence[Top],
+        others: Sequence[ModuleEntries] = (),
+    ) -> None:
+        super().__init__(places, params)
+        self.claim: Callable[[nn.Module], None] | None = None
+        self._tops = tops
+        self._others = others
+        self._seen = _Seen(tops)
+        self._allows_unmanaged = False
+        self._idle: list[nn.Parameter] = []  # accepted, though nobody shards them, as they did not train at that time
+
+    def allow_unmanaged(self) -> None:
+        """Accept parameters that nobody shards."""
+        self._allows_unmanaged = True
+
+    def adopt(self) -> bool:
+        """Find parameters that have moved, refuse those that nobody shards, and then do as `ModuleEntries`.
+
+        Accepted are parameters that do not train, and those with post-accumulate hooks, which may average their
+        gradients. That may change, so they are looked at each time.
+
+        Raises:
+            ShardConfigStateError: parameters were added that nobody shards, and this forward trains them; or one has
+                no place any more, or was replaced by one that is placed otherwise.
+        """
+        if not self._seen.is_current() or (self._idle and any(map(_trains, self._idle))):
+            self._look_anew()
+        return super().adopt()
+
+    def _look_anew(self) -> None:
+        family = [self, *self._others]
+        moved: list[tuple[ModuleEntries, nn.Module | None, Place]] = []
+        added: dict[str, nn.Parameter] = {}
+        for prefix, module, own, name in self._new_places(family):
+            param = own[name]
+            owners = [(each, index) for each in family if (index := each.index_of(param)) is not None]
+            if owners:
+                entries, index = owners[0]
+                moved.append((entries, module, (own, name, index)))
+            elif LEAF_OF not in param.__dict__ and not is_sharded_parameter(param):
+                added[prefix + name] = param
+        self._check_managed(added)
+        self._follow_moved(moved)
+        self._idle = [] if self._allows_unmanaged else [*added.values()]
+        self._seen = _Seen(self._tops)
+
+    def _new_places(
+        self, family: Sequence[ModuleEntries]
+    ) -> Iterator[tuple[str, nn.Module | None, dict[str, Any], str]]:
+        """The places of parameters that are new, or were only accepted: as `_below` gives them, with the name."""
+        places = {(id(params), name) for entries in family for params, name, _ in entries.places}
+        idle = {*map(id, self._idle)}
+        seen = self._seen.names()
+        for prefix, module, (own, _) in _below(self._tops):
+            known = seen.get(id(own), ())
+            for name, param in own.items():
+                is_new = param is not None and (name not in known or id(param) in idle)
+                if is_new and (id(own), name) not in places:
+                    yield prefix, module, own, name
+
+    def _check_managed(self, added: dict[str, nn.Parameter]) -> None:
+        trained = [name for name, param in added.items() if _trains(param)]
+        if trained and not self._allows_unmanaged:
+            raise ShardConfigStateError(
+                f"parameters {', '.join(trained)}: were added after fully_shard, so nobody shards them or reduces "
+                "their gradients; call fully_shard on the module that was added, or, if you average their gradients "
+                "yourself, do so in post-accumulate hooks, or call allow_unmanaged_parameters() on the model"
+            )
+
+    def _follow_moved(self, moved: Sequence[tuple[ModuleEntries, nn.Module | None, Place]]) -> None:
+        """Parameters, each of some entries, were put into other modules: note these, and the places there."""
+        for entries, module, (_, name, index) in moved:
+            if module is not None:
+                param = entries.params[index]
+                check_use(module, name, param.fqn)
+                param.module = weakref.ref(module)
+                if self.claim is not None:
+                    self.claim(module)
+        for each in dict.fromkeys(entries for entries, _, _ in moved):
+            each.move([place for entries, _, place in moved if entries is each])
+
+
+def _below(tops: Sequence[Top]) -> Iterator[tuple[str, nn.Module | None, Top]]:
+    """The modules of `tops` and all below that no other call has sharded.
+
+    Yields:
+        the prefix of its parameters' names, the module (None for one of `tops`), and what it holds.
+    """
+    seen: set[int] = set()
+    to_do: list[tuple[str, nn.Module | None, Top]] = [("", None, top) for top in reversed(tops)]
+    while to_do:
+        prefix, module, top = to_do.pop()
+        if id(top.params) in seen:
+            continue
+        seen.add(id(top.params))
+        yield prefix, module, top
+        to_do += [
+            (f"{prefix}{name}.", child, Top(child._parameters, child._modules))
+            for name, child in reversed(top.children.items())
+            if child is not None and not isinstance(child, FSDPModule)
+        ]
+
+
+def _trains(param: torch.Tensor) -> bool:
+    """Whether a forward that begins now may give a parameter a gradient that nobody averages."""
+    return param.requires_grad and torch.is_grad_enabled() and not has_post_accumulate_hooks(param)
