@@ -167,7 +167,7 @@ class Learning:
         for (group, device, fqns), name in zip(self._among, self._engine, strict=True):
             if found := sorted(apart & fqns):
                 here = ", ".join(fqn or ROOT_NAME for fqn in gathered if fqn in fqns)
-                roll = Roll((group, device), f"{name}/{self.forwards}/{here}")
+                roll = Roll((group, device, fqns), f"rolls/{name}/{self.forwards}/{here}")
                 self._rolls.append((roll, fqns, _gathered_alone(self.forwards, found, here)))
 
     def _gathers_apart(self, seen: Sequence[str], expected: Sequence[str], gathered: Sequence[str]) -> set[str]:

@@ -97,7 +97,7 @@ class Tuning:
         self._found = [each for each in self._found if each.keys() == seconds.keys()] + [seconds]
         if len(self._found) == STEPS:
             least = [min(each[part] for each in self._found) for part in seconds]
-            agreed = slowest(least, [(group, device) for group, device, _ in self._among])
+            agreed = slowest(least, self._among)
             self._end()
             self._compare(plan, dict(zip(seconds, agreed, strict=True)))
 
