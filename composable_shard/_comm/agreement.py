@@ -187,11 +187,16 @@ class Ballot:
             return Outcome.OPEN
         lost = [index for index, vote in enumerate(votes) if not vote.is_full()]
         if lost:
-            self._apart = [self._among[i] for i in lost if not self._round and self._for_any[i].is_full()]
-            return Outcome.APART if self._apart else Outcome.SOME
+            return self._refused(lost)
         self._round += 1
         self._for_this = []
         return Outcome.OPEN if self._round < len(self._among) else Outcome.ALL
+
+    def _refused(self, lost: Sequence[int]) -> Outcome:
+        """Not all ranks want this plan: do all want one, in some of the process groups that are `lost`, by index?"""
+        if not self._round:
+            self._apart = [self._among[index] for index in lost if self._for_any[index].is_full()]
+        return Outcome.APART if self._apart else Outcome.SOME
 
     def explain(self) -> None:
         """After `Outcome.APART`, find the first difference of the plans, by a collective.

@@ -47,7 +47,6 @@ from .late import LateUses
 from .node import Keeper, Outputs, Use, Witness, unshard
 from .order import Order
 from .review import Review
-from .stopwatch import Stopwatch
 
 
 def _group_of(bucket: Bucket) -> ParamGroup:
@@ -513,7 +512,7 @@ class Engine:
         self.pool.own(wanted)
 
     def _watch(self, on: bool) -> None:
-        self.review.measuring.watch(Stopwatch(self.pool.memory.device) if on else None)
+        self.review.measuring.watch(on)
 
     watched = property(fset=_watch, doc="Whether what is done is timed.")
 

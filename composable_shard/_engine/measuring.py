@@ -7,6 +7,7 @@ for where it is issued, so that it and the compute around it are timed alone. Of
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 
 from .._plan.plan import ShardPlan
 from .._plan.record import Record, own_seconds
@@ -49,11 +50,11 @@ class Measuring:
         self._tries = 0
         self._every = self._due_in = CHECK_AFTER  # iterations between two checks; until the next one
 
-    def watch(self, watch: Stopwatch | None) -> None:
-        """Use a user's stopwatch, or none; while steps are measured, only after that."""
-        self._watch = watch
+    def watch(self, on: bool) -> None:
+        """Time for a user what is done, or no longer; while steps are measured, only after that."""
+        self._watch = Stopwatch(self._do.pool.memory.device) if on else None
         if not self.is_on:
-            self._do.time_by(watch)
+            self._do.time_by(self._watch)
 
     def _is_due(self, plan: ShardPlan) -> bool:
         """Whether costs are missing, or it is time to check them. To be asked once an iteration, as it counts these."""
@@ -133,12 +134,12 @@ def _given_up(plan: ShardPlan) -> str:
 
 def _seconds(plan: ShardPlan, record: Record) -> Seconds:
     """Seconds of each group: its forward, backward, one gather and one reduction."""
-    own, seconds = own_seconds(record.spans), Seconds()
+    own, begun = own_seconds(record.spans), Counter((span.kind, span.fqn) for span in record.spans)
+    seconds: Seconds = {}
     for fqn in dict.fromkeys(plan.order):
         for name, kinds in _PARTS:
-            whole = sum(own.get((kind, fqn), 0.0) for kind in kinds)
-            times = sum(span.fqn == fqn and span.kind is kinds[0] for span in record.spans) if len(kinds) > 1 else 1
-            seconds[name, fqn] = whole / max(1, times)
+            times = max(1, begun[kinds[0], fqn]) if len(kinds) > 1 else 1
+            seconds[name, fqn] = sum(own.get((kind, fqn), 0.0) for kind in kinds) / times
     return seconds
 
 

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from operator import attrgetter
 
 from .._errors import ShardConfigValueError
@@ -123,13 +124,11 @@ class Order:
 
     def _check_names(self, plan: ShardPlan) -> None:
         edges = plan.edges()
-        names = [*plan.order, *edges.kept, *dict(edges.in_flight)]
-        for fqn, ahead in (*edges.forward, *edges.backward):
-            names += (fqn, *ahead)
-        for order in plan.own_orders.values():
-            names += order
-        if strange := [fqn for fqn in names if fqn not in self._by_fqn]:
-            raise ShardConfigValueError(f"plan: names {strange[0]!r}, which is no group of this model")
+        ahead = [(fqn, *following) for fqn, following in (*edges.forward, *edges.backward)]
+        names = chain(plan.order, edges.kept, dict(edges.in_flight), *ahead, *plan.own_orders.values())
+        for fqn in names:
+            if fqn not in self._by_fqn:
+                raise ShardConfigValueError(f"plan: names {fqn!r}, which is no group of this model")
 
     def gather_ahead(self, group: ParamGroup, backward: bool, following: list[ParamGroup]) -> None:
         """A user lists the groups to gather when the forward, or the backward, of a group begins."""
@@ -180,13 +179,13 @@ class Order:
         """The schedule for compiled graphs: the lists of users and, if `follows`, all of the plan's schedule."""
         plan, edges = self.plan, self.plan.edges()
         made = self._followed_by_graphs(edges) if follows else GraphSchedule()
-        ahead = {False: dict(made.forward), True: dict(made.backward)}
+        ahead = dict(made.forward), dict(made.backward)
         for (backward, group), listed in self.explicit.items():
             ahead[backward][_module_of(group.fqn)] = tuple(_module_of(each.fqn) for each in listed)
         kept: Counter[str] = Counter()
         for fqn in edges.kept if follows or plan.pool.budget is not None else ():
             kept[_module_of(fqn)] += plan.group(fqn).unsharded_bytes
-        return replace(made, forward=ahead[False], backward=ahead[True], kept=dict(kept))
+        return replace(made, forward=ahead[0], backward=ahead[1], kept=dict(kept))
 
     def _followed_by_graphs(self, edges: Schedule) -> GraphSchedule:
         """All that the plan's schedule says to graphs, but for the bytes that are kept."""

@@ -102,8 +102,7 @@ class Review:
             self._hear_others(_arrived(history.since(self._begun).actions))
         if not self._has_learned and not self._phase.startswith(NO_GRAD):
             self._has_learned = True
-            if self._learn_first(history.since(self._begun)):
-                return
+            self._learn_first(history.since(self._begun))
         planned = self._order.phases.get(self._phase, self._order.usual)
         _, order, around = self._begun
         seen, inside = tuple(history.order[order:]), history.around[around:]
@@ -112,36 +111,31 @@ class Review:
         elif self._phase not in self._order.phases:
             self._order.note(self._phase, seen)
 
-    def _learn_first(self, seen: Record) -> bool:
+    def _learn_first(self, seen: Record) -> None:
         """Learn the order of the first forward, and agree on it by a collective, as all ranks come here once.
 
-        Where `reduce_unused` lets ranks run different modules, they agree on their gathers alone, and nothing is
-        learned (false).
+        Where `reduce_unused` lets ranks run different modules, they agree on their gathers alone.
         """
         planned = self._order.plan
         if any(group.options.reduce_unused for group in self._do.groups):
             gathered = tuple(_gathers(seen))
             agree(replan(planned, Record((), (), gathered)) if gathered else planned, self._among)
-            return False
+            return
         plan = replan(planned, seen)
         agree(plan, self._among)
         if plan is not planned:
             self.log.add("order", self._forwards, order_drift(planned, plan))
             self._adopt(plan)
         self._order.note(self._phase, seen.order)
-        return True
 
     def _left_plan(self, planned: PhaseSchedule, seen: Record) -> None:
         """A forward ran otherwise than planned: see that all ranks did the same, and vote for a plan that says so."""
         self.log.add("order", self._forwards, order_drift(planned, seen))
         if self._among and (self._forwards <= _FREE_ROLLS or self._forwards % _FORWARDS_A_ROLL == 0):
             self._open_rolls(planned, seen)
-        self._want(partial(self._with_order, seen), self._may_be_alone(planned, seen))
-
-    def _with_order(self, seen: Record) -> ShardPlan:
-        if self._phase != TRAIN:
-            return self._order.plan.noting(self._phase, seen.order, seen.around)
-        return replan(self._order.plan, seen)
+        plan = self._order.plan
+        noted = partial(plan.noting, self._phase, seen.order, seen.around)
+        self._want(partial(replan, plan, seen) if self._phase == TRAIN else noted, self._may_be_alone(planned, seen))
 
     def _may_be_alone(self, planned: PhaseSchedule, seen: Record) -> bool:
         """Whether a rank may leave the plan in this way alone.
@@ -173,19 +167,22 @@ class Review:
         """
         explicit = [group.fqn for listed in self._order.explicit.values() for group in listed]
         expected, ran = Counter((*planned.order, *explicit)), Counter(seen.order)
-        gathered = dict.fromkeys(_gathers(seen))
+        gathered = set(_gathers(seen))
         sharded = {group.fqn for group in self._do.groups if group.phase is SHARDED}
-        left_out = (expected.keys() & sharded) - ran.keys() - gathered.keys()
-        added = (gathered.keys() & ran.keys()) - expected.keys()
-        if self._order.explicit:  # which gathers ahead in whatever order a user has listed
+        left_out = (expected.keys() & sharded) - ran.keys() - gathered
+        added = (gathered & ran.keys()) - expected.keys()
+        if self._order.explicit:  # users may list groups in whatever order
             return left_out | added
-        usual = self._order.forward
-        resharded = {group.fqn for group in self._do.groups if usual.reshards(group)}
-        recounted = {fqn for fqn in gathered.keys() & ran.keys() & expected.keys() if ran[fqn] != expected[fqn]}
-        moved = zip(
-            [fqn for fqn in gathered if fqn in expected], [fqn for fqn in expected if fqn in gathered], strict=True
-        )
-        return left_out | added | (recounted & resharded) | {one for one, other in moved if one != other}
+        return left_out | added | self._out_of_turn(planned, seen)
+
+    def _out_of_turn(self, planned: PhaseSchedule, seen: Record) -> set[str]:
+        """The planned groups that were gathered another number of times than planned, or in another order."""
+        expected, ran = Counter(planned.order), Counter(seen.order)
+        gathered = [fqn for fqn in dict.fromkeys(_gathers(seen)) if fqn in expected]
+        resharded = {group.fqn for group in self._do.groups if planned.reshards(group)}
+        recounted = {fqn for fqn in gathered if fqn in resharded and 0 < ran[fqn] != expected[fqn]}
+        in_turn = [fqn for fqn in expected if fqn in gathered]
+        return recounted | {fqn for fqn, other in zip(gathered, in_turn, strict=True) if fqn != other}
 
     def _hear_others(self, arrived: frozenset[str]) -> None:
         """Check the rolls and count the votes in whose process group a gather has arrived.
