@@ -180,7 +180,7 @@ class Review:
         expected, ran = Counter(planned.order), Counter(seen.order)
         gathered = [fqn for fqn in dict.fromkeys(_gathers(seen)) if fqn in expected]
         resharded = {group.fqn for group in self._do.groups if planned.reshards(group)}
-        recounted = {fqn for fqn in gathered if fqn in resharded and 0 < ran[fqn] != expected[fqn]}
+        recounted = {fqn for fqn, _ in ran.items() - expected.items()} & resharded & set(gathered)
         in_turn = [fqn for fqn in expected if fqn in gathered]
         return recounted | {fqn for fqn, other in zip(gathered, in_turn, strict=True) if fqn != other}
 
