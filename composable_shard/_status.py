@@ -48,7 +48,7 @@ def drift_log(model: nn.Module) -> tuple[str, ...]:
     Orders are compared at each forward, bytes when more are live than ever before, and times, under
     `PrefetchPolicy.auto`, when steps are measured again. `stats` counts them.
     """
-    return tuple(line for engine in _engines(model) for line in engine.learning.log.lines)
+    return tuple(line for engine in _engines(model) for line in engine.review.log.lines)
 
 
 def watch(model: nn.Module, on: bool = True) -> None:
@@ -106,8 +106,8 @@ def stats(model: nn.Module) -> dict[str, float]:
             add(f"pool/{name}", getattr(pool, name))
         add("pool/fallbacks", sum(pool.fallbacks.values()))
         add("plan/peak_bytes", engine.order.plan.peak_bytes)
-        add("plan/replans", engine.order.replans)
-        for kind, count in engine.learning.log.counts.items():
+        add("plan/replans", engine.review.replans)
+        for kind, count in engine.review.log.counts.items():
             add(f"plan/{kind}_drifts", count)
         actions = () if record is None else record.actions
         add("step/unshards", sum(action.kind is Kind.UNSHARD for action in actions))

@@ -26,9 +26,17 @@ from .mesh import MeshInfo
 _ALONE = ("fake", "fabric")  # backends of one process, which simulate the other ranks
 _SIMULATED = (*_ALONE, "simulated")
 Settings = Mapping[str, Mapping[str, str]]  # by the FQN of a group: names of settings, and what they are set to
-Among = Sequence[
-    tuple[dist.ProcessGroup, torch.device, frozenset[str]]
-]  # process groups, each with its device and the FQNs of the groups of parameters that it serves
+Member = tuple[dist.ProcessGroup, torch.device, frozenset[str]]
+Among = Sequence[Member]  # process groups, each with its device and the FQNs of the groups of parameters that it serves
+
+
+def _by_process_group(served: Iterable[tuple[str, dist.ProcessGroup | None, torch.device]]) -> Among:
+    """Each process group of several ranks once, with the FQNs of all groups of parameters that it serves."""
+    by_group: dict[dist.ProcessGroup, tuple[torch.device, set[str]]] = {}
+    for fqn, group, device in served:
+        if group is not None and group.size() > 1:
+            by_group.setdefault(group, (device, set()))[1].add(fqn)
+    return [(group, device, frozenset(fqns)) for group, (device, fqns) in by_group.items()]
 
 
 def groups_of(meshes: Iterable[tuple[str, MeshInfo]]) -> Among:
@@ -37,12 +45,8 @@ def groups_of(meshes: Iterable[tuple[str, MeshInfo]]) -> Among:
     Process groups of replicas are left out: each replica may run a forward of its own, or have its own transports (see
     `replicas_of`). Process groups of which no other rank really exists are left out, too.
     """
-    found: dict[int, tuple[dist.ProcessGroup, torch.device, set[str]]] = {}
-    for fqn, info in meshes:
-        there = info.shard_group
-        if there is not None and there.size() > 1 and backend_name(there, info.device) not in _ALONE:
-            found.setdefault(id(there), (there, info.device, set()))[2].add(fqn)
-    return [(group, device, frozenset(fqns)) for group, device, fqns in found.values()]
+    among = _by_process_group((fqn, info.shard_group, info.device) for fqn, info in meshes)
+    return [each for each in among if backend_name(each[0], each[1]) not in _ALONE]
 
 
 def replicas_of(meshes: Iterable[tuple[str, MeshInfo]]) -> Among:
@@ -51,12 +55,8 @@ def replicas_of(meshes: Iterable[tuple[str, MeshInfo]]) -> Among:
     Such replicas meet in no gather. They agree before their first reduction: what they do before that concerns no
     other rank.
     """
-    found: dict[int, tuple[dist.ProcessGroup, torch.device, set[str]]] = {}
-    for fqn, info in meshes:
-        there = info.replicate_group
-        if there is not None and there.size() > 1 and info.shard_size == 1:
-            found.setdefault(id(there), (there, info.device, set()))[2].add(fqn)
-    return real([(group, device, frozenset(fqns)) for group, device, fqns in found.values()])
+    unsharded = [(fqn, info.replicate_group, info.device) for fqn, info in meshes if info.shard_size == 1]
+    return real(_by_process_group(unsharded))
 
 
 def real(among: Among) -> Among:
@@ -78,17 +78,17 @@ def agree(plan: ShardPlan, among: Among, settings: Settings | None = None) -> No
     """
     for group, device, fqns in among:
         part = plan.part(fqns)
-        its = {fqn: settings[fqn] for fqn in sorted(fqns) if settings and settings.get(fqn)}
-        text = json.dumps([part.digest, its], sort_keys=True)
-        own = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
+        of_part = {fqn: settings[fqn] for fqn in sorted(fqns) if settings and settings.get(fqn)}
+        text = json.dumps([part.digest, of_part], sort_keys=True)
+        digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
         with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes():
-            there = own.to(device)
-            found = there.repeat(group.size())  # a simulated process group may move nothing
-            group_all_gather(found, there, group).wait()
-            digests = found.view(group.size(), -1)
+            own = digest.to(device)
+            of_ranks = own.repeat(group.size())  # a simulated process group may move nothing
+            group_all_gather(of_ranks, own, group).wait()
+            digests = of_ranks.view(group.size(), -1)
             differ = (digests != digests[:1]).any(dim=1).nonzero().flatten().tolist()
         if differ:
-            raise _mismatch(part, its, group, differ)
+            raise _mismatch(part, of_part, group, differ)
 
 
 def _changes(old: Settings, new: Settings) -> list[str]:
@@ -104,6 +104,33 @@ def _changes(old: Settings, new: Settings) -> list[str]:
     return lines
 
 
+class Roll:
+    """A count of the ranks of a process group that have done the same, without a collective, and without waiting.
+
+    A rank enters by adding one to a counter in the store of the process group, before it issues a gather. That gather
+    completes only with the data of every rank, and each rank sends its data after it has entered. So when the gather is
+    over, the count is final, and all ranks that have entered see the same.
+
+    Args:
+        member: the process group, with its device and the FQNs that it serves.
+        key: names what this rank has done; equal on ranks that have done the same.
+
+    Attributes:
+        fqns: the groups of parameters whose gathers make the count final.
+    """
+
+    def __init__(self, member: Member, key: str) -> None:
+        self._group, self._device, self.fqns = member
+        self._key = f"composable_shard/{key}"
+        store_of(self._group).add(self._key, 1)
+
+    def is_full(self) -> bool:
+        """Whether every rank is counted; valid once a gather that was issued after the roll was made is over."""
+        if self._device.type != "cpu":  # the host may be ahead of the gathers that it has queued
+            torch.accelerator.synchronize(self._device)
+        return store_of(self._group).add(self._key, 0) >= self._group.size()
+
+
 class Outcome(Enum):
     """The outcome of a `Ballot`."""
 
@@ -114,12 +141,9 @@ class Outcome(Enum):
 
 
 class Ballot:
-    """A vote on whether all ranks want the same plan, without a collective, and without waiting for other ranks.
+    """A vote on whether all ranks want the same plan: a rank that wants one enters a `Roll` when a forward begins.
 
-    A rank that wants a plan votes when a forward begins: it adds one to a counter in the store of the process group. An
-    all-gather of that forward completes only with the data of every rank, and each rank sends its data after its vote.
-    So the counters are final when the forward has ended, and all ranks that have voted decide alike. Ranks that want
-    no new plan do nothing.
+    When the forward has ended, all ranks that have voted decide alike. Ranks that want no new plan do nothing.
 
     With several process groups, a ballot takes as many rounds. A rank votes in the next round only if it has found all
     votes in the last one: so ranks that share no process group, but are linked by ranks between them, decide alike.
@@ -136,21 +160,21 @@ class Ballot:
     def __init__(self, plan: ShardPlan, among: Among, engine: Sequence[str], forward: int) -> None:
         self.plan = plan
         self._among = among
-        self._names = [f"composable_shard/plans/{name}/{forward}" for name in engine]
-        self._keys = [f"{name}/{plan.part(fqns).digest}" for name, (_, _, fqns) in zip(self._names, among, strict=True)]
-        self._apart: Among = ()
+        self._names = [f"plans/{name}/{forward}" for name in engine]
+        self._digests = [plan.part(fqns).digest for _, _, fqns in among]
         self._round = 0
-        self._is_cast = False
+        self._for_this: list[Roll] = []  # the votes of this round for the plan
+        self._for_any: list[Roll] = []  # those of the first round for whatever plan
+        self._apart: Among = ()
 
     def cast(self) -> None:
         """A forward begins: vote, unless this rank has voted in this round already."""
-        if self._is_cast:
+        if self._for_this:
             return
-        self._is_cast = True
-        for (group, _, _), name, key in zip(self._among, self._names, self._keys, strict=True):
-            store_of(group).add(f"{key}/{self._round}", 1)
-            if not self._round:
-                store_of(group).add(name, 1)
+        keys = [f"{name}/{digest}/{self._round}" for name, digest in zip(self._names, self._digests, strict=True)]
+        self._for_this = list(map(Roll, self._among, keys))
+        if not self._round:
+            self._for_any = list(map(Roll, self._among, self._names))
 
     def count(self, gathered: frozenset[str]) -> Outcome:
         """A forward has ended: count the votes.
@@ -158,23 +182,21 @@ class Ballot:
         Args:
             gathered: FQNs of the groups that were gathered after this rank's vote.
         """
-        if not self._is_cast or not all(gathered & fqns for _, _, fqns in self._among):
+        votes = self._for_this
+        if not votes or not all(gathered & vote.fqns for vote in votes):
             return Outcome.OPEN
-        for _, device, _ in self._among:
-            if device.type != "cpu":  # the host may be ahead of the gathers that it has queued
-                torch.accelerator.synchronize(device)
-        by_group = list(zip(self._among, self._names, self._keys, strict=True))
-        lost = [
-            (each, name)
-            for each, name, key in by_group
-            if store_of(each[0]).add(f"{key}/{self._round}", 0) < each[0].size()
-        ]
+        lost = [index for index, vote in enumerate(votes) if not vote.is_full()]
         if lost:
-            self._apart = [each for each, name in lost if store_of(each[0]).add(name, 0) == each[0].size()]
-            return Outcome.APART if self._apart and not self._round else Outcome.SOME
+            return self._refused(lost)
         self._round += 1
-        self._is_cast = False
+        self._for_this = []
         return Outcome.OPEN if self._round < len(self._among) else Outcome.ALL
+
+    def _refused(self, lost: Sequence[int]) -> Outcome:
+        """Not all ranks want this plan: do all want one, in some of the process groups that are `lost`, by index?"""
+        if not self._round:
+            self._apart = [self._among[index] for index in lost if self._for_any[index].is_full()]
+        return Outcome.APART if self._apart else Outcome.SOME
 
     def explain(self) -> None:
         """After `Outcome.APART`, find the first difference of the plans, by a collective.
@@ -183,29 +205,6 @@ class Ballot:
             RankMismatchError: always, as plans differ.
         """
         agree(self.plan, self._apart)
-
-
-class Roll:
-    """A count of the ranks of a process group that have done the same in a forward, made as in a `Ballot`.
-
-    Only ranks that have left their plan make a roll. As plans are equal, all ranks that have left it in the same way
-    count under the same key.
-
-    Args:
-        group: the process group, with its device.
-        key: names the engine, the forward, and what this rank has done.
-    """
-
-    def __init__(self, group: tuple[dist.ProcessGroup, torch.device], key: str) -> None:
-        self._group, self._device = group
-        self._key = f"composable_shard/rolls/{key}"
-        store_of(self._group).add(self._key, 1)
-
-    def is_full(self) -> bool:
-        """Whether every rank is counted; valid once a collective that was issued after the roll was made is over."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        return store_of(self._group).add(self._key, 0) >= self._group.size()
 
 
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -218,27 +217,28 @@ def names_in(among: Among) -> list[str]:
     return [str(_engines[group]) for group, _, _ in among]
 
 
-def slowest(seconds: Sequence[float], groups: Sequence[tuple[dist.ProcessGroup, torch.device]]) -> list[float]:
-    """For each measured time the maximum over the ranks of all `groups`, so that all ranks decide alike."""
-    found = torch.tensor(seconds, dtype=torch.float64)
+def slowest(seconds: Sequence[float], among: Among) -> list[float]:
+    """For each measured time the maximum over the ranks of all process groups, so that all ranks decide alike."""
+    times = torch.tensor(seconds, dtype=torch.float64)
     with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes():
-        for group, device in [*groups] * len(groups):  # a maximum must reach ranks of all others
-            there = found.to(device)
-            group.allreduce([there], all_reduce_options(dist.ReduceOp.MAX)).wait()
-            found = there.cpu()
-    agreed: list[float] = found.tolist()
+        for group, device, _ in [*among] * len(among):  # a maximum must reach ranks of all others
+            on_device = times.to(device)
+            group.allreduce([on_device], all_reduce_options(dist.ReduceOp.MAX)).wait()
+            times = on_device.cpu()
+    agreed: list[float] = times.tolist()
     return agreed
 
 
 def _mismatch(plan: ShardPlan, settings: Settings, group: dist.ProcessGroup, differ: list[int]) -> RankMismatchError:
     """Make the error, by a collective, with the same message on all ranks."""
-    found: list[Any] = [None] * group.size()
+    of_ranks: list[Any] = [None] * group.size()
     with without_dispatch_modes():
-        dist.all_gather_object(found, (plan.to_json(), settings), group)
+        dist.all_gather_object(of_ranks, (plan.to_json(), settings), group)
     ranks = dist.get_process_group_ranks(group)
     first, other = ranks[0], ranks[differ[0]]
-    (mine, own), (theirs, others) = found[0], found[differ[0]]
-    lines = ShardPlan.from_json(mine).diff(ShardPlan.from_json(theirs)).splitlines() + _changes(own, others)
+    (plan_of_first, set_on_first), (plan_of_other, set_on_other) = of_ranks[0], of_ranks[differ[0]]
+    lines = ShardPlan.from_json(plan_of_first).diff(ShardPlan.from_json(plan_of_other)).splitlines()
+    lines += _changes(set_on_first, set_on_other)
     many = "" if len(differ) == 1 else f" (and {len(differ) - 1} more ranks differ from rank {first})"
     return RankMismatchError(
         f"ranks {first} and {other} have different plans{many}: {lines[0] if lines else 'they differ'}. Build and "

@@ -289,7 +289,6 @@ class Actions:
 
     def end_forward(self, group: ParamGroup) -> None:
         """The forward of a group is over; it may have been a recomputation."""
-        self.history.ended(group)
         self.compute_ended(Kind.FORWARD)
 
     def begin_backward(

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from .._comm.agreement import Among, real
+from .._comm.agreement import Among
 from .._comm.copies import Gradients
 from .._errors import ShardConfigStateError
 from .._group.bucket import Bucket
@@ -46,9 +46,7 @@ from .iterations import Iterations
 from .late import LateUses
 from .node import Keeper, Outputs, Use, Witness, unshard
 from .order import Order
-from .replanning import Learning
-from .stopwatch import Stopwatch
-from .tuning import Tuning
+from .review import Review
 
 
 def _group_of(bucket: Bucket) -> ParamGroup:
@@ -83,7 +81,7 @@ class Engine:
         groups: all groups.
         active: by group, the use whose backward has begun and not ended.
         order: which group comes next, by the plan or by the user's lists.
-        learning: compares forwards with the plan and makes it anew.
+        review: compares what happens with the plan, and makes it anew.
         has_run: whether any module has run forward.
         pool: the memory of all groups.
         witness: tells nodes what becomes of their gradients.
@@ -117,8 +115,7 @@ class Engine:
         self._without_group = list(map(weakref.ref, without_group))
         self._late = LateUses(self._do.shown)
         self._gradients = GradientFlow(self._do)
-        self.learning = Learning(self.order, self._do, real(among), is_given)
-        self._tuning = Tuning(self.learning, self.order, self._do, among)
+        self.review = Review(self.order, self._do, among, is_given)
         self._uses = Uses()
         self.has_run, self.is_last_backward, self.ends_by_hand, self.under_hooks = False, True, False, False
         self.changed_at: torch.Event | None = None
@@ -185,7 +182,6 @@ class Engine:
             self._recover()
         waiting = self._iterations.begin()
         self._uses.begin_forward(waiting)
-        self._do.history.interrupted()
         if not waiting:
             self._do.roll_record()
         self._do.parameters_changed(self.changed_at)
@@ -198,9 +194,8 @@ class Engine:
         elif not waiting:
             if self._uses.all_fired():  # ranks may differ in this, so no collective may depend on it
                 self._do.plan_memory()
-            self.learning.between_steps()
-            self._tuning.between_steps()
-        self.learning.begin(torch.is_grad_enabled(), waiting)
+            self.review.between_steps()
+        self.review.begin(torch.is_grad_enabled(), waiting)
 
     def leave(self, learn_order: bool) -> None:
         """The call has ended; with `learn_order`, it was a whole forward of the root, whose order is learned."""
@@ -217,7 +212,7 @@ class Engine:
         if not self._was_interrupted:
             self._do.drop_after_forward()
         if learn_order:
-            self.learning.end()
+            self.review.end()
 
     def _end_abandoned(self) -> None:
         """No forward runs any more: end those whose end was never reported.
@@ -517,7 +512,7 @@ class Engine:
         self.pool.own(wanted)
 
     def _watch(self, on: bool) -> None:
-        self._tuning.watch(Stopwatch(self.pool.memory.device) if on else None)
+        self.review.measuring.watch(on)
 
     watched = property(fset=_watch, doc="Whether what is done is timed.")
 
@@ -527,7 +522,7 @@ class Engine:
             return
         self._gradients.settle()
         self._do.rebuild(groups)
-        self.learning.converted()
+        self.review.converted()
 
     def before_optimizer_step(self, stepped: set[int]) -> None:
         """An optimizer is about to change these parameters, by id: reshard their groups and end the iteration.

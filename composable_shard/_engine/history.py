@@ -9,7 +9,8 @@ from .._group.group import ParamGroup
 from .._plan.record import Record, Span
 from .._plan.schedule import Action
 
-Done = tuple[list[Any], list[ParamGroup], list[ParamGroup | None], tuple[Span, ...]]  # `done`, `seen`, `seen_in`, spans
+_Parts = tuple[list[Any], list[str], list[tuple[str, str]], tuple[Span, ...]]  # arguments of `_record`
+Mark = tuple[int, int, int]  # lengths of `done`, `order` and `around` at some time
 
 
 class History:
@@ -17,34 +18,27 @@ class History:
 
     Attributes:
         done: the actions of this iteration, flat: kind, FQN and live bytes of the first, then of the next.
-        seen: groups in the order in which their forwards began in this iteration.
-        seen_in: for each group of `seen` its innermost enclosing group; None if that is the root's, or there is none.
+        order: FQNs of the groups in the order in which their forwards began in this iteration.
+        around: FQNs of groups whose forward began in that of another group but the root's, each with that group.
     """
 
     def __init__(self) -> None:
         self.done: list[Any] = []
-        self.seen: list[ParamGroup] = []
-        self.seen_in: list[ParamGroup | None] = []
-        self._running: list[ParamGroup] = []  # groups whose forwards run, from the outermost
-        self._last: Done | None = None
-        self._last_record: Record | None = None
+        self.order: list[str] = []
+        self.around: list[tuple[str, str]] = []
+        self._begun: list[ParamGroup] = []  # from the outermost; the last ones may have ended since
+        self._last: Record | _Parts | None = None
         self._so_far: Record | None = None
 
     def begins(self, group: ParamGroup) -> None:
         """The forward of a group begins, outside of any backward."""
-        running = self._running
-        outer = running[-1] if running else None
-        self.seen.append(group)
-        self.seen_in.append(None if outer is None or outer.is_root else outer)
-        running.append(group)
-
-    def ended(self, group: ParamGroup) -> None:
-        """The forward of a group is over; it may have been a recomputation."""
-        running = self._running
-        if running and running[-1] is group:
-            running.pop()
-        elif group in running:
-            running.remove(group)
+        begun = self._begun
+        while begun and (begun[-1] is group or not begun[-1].running):
+            begun.pop()
+        if begun and not begun[-1].is_root:
+            self.around.append((group.fqn, begun[-1].fqn))
+        self.order.append(group.fqn)
+        begun.append(group)
 
     def lasted(self, nbytes: int) -> None:
         """`nbytes` more than noted were live during the last action."""
@@ -54,42 +48,41 @@ class History:
         """An iteration has ended: its actions become the last record; false if there are none."""
         if not self.done:
             return False
-        self._last = self.done, self.seen, self.seen_in, spans
-        self._last_record = self._so_far = None
-        self.done, self.seen, self.seen_in = [], [], []
+        self._last = self.done, self.order, self.around, spans
+        self._so_far = None
+        self.done, self.order, self.around = [], [], []
         return True
-
-    def interrupted(self) -> None:
-        """Forget forwards whose end was not reported; none runs any more."""
-        self._running.clear()
 
     @property
     def last(self) -> Record | None:
         """The record of the last iteration."""
-        if self._last_record is None and self._last is not None:
-            self._last_record = _record(*self._last)
-        return self._last_record
+        if isinstance(self._last, tuple):
+            self._last = _record(*self._last)
+        return self._last
 
     def so_far(self, spans: tuple[Span, ...]) -> Record | None:
         """The record since the last one; None if nothing was done. The same object until more is done."""
         if self.done and (self._so_far is None or len(self._so_far.actions) * 3 != len(self.done)):
-            self._so_far = _record(self.done, self.seen, self.seen_in, spans)
+            self._so_far = _record(self.done, self.order, self.around, spans)
         return self._so_far
+
+    def mark(self) -> Mark:
+        """Now, in this iteration."""
+        return len(self.done), len(self.order), len(self.around)
+
+    def since(self, mark: Mark) -> Record:
+        """The record of what was done since then, in the same iteration."""
+        done, order, around = mark
+        return _record(self.done[done:], self.order[order:], self.around[around:], ())
 
 
 def _record(
-    done: Sequence[Any], seen: Sequence[ParamGroup], seen_in: Sequence[ParamGroup | None], spans: tuple[Span, ...]
+    done: Sequence[Any], order: Sequence[str], around: Sequence[tuple[str, str]], spans: tuple[Span, ...]
 ) -> Record:
     return Record(
         actions=tuple(Action(kind, fqn) for kind, fqn in zip(done[::3], done[1::3], strict=True)),
         live_bytes=tuple(done[2::3]),
-        order=tuple(group.fqn for group in seen),
+        order=tuple(order),
         spans=spans,
-        around=around(seen, seen_in),
+        around=tuple(sorted(set(around))),
     )
-
-
-def around(seen: Sequence[ParamGroup], seen_in: Sequence[ParamGroup | None]) -> tuple[tuple[str, str], ...]:
-    """Pairs of FQNs: a group, and its enclosing group."""
-    pairs = {(group.fqn, outer.fqn) for group, outer in zip(seen, seen_in, strict=True) if outer is not None}
-    return tuple(sorted(pairs))

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import chain
+from operator import attrgetter
 
 from .._errors import ShardConfigValueError
 from .._group.group import ParamGroup
@@ -12,9 +15,25 @@ from .._memory.pool import BufferPool
 from .._plan.arena import ArenaSlot, Placed
 from .._plan.graph_schedule import GraphSchedule
 from .._plan.plan import GroupPlan, ShardPlan
-from .._plan.schedule import ROOT_NAME, Action, Kind
+from .._plan.schedule import AGAIN, NO_GRAD, NO_SYNC, ROOT_NAME, TRAIN, Action, Kind, Schedule
 from .backward import BackwardPass
 from .node import Use
+
+Ahead = Sequence[tuple[ParamGroup, Sequence[ParamGroup]]]
+_in_backward = attrgetter("settings.current.unshard_in_backward")  # whether backward gathers a group ahead
+
+
+@cache
+def phase_of(grad: bool, sync: bool, waiting: bool) -> str:
+    """The phase of a forward, by name. Forwards of different phases may run the groups in different orders.
+
+    Args:
+        grad: whether the forward runs in grad mode.
+        sync: whether its gradients are to be reduced.
+        waiting: whether an earlier forward still waits for its backward.
+    """
+    kind = NO_GRAD if not grad else TRAIN if sync else NO_SYNC
+    return kind + AGAIN if waiting else kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +42,7 @@ class PhaseSchedule:
 
     Attributes:
         order: FQNs of the groups in the order in which their forwards begin.
+        around: FQNs of groups that may run in the forward of another group but the root's, each with that group.
         forward: the same groups, each with the groups to gather when its forward begins.
         backward: the groups in the order in which their backwards begin, each with the groups to gather then; None to
             gather the group that each backward pass expects next.
@@ -35,8 +55,9 @@ class PhaseSchedule:
     """
 
     order: tuple[str, ...]
-    forward: Sequence[tuple[ParamGroup, Sequence[ParamGroup]]]
-    backward: Sequence[tuple[ParamGroup, Sequence[ParamGroup]]] | None = None
+    around: frozenset[tuple[str, str]]
+    forward: Ahead
+    backward: Ahead | None = None
     kept: frozenset[ParamGroup] | None = None
     max_reductions: int | None = None
     in_flight: Mapping[ParamGroup, int] = field(default_factory=dict)
@@ -62,8 +83,8 @@ class Order:
         plan: the plan in force.
         forward: its schedule for the forward that runs now or ran last; in backward, the same as `backward`.
         backward: its schedule for the backward that runs now or comes next.
-        phases: the phases of which the plan knows the order.
-        replans: how often the plan was made anew.
+        usual: its schedule for phases of which it knows no order.
+        phases: by phase of which it knows the order, its schedule.
         explicit: lists of users, by (whether for backward, group): the groups to gather ahead instead of the plan's.
     """
 
@@ -75,15 +96,13 @@ class Order:
         listener: Callable[[], Callable[[Order], None] | None] = lambda: None,
     ) -> None:
         self.explicit: dict[tuple[bool, ParamGroup], list[ParamGroup]] = {}
-        self.replans = 0
         self._listener = listener
         self._by_fqn = {group.fqn: group for group in groups}
         self._pool = pool
         self._next = 0  # index in the order of the forward that should begin next
         self.plan = plan
-        self.phases: set[str] = set()
-        self.forward = self.backward = self._usual = PhaseSchedule((), ())
-        self._of_phase: dict[str, PhaseSchedule] = {}
+        self.forward = self.backward = self.usual = PhaseSchedule((), frozenset(), ())
+        self.phases: dict[str, PhaseSchedule] = {}
         self.follow(plan)
 
     def follow(self, plan: ShardPlan) -> None:
@@ -93,27 +112,23 @@ class Order:
             ShardConfigValueError: the plan names a group that does not exist; the old plan stays in force.
             PoolBudgetError: a group does not fit in the order of some phase; the old plan stays in force.
         """
-        named, edges = self._by_fqn, plan.edges()
-        pairs = [*edges.forward, *edges.backward]
-        names = [*plan.order, *edges.kept, *dict(edges.in_flight), *(n for fqn, ahead in pairs for n in (fqn, *ahead))]
-        names += [fqn for order in plan.own_orders.values() for fqn in order]
-        if strange := [fqn for fqn in names if fqn not in named]:
-            raise ShardConfigValueError(f"plan: names {strange[0]!r}, which is no group of this model")
-        usual = self._schedule(plan)
-        of_phase = {phase: self._schedule(plan.in_phase(phase)) for phase in plan.own_orders}
+        self._check_names(plan)
+        usual, own = self._schedule(plan), plan.own_orders
+        phases = {phase: self._schedule(plan.in_phase(phase)) if phase in own else usual for phase, _ in plan.orders}
         self._pool.use_mem_pool(plan.pool.mem_pool)  # the last call that can fail: the plan changes whole or not at all
-        self._usual, self._of_phase = usual, of_phase
-        self.forward = self.backward = usual
-        for fqn, group in named.items():
-            group.settings.follow_plan(group.is_root, None if plan.schedule is None else fqn in edges.kept)
-        self.plan = plan
-        self.phases = {phase for phase, _ in plan.orders}
+        self.plan, self.phases = plan, phases
+        self.forward = self.backward = self.usual = usual
+        for group in self._by_fqn.values():
+            group.settings.follow_plan(group.is_root, None if usual.kept is None else group in usual.kept)
         self.lists_changed()
 
-    def replan(self, plan: ShardPlan) -> None:
-        """`follow` a plan that was made anew from what has happened, and count it."""
-        self.follow(plan)
-        self.replans += 1
+    def _check_names(self, plan: ShardPlan) -> None:
+        edges = plan.edges()
+        ahead = [(fqn, *following) for fqn, following in (*edges.forward, *edges.backward)]
+        names = chain(plan.order, edges.kept, dict(edges.in_flight), *ahead, *plan.own_orders.values())
+        for fqn in names:
+            if fqn not in self._by_fqn:
+                raise ShardConfigValueError(f"plan: names {fqn!r}, which is no group of this model")
 
     def gather_ahead(self, group: ParamGroup, backward: bool, following: list[ParamGroup]) -> None:
         """A user lists the groups to gather when the forward, or the backward, of a group begins."""
@@ -128,23 +143,24 @@ class Order:
         named, schedule = self._by_fqn, plan.schedule
         edges = {event: deque(uses) for event, uses in plan.edges().ahead().items()}
 
-        def ahead(kind: Kind, fqn: str) -> tuple[ParamGroup, Sequence[ParamGroup]]:
-            uses = edges.get(Action(kind, fqn))
-            return named[fqn], [named[each] for each in uses.popleft()] if uses else ()
+        def entries(kind: Kind, order: Iterable[str]) -> Iterator[tuple[ParamGroup, Sequence[ParamGroup]]]:
+            for fqn in order:
+                uses = edges.get(Action(kind, fqn))
+                yield named[fqn], [named[each] for each in uses.popleft()] if uses else ()
 
-        forward = [ahead(Kind.FORWARD, fqn) for fqn in plan.order]
+        usual = PhaseSchedule(
+            plan.order, frozenset(plan.around), [*entries(Kind.FORWARD, plan.order)], budget=plan.pool.budget
+        )
         if schedule is None:
-            return PhaseSchedule(plan.order, forward, budget=plan.pool.budget)
-        return PhaseSchedule(
-            plan.order,
-            forward,
-            [ahead(Kind.BACKWARD, step.fqn) for step in plan.backward_order()],
-            frozenset(named[fqn] for fqn in schedule.kept),
-            schedule.max_reductions,
-            {named[fqn]: number for fqn, number in schedule.in_flight},
-            schedule.reduces_first,
-            schedule.stays_for_next,
-            plan.pool.budget,
+            return usual
+        return replace(
+            usual,
+            backward=[*entries(Kind.BACKWARD, [step.fqn for step in plan.backward_order()])],
+            kept=frozenset(named[fqn] for fqn in schedule.kept),
+            max_reductions=schedule.max_reductions,
+            in_flight={named[fqn]: number for fqn, number in schedule.in_flight},
+            reduces_first=schedule.reduces_first,
+            stays_for_next=schedule.stays_for_next,
         )
 
     def described(self) -> ShardPlan:
@@ -162,22 +178,29 @@ class Order:
     def for_graphs(self, follows: bool) -> GraphSchedule:
         """The schedule for compiled graphs: the lists of users and, if `follows`, all of the plan's schedule."""
         plan, edges = self.plan, self.plan.edges()
-        ahead: tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]] = ({}, {})  # for forward, backward
-        in_flight: dict[str, int] = {}
-        first: list[str] = []
-        if follows:
-            ahead = (self._by_module(edges.forward), self._by_module(edges.backward))
-            numbers = dict(edges.in_flight)
-            for fqn in self._by_fqn:
-                most = numbers.get(fqn, edges.max_reductions)
-                in_flight[_module_of(fqn)] = min(most, in_flight.get(_module_of(fqn), most))
-            first = [_module_of(g.fqn) for g in plan.groups if edges.reduces_first or g.reduces_first]
-        for (backward, group), those in self.explicit.items():
-            ahead[backward][_module_of(group.fqn)] = tuple(_module_of(each.fqn) for each in those)
+        made = self._followed_by_graphs(edges) if follows else GraphSchedule()
+        ahead = dict(made.forward), dict(made.backward)
+        for (backward, group), listed in self.explicit.items():
+            ahead[backward][_module_of(group.fqn)] = tuple(_module_of(each.fqn) for each in listed)
         kept: Counter[str] = Counter()
         for fqn in edges.kept if follows or plan.pool.budget is not None else ():
             kept[_module_of(fqn)] += plan.group(fqn).unsharded_bytes
-        return GraphSchedule(*ahead, dict(kept), in_flight, tuple(dict.fromkeys(first)))
+        return replace(made, forward=ahead[0], backward=ahead[1], kept=dict(kept))
+
+    def _followed_by_graphs(self, edges: Schedule) -> GraphSchedule:
+        """All that the plan's schedule says to graphs, but for the bytes that are kept."""
+        numbers = dict(edges.in_flight)
+        in_flight: dict[str, int] = {}
+        for fqn in self._by_fqn:
+            module, most = _module_of(fqn), numbers.get(fqn, edges.max_reductions)
+            in_flight[module] = min(most, in_flight.get(module, most))
+        first = [_module_of(each.fqn) for each in self.plan.groups if edges.reduces_first or each.reduces_first]
+        return GraphSchedule(
+            self._by_module(edges.forward),
+            self._by_module(edges.backward),
+            in_flight=in_flight,
+            reduces_first=tuple(dict.fromkeys(first)),
+        )
 
     def _by_module(self, edges: Iterable[tuple[str, Sequence[str]]]) -> dict[str, tuple[str, ...]]:
         """For each module, those to gather with it. Groups of a module on several meshes are one in a graph."""
@@ -195,7 +218,7 @@ class Order:
             trains: whether a backward can follow.
         """
         self._next = 0
-        self.forward = self._of_phase.get(phase, self._usual) if self._of_phase else self._usual
+        self.forward = self.phases.get(phase, self.usual)
         if trains:
             self.backward = self.forward
 
@@ -203,26 +226,20 @@ class Order:
         """A backward begins: its recomputations follow the phase of its own forward, whatever has run since."""
         self.forward = self.backward
 
-    def expected(self, phase: str) -> tuple[str, ...]:
-        """FQNs of the groups in the order in which a forward of this phase should run them."""
-        return self._of_phase.get(phase, self._usual).order
-
     def note(self, phase: str, order: tuple[str, ...]) -> None:
-        """A forward of a new phase ran in the expected order: the plan knows the order of that phase now."""
+        """A forward of a new phase ran in the usual order: the plan knows the order of that phase now."""
         self.plan = self.plan.noting(phase, order)
-        self.phases.add(phase)
+        self.phases[phase] = self.usual
 
     def after(self, group: ParamGroup) -> Sequence[ParamGroup]:
         """What to gather ahead when the forward of `group` begins."""
         forwards, index = self.forward.forward, self._next
         if index >= len(forwards) or forwards[index][0] is not group:
-            indices = [i for i, (planned, _) in enumerate(forwards) if planned is group]
-            index = next((i for i in indices if i >= index), indices[0] if indices else -1)
+            index = _index_of(group, forwards, index)
+        listed: Sequence[ParamGroup] = ()
         if index >= 0:
-            self._next = index + 1
-        if self.explicit and (False, group) in self.explicit:
-            return self.explicit[False, group]
-        return forwards[index][1] if index >= 0 else ()
+            self._next, listed = index + 1, forwards[index][1]
+        return self.explicit.get((False, group), listed) if self.explicit else listed
 
     def before(self, use: Use, now: BackwardPass) -> tuple[Sequence[ParamGroup], Sequence[ParamGroup]]:
         """What to gather ahead when the backward of a use begins; nothing if backward went past the use before.
@@ -232,21 +249,23 @@ class Order:
         """
         if now.told and use in now.told:
             return (), ()
-        group = use.group
+        group, backwards = use.group, self.backward.backward
         missed: Sequence[ParamGroup] = ()
-        listed: Sequence[ParamGroup] | None = self.explicit.get((True, group)) if self.explicit else None
-        if listed is None and self.backward.backward is not None:
-            before, planned = now.due(group, self.backward.backward)
-            missed = [other for other in before if other is group or now.expects(other)]
-            listed = [other for other in planned if now.expects(other)]  # a loss may not depend on the last modules
-        if listed is None:
-            return (), _wanted(now.next_groups(group))
-        return _wanted(missed), _wanted(listed)
+        if self.explicit and (True, group) in self.explicit:
+            listed: Sequence[ParamGroup] = self.explicit[True, group]
+        elif backwards is None:
+            listed = now.next_groups(group)
+        else:
+            skipped, planned = now.due(group, backwards)
+            missed = [other for other in skipped if other is group or now.expects(other)]
+            listed = list(filter(now.expects, planned))  # a loss may not depend on the last modules
+        return list(filter(_in_backward, missed)), list(filter(_in_backward, listed))
 
 
-def _wanted(groups: Sequence[ParamGroup]) -> Sequence[ParamGroup]:
-    """The groups that backward gathers ahead; the others only on demand."""
-    return [group for group in groups if group.settings.current.unshard_in_backward] if groups else groups
+def _index_of(group: ParamGroup, forwards: Ahead, begin: int) -> int:
+    """The index of the next forward of a group, from `begin` on or else from the first; -1 if it has none."""
+    indices = [index for index, (planned, _) in enumerate(forwards) if planned is group]
+    return next((index for index in indices if index >= begin), indices[0] if indices else -1)
 
 
 def _module_of(fqn: str) -> str:

@@ -42,9 +42,8 @@ class Stopwatch:
     def __init__(self, device: torch.device, serial: bool = False) -> None:
         self.serial = serial
         self._device = device
-        self._running: list[tuple[Kind, str, float, int]] = []
-        self._spans: dict[int, Span] = {}  # by number, in the order in which they began
-        self._begun = 0
+        self._running: list[tuple[Kind, str, float, int]] = []  # with the index in `_spans`
+        self._spans: list[Span | None] = []  # in the order in which they began; None for those that have not ended
         self._origin = self._read()
 
     def _read(self) -> float:
@@ -56,7 +55,7 @@ class Stopwatch:
         """Compute of a group begins; if it is of a backward, that of the backward before ends."""
         if kind is Kind.BACKWARD:
             self.end(kind)
-        self._running.append((kind, fqn, self._read(), self._next()))
+        self._running.append((kind, fqn, self._read(), self._place()))
 
     def runs(self, kind: Kind) -> bool:
         """Whether the compute that began last and has not ended is of this kind."""
@@ -65,28 +64,31 @@ class Stopwatch:
     def end(self, kind: Kind) -> None:
         """End the compute that began last, if it is of this kind."""
         if self.runs(kind):
-            of, fqn, begin, at = self._running.pop()
-            self._spans[at] = Span(of, fqn, begin - self._origin, self._read() - self._origin)
+            _, fqn, begin, place = self._running.pop()
+            self._ended(kind, fqn, begin, place)
 
     def timed(self, kind: Kind, fqn: str, work: Callable[..., T], *args: Any) -> T:
         """Call `work`, and note its span."""
-        begin, at = self._read(), self._next()
+        begin, place = self._read(), self._place()
         result = work(*args)
-        self._spans[at] = Span(kind, fqn, begin - self._origin, self._read() - self._origin)
+        self._ended(kind, fqn, begin, place)
         return result
 
-    def _next(self) -> int:
-        self._begun += 1
-        return self._begun
+    def _place(self) -> int:
+        self._spans.append(None)
+        return len(self._spans) - 1
+
+    def _ended(self, kind: Kind, fqn: str, begin: float, place: int) -> None:
+        self._spans[place] = Span(kind, fqn, begin - self._origin, self._read() - self._origin)
 
     @property
     def spans(self) -> tuple[Span, ...]:
         """The spans so far, in the order in which they began."""
-        return tuple(self._spans[at] for at in sorted(self._spans))
+        return tuple(filter(None, self._spans))
 
     def take(self) -> tuple[Span, ...]:
         """The spans so far, which are forgotten, as the next iteration begins."""
         spans = self.spans
-        self._spans, self._origin = {}, self._read()
+        self._spans, self._origin = [], self._read()
         self._running.clear()
         return spans

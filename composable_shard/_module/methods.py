@@ -423,7 +423,7 @@ def _set(module: Methods, recurse: bool, **changes: Any) -> None:
         state.declaration.settings.change(**changes)
     planned = changes.keys() & {"reshard_after_forward", "max_reductions", "reduce_unused"}
     for engine in {state.bound.engine for state in states if state.bound is not None} if planned else ():
-        engine.learning.settings_changed()
+        engine.review.settings_changed()
 
 
 def _set_comms(module: Methods, **changes: Any) -> None:

@@ -233,7 +233,7 @@ class ShardState:
         engine = self.bound.engine
         plan, before, self.asked = asked.applied(engine.order.plan), self.asked, asked
         try:
-            engine.learning.asked(plan, given=wanted.get("plan") is not None)
+            engine.review.asked(plan, given=wanted.get("plan") is not None)
         except ValueError:
             self.asked = before
             raise

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
 from .plan import ShardPlan
 from .record import Record
 from .schedule import ROOT_NAME
 from .simulation import Times
 
-TIME_TOLERANCE = 0.25  # of the planned seconds
+_TIME_TOLERANCE = 0.25  # of the planned seconds
 _LEAST_TIME = 0.01  # of the planned compute of a step: smaller differences do not matter
 _TOLD = 32
 
@@ -34,42 +35,46 @@ class DriftLog:
         self.lines += [f"forward {forward}, {kind}: {each}" for each in statements]
 
 
-def drift(plan: ShardPlan, record: Record, tolerance: float = TIME_TOLERANCE) -> tuple[str, ...]:
+def drift(plan: ShardPlan, record: Record) -> tuple[str, ...]:
     """A statement for each difference of a step from its plan; none if the step kept to the plan.
 
     Args:
         plan: what was expected.
         record: what happened.
-        tolerance: the share of a planned time by which the measured one may differ.
 
     Times are compared where both sides have them: a record that was measured, a plan with costs.
     """
-    return (
-        *order_drift(plan.order, record.order),
-        *around_drift(plan.around, record.around),
-        *_steps(plan, record),
-        *time_drift(plan, dict(record.times), tolerance),
-    )
+    return (*order_drift(plan, record), *_steps(plan, record), *time_drift(plan, dict(record.times)))
 
 
-def order_drift(planned: Sequence[str], seen: Sequence[str]) -> list[str]:
-    """How an order of forwards differs from the planned one, by group."""
-    missing = [fqn for fqn in dict.fromkeys(planned) if fqn not in seen]
+class Forwards(Protocol):
+    """The forwards of a plan, of the schedule of a phase, or of a record; `order` and `around` as in `Record`."""
+
+    @property
+    def order(self) -> tuple[str, ...]: ...
+    @property
+    def around(self) -> Collection[tuple[str, str]]: ...
+
+
+def order_drift(planned: Forwards, seen: Forwards) -> list[str]:
+    """How forwards differ from the planned ones, by group: in their order, and in which run inside of which."""
+    inside = sorted(set(seen.around) - set(planned.around))
+    return [
+        *_orders(planned.order, seen.order),
+        *(f"{fqn}: has run inside of {outer}, which is not planned" for fqn, outer in inside),
+    ]
+
+
+def _orders(planned: Sequence[str], seen: Sequence[str]) -> list[str]:
+    statements = [f"{_name(fqn)}: planned, and has not run" for fqn in dict.fromkeys(planned) if fqn not in seen]
     strange = [fqn for fqn in dict.fromkeys(seen) if fqn not in planned]
-    found = [f"{_name(fqn)}: planned, and has not run" for fqn in missing]
-    found += [f"{_name(fqn)}: has run, and is not in the planned order" for fqn in strange]
-    if found or tuple(planned) == tuple(seen):
-        return found
+    statements += [f"{_name(fqn)}: has run, and is not in the planned order" for fqn in strange]
+    if statements or planned == seen:
+        return statements
     for place, (expected, fqn) in enumerate(zip(planned, seen, strict=False), 1):
         if expected != fqn:
             return [f"{_name(fqn)}: was forward {place}, where {_name(expected)} is planned"]
     return [f"{_name(seen[-1])}: ended the forwards at {len(seen)}, and {len(planned)} are planned"]
-
-
-def around_drift(planned: Sequence[tuple[str, str]], seen: Sequence[tuple[str, str]]) -> list[str]:
-    """Groups that have run in the forward of another one, but are not planned to."""
-    strange = sorted(set(seen) - set(planned))
-    return [f"{fqn}: has run inside of {outer}, which is not planned" for fqn, outer in strange]
 
 
 def _steps(plan: ShardPlan, record: Record) -> list[str]:
@@ -92,18 +97,18 @@ def _steps(plan: ShardPlan, record: Record) -> list[str]:
     return []
 
 
-def time_drift(plan: ShardPlan, times: Mapping[str, Times], tolerance: float = TIME_TOLERANCE) -> list[str]:
-    """The groups whose times differ from the planned ones, by more than `tolerance` and enough to matter in a step."""
+def time_drift(plan: ShardPlan, times: Mapping[str, Times]) -> list[str]:
+    """The groups whose times differ from the planned ones, by a share of them and enough to matter in a step."""
     planned = plan.times() or {}
     least = _LEAST_TIME * sum(each.forward + each.backward for each in planned.values())
-    found = []
+    statements = []
     for fqn in [each for each in planned if each in times]:
         for name in Times.__dataclass_fields__:
             expected, measured = getattr(planned[fqn], name), getattr(times[fqn], name)
-            if abs(measured - expected) > max(tolerance * expected, least):
+            if abs(measured - expected) > max(_TIME_TOLERANCE * expected, least):
                 words = f"took {1e3 * measured:.3f} ms, and {1e3 * expected:.3f} ms are planned"
-                found.append(f"{_name(fqn)}: its {name.replace('_', ' ')} {words}")
-    return found
+                statements.append(f"{_name(fqn)}: its {name.replace('_', ' ')} {words}")
+    return statements
 
 
 def _name(fqn: str) -> str:

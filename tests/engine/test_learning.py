@@ -20,8 +20,8 @@ from _plans import block_plan
 from _pool import distributed, simulated
 from _stepping import engine_of
 from composable_shard._comm import agreement
-from composable_shard._engine import replanning, tuning
-from composable_shard._engine.replanning import phase_of
+from composable_shard._engine import measuring, review
+from composable_shard._engine.order import phase_of
 from composable_shard._plan.plan import replan
 from composable_shard.testing import Busy, fabric
 
@@ -199,7 +199,7 @@ def test_layers_that_all_ranks_leave_out_together_are_no_mismatch(rank, world):
     model = made()
     for at, taken in enumerate([(0, 1, 2, 3), (0, 2), (1, 3), (0, 1, 2, 3), (3,), (2, 1)]):
         step(model, rank, *taken, at=at)
-    assert not model._shard_state.bound.engine.learning._rolls or at == 5
+    assert not model._shard_state.bound.engine.review._rolls or at == 5
 
 
 @pytest.mark.parametrize("how", ["emptied", "converted"])
@@ -218,7 +218,7 @@ def test_a_steady_step_asks_no_rank_and_no_store(rank, world):
     model = made(P.depth(2))
     for at in range(3):
         step(model, rank, at=at)
-    with mock.patch.object(agreement, "store_of") as store, mock.patch.object(replanning, "agree") as agree:
+    with mock.patch.object(agreement, "store_of") as store, mock.patch.object(review, "agree") as agree:
         for at in range(3):
             step(model, rank, at=at)
     assert not store.called
@@ -319,12 +319,12 @@ def test_a_model_that_was_converted_gets_a_plan_of_its_new_bytes(rank, world):
 
 
 def test_ranks_of_a_simulated_world_take_the_slowest_ones_times(monkeypatch):
-    seconds = tuning._seconds
+    seconds = measuring._seconds
 
     def of_this_rank(plan, record):
         return {part: (dist.get_rank() + 1) * 1e-3 for part in seconds(plan, record)}
 
-    monkeypatch.setattr(tuning, "_seconds", of_this_rank)
+    monkeypatch.setattr(measuring, "_seconds", of_this_rank)
 
     @cs.testing.spmd(2)
     def costs(world):
@@ -340,7 +340,7 @@ def test_ranks_of_a_simulated_world_take_the_slowest_ones_times(monkeypatch):
 
 
 def test_times_are_measured_again_and_what_has_drifted_is_planned_anew(monkeypatch):
-    monkeypatch.setattr(tuning, "CHECK_AFTER", 3)
+    monkeypatch.setattr(measuring, "CHECK_AFTER", 3)
     with fabric(4, latency_s=12e-6, bandwidth_Bps=64e6, clock="virtual"):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), Busy(40e-6)) for _ in range(3)))
         for each in (*model, model):

@@ -1,0 +1,372 @@
+"""The review: what happened is compared with the plan. Each drift is logged with its cause, and the plan made anew.
+
+what is compared                                when
+order: the groups whose forwards began          at the end of each forward of the root
+bytes: the most that were live at once          between two iterations, if the most has grown
+time: measured costs (see `measuring.py`)       between two iterations, the more rarely the longer they hold
+
+All ranks must follow one plan. The first forward comes on all ranks, so they agree on its order by a collective; times
+are measured on all ranks in the same iterations, and agreed on likewise. Later, a rank that sees another order than
+planned votes for a new plan (`Ballot`), and follows the old one until all ranks have voted for the same. So a rank that
+deviates once changes no plan, not even its own, and no rank waits for another.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch.distributed as dist
+
+from .._comm.agreement import Among, Ballot, Outcome, Roll, agree, names_in, real, slowest
+from .._errors import RankMismatchError
+from .._group.phases import SHARDED
+from .._plan.drift import DriftLog, drift, order_drift, time_drift
+from .._plan.plan import ShardPlan, replan
+from .._plan.record import Record
+from .._plan.schedule import NO_GRAD, ROOT_NAME, TRAIN, Action, Kind
+from .actions import Actions
+from .history import Mark
+from .measuring import Measuring, costs_of
+from .order import Order, PhaseSchedule, phase_of
+
+# How many votes one engine may start, as each makes a schedule and asks the store: these, and one more in so many.
+_FREE_BALLOTS, _FORWARDS_A_BALLOT = 16, 64
+# Forwards that gather otherwise than planned are compared among ranks: any of the first ones, then one in so many.
+_FREE_ROLLS, _FORWARDS_A_ROLL = 256, 16
+
+
+class Review:
+    """Keeps the plan of one engine true to what happens, and the same on all ranks.
+
+    Args:
+        order: holds the plan.
+        actions: their history is compared with the plan.
+        among: the process groups of the model, whose ranks must follow the same plan.
+        given: whether the plan is one that a user gave.
+
+    Attributes:
+        log: the drifts so far.
+        replans: how often the plan was made anew.
+        measuring: when steps are measured, and whether they are now.
+    """
+
+    def __init__(self, order: Order, actions: Actions, among: Among, given: bool = False) -> None:
+        self.log = DriftLog()
+        self.replans = 0
+        self.measuring = Measuring(actions)
+        self._order = order
+        self._do = actions
+        self._linked = among  # with simulated worlds, whose ranks differ in their times alone
+        self._among = real(among)
+        self._engine = names_in(self._among)
+        self._is_given = given  # whether the plan in force is one that a user gave
+        self._forwards = 0  # of the root that have ended well
+        self._has_learned = False
+        self._phase = ""
+        self._begun: Mark = (0, 0, 0)  # where the forward of now began
+        self._changed = self._may_differ = False  # since the last forward: by a user; perhaps, by a conversion
+        self._vote: tuple[Ballot, Callable[[Ballot, Outcome], None]] | None = None  # with what to do once it is decided
+        self._votes = 0
+        self._rolls: list[tuple[Roll, str]] = []  # with an error, should not all ranks have entered
+        self._most_bytes = 0
+        self._has_warned = False
+
+    # ---- order
+
+    def begin(self, grad: bool, waiting: bool) -> None:
+        """A forward of the root begins; arguments as for `phase_of`."""
+        if self._changed or self._may_differ:
+            self._take_changes()
+        groups = self._do.groups
+        self._phase = phase_of(grad, not groups or groups[0].options.requires_gradient_sync, waiting)
+        self._order.begin(self._phase, grad)
+        self._begun = self._do.history.mark()
+        if self._vote is not None:
+            self._vote[0].cast()
+
+    def end(self) -> None:
+        """A forward of the root has ended well: count votes, and compare its order with the plan's.
+
+        Raises:
+            RankMismatchError: ranks have run their first forward in different orders, were given different plans, or
+                have gathered different groups in an earlier forward.
+            PoolBudgetError: a group does not fit in the order in which the forward ran.
+        """
+        self._forwards += 1
+        history = self._do.history
+        if self._rolls or self._vote is not None:
+            self._hear_others(_arrived(history.since(self._begun).actions))
+        if not self._has_learned and not self._phase.startswith(NO_GRAD):
+            self._has_learned = True
+            self._learn_first(history.since(self._begun))
+        planned = self._order.phases.get(self._phase, self._order.usual)
+        _, order, around = self._begun
+        seen, inside = tuple(history.order[order:]), history.around[around:]
+        if seen != planned.order or not planned.around.issuperset(inside):
+            self._left_plan(planned, history.since(self._begun))
+        elif self._phase not in self._order.phases:
+            self._order.note(self._phase, seen)
+
+    def _learn_first(self, seen: Record) -> None:
+        """Learn the order of the first forward, and agree on it by a collective, as all ranks come here once.
+
+        Where `reduce_unused` lets ranks run different modules, they agree on their gathers alone.
+        """
+        planned = self._order.plan
+        if any(group.options.reduce_unused for group in self._do.groups):
+            gathered = tuple(_gathers(seen))
+            agree(replan(planned, Record((), (), gathered)) if gathered else planned, self._among)
+            return
+        plan = replan(planned, seen)
+        agree(plan, self._among)
+        if plan is not planned:
+            self.log.add("order", self._forwards, order_drift(planned, plan))
+            self._adopt(plan)
+        self._order.note(self._phase, seen.order)
+
+    def _left_plan(self, planned: PhaseSchedule, seen: Record) -> None:
+        """A forward ran otherwise than planned: see that all ranks did the same, and vote for a plan that says so."""
+        self.log.add("order", self._forwards, order_drift(planned, seen))
+        if self._among and (self._forwards <= _FREE_ROLLS or self._forwards % _FORWARDS_A_ROLL == 0):
+            self._open_rolls(planned, seen)
+        plan = self._order.plan
+        noted = partial(plan.noting, self._phase, seen.order, seen.around)
+        self._want(partial(replan, plan, seen) if self._phase == TRAIN else noted, self._may_be_alone(planned, seen))
+
+    def _may_be_alone(self, planned: PhaseSchedule, seen: Record) -> bool:
+        """Whether a rank may leave the plan in this way alone.
+
+        It may if the groups that differ stay gathered after forward, and are reduced in one order after backward.
+        """
+        expected, ran = Counter(planned.order), Counter(seen.order)
+        moved = ran == expected
+        differing = [group for group in self._do.groups if moved or ran[group.fqn] != expected[group.fqn]]
+        return all(group.options.reduce_unused and not group.resharding for group in differing)
+
+    # If ranks issue different gathers in a forward, these pair up wrongly; where their sizes are equal, each rank reads
+    # weights of other modules without an error. So a rank that left the plan checks that all have left it likewise.
+
+    def _open_rolls(self, planned: PhaseSchedule, seen: Record) -> None:
+        """Open a roll in each process group where the gathers of this forward differ from the planned ones."""
+        apart = self._gathers_apart(planned, seen)
+        for member, name in zip(self._among, self._engine, strict=True):
+            fqns = member[2]
+            if differing := sorted(apart & fqns):
+                here = ", ".join(fqn or ROOT_NAME for fqn in _gathers(seen) if fqn in fqns)
+                roll = Roll(member, f"rolls/{name}/{self._forwards}/{here}")
+                self._rolls.append((roll, _gathered_alone(self._forwards, differing, here)))
+
+    def _gathers_apart(self, planned: PhaseSchedule, seen: Record) -> set[str]:
+        """The FQNs of groups that a rank which follows the plan gathers otherwise than this one did.
+
+        Groups that were gathered before this forward are so on all ranks.
+        """
+        explicit = [group.fqn for listed in self._order.explicit.values() for group in listed]
+        expected, ran = Counter((*planned.order, *explicit)), Counter(seen.order)
+        gathered = set(_gathers(seen))
+        sharded = {group.fqn for group in self._do.groups if group.phase is SHARDED}
+        left_out = (expected.keys() & sharded) - ran.keys() - gathered
+        added = (gathered & ran.keys()) - expected.keys()
+        if self._order.explicit:  # users may list groups in whatever order
+            return left_out | added
+        return left_out | added | self._out_of_turn(planned, seen)
+
+    def _out_of_turn(self, planned: PhaseSchedule, seen: Record) -> set[str]:
+        """The planned groups that were gathered another number of times than planned, or in another order."""
+        expected, ran = Counter(planned.order), Counter(seen.order)
+        gathered = [fqn for fqn in dict.fromkeys(_gathers(seen)) if fqn in expected]
+        resharded = {group.fqn for group in self._do.groups if planned.reshards(group)}
+        recounted = {fqn for fqn, _ in ran.items() - expected.items()} & resharded & set(gathered)
+        in_turn = [fqn for fqn in expected if fqn in gathered]
+        return recounted | {fqn for fqn, other in zip(gathered, in_turn, strict=True) if fqn != other}
+
+    def _hear_others(self, arrived: frozenset[str]) -> None:
+        """Check the rolls and count the votes in whose process group a gather has arrived.
+
+        Raises:
+            RankMismatchError: not all ranks have entered a roll, or were given the plan that a user gave this one.
+        """
+        called = [each for each in self._rolls if each[0].fqns & arrived]
+        self._rolls = [each for each in self._rolls if each not in called]
+        for roll, error in called:
+            if not roll.is_full():
+                raise RankMismatchError(error)
+        if self._vote is not None:
+            ballot, decide = self._vote
+            outcome = ballot.count(arrived)
+            if outcome is not Outcome.OPEN:
+                self._vote = None
+                decide(ballot, outcome)
+
+    # ---- bytes and times
+
+    def between_steps(self) -> None:
+        """An iteration is over: compare its peak with the plan's, if it was the highest so far, and times, if due."""
+        if self._do.pool.peak_bytes > self._most_bytes:
+            self._compare_bytes()
+        if self._order.plan.prefetch.kind == "auto" or self.measuring.is_on:
+            self._compare_times()
+
+    def _compare_bytes(self) -> None:
+        """More bytes were live than ever before: log it if they are more than planned."""
+        peak, plan, record = self._do.pool.peak_bytes, self._order.plan, self._do.history.last
+        self._most_bytes = peak
+        if record is None or peak <= plan.peak_bytes:
+            return
+        causes = drift(plan, record) if record.peak_bytes == peak and record.order == plan.order else ()
+        summary = f"{peak} bytes were live, and at most {plan.peak_bytes} are planned"
+        self.log.add("bytes", self._forwards, [*causes, summary])
+        self._want(self._order.described)
+
+    def _compare_times(self) -> None:
+        """If steps were measured: make the plan anew, unless the measured times are those of the plan."""
+        plan = self._order.plan
+        seconds = self.measuring.between_steps(plan)
+        if seconds is None:
+            return
+        agreed = dict(zip(seconds, slowest(list(seconds.values()), self._linked), strict=True))
+        costs = costs_of(plan, agreed, self._do.streams)
+        if plan.costs is not None:
+            drifted = time_drift(plan, replace(plan, costs=costs).times() or {})
+            self.measuring.check_later()
+            if not drifted:
+                return
+            self.log.add("time", self._forwards, drifted)
+        measured = plan.with_policies(costs=costs)
+        agree(measured, self._linked)
+        self._adopt(measured)
+
+    # ---- what users change
+
+    def asked(self, plan: ShardPlan, given: bool) -> None:
+        """Follow a plan that a user wants, at once; the next forward starts a vote on whether all ranks have it.
+
+        Raises:
+            ShardConfigValueError, PoolBudgetError: as `Order.follow`.
+        """
+        self._order.follow(plan)
+        self._is_given, self._vote, self._changed = given, None, True
+
+    def settings_changed(self) -> None:
+        """Make the plan anew with the options that groups have now; all ranks must have changed these alike."""
+        if (plan := self._order.described()) is not self._order.plan:
+            self._warn_of_loss(self._order.plan.diff(plan).partition("\n")[0])
+            self.asked(plan, given=False)
+
+    def converted(self) -> None:
+        """Parameters may have changed their dtype: the next forward looks, and asks other ranks only if they have."""
+        self._may_differ = True
+
+    def _take_changes(self) -> None:
+        self._may_differ = False
+        self.settings_changed()
+        if self._changed and self._among and self._has_learned:
+            self._open_vote(self._order.plan, _all_must_have)
+        self._changed = False
+
+    # ---- a new plan
+
+    def _want(self, make: Callable[[], ShardPlan], free: bool = False) -> None:
+        """Start a vote on another plan, which is followed once all ranks want it. Does nothing after too many votes.
+
+        Args:
+            make: makes the plan.
+            free: whether it is no error, and no reason to warn, if only some ranks want the plan.
+        """
+        if self._vote is not None or self._votes >= _FREE_BALLOTS + self._forwards // _FORWARDS_A_BALLOT:
+            return
+        plan = make()
+        if plan == self._order.plan:
+            return
+        self._votes += 1
+        if self._among:
+            self._open_vote(plan, partial(self._decide, free))
+        else:
+            self._adopt(plan)
+
+    def _open_vote(self, plan: ShardPlan, decide: Callable[[Ballot, Outcome], None]) -> None:
+        self._vote = Ballot(plan, self._among, self._engine, self._forwards), decide
+
+    def _decide(self, free: bool, ballot: Ballot, outcome: Outcome) -> None:
+        """A vote on what ranks have seen is over; `free` as for `_want`."""
+        if outcome is Outcome.ALL:
+            self._adopt(ballot.plan)
+        elif not free:
+            if outcome is Outcome.APART:
+                ballot.explain()
+            self._warn_alone(ballot.plan)
+
+    def _adopt(self, plan: ShardPlan) -> None:
+        """Follow a plan that was made anew from what has happened, on all ranks; a vote on the old one is void."""
+        if changes := order_drift(self._order.plan, plan):
+            self._warn_of_loss(changes[0])
+        self._order.follow(plan)
+        self._vote = None
+        self.replans += 1
+
+    def _warn_of_loss(self, why: str) -> None:
+        if self._is_given:
+            self._is_given = False
+            text = (
+                f"set_plan: the plan that was given is not followed any more ({why}); it was made anew by its policies"
+            )
+            warnings.warn(text, stacklevel=2)
+
+    def _warn_alone(self, plan: ShardPlan) -> None:
+        """Warn, once, that not all ranks have left the plan, or not alike."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"rank {dist.get_rank()}: a forward of the root left the plan, and not on all ranks alike "
+            f"({self._order.plan.diff(plan).partition(chr(10))[0]}). All keep the plan that they have. Where ranks run "
+            "different modules in one step, their collectives meet those of other modules: run the same on all ranks, "
+            "or unshard() on all of them what only some will run and call set_reduce_scatter_unused_params(True)",
+            stacklevel=2,
+        )
+
+
+def _gathers(seen: Record) -> list[str]:
+    """The groups of which gathers were issued, in order."""
+    return [action.fqn for action in seen.actions if action.kind is Kind.UNSHARD]
+
+
+def _arrived(actions: Iterable[Action]) -> frozenset[str]:
+    """The groups whose gathers were both issued and waited for in these actions."""
+    issued: set[str] = set()
+    arrived: set[str] = set()
+    for action in actions:
+        if action.kind is Kind.UNSHARD:
+            issued.add(action.fqn)
+        elif action.kind is Kind.WAIT and action.fqn in issued:
+            arrived.add(action.fqn)
+    return frozenset(arrived)
+
+
+def _all_must_have(ballot: Ballot, outcome: Outcome) -> None:
+    """A vote is over on a plan that a user has given, or made anew by a setting.
+
+    Raises:
+        RankMismatchError: not all ranks have that plan.
+    """
+    if outcome is Outcome.APART:
+        ballot.explain()
+    if outcome is not Outcome.ALL:
+        raise RankMismatchError(
+            f"rank {dist.get_rank()}: was given another plan, policy or reshard_after_forward than other ranks, or at "
+            "another time. Call set_plan, set_prefetch_policy, set_pool_policy and setters of modules on all ranks "
+            "alike, between the same forwards"
+        )
+
+
+def _gathered_alone(forward: int, apart: Sequence[str], gathered: str) -> str:
+    return (
+        f"rank {dist.get_rank()}: forward {forward} of the root left the plan at {apart[0] or ROOT_NAME} and gathered "
+        f"{gathered or 'nothing'}, and not all ranks did the same: their gathers met those of other modules, so that "
+        "weights and gradients since then are wrong. Run the same modules on all ranks, in one order, or unshard() "
+        "on all of them what only some will run"
+    )
