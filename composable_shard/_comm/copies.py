@@ -225,7 +225,7 @@ class GradientCopies:
     def fill(self, chunks: torch.Tensor, gradients: Gradients) -> None:
         """`copy_gradients`, by one operator if it can."""
         if self._chunked and list(map(getattr, gradients, repeat("dtype"), repeat(None))) == self._chunked:
-            chunk_cat([*gradients, self.ones], self._layout.world, chunks)  # type: ignore[list-item]  # none is None
+            chunk_cat([*gradients, self.ones], 0, self._layout.world, out=chunks)
         else:
             copy_gradients(chunks, gradients, self._layout)
 

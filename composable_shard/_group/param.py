@@ -31,7 +31,7 @@ from .._torch.core import (
     take_gradient_hooks,
     without_torch_function,
 )
-from .._torch.distributed import dtensor_like, dtensors_like, local_tensor
+from .._torch.distributed import dtensor_like, local_tensor, new_dtensor, spec_of
 from .parallel import Parallel
 
 SHARDED_IN = "_sharded_in"  # the attribute with its name, of a parameter that was sharded and of the DTensor it became
@@ -121,7 +121,7 @@ def accumulate(params: Sequence[ShardedParam], pieces: Mapping[int, torch.Tensor
         with without_torch_function():
             shards = list(map(_sharded, reduced))
             if all(map(is_, map(_grad, shards), repeat(None))):
-                run_all(map(setattr, shards, repeat("grad"), dtensors_like(shards, pieces.values())))
+                run_all(map(setattr, shards, repeat("grad"), map(new_dtensor, pieces.values(), map(spec_of, shards))))
                 return
     for param, piece in zip(reduced, pieces.values(), strict=True):
         param.accumulate(piece)
