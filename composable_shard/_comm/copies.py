@@ -40,6 +40,12 @@ def paired(pieces: torch.Tensor, whole: torch.Tensor, layout: ParamLayout) -> li
     return pairs
 
 
+def own_rows(whole: torch.Tensor, layout: ParamLayout, rank: int) -> torch.Tensor:
+    """A rank's piece of an unsharded parameter, as a view of it."""
+    first = min(rank * layout.chunk, layout.shape[layout.dim])
+    return whole.narrow(layout.dim, first, layout.rows_of(rank))
+
+
 def own_piece(row: torch.Tensor, layout: ParamLayout, rank: int) -> torch.Tensor:
     """A rank's piece of a parameter, without padding; `row` is flat and begins where the piece does."""
     return row[: layout.rows_of(rank) * layout.row].view(layout.local_shape(rank))

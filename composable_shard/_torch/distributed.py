@@ -6,7 +6,6 @@ import functools
 import inspect
 import os
 import sys
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -334,12 +333,3 @@ def flattened_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """Some axes of a mesh as one axis."""
     with unset_fake_temporarily():
         return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
-
-
-# Worlds whose collectives do nothing, made by `testing`: there, fake tensors move as real ones do.
-PLAYED: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def is_played() -> bool:
-    """Whether this world is one of `PLAYED`."""
-    return dist.group.WORLD in PLAYED
