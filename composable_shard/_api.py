@@ -324,10 +324,10 @@ def _shard_all(found: list[Found], shares: dict[MeshInfo, _Share], cuts: dict[in
 
 def _sharded(fqn: str, param: nn.Parameter, cut: Cut) -> ShardedParam:
     whole = param if cut.parallel is None else local_tensor(param)
-    made = shard_parameter(param, cut.info, cut.dim, cut.parallel)
-    sharded = ShardedParam(fqn, made, cut.dim, cut.parallel, tuple(whole.shape), cut.keeps_dtype)
+    made = shard_parameter(param, cut)
+    sharded = ShardedParam(fqn, made, cut, tuple(whole.shape))
     is_extended(sharded)  # refuses what could not be gathered
-    sharded.carry_hooks(param)
+    sharded.hooks.carry(param, made)
     return sharded
 
 

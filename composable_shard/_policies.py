@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -91,10 +92,11 @@ class Options:
         """
         return self.max_reductions is None and not streams
 
-    def outlives_forward(self, is_root: bool) -> bool:
-        """Whether gathered weights, or pieces of them, may be there after their forward."""
-        wanted = self.reshard_after_forward
-        return not (self.reshard_after_backward and (wanted is True or (wanted is None and not is_root)))
+    @functools.cached_property
+    def outlives_forward(self) -> tuple[bool, bool]:
+        """Whether gathered weights, or pieces of them, may be there after their forward: others', and the root's."""
+        wanted, given_up = self.reshard_after_forward, self.reshard_after_backward
+        return not (given_up and (wanted is None or wanted is True)), not (given_up and wanted is True)
 
     @property
     def few_ranks(self) -> int:
@@ -252,22 +254,17 @@ class Settings:
 
     Attributes:
         current: the options.
-        outlives: whether gathered weights, or pieces of them, may be there after forward, for others and for the root.
         accumulates: whether gradient sync was ever off, so that unsharded gradients may wait to be reduced.
         stays: whether a plan keeps the unsharded parameters between forward and backward; None where it says of that
             what the options say.
     """
 
-    __slots__ = ("accumulates", "current", "outlives", "stays")
+    __slots__ = ("accumulates", "current", "stays")
 
     def __init__(self, current: Options) -> None:
-        self._set(current)
+        self.current = current
         self.accumulates = not current.requires_gradient_sync
         self.stays: bool | None = None
-
-    def _set(self, current: Options) -> None:
-        self.current = current
-        self.outlives = current.outlives_forward(False), current.outlives_forward(True)
 
     def reshards(self, is_root: bool) -> bool:
         """Whether forward gives up the unsharded parameters: by the plan, or else by the options."""
@@ -279,7 +276,7 @@ class Settings:
 
     def change(self, **values: Any) -> None:
         """Put options with these values in the place of the current ones."""
-        self._set(replace(self.current, **values))
+        self.current = replace(self.current, **values)
         self.accumulates |= not self.current.requires_gradient_sync
 
 

@@ -27,6 +27,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .._plan.layout import Route
 from .._policies import Comms
@@ -51,7 +52,9 @@ OWN = ("simulated", "fabric")  # backends of this library
 _KNOWN = (*_AVERAGING, *OWN, "gloo", "fake")  # backends on which other calls than FSDP2's are known to work
 _TAG = 0x5AD0_0000  # the first tag of our messages; far from tags that users choose
 
-Tensors = list[torch.Tensor]
+_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)  # by whether a mean is wanted
+
+Tensors = list[Tensor]
 
 
 class Transport(Protocol):
@@ -67,20 +70,18 @@ class Transport(Protocol):
         the route gathers parameters alone.
         """
 
-    def reduce_scatter(
-        self, out: torch.Tensor, bucket: torch.Tensor, scratch: torch.Tensor | None, mean: bool = False
-    ) -> Awaitable:
+    def reduce_scatter(self, out: Tensor, bucket: Tensor, scratch: Tensor | None, mean: bool = False) -> Awaitable:
         """Set `out`, (n,), to the sum over all ranks' buckets, (world * n,), of their part for this rank.
 
         With `mean`, which needs `averages`, it is the mean. The bucket may be overwritten. If `route.sums`, `scratch`
         has the bucket's size.
         """
 
-    def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Awaitable:
+    def all_reduce(self, tensor: Tensor, mean: bool = False) -> Awaitable:
         """Set `tensor` to its sum (or mean) over ranks."""
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
+def _real(tensor: Tensor) -> Tensor:
     """A tensor as real numbers, for process groups cannot add complex ones."""
     return torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor
 
@@ -91,14 +92,9 @@ MOVED = frozenset(
 )
 
 
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as a dtype that every backend moves."""
-    return tensor if tensor.dtype in MOVED else tensor.view(torch.uint8)
-
-
-def _all_gathered(tensors: Tensors) -> list[torch.Tensor]:
-    """The same for tensors of one dtype."""
-    return list(tensors) if tensors[0].dtype in MOVED else [t.view(torch.uint8) for t in tensors]
+def _movable(tensors: Tensors) -> Tensors:
+    """Contiguous tensors of one dtype, as one that every backend moves."""
+    return tensors if tensors[0].dtype in MOVED else [tensor.view(torch.uint8) for tensor in tensors]
 
 
 class _All:
@@ -132,14 +128,7 @@ class _All:
             rest()
 
 
-class _Over:
-    """A handle that is done, for a patched `torch.distributed` whose synchronous call returns no handle."""
-
-    def wait(self) -> None:
-        return
-
-
-_OVER = _Over()
+_DONE = _All(())
 
 
 class Plain:
@@ -152,21 +141,14 @@ class Plain:
         self._group = group
 
     def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
-        (whole,), (piece,) = wholes, pieces
-        handle: Awaitable | None = public_all_gather(_gathered(whole), _gathered(piece.view(-1)), self._group)
-        return _OVER if handle is None else handle
+        (whole,), (piece,) = _movable(wholes), _movable([piece.view(-1) for piece in pieces])
+        return public_all_gather(whole, piece, self._group) or _DONE
 
-    def reduce_scatter(
-        self, out: torch.Tensor, bucket: torch.Tensor, scratch: torch.Tensor | None, mean: bool = False
-    ) -> Awaitable:
-        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-        handle: Awaitable | None = public_reduce_scatter(_real(out), _real(bucket), self._group, op)
-        return _OVER if handle is None else handle
+    def reduce_scatter(self, out: Tensor, bucket: Tensor, scratch: Tensor | None, mean: bool = False) -> Awaitable:
+        return public_reduce_scatter(_real(out), _real(bucket), self._group, _OPS[mean]) or _DONE
 
-    def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Awaitable:
-        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-        handle: Awaitable | None = dist.all_reduce(_real(tensor), group=self._group, op=op, async_op=True)
-        return _OVER if handle is None else handle
+    def all_reduce(self, tensor: Tensor, mean: bool = False) -> Awaitable:
+        return dist.all_reduce(_real(tensor), group=self._group, op=_OPS[mean], async_op=True) or _DONE
 
 
 class Packed:
@@ -178,24 +160,18 @@ class Packed:
         self.averages = averages
         self._group = group
         self._gather = all_gather_options()
-        ops = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)  # by whether a mean is wanted
-        self._scatter = [reduce_scatter_options(op) for op in ops]
-        self._reduce = [all_reduce_options(op) for op in ops]
+        self._scatter = [reduce_scatter_options(op) for op in _OPS]
+        self._reduce = [all_reduce_options(op) for op in _OPS]
 
     def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
-        (whole,), (piece,) = wholes, pieces
-        handle: Awaitable = self._group._allgather_base(_gathered(whole), _gathered(piece), self._gather)
-        return handle
+        (whole,), (piece,) = _movable(wholes), _movable(pieces)
+        return self._group._allgather_base(whole, piece, self._gather)
 
-    def reduce_scatter(
-        self, out: torch.Tensor, bucket: torch.Tensor, scratch: torch.Tensor | None, mean: bool = False
-    ) -> Awaitable:
-        handle: Awaitable = self._group._reduce_scatter_base(_real(out), _real(bucket), self._scatter[mean])
-        return handle
+    def reduce_scatter(self, out: Tensor, bucket: Tensor, scratch: Tensor | None, mean: bool = False) -> Awaitable:
+        return self._group._reduce_scatter_base(_real(out), _real(bucket), self._scatter[mean])
 
-    def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Awaitable:
-        handle: Awaitable = self._group.allreduce([_real(tensor)], self._reduce[mean])
-        return handle
+    def all_reduce(self, tensor: Tensor, mean: bool = False) -> Awaitable:
+        return self._group.allreduce([_real(tensor)], self._reduce[mean])
 
 
 class Direct(Packed):
@@ -205,9 +181,8 @@ class Direct(Packed):
 
     def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
         if wholes[0].dtype not in MOVED:
-            wholes, pieces = _all_gathered(wholes), _all_gathered(pieces)
-        handle: Awaitable = self._group.allgather_into_tensor_coalesced(wholes, pieces, self._gather)
-        return handle
+            wholes, pieces = _movable(wholes), _movable(pieces)
+        return self._group.allgather_into_tensor_coalesced(wholes, pieces, self._gather)
 
 
 class OfFakeGroup(Direct):
@@ -233,21 +208,22 @@ class RankOrdered:
         self._exchange = all_to_all_options()
 
     def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
-        pairs = enumerate(zip(_all_gathered(wholes), _all_gathered(pieces), strict=True))
-        return _All([handle for at, (whole, piece) in pairs for handle in self._gathered(at, whole, piece)])
+        handles: list[Awaitable] = []
+        for index, (whole, piece) in enumerate(zip(_movable(wholes), _movable(pieces), strict=True)):
+            handles += self._gather_one(index, whole, piece)
+        return _All(handles)
 
-    def _gathered(self, at: int, whole: torch.Tensor, piece: torch.Tensor) -> list[Awaitable]:
-        """Launch the gather of one tensor, the `at`-th of several."""
+    def _gather_one(self, index: int, whole: Tensor, piece: Tensor) -> list[Awaitable]:
+        """Launch the gather of one tensor, which has this index among those of the call."""
         if whole.nbytes < BROADCAST_FROM_BYTES:
             return [self._flat_gather(whole, piece)]
         parts = self._with_own(whole, piece)
         return [self._group.broadcast([parts[rank]], root) for rank, root in enumerate(self._roots)]
 
-    def _flat_gather(self, whole: torch.Tensor, piece: torch.Tensor) -> Awaitable:
-        handle: Awaitable = self._group._allgather_base(whole, piece.reshape(-1, *whole.shape[1:]), self._gather)
-        return handle
+    def _flat_gather(self, whole: Tensor, piece: Tensor) -> Awaitable:
+        return self._group._allgather_base(whole, piece.reshape(-1, *whole.shape[1:]), self._gather)
 
-    def _with_own(self, whole: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+    def _with_own(self, whole: Tensor, piece: Tensor) -> Tensor:
         """A whole tensor as (world, n), with this rank's piece copied into its row."""
         parts = whole.view(self._world, -1)
         own = parts[self._rank]
@@ -255,23 +231,19 @@ class RankOrdered:
             own.copy_(piece.view(-1))
         return parts
 
-    def reduce_scatter(
-        self, out: torch.Tensor, bucket: torch.Tensor, scratch: torch.Tensor | None, mean: bool = False
-    ) -> Awaitable:
+    def reduce_scatter(self, out: Tensor, bucket: Tensor, scratch: Tensor | None, mean: bool = False) -> Awaitable:
         assert scratch is not None
         handle = self._group.alltoall_base(_real(scratch), _real(bucket), [], [], self._exchange)
         return _All([handle], partial(_add_up, out, scratch.view(self._world, -1)))
 
-    def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Awaitable:
+    def all_reduce(self, tensor: Tensor, mean: bool = False) -> Awaitable:
         chunk = -(-tensor.numel() // self._world)
         bucket = tensor.new_zeros(self._world * chunk)
         bucket[: tensor.numel()].copy_(tensor.view(-1))
         own = torch.empty_like(bucket[:chunk])
 
         def rest() -> None:
-            place = bucket.view(self._world, chunk)[self._rank]
-            place.copy_(own)
-            self.all_gather([bucket], [place]).wait()
+            self.all_gather([bucket], [own]).wait()
             tensor.view(-1).copy_(bucket[: tensor.numel()])
 
         return _All([self.reduce_scatter(own, bucket, torch.empty_like(bucket), mean)], rest)
@@ -283,9 +255,8 @@ class RankOrderedDirect(RankOrdered):
     route = Route("direct", gather_from=0, sums=True)
 
     def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
-        flat = _all_gathered([piece.view(-1) for piece in pieces])
-        handle: Awaitable = self._group.allgather_into_tensor_coalesced(_all_gathered(wholes), flat, self._gather)
-        return handle
+        flat = _movable([piece.view(-1) for piece in pieces])
+        return self._group.allgather_into_tensor_coalesced(_movable(wholes), flat, self._gather)
 
 
 class PointToPoint(RankOrdered):
@@ -297,15 +268,15 @@ class PointToPoint(RankOrdered):
 
     route = Route("p2p", gather_from=ALONE_FROM_BYTES, sums=True)
 
-    def _gathered(self, at: int, whole: torch.Tensor, piece: torch.Tensor) -> list[Awaitable]:
+    def _gather_one(self, index: int, whole: Tensor, piece: Tensor) -> list[Awaitable]:
         if piece.nbytes < ALONE_FROM_BYTES:
             return [self._flat_gather(whole, piece)]
-        parts, tag = self._with_own(whole, piece), _TAG + at
-        found: list[Awaitable] = [self._group.recv([parts[rank]], rank, tag) for rank in self._others]
-        return found + [self._group.send([piece], rank, tag) for rank in self._others]
+        parts, tag = self._with_own(whole, piece), _TAG + index
+        received = [self._group.recv([parts[rank]], rank, tag) for rank in self._others]
+        return [*received, *[self._group.send([piece], rank, tag) for rank in self._others]]
 
 
-def _add_up(out: torch.Tensor, parts: torch.Tensor) -> None:
+def _add_up(out: Tensor, parts: Tensor) -> None:
     """The sum of some rows, in their order."""
     torch.add(parts[0], parts[1], out=out)
     for rank in range(2, parts.shape[0]):
@@ -341,22 +312,19 @@ class Custom:
         handle = self._gather(output_tensor=out, input_tensor=own, group=self._group, async_op=True)
         return _All([handle], partial(_copy, whole, out), held=own)
 
-    def reduce_scatter(
-        self, out: torch.Tensor, bucket: torch.Tensor, scratch: torch.Tensor | None, mean: bool = False
-    ) -> Awaitable:
+    def reduce_scatter(self, out: Tensor, bucket: Tensor, scratch: Tensor | None, mean: bool = False) -> Awaitable:
         if self._scatter is None:
             return self._inner.reduce_scatter(out, bucket, scratch, mean)
         to, frm = (self._scatter.allocate((t.numel(),), dtype=t.dtype, device=t.device) for t in (out, bucket))
         frm.copy_(bucket)
-        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-        handle = self._scatter(output_tensor=to, input_tensor=frm, group=self._group, op=op, async_op=True)
+        handle = self._scatter(output_tensor=to, input_tensor=frm, group=self._group, op=_OPS[mean], async_op=True)
         return _All([handle], partial(_copy, out, to), held=frm)
 
-    def all_reduce(self, tensor: torch.Tensor, mean: bool = False) -> Awaitable:
+    def all_reduce(self, tensor: Tensor, mean: bool = False) -> Awaitable:
         return self._inner.all_reduce(tensor, mean)
 
 
-def _copy(to: torch.Tensor, frm: torch.Tensor) -> None:
+def _copy(to: Tensor, frm: Tensor) -> None:
     to.view(-1).copy_(frm)
 
 
@@ -364,22 +332,18 @@ def transports_of(group: dist.ProcessGroup, device: torch.device) -> dict[str, T
     """The transports of a process group by name; the first is the default."""
     name = backend_name(group, device)
     plain = Plain(group, averages=device.type != "mtia")  # mtia has sums only
-    found: list[Transport]
+    made: list[Transport]
     if name not in _KNOWN or not (is_native(group) or name in OWN):
-        found = [
-            plain,
-            Direct(group),
-            Packed(group),
-        ]  # the others only for users who know that they work and name one
+        made = [plain, Direct(group), Packed(group)]  # the others for users who know that they work and name one
     elif name == "gloo":
-        found = [RankOrdered(group), RankOrderedDirect(group), plain]
+        made = [RankOrdered(group), RankOrderedDirect(group), plain]
         if device.type == "cpu":  # gloo sends no memory of a device
-            found.insert(1, PointToPoint(group))
+            made.insert(1, PointToPoint(group))
     elif name == "fake":
-        found = [OfFakeGroup(group), Packed(group), plain]
+        made = [OfFakeGroup(group), Packed(group), plain]
     else:
-        found = [Direct(group, name in _AVERAGING), Packed(group, name in _AVERAGING), plain]
-    return {each.route.name: each for each in found}
+        made = [Direct(group, name in _AVERAGING), Packed(group, name in _AVERAGING), plain]
+    return {transport.route.name: transport for transport in made}
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,12 @@ def paired(pieces: torch.Tensor, whole: torch.Tensor, layout: ParamLayout) -> li
     return pairs
 
 
+def own_rows(whole: torch.Tensor, layout: ParamLayout, rank: int) -> torch.Tensor:
+    """A rank's piece of an unsharded parameter, as a view of it."""
+    first = min(rank * layout.chunk, layout.shape[layout.dim])
+    return whole.narrow(layout.dim, first, layout.rows_of(rank))
+
+
 def own_piece(row: torch.Tensor, layout: ParamLayout, rank: int) -> torch.Tensor:
     """A rank's piece of a parameter, without padding; `row` is flat and begins where the piece does."""
     return row[: layout.rows_of(rank) * layout.row].view(layout.local_shape(rank))
@@ -225,7 +231,7 @@ class GradientCopies:
     def fill(self, chunks: torch.Tensor, gradients: Gradients) -> None:
         """`copy_gradients`, by one operator if it can."""
         if self._chunked and list(map(getattr, gradients, repeat("dtype"), repeat(None))) == self._chunked:
-            chunk_cat([*gradients, self.ones], self._layout.world, chunks)  # type: ignore[list-item]  # none is None
+            chunk_cat([*gradients, self.ones], 0, self._layout.world, out=chunks)
         else:
             copy_gradients(chunks, gradients, self._layout)
 

@@ -118,7 +118,7 @@ def mesh_info(mesh: DeviceMesh, offload: OffloadPolicy | None = None, dims: Any 
     if mesh.get_coordinate() is None:
         raise ShardConfigValueError(f"mesh: rank {dist.get_rank()} is not part of {mesh}; shard on the ranks it names")
     if dims is not None:
-        return _info_of_dims(mesh, dims, offload)
+        return _info_of_full(_full_mesh(mesh, dims), offload)
     if mesh.ndim not in (1, 2):
         raise ShardConfigValueError(
             f"mesh: fully_shard expects a 1D or 2D DeviceMesh but got {mesh}, of {mesh.ndim} axes; "
@@ -130,67 +130,69 @@ def mesh_info(mesh: DeviceMesh, offload: OffloadPolicy | None = None, dims: Any 
             "mesh: Please init the 2D mesh for HSDP with mesh_dim_names specified: init_device_mesh(..., "
             f"mesh_dim_names=('replicate', 'shard')); the axes of {mesh} have no names"
         )
-    return _read(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None, offload)
+    return _info(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None, offload)
 
 
-def mesh_info_of_torch(theirs: Any, offload: OffloadPolicy | None) -> MeshInfo:
+def mesh_info_of_torch(given: Any, offload: OffloadPolicy | None) -> MeshInfo:
     """Make the `MeshInfo` of torch's own description of a mesh.
 
     Raises:
-        ShardConfigTypeError: `theirs` is no such description.
+        ShardConfigTypeError: `given` is no such description.
         ShardConfigValueError: its shard axis is not the last one, or its replicate axis not the one before.
     """
-    if not isinstance(theirs, FSDPMeshInfo):
-        raise ShardConfigTypeError(f"mesh_info: expected FSDPMeshInfo or HSDPMeshInfo, got {type(theirs).__name__}")
-    dims = getattr(theirs, "dp_mesh_dims", None)
+    if not isinstance(given, FSDPMeshInfo):
+        raise ShardConfigTypeError(f"mesh_info: expected FSDPMeshInfo or HSDPMeshInfo, got {type(given).__name__}")
+    dims = getattr(given, "dp_mesh_dims", None)
     if dims is not None:
-        assert theirs.spmd_mesh is not None
-        return mesh_info(theirs.spmd_mesh, offload, dims)
-    mesh = theirs.mesh
-    replicates = theirs.replicate_mesh_dim
-    if theirs.shard_mesh_dim != mesh.ndim - 1 or mesh.ndim != (1 if replicates is None else 2):
+        assert given.spmd_mesh is not None
+        return mesh_info(given.spmd_mesh, offload, dims)
+    mesh = given.mesh
+    if given.shard_mesh_dim != mesh.ndim - 1 or mesh.ndim != (1 if given.replicate_mesh_dim is None else 2):
         raise ShardConfigValueError(
-            f"mesh_info: FSDPMeshInfo of a 1D mesh, or HSDPMeshInfo of a 2D mesh (replicate, shard), got {theirs}"
+            f"mesh_info: FSDPMeshInfo of a 1D mesh, or HSDPMeshInfo of a 2D mesh (replicate, shard), got {given}"
         )
     return mesh_info(mesh, offload)
 
 
-def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
+def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names or ()
 
 
-def _info_of_dims(mesh: DeviceMesh, dims: Any, offload: OffloadPolicy | None) -> MeshInfo:
+def _full_mesh(mesh: DeviceMesh, dims: Any) -> FullMesh:
+    """Look up the axes that `dims` names in a mesh."""
     if not isinstance(dims, DataParallelMeshDims):
         raise ShardConfigTypeError(f"dp_mesh_dims: expected DataParallelMeshDims, got {type(dims).__name__}")
-    if mesh.mesh_dim_names is None:
+    names = mesh.mesh_dim_names
+    if names is None:
         raise ShardConfigValueError(
             f"dp_mesh_dims: mesh must have mesh_dim_names when dp_mesh_dims is provided, and those of {mesh} have none"
         )
-    wanted = [*_names(dims.shard), *_names(dims.replicate)]
-    unknown = [name for name in wanted if name not in mesh.mesh_dim_names]
+    shard, replicate = _as_tuple(dims.shard), _as_tuple(dims.replicate)
+    wanted = [*shard, *replicate]
+    unknown = [name for name in wanted if name not in names]
     if not wanted:
         raise ShardConfigValueError(
             f"dp_mesh_dims: {dims} names no axis. At least one of shard or replicate must be set in dp_mesh_dims"
         )
     if unknown:
         raise ShardConfigValueError(
-            f"dp_mesh_dims: Mesh dim name '{unknown[0]}' not found in mesh.mesh_dim_names {mesh.mesh_dim_names}"
+            f"dp_mesh_dims: Mesh dim name '{unknown[0]}' not found in mesh.mesh_dim_names {names}"
         )
     if len(set(wanted)) < len(wanted):
         raise ShardConfigValueError(f"dp_mesh_dims: {dims} names an axis twice; an axis shards or replicates")
-    shard, replicate = (
-        tuple(sorted(mesh.mesh_dim_names.index(name) for name in _names(given)))
-        for given in (dims.shard, dims.replicate)
-    )
-    parts = [
-        flattened_mesh(mesh, tuple(mesh.mesh_dim_names[axis] for axis in axes)) for axes in (replicate, shard) if axes
-    ]
-    own = parts[0] if len(parts) == 1 else concatenated_mesh(parts)
-    full = FullMesh(mesh, shard, replicate)
-    return _read(own, own.ndim - 1 if shard else None, 0 if replicate else None, offload, full)
+    return FullMesh(mesh, tuple(sorted(map(names.index, shard))), tuple(sorted(map(names.index, replicate))))
 
 
-def _read(
+def _info_of_full(full: FullMesh, offload: OffloadPolicy | None) -> MeshInfo:
+    """The data-parallel axes of a full mesh: several that shard, or that replicate, count as one."""
+    names = full.mesh.mesh_dim_names or ()
+    axes = [tuple(names[axis] for axis in axes) for axes in (full.replicate, full.shard) if axes]
+    parts = [flattened_mesh(full.mesh, axis) for axis in axes]
+    mesh = parts[0] if len(parts) == 1 else concatenated_mesh(parts)
+    return _info(mesh, mesh.ndim - 1 if full.shard else None, 0 if full.replicate else None, offload, full)
+
+
+def _info(
     mesh: DeviceMesh,
     shard_axis: int | None,
     replicate_axis: int | None,
@@ -204,19 +206,19 @@ def _read(
             f"mesh: {mesh} is of device type {mesh.device_type}, which this process does not have ({error}); "
             "build it (init_device_mesh) for the devices on which the model computes"
         ) from error
-    to_cpu = isinstance(offload, CPUOffloadPolicy) and device.type not in ("cpu", "meta")
+    home, pins = device, False
+    if isinstance(offload, CPUOffloadPolicy) and device.type not in ("cpu", "meta"):
+        home, pins = torch.device("cpu"), offload.pin_memory
+    shard_size, shard_rank, shard_group = _axis(mesh, shard_axis)
+    replicate_size, _, replicate_group = _axis(mesh, replicate_axis)
     return MeshInfo(
-        mesh=mesh,
-        device=device,
-        home=torch.device("cpu") if to_cpu else device,
-        pins=to_cpu and isinstance(offload, CPUOffloadPolicy) and offload.pin_memory,
-        shard_size=1 if shard_axis is None else mesh.size(shard_axis),
-        shard_rank=0 if shard_axis is None else mesh.get_local_rank(shard_axis),
-        shard_group=None if shard_axis is None else mesh.get_group(shard_axis),
-        replicate_size=1 if replicate_axis is None else mesh.size(replicate_axis),
-        replicate_group=None if replicate_axis is None else mesh.get_group(replicate_axis),
-        full=full,
+        mesh, device, shard_size, shard_rank, shard_group, replicate_size, replicate_group, home, pins, full
     )
+
+
+def _axis(mesh: DeviceMesh, axis: int | None) -> tuple[int, int, dist.ProcessGroup | None]:
+    """Of an axis of a mesh its size, this rank's index in it, and its process group."""
+    return (1, 0, None) if axis is None else (mesh.size(axis), mesh.get_local_rank(axis), mesh.get_group(axis))
 
 
 def default_device_type() -> str:

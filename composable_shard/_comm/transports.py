@@ -6,15 +6,17 @@ Backend and size are the same on all ranks, so all ranks choose alike, and befor
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .._errors import ShardConfigValueError
 from .._policies import Comms, Options
-from .._torch.distributed import backend_name, is_played
+from .._torch.distributed import backend_name
 from .collectives import PLAIN, Custom, Transport, Transports, transports_of
 from .mesh import MeshInfo
 
@@ -23,12 +25,15 @@ LARGE_FROM_BYTES = 16 << 20  # of a group: steps were faster packed at 4.7 MiB, 
 _LARGE = {"gloo": "p2p"}  # by backend: what large groups take; all others take the first transport of their backend
 
 
+# Worlds whose collectives do nothing, made by `testing`: there, fake tensors move as real ones do.
+PLAYED: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 class TransportCache:
     """The transports of each process group, made once."""
 
     def __init__(self) -> None:
         self._made: dict[dist.ProcessGroup, dict[str, Transport]] = {}
-        self._custom: dict[tuple[dist.ProcessGroup, Comms, str], Transport] = {}
 
     def of(
         self,
@@ -52,60 +57,41 @@ class TransportCache:
             ShardConfigValueError: the environment names a transport that the backend does not have.
         """
         comms = options.comms
-        custom = comms if comms.all_gather is not None or comms.reduce_scatter is not None else None
+        own = comms if comms.all_gather is not None or comms.reduce_scatter is not None else None
         nbytes = sum(pieces) * info.shard_size
-        get = partial(self._get, fake)
+        get = partial(self._get, info.device, fake and dist.group.WORLD not in PLAYED)
         return Transports(
-            gather=get(info.shard_group, info.shard_size, info, nbytes, custom),
-            reduce=get(comms.reduce_group or info.shard_group, info.shard_size, info, nbytes, custom),
-            replicate=get(info.replicate_group, info.replicate_size, info, sum(pieces)),
-            small=None if small is None else get(small.shard_group, small.shard_size, small, nbytes),
+            gather=get(info.shard_group, info.shard_size, nbytes, own),
+            reduce=get(comms.reduce_group or info.shard_group, info.shard_size, nbytes, own),
+            replicate=get(info.replicate_group, info.replicate_size, sum(pieces)),
+            small=None if small is None else get(small.shard_group, small.shard_size, nbytes),
         )
 
     def _get(
         self,
-        fake: bool,
+        device: torch.device,
+        public: bool,
         group: dist.ProcessGroup | None,
         size: int,
-        info: MeshInfo,
         nbytes: int,
-        comms: Comms | None = None,
+        own: Comms | None = None,
     ) -> Transport | None:
+        """The transport for groups of parameters of `nbytes`; `public`: by torch's public functions, unless forced."""
         if group is None or size == 1:
             return None
-        made = self._all(group, info.device)
-        name = (
-            _forced(made, group, info.device)
-            or (PLAIN if fake and not is_played() else None)
-            or _tabled(made, group, info.device, nbytes)
-        )
-        if comms is None:
-            return made[name]
-        key = group, comms, name
-        if key not in self._custom:
-            self._custom[key] = Custom(made[name], group, comms)
-        return self._custom[key]
-
-    def _all(self, group: dist.ProcessGroup, device: torch.device) -> dict[str, Transport]:
         if group not in self._made:
             self._made[group] = transports_of(group, device)
-        return self._made[group]
+        made, backend = self._made[group], backend_name(group, device)
+        forced = os.environ.get(VARIABLE, "").strip().lower()
+        if forced and forced not in made:
+            raise ShardConfigValueError(
+                f"{VARIABLE}={forced}: the {backend} process group of {group.size()} ranks has no such transport; it "
+                f"has {', '.join(made)}. Unset the variable to let the backend and the size decide"
+            )
+        transport = made[forced or (PLAIN if public else _by_size(made, backend, nbytes))]
+        return transport if own is None else Custom(transport, group, own)
 
 
-def _forced(made: dict[str, Transport], group: dist.ProcessGroup, device: torch.device) -> str | None:
-    wanted = os.environ.get(VARIABLE, "").strip().lower()
-    if wanted and wanted not in made:
-        raise ShardConfigValueError(
-            f"{VARIABLE}={wanted}: {_words(group, device)} has no such transport; it has {', '.join(made)}. Unset the "
-            "variable to let the backend and the size decide"
-        )
-    return wanted or None
-
-
-def _tabled(made: dict[str, Transport], group: dist.ProcessGroup, device: torch.device, nbytes: int) -> str:
-    large = _LARGE.get(backend_name(group, device))
-    return large if large in made and nbytes >= LARGE_FROM_BYTES else next(iter(made))
-
-
-def _words(group: dist.ProcessGroup, device: torch.device) -> str:
-    return f"the {backend_name(group, device)} process group of {group.size()} ranks"
+def _by_size(made: dict[str, Transport], backend: str, nbytes: int) -> str:
+    large = _LARGE.get(backend) if nbytes >= LARGE_FROM_BYTES else None
+    return large if large in made else next(iter(made))

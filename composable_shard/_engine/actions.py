@@ -394,7 +394,7 @@ class Actions:
             self._unset[group] = reduced
             if len(self._unset) == _AT_ONCE:
                 self.hand_out()
-        elif group in self.repeated and any(param.has_hooks for param in group.params):
+        elif group in self.repeated and any(param.hooks for param in group.params):
             sums = self._sums.setdefault(group, {})
             for each in filter(None, (self._unset.pop(group, None), reduced)):
                 for index, piece in each.pieces().items():

@@ -21,6 +21,7 @@ from .._errors import ShardConfigStateError
 from .._group.group import ParamGroup
 from .._group.phases import SHARDED
 from .._torch.core import HANDLES, Fate
+from .._torch.distributed import dtensor_like
 from .actions import Actions
 from .backward import BackwardPass
 from .node import Use, added
@@ -90,7 +91,8 @@ class GradientFlow:
         if any(gradient is not None for gradient in wanted):
             for index, piece in self._do.reduce_now(use.group, wanted).items():
                 if fates[index] is Fate.RETURNED:
-                    out[index] = params[index].hooked(piece)
+                    param = params[index]
+                    out[index] = param.hooks.on_tensor(dtensor_like(param.sharded, piece))
                 else:
                     params[index].accumulate(piece)
         return out

@@ -19,11 +19,11 @@ from .._group.group import ParamGroup
 from .._group.param import lend_attributes, run_all
 from .._torch.core import (
     Fate,
-    apply_function,
     called_directly,
     gradient_fates,
     node_will_run,
     outputs_pass_for_leaves,
+    plain_apply,
     plainly,
 )
 
@@ -215,6 +215,7 @@ class _Unshard(torch.autograd.Function):
         return _differentiated_once(ctx, *gradients) if torch.is_grad_enabled() else _backward(ctx, *gradients)
 
 
+_apply = plain_apply(_Unshard)
 called_directly(_Unshard)
 outputs_pass_for_leaves(_Unshard)  # forward may assign a parameter to a module, a tracer of torch.fx to its graph
 _attributes, _data = attrgetter("__dict__"), attrgetter("data")
@@ -238,7 +239,7 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
     """
     group = use.group
     weights = group.weights(for_use=True)
-    outputs = apply_function(_Unshard, _Lifeline(owner, use), weights, owner.witness.leaf, *group.shards)
+    outputs = _apply(_Lifeline(owner, use), weights, owner.witness.leaf, *group.shards)
     if group.layout.wraps:
         outputs = tuple([p.parallel.wrap(o) if p.parallel else o for o, p in zip(outputs, group.params, strict=True)])
     # `_is_param` is among them: isinstance(out, nn.Parameter) holds.

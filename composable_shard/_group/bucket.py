@@ -21,7 +21,7 @@ from .._memory.pool import BufferPool
 from .._memory.slots import Place, Request, Slot
 from .._plan.layout import gather_layout
 from .._torch.core import plainly
-from .._torch.distributed import local_tensors
+from .._torch.distributed import local_tensor
 from .faces import Faces, Leaves
 from .param import ShardedParam
 
@@ -362,7 +362,7 @@ class GatherBucket(Bucket):
 
     def start(self, after: torch.Event | None) -> Job[None]:
         slot = self.open()
-        return self._gatherer.start(slot, local_tensors(self._sharded), (after, *slot.free_after))
+        return self._gatherer.start(slot, list(map(local_tensor, self._sharded)), (after, *slot.free_after))
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
         """Give the slot back, or reserve it for the next gather: if asked to, or if somebody keeps views of it."""

@@ -13,7 +13,7 @@ the shard and stays.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from .._memory.pool import BufferPool
 from .._memory.slots import Outside
 from .._plan.layout import bucket_layout, gather_layout
 from .._policies import MixedPrecisionPolicy
-from .._torch.core import plain_parts
+from .._torch.core import plain_parts, storage_id
 from .._torch.distributed import local_tensor
 from .bucket import Bucket, Gatherer
 from .faces import LEAF_OF, Leaves
@@ -66,28 +66,24 @@ def _takes_all(param: ShardedParam) -> bool:
     return len(signature.parameters) == 5
 
 
-def _inner_storages(tensor: torch.Tensor) -> list[torch.UntypedStorage] | None:
-    """The storages of a tensor or of its inner tensors; None if it is of a subclass that does not tell these."""
-    parts = plain_parts(tensor)
-    are_plain = all(type(part) in (torch.Tensor, nn.Parameter) for part in parts)
-    return [part.untyped_storage() for part in parts] if are_plain else None
-
-
 class _Memory:
-    """Storages that are emptied and filled again while the tensors over them stay."""
+    """The memory of some tensors, which is freed and allocated again while the tensors stay.
 
-    def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        by_id = {storage._cdata: storage for storage in storages}
-        self.ids = set(by_id)
-        self.storages = [(storage, storage.nbytes()) for storage in by_id.values()]
+    Attributes:
+        storages: the storages of the tensors, by id.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self.storages = {storage_id(tensor): tensor.untyped_storage() for tensor in tensors}
+        self._nbytes = {key: storage.nbytes() for key, storage in self.storages.items()}
 
     def allocate(self) -> None:
-        for storage, nbytes in self.storages:
-            if storage.nbytes() != nbytes:
-                storage.resize_(nbytes)
+        for key, storage in self.storages.items():
+            if storage.nbytes() != self._nbytes[key]:
+                storage.resize_(self._nbytes[key])
 
     def free(self) -> None:
-        for storage, _ in self.storages:
+        for storage in self.storages.values():
             storage.resize_(0)
 
 
@@ -114,8 +110,8 @@ class _Extended:
         self._asked_with = (info.shard_mesh, *rest)
         self._metadata: Any = None
         self._sizes: list[torch.Size] = []
-        self._arriving = _Memory([])  # the storages of the outputs
-        self._handed_over = _Memory([])  # those of the tensors that `fsdp_post_all_gather` returned as owned
+        self._arriving = _Memory()  # of the outputs
+        self._handed_over = _Memory()  # of the tensors that `fsdp_post_all_gather` returned as owned
 
     def ask(self) -> bool:
         """Get the inputs from the shard and allocate the outputs.
@@ -135,7 +131,7 @@ class _Extended:
             self._arriving.free()
             self._handed_over.free()
             self.outputs = [torch.empty(numel, dtype=dtype, device=info.device) for numel, dtype in kinds]
-            self._arriving = _Memory([output.untyped_storage() for output in self.outputs])
+            self._arriving = _Memory(self.outputs)
             self.leaf = None
         self._arriving.allocate()
         return before is not None and self.leaf is None
@@ -153,24 +149,24 @@ class _Extended:
                 f"{[tuple(t.shape) for t in self.inputs]}"
             )
 
-    def take(self) -> list[torch.UntypedStorage]:
-        """Make the unsharded parameter from the gathered outputs; returns the storages that `free` will empty."""
+    def take(self) -> dict[int, torch.UntypedStorage]:
+        """Make the unsharded parameter from what was gathered; returns the storages that `free` will empty, by id."""
         local: Any = self.param.local
         outputs = tuple(output.view(-1, *size[1:]) for output, size in zip(self.outputs, self._sizes, strict=True))
         if self.leaf is None:
             made, owned = local.fsdp_post_all_gather(outputs, self._metadata, self._dtype)
-            self._handed_over = _Memory([tensor.untyped_storage() for tensor in owned])
+            self._handed_over = _Memory(owned)
             self.leaf = self._leaf(made)
         else:
             self._handed_over.allocate()
             local.fsdp_post_all_gather(outputs, self._metadata, self._dtype, out=self.leaf)
         self.inputs, self._metadata = [], None
-        kept = [self._handed_over, self._arriving]
-        lies_in = _inner_storages(self.leaf)
-        if lies_in is not None and {storage._cdata for storage in lies_in}.isdisjoint(self._arriving.ids):
-            kept.remove(self._arriving)
-            self._arriving.free()
-        return [storage for memory in kept for storage, _ in memory.storages]
+        parts = plain_parts(self.leaf)
+        tells_parts = all(type(part) in (torch.Tensor, nn.Parameter) for part in parts)
+        if tells_parts and self._arriving.storages.keys().isdisjoint(map(storage_id, parts)):
+            self._arriving.free()  # nothing of the parameter lies in the outputs
+            return self._handed_over.storages
+        return self._handed_over.storages | self._arriving.storages
 
     def _leaf(self, made: torch.Tensor) -> nn.Parameter:
         shape, parallel = torch.Size(self.param.shape), self.param.parallel
@@ -244,8 +240,8 @@ class ExtensionBucket(Bucket):
 
     def arrived(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            memory = [(storage, index) for index, member in enumerate(self._members) for storage in member.take()]
-        by_id = {storage._cdata: (storage, index) for storage, index in memory}
+            taken = [(index, member.take()) for index, member in enumerate(self._members)]
+        by_id = {key: (storage, index) for index, storages in taken for key, storage in storages.items()}
         self._claims = [Outside(storage, self, index) for storage, index in by_id.values()]
         self._pool.claim(self._claims)
         self.use_leaves(Leaves([member.leaf for member in self._members if member.leaf is not None]))

@@ -73,7 +73,7 @@ class GroupGradients:
         self.hooks_taken = False
         # How many handles of hooks torch had given to others when no parameter had a hook: while that number stays,
         # none has one. -1: unknown.
-        self._handles_seen = min([p.handles_seen for p in params], default=-1)
+        self._handles_seen = min([p.hooks.handles_seen for p in params], default=-1)
         self._on_nodes: list[dict[int, Hook]] | None = None
         self.buckets_of: dict[tuple[object, ...], list[ReduceBucket]] = {}
 
@@ -108,15 +108,15 @@ class GroupGradients:
     def take_hooks(self) -> None:
         """Take the users' hooks on the parameters from autograd, before it can call them with gradients not reduced."""
         seen = HANDLES.of_others()
-        self.hooks_taken = any([param.take_hooks() for param in self._params])  # noqa: C419 - of all
+        self.hooks_taken = any([param.hooks.take(param.sharded) for param in self._params])  # noqa: C419 - of all
         if not self.hooks_taken:
             self._handles_seen = seen
-        on_nodes = [param.hooks_on_node for param in self._params]
+        on_nodes = [param.hooks.on_node for param in self._params]
         self._on_nodes = None if None in on_nodes else [hooks for both in on_nodes if both for hooks in both]
 
     def give_hooks_back(self) -> None:
         """A backward is over: give autograd the users' hooks back."""
-        self.hooks_taken = any([param.give_hooks_back() for param in self._params])  # noqa: C419 - of all
+        self.hooks_taken = any([param.hooks.give_back(param.sharded) for param in self._params])  # noqa: C419 - of all
 
     # ---- accumulation
 

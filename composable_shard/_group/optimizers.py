@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import call
 from typing import Any, Protocol
 
 import torch
@@ -27,28 +28,51 @@ class StepWatcher(Protocol):
         """An optimizer is about to read the gradients of these parameters: none may still wait for its reduction."""
 
 
-# By id, and no WeakSet: the weak references can be listed in one go while another thread adds a watcher.
+# By id, and no WeakSet: the weak references can be listed at once while another thread adds a watcher.
 _watchers: weakref.WeakValueDictionary[int, StepWatcher] = weakref.WeakValueDictionary()
 
 
 def watch_steps(watcher: StepWatcher) -> None:
-    """Tell `watcher`, while it lives, of the steps of all optimizers; it finds its own parameters among theirs."""
+    """Tell `watcher`, while it lives, of every optimizer's steps; not all are of its parameters."""
     _watchers[id(watcher)] = watcher
 
 
-def _check_stepped(params: Sequence[torch.Tensor]) -> None:
+@never_trace
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    params: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        params += group["params"]
+    _check_are_of_the_model(params)
+    for group in optimizer.param_groups:
+        _avoid_mixed_lists(group)
+    stepped = set(map(id, params))
+    watchers = _living_watchers()
+    changed = None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if callable(closure):  # it makes the gradients, so it checks them
+        checked = partial(_run_closure, closure, stepped)
+        changed = ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": checked})
+    else:
+        for watcher in watchers:
+            watcher.check_reduced(stepped)
+    for watcher in watchers:
+        watcher.before_optimizer_step(stepped)
+    return changed
+
+
+def _check_are_of_the_model(params: Sequence[torch.Tensor]) -> None:
     """Raise ShardConfigStateError for parameters that are not, or no longer, those of the model."""
-    copies = [param.__dict__[LEAF_OF] for param in params if LEAF_OF in param.__dict__]
+    copies, old = [], []
+    for param in params:
+        if LEAF_OF in param.__dict__:
+            copies.append(param.__dict__[LEAF_OF])
+        elif SHARDED_IN in param.__dict__ and not isinstance(param, DTensor):
+            old.append(param.__dict__[SHARDED_IN])
     if copies:
         raise ShardConfigStateError(
             f"the optimizer holds unsharded copies of {', '.join(copies)}, which get no gradients; "
             "build it before the first forward, or after reshard()"
         )
-    old = [
-        param.__dict__[SHARDED_IN]
-        for param in params
-        if SHARDED_IN in param.__dict__ and not isinstance(param, DTensor)
-    ]
     if old:
         raise ShardConfigStateError(
             f"the optimizer holds {', '.join(old)} as they were before fully_shard, and would train nothing; "
@@ -56,56 +80,33 @@ def _check_stepped(params: Sequence[torch.Tensor]) -> None:
         )
 
 
-@never_trace
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    _check_stepped(params)
-    for group in optimizer.param_groups:
-        _split_up(group)
-    stepped = set(map(id, params))
-    args, kwargs, has_closure = _with_closure(args, kwargs, partial(_check_reduced, stepped))
-    if not has_closure:
-        _check_reduced(stepped)
-    for watcher in _living():
-        watcher.before_optimizer_step(stepped)
-    return (args, kwargs) if has_closure else None
-
-
-def _with_closure(args: Any, kwargs: Any, check: Callable[[], None]) -> tuple[Any, Any, bool]:
-    """The arguments of a step, and whether there is a closure, which then runs `check` after it has made gradients."""
-    if len(args) > 1 and callable(args[1]):
-        return (args[0], partial(_checked, args[1], check), *args[2:]), kwargs, True
-    if callable(closure := kwargs.get("closure")):
-        return args, {**kwargs, "closure": partial(_checked, closure, check)}, True
-    return args, kwargs, False
-
-
-def _checked(closure: Callable[[], Any], check: Callable[[], None]) -> Any:
-    loss = closure()
-    check()
-    return loss
-
-
-def _check_reduced(stepped: set[int]) -> None:
-    for watcher in _living():
-        watcher.check_reduced(stepped)
-
-
-def _living() -> list[StepWatcher]:
-    return [watcher for ref in _watchers.valuerefs() if (watcher := ref()) is not None]
-
-
-def _split_up(group: dict[str, Any]) -> None:
+def _avoid_mixed_lists(group: dict[str, Any]) -> None:
     """Turn foreach and fused off for an optimizer's param group that mixes meshes, or DTensors and plain tensors.
 
     torch's foreach and fused functions refuse such lists. (Plain tensors are parameters in `ignored_params`.)
     """
-    if group.get("foreach", False) is False and not group.get("fused"):
+    fused = group.get("fused")
+    if group.get("foreach", False) is False and not fused:
         return
-    params = [param for param in group["params"] if param.requires_grad]
-    meshes = {param.device_mesh if isinstance(param, DTensor) else None for param in params}
-    if len(meshes) > 1 and any(SHARDED_IN in param.__dict__ for param in params):
-        group.update(foreach=False, **({"fused": False} if group.get("fused") else {}))
+    meshes: set[object] = set()
+    has_ours = False
+    for param in group["params"]:
+        if param.requires_grad:
+            meshes.add(param.device_mesh if isinstance(param, DTensor) else None)
+            has_ours = has_ours or SHARDED_IN in param.__dict__
+    if len(meshes) > 1 and has_ours:
+        group.update(foreach=False, **({"fused": False} if fused else {}))
+
+
+def _run_closure(closure: Callable[[], Any], stepped: set[int]) -> Any:
+    loss = closure()
+    for watcher in _living_watchers():
+        watcher.check_reduced(stepped)
+    return loss
+
+
+def _living_watchers() -> list[StepWatcher]:
+    return list(filter(None, map(call, _watchers.valuerefs())))
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -6,8 +6,7 @@ import copy
 import inspect
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_, is_not
 from typing import Any
@@ -16,23 +15,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .._comm.copies import own_rows
 from .._comm.mesh import MeshInfo
 from .._errors import ShardConfigStateError
 from .._plan.layout import bucket_layout
 from .._policies import Options
-from .._torch.core import (
-    HANDLES,
-    Hook,
-    any_gradient_hooks,
-    carry_gradient_hooks,
-    hooks_of_node,
-    leaf_node,
-    return_gradient_hooks,
-    take_gradient_hooks,
-    without_torch_function,
-)
-from .._torch.distributed import dtensor_like, dtensors_like, local_tensor
-from .parallel import Parallel
+from .._torch.core import without_torch_function
+from .._torch.distributed import dtensor_like, local_tensor, new_dtensor, spec_of
+from .hooks import ParamHooks
+from .placement import Cut
 
 SHARDED_IN = "_sharded_in"  # the attribute with its name, of a parameter that was sharded and of the DTensor it became
 
@@ -40,26 +31,24 @@ SHARDED_IN = "_sharded_in"  # the attribute with its name, of a parameter that w
 def _cut(whole: torch.Tensor, info: MeshInfo, dim: int) -> torch.Tensor:
     """This rank's piece of a parameter, with storage of its own, on the device where shards are kept (or on meta)."""
     layout = bucket_layout([tuple(whole.shape)], info.shard_size, whole.element_size(), [dim]).params[0]
-    rows = layout.rows_of(info.shard_rank)
-    first = min(info.shard_rank * layout.chunk, whole.shape[dim])
-    if hasattr(whole, "fsdp_pre_all_gather"):  # of a subclass: with no other operations than torch's FSDP2 uses here
-        chunks = torch.chunk(whole, info.shard_size, dim)
-        padded = whole.new_zeros(chunks[0].shape)
-        piece = padded.narrow(dim, 0, rows)
-        if rows:
-            piece.copy_(chunks[info.shard_rank])
-        piece = piece if piece.device.type in ("meta", info.home.type) else piece.to(info.home)
-        return piece.pin_memory() if info.pins and piece.device.type == "cpu" else piece
-    piece = whole.narrow(dim, first, rows)
-    device = piece.device if piece.device.type == "meta" else info.home
+    device = whole.device if whole.device.type == "meta" else info.home
     pins = info.pins and device.type == "cpu"
-    return torch.empty(piece.shape, dtype=piece.dtype, device=device, pin_memory=pins).copy_(piece)
+    if not hasattr(whole, "fsdp_pre_all_gather"):
+        piece = own_rows(whole, layout, info.shard_rank)
+        return torch.empty(piece.shape, dtype=piece.dtype, device=device, pin_memory=pins).copy_(piece)
+    # A subclass must support the operations that torch's FSDP2 uses here, and no others.
+    rows = layout.rows_of(info.shard_rank)
+    chunks = torch.chunk(whole, info.shard_size, dim)
+    piece = whole.new_zeros(chunks[0].shape).narrow(dim, 0, rows)
+    if rows:
+        piece.copy_(chunks[info.shard_rank])
+    piece = piece if piece.device.type == device.type else piece.to(device)
+    return piece.pin_memory() if pins else piece
 
 
-def shard_parameter(
-    param: nn.Parameter, info: MeshInfo, dim: int = 0, parallel: Parallel | None = None
-) -> nn.Parameter:
-    """This rank's piece of `param`, cut along `dim`, as a DTensor parameter with storage of its own."""
+def shard_parameter(param: nn.Parameter, cut: Cut) -> nn.Parameter:
+    """This rank's piece of `param` as a DTensor parameter with storage of its own."""
+    info, dim, parallel = cut.info, cut.dim, cut.parallel
     mesh, placements = (info.mesh, info.placements(dim)) if parallel is None else parallel.placed(info, dim)
     with torch.no_grad():
         whole = param.detach() if parallel is None else local_tensor(param).detach()
@@ -121,80 +110,10 @@ def accumulate(params: Sequence[ShardedParam], pieces: Mapping[int, torch.Tensor
         with without_torch_function():
             shards = list(map(_sharded, reduced))
             if all(map(is_, map(_grad, shards), repeat(None))):
-                run_all(map(setattr, shards, repeat("grad"), dtensors_like(shards, pieces.values())))
+                run_all(map(setattr, shards, repeat("grad"), map(new_dtensor, pieces.values(), map(spec_of, shards))))
                 return
     for param, piece in zip(reduced, pieces.values(), strict=True):
         param.accumulate(piece)
-
-
-class _AfterReduction:
-    """A user's hook on the autograd node of a sharded parameter, to be called with reduced gradients only.
-
-    In an eager backward, autograd runs the node with None before the gradient is reduced: that call is ignored. In a
-    compiled step, autograd passes a gradient, which is reduced already.
-    """
-
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = hook
-
-    def __call__(self, *gradients: Sequence[torch.Tensor | None]) -> Any:
-        return None if all(each is None for each in gradients[-1]) else self._hook(*gradients)
-
-
-class _NodeHooks:
-    """The users' hooks on the autograd node of one sharded parameter; optimizers that step in backward use such hooks.
-
-    The hooks stay in the node's own dictionaries, so that users' handles can remove them at all times.
-    """
-
-    def __init__(self, leaf: torch.Tensor) -> None:
-        self._node = leaf_node(leaf)  # held, for a leaf does not: the node would be freed with its hooks
-        self.both = self._before, self._after = hooks_of_node(self._node)
-
-    def __bool__(self) -> bool:
-        return any(self.both)
-
-    def take(self) -> None:
-        """Have the hooks called with reduced gradients only, from now on."""
-        for hooks in self.both:
-            for key, hook in hooks.items():
-                if not isinstance(hook, _AfterReduction):
-                    hooks[key] = _AfterReduction(hook)
-
-    def are_of(self, leaf: torch.Tensor) -> bool:
-        """Whether the node is still the leaf's; converting the module (`.to`) gives the leaf another one."""
-        return self._node.variable is leaf
-
-    def carry(self, others: _NodeHooks) -> None:
-        """Call the hooks of another node, too; users' handles can still remove them."""
-        if others._before:
-            self._node.register_prehook(partial(_call_before, others._before))
-        if others._after:
-            self._node.register_hook(partial(_call_after, others._after))
-
-    def before(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient after the hooks that run before the node."""
-        (gradient,) = _call_before(self._before, (gradient,))
-        return gradient
-
-    def after(self, gradient: torch.Tensor) -> None:
-        """Call the hooks that run after the node."""
-        _call_after(self._after, (), (gradient,))
-
-
-def _call_before(
-    hooks: Mapping[int, Callable[..., Any]], gradients: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    for hook in tuple(hooks.values()):
-        changed = hook(gradients)
-        if changed is not None:
-            gradients = changed if isinstance(changed, tuple) else (changed,)
-    return gradients
-
-
-def _call_after(hooks: Mapping[int, Callable[..., Any]], *gradients: tuple[torch.Tensor, ...]) -> None:
-    for hook in tuple(hooks.values()):
-        hook(*gradients)
 
 
 class ShardedParam:
@@ -208,49 +127,22 @@ class ShardedParam:
         dim: the dim along which it is cut.
         parallel: how it was placed before, if it was a DTensor.
         keeps_dtype: whether it is gathered in the dtype in which it is stored, whatever the policy says of others.
-        handles_seen: how many hook handles torch had given to others when it was sharded; -1 if it had hooks then.
+        hooks: the users' hooks on it.
         module: a weak reference to the module that holds it; None until the root is known.
     """
 
     __slots__ = (
-        "__weakref__",
-        "_accumulated_in",
-        "_node_hooks",
-        "_node_was_asked",
-        "_post_hooks",
-        "_tensor_hooks",
-        "dim",
-        "fqn",
-        "handles_seen",
-        "keeps_dtype",
-        "module",
-        "parallel",
-        "shape",
+        "__weakref__", "_accumulated_in", "_cut", "dim", "fqn", "hooks", "keeps_dtype", "module", "parallel", "shape",
         "sharded",
-    )
+    )  # fmt: skip
 
-    def __init__(
-        self,
-        fqn: str,
-        sharded: nn.Parameter,
-        dim: int = 0,
-        parallel: Parallel | None = None,
-        shape: tuple[int, ...] | None = None,
-        keeps_dtype: bool = False,
-    ) -> None:
-        self.dim = dim
-        self.parallel = parallel
-        self.fqn = fqn
-        self.sharded = sharded
-        self.shape = tuple(sharded.shape) if shape is None else shape
-        self.keeps_dtype = keeps_dtype
+    def __init__(self, fqn: str, sharded: nn.Parameter, cut: Cut, shape: tuple[int, ...]) -> None:
+        self.fqn, self.sharded, self.shape = fqn, sharded, shape
+        self._cut = cut
+        self.dim, self.parallel, self.keeps_dtype = cut.dim, cut.parallel, cut.keeps_dtype
         self.module: weakref.ref[nn.Module] | None = None
         self._accumulated_in: weakref.ref[torch.Tensor] | None = None
-        self._tensor_hooks: list[dict[int, Hook]] = []
-        self._post_hooks: list[dict[int, Hook]] = []
-        self._node_hooks: _NodeHooks | None = None
-        self._node_was_asked = False  # for hooks; at the second search the node is kept, as hooks may come at any time
-        self.handles_seen = HANDLES.of_others()
+        self.hooks = ParamHooks()
         _all.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
@@ -267,7 +159,7 @@ class ShardedParam:
                     twin.grad = dtensor_like(sharded, local_tensor(sharded.grad).clone())
             twin.__dict__.update(copy.deepcopy(sharded.__dict__, memo))
             memo[id(sharded)] = twin
-        made = ShardedParam(self.fqn, memo[id(sharded)], self.dim, self.parallel, self.shape, self.keeps_dtype)
+        made = ShardedParam(self.fqn, memo[id(sharded)], self._cut, self.shape)
         memo[id(self)] = made
         return made
 
@@ -294,79 +186,16 @@ class ShardedParam:
 
     def accumulate(self, gradient: torch.Tensor) -> None:
         """Add this rank's piece of a reduced gradient to `.grad`, and call the hooks."""
-        sharded, on_node = self.sharded, self._node_hooks
-        if self._tensor_hooks:
-            gradient = local_tensor(self.hooked(gradient))
-        if on_node:
-            gradient = local_tensor(on_node.before(dtensor_like(sharded, gradient)))
+        sharded, hooks = self.sharded, self.hooks
+        if hooks:
+            gradient = local_tensor(hooks.before(dtensor_like(sharded, gradient)))
         grad = sharded.grad
         if grad is None:
             sharded.grad = dtensor_like(sharded, gradient)
         else:
             local_tensor(grad).add_(gradient)
-        for hooks in self._post_hooks:
-            for hook in tuple(hooks.values()):
-                hook(self.sharded)
-        if on_node:
-            on_node.after(dtensor_like(sharded, gradient))
-
-    # Autograd calls the hooks of a leaf when a gradient reaches the leaf. Here that is too early: the gradient is not
-    # reduced yet. So the hooks are taken from autograd before it can call them, and called with the reduced gradient.
-    # After the backward pass they are given back, since in a compiled step autograd passes reduced gradients itself.
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether any hooks are to be called with reduced gradients."""
-        return any(self._tensor_hooks) or any(self._post_hooks) or self.has_node_hooks
-
-    @property
-    def has_node_hooks(self) -> bool:
-        """Whether there are hooks on its autograd node, from which they are never taken."""
-        return bool(self._node_hooks)
-
-    @property
-    def hooks_on_node(self) -> tuple[dict[int, Hook], dict[int, Hook]] | None:
-        """The node's own dictionaries of hooks (before it, after it), which change with it; None if it is not kept."""
-        return None if self._node_hooks is None else self._node_hooks.both
-
-    def carry_hooks(self, before: torch.Tensor) -> None:
-        """Take over the hooks of the parameter as it was before sharding; they will get pieces of reduced gradients."""
-        carry_gradient_hooks(before, self.sharded)
-        if before.requires_grad and before.is_leaf and (carried := _NodeHooks(before)):
-            self._node_hooks = _NodeHooks(self.sharded)
-            self._node_hooks.carry(carried)
-        if self._node_hooks or any_gradient_hooks([self.sharded]):
-            self.handles_seen = -1
-
-    def take_hooks(self) -> bool:
-        """Take the hooks that users have registered since the last call from autograd; returns whether any are held."""
-        tensor_hooks, post_hooks = take_gradient_hooks(self.sharded)
-        if tensor_hooks is not None:
-            self._tensor_hooks.append(tensor_hooks)
-        if post_hooks is not None:
-            self._post_hooks.append(post_hooks)
-        if self._node_hooks is None or not self._node_hooks.are_of(self.sharded):
-            self._node_hooks = _NodeHooks(self.sharded) if self.sharded.requires_grad else None
-            if not self._node_hooks and not self._node_was_asked:
-                self._node_hooks = None  # drop the node: while it lives, autograd visits its empty dictionaries
-            self._node_was_asked = True
-        if self._node_hooks:
-            self._node_hooks.take()
-        return bool(self._tensor_hooks or self._post_hooks or self._node_hooks)
-
-    def give_hooks_back(self) -> bool:
-        """Give autograd the hooks back; returns whether any could not be given back."""
-        self._tensor_hooks, self._post_hooks = return_gradient_hooks(self.sharded, self._tensor_hooks, self._post_hooks)
-        return bool(self._tensor_hooks or self._post_hooks)
-
-    def hooked(self, gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of a reduced gradient as a DTensor, after the tensor hooks."""
-        full: torch.Tensor = dtensor_like(self.sharded, gradient)
-        for hooks in self._tensor_hooks:
-            for hook in tuple(hooks.values()):
-                changed = hook(full)
-                full = full if changed is None else changed
-        return full
+        if hooks:
+            hooks.after(sharded, dtensor_like(sharded, gradient))
 
     # Accumulated gradients must vanish with `zero_grad`, be it by setting `.grad` to None or to zero. Version counters
     # do not show the latter (`zero_grad` uses foreach functions, which bump none on a DTensor). So `.grad` exists from

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._comm.collectives import Transport
-from .._comm.copies import GatherCopies, own_pieces
+from .._comm.copies import GatherCopies, own_pieces, own_rows
 from .._comm.lanes import Job, Lane
 from .._comm.mesh import MeshInfo
 from .._memory.pool import BufferPool
@@ -66,10 +66,9 @@ class Resident:
         for event in slot.free_after:
             event.wait()
         with torch.no_grad():
-            mine = zip(self._pieces(slot, written=True), self._bucket.weights, self._layout.params, strict=True)
-            for piece, weight, at in mine:
-                first = min(self._info.shard_rank * at.chunk, at.shape[at.dim])
-                piece.copy_(weight.narrow(at.dim, first, at.rows_of(self._info.shard_rank)))
+            weights = zip(self._bucket.weights, self._layout.params, strict=True)
+            own = [own_rows(weight, at, self._info.shard_rank) for weight, at in weights]
+            torch._foreach_copy_(self._pieces(slot, written=True), own)
         self._kept_at = self._lane.mark()
 
     def _pieces(self, slot: Slot, written: bool = False) -> list[torch.Tensor]:

@@ -78,14 +78,8 @@ def with_side_effects(function: Callable[[], None]) -> None:
         function()
 
 
-def dynamo_is_active() -> bool:
-    """Whether Dynamo looks at every function that is called now: a frame above was compiled, or could not be."""
-    return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
-
-
-def tracing_context() -> Any:
-    """What AOTAutograd knows of the graph that is being compiled; one object for its forward and its backward."""
-    return torch._guards.TracingContext.try_get()
+# What AOTAutograd knows of the graph that is being compiled; one object for its forward and its backward.
+tracing_context: Callable[[], Any] = torch._guards.TracingContext.try_get
 
 
 def forward_outputs(outputs: int) -> int | None:
@@ -105,23 +99,19 @@ def size_hint(size: int | torch.SymInt) -> int:
 
 def current_compilation() -> str:
     """Name of the compilation that runs now, the same for all that becomes one graph; empty if there is none."""
-    found = torch._guards.CompileContext.current_compile_id()
-    return "" if found is None else str(found)
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    return "" if compile_id is None else str(compile_id)
 
 
-def compilation() -> object | None:
-    """What stands for the compilation that runs now; None if there is none."""
-    return torch._guards.CompileContext.try_get()
+# What stands for the compilation that runs now; None if there is none.
+compilation: Callable[[], object | None] = torch._guards.CompileContext.try_get
 
 
 # Number of the backward pass that runs on this thread, -1 if none does. Nested passes have larger numbers.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
-
-def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Call `callback` at the end of the backward pass that runs now; it is dropped uncalled if the pass fails."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
+# Calls a function at the end of the backward pass that runs now; it is dropped uncalled if the pass fails.
+queue_backward_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 # Whether the backward pass that runs now executes an autograd node.
 node_will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
@@ -160,9 +150,9 @@ def _fate(leaf_node: Any) -> Fate:
     return Fate.ADDED if runs else Fate.DROPPED
 
 
-def apply_function(function: type[torch.autograd.Function], *args: Any) -> tuple[torch.Tensor, ...]:
+def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., tuple[torch.Tensor, ...]]:
     """`function.apply` without the search of its arguments for dead wrappers of functorch."""
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc, no-any-return]
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
 
 
 def called_directly(function: type[torch.autograd.Function]) -> None:
@@ -210,38 +200,31 @@ storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
 
-def chunk_cat(tensors: list[torch.Tensor], chunks: int, out: torch.Tensor) -> None:
-    """Cut each tensor along dim 0 into so many equal chunks; row r of `out`, (chunks, n), gets the r-th of each."""
-    torch._chunk_cat(tensors, 0, chunks, out=out)
+# `chunk_cat(tensors, 0, chunks, out=out)` cuts each tensor along dim 0 into so many equal chunks; row r of `out`,
+# (chunks, n), gets the r-th of each.
+chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
 
-
-_top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-
-
-def active_saved_tensors_hooks() -> SavedTensorsHooks | None:
-    """The innermost saved-tensor hooks of this thread; torch applies no others."""
-    return _top_saved_tensors_hooks(True)
-
-
+# The innermost saved-tensor hooks of this thread, or None; torch applies no others.
+active_saved_tensors_hooks: Callable[[], SavedTensorsHooks | None] = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, True
+)
 saved_tensors_hooks_are_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def saved_tensors_hooks_set_aside() -> Iterator[None]:
     """Without the innermost saved-tensor hooks of this thread, of which there must be some."""
-    pack, unpack = _top_saved_tensors_hooks(True)
+    hooks = active_saved_tensors_hooks()
+    assert hooks is not None
     torch._C._autograd._pop_saved_tensors_default_hooks()
     try:
         yield
     finally:
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-_Match = Callable[[SavedTensorsHooks], bool]
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
 
 @functools.cache  # once in a process
-def give_way_to_transforms(ours: _Match) -> None:
+def give_way_to_transforms(ours: Callable[[SavedTensorsHooks], bool]) -> None:
     """From now on, set our saved-tensor hooks aside where a transform of `torch.func` would refuse to run under any.
 
     For as long as it runs. Others' hooks are refused as before. The function that transforms call stays the same
@@ -256,19 +239,13 @@ def give_way_to_transforms(ours: _Match) -> None:
 
     @functools.wraps(body)
     def give_way(error_message: str) -> Iterator[None]:
-        with _without_ours(ours, refusing(error_message)):
+        with contextlib.ExitStack() as stack:
+            while (active := active_saved_tensors_hooks()) is not None and ours(active):
+                stack.enter_context(saved_tensors_hooks_set_aside())
+            stack.enter_context(refusing(error_message))
             yield
 
     cells["func"].cell_contents = give_way
-
-
-@contextlib.contextmanager
-def _without_ours(ours: _Match, refusing: contextlib.AbstractContextManager[None]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        while (active := active_saved_tensors_hooks()) is not None and ours(active):
-            stack.enter_context(saved_tensors_hooks_set_aside())
-        stack.enter_context(refusing)
-        yield
 
 
 def refuses_saved_tensors_hooks(error: BaseException) -> bool:
@@ -285,13 +262,21 @@ def passed_by_checkpoints(pack: Callable[[torch.Tensor], Any], outer: SavedTenso
     From torch 2.15 on a selective checkpoint warns of a user's hooks around it and, if told to, has them pack what it
     saves. Ours are then passed over, in favour of `outer`, those in force outside of them.
     """
-    if not _CHECKPOINTS_LOOK_FOR_HOOKS:
-        return pack
-    marked: Any = partial(pack)
-    marked.__self__ = pack.__self__  # type: ignore[attr-defined]
-    marked._checkpoint_internal = True
-    marked._user_hooks = outer
-    return marked
+    return _CheckpointsOwn(pack, outer) if _CHECKPOINTS_LOOK_FOR_HOOKS else pack
+
+
+class _CheckpointsOwn(partial[Any]):
+    """A method that checkpoints take for their own, and in whose place they use other hooks."""
+
+    _checkpoint_internal = True
+    _user_hooks: SavedTensorsHooks | None
+    __self__: Any
+
+    def __new__(cls, method: Any, others: SavedTensorsHooks | None) -> _CheckpointsOwn:
+        made = partial.__new__(cls, method)
+        made.__self__ = method.__self__
+        made._user_hooks = others
+        return made
 
 
 modes_in_force: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -328,7 +313,7 @@ def apart_from_checkpoints(method: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
 @contextlib.contextmanager
 def checkpoints_set_aside() -> Iterator[None]:
     """Without the modes of selective checkpoints, of those that are in force."""
-    modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+    modes = [_pop_mode() for _ in range(modes_in_force())]
     others = [mode for mode in modes if not isinstance(mode, _CachedTorchDispatchMode | _CachingTorchDispatchMode)]
     for mode in reversed(others):
         _push_mode(mode)
@@ -349,7 +334,8 @@ def default_reduce_dtype(stored: torch.dtype, compute: torch.dtype) -> torch.dty
     return stored if _REDUCES_AS_STORED else compute
 
 
-_tensor_hooks, _post_accumulate_hooks = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # attributes of a leaf with its hooks of both kinds
+_tensor_hooks, _post_accumulate_hooks = map(attrgetter, _HOOKS)
 
 
 def any_gradient_hooks(leaves: Sequence[torch.Tensor]) -> bool:
@@ -369,11 +355,10 @@ def take_gradient_hooks(leaf: torch.Tensor) -> tuple[dict[int, Hook] | None, dic
 
     Handles of the hooks stay valid: they remove from the dictionaries that are returned (None if there is no hook).
     """
-    tensor_hooks, post_hooks = leaf._backward_hooks, leaf._post_accumulate_grad_hooks
-    if tensor_hooks:
-        leaf._backward_hooks = OrderedDict()
-    if post_hooks:
-        leaf._post_accumulate_grad_hooks = OrderedDict()
+    tensor_hooks, post_hooks = _tensor_hooks(leaf), _post_accumulate_hooks(leaf)
+    for name, hooks in zip(_HOOKS, (tensor_hooks, post_hooks), strict=True):
+        if hooks:
+            setattr(leaf, name, OrderedDict())
     return tensor_hooks or None, post_hooks or None
 
 
@@ -445,10 +430,9 @@ def hooks_of_node(node: Any) -> tuple[dict[int, Callable[..., Any]], dict[int, C
 
 def carry_gradient_hooks(leaf: torch.Tensor, to: torch.Tensor) -> None:
     """Let a leaf have the tensor hooks and the post-accumulate hooks of another; handles are good for both."""
-    if leaf._backward_hooks:
-        to._backward_hooks = leaf._backward_hooks
-    if leaf._post_accumulate_grad_hooks:
-        to._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
+    for name in _HOOKS:
+        if hooks := getattr(leaf, name):
+            setattr(to, name, hooks)
 
 
 @contextlib.contextmanager
@@ -468,9 +452,8 @@ def to_keep() -> Iterator[None]:
         yield
 
 
-def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
-    """Operations within are seen by no mode of users or of torch (selective checkpoints, fake tensors)."""
-    return _disable_current_modes()
+# A context in which operations are seen by no mode of users or of torch (selective checkpoints, fake tensors).
+without_dispatch_modes: Callable[[], contextlib.AbstractContextManager[Any]] = _disable_current_modes
 
 
 def forward_hooks(module: torch.nn.Module, before: bool) -> dict[int, Callable[..., Any]]:
@@ -491,14 +474,14 @@ def tree_tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors in nested containers: those that torch knows, subclasses of Python's own, and dataclasses."""
     if isinstance(tree, torch.Tensor):
         return [tree]
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif not isinstance(leaf, _ATOMS):
             for part in _parts(leaf).values():
-                found += tree_tensors(part)
-    return found
+                tensors += tree_tensors(part)
+    return tensors
 
 
 _ATOMS = (int, float, str, type(None), type, torch.dtype, torch.device, torch.nn.Module)
@@ -561,7 +544,5 @@ def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> An
 # Whether torch's profiler runs.
 is_profiled: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
 
-
-def cuda_sleep(cycles: int) -> None:
-    """Keep the current stream of a GPU busy for so many cycles of its clock."""
-    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+# Keeps the current stream of a GPU busy for so many cycles of its clock.
+cuda_sleep: Callable[[int], None] = torch.cuda._sleep

@@ -6,12 +6,11 @@ import functools
 import inspect
 import os
 import sys
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from types import CellType, CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as _collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard import _fully_shard as _torchs
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
@@ -37,6 +37,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from .._errors import MixedShardingError
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -196,37 +198,20 @@ def data_parallel_mesh_info(info: Any) -> Any:
     return HSDPMeshInfo(info.mesh, shard_mesh_dim=1, replicate_mesh_dim=0, **extra)
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor, without the autograd node and the copy that `to_local` makes."""
-    return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
+# The local tensor of a DTensor, without the autograd node and the copy that `to_local` makes.
+local_tensor: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
 
+# What a DTensor knows of its placement, as torch's own code passes it on.
+spec_of: Callable[[torch.Tensor], Any] = attrgetter("_spec")
 
-def spec_of(tensor: DTensor) -> Any:
-    """What a DTensor knows of its placement, as torch's own code passes it on."""
-    return tensor._spec
+# A DTensor from its local tensor and its spec. `DTensor.from_local` costs 20 times as much, and half of what the class
+# itself costs is an `__init__` that does nothing but keep Dynamo out.
+new_dtensor: Callable[[torch.Tensor, Any], DTensor] = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
 
 
 def dtensor_like(reference: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """A DTensor over `local` with the layout of `reference`.
-
-    `DTensor.from_local` costs 20 times as much, and half of what the class itself costs is an `__init__` that does
-    nothing but keep Dynamo out.
-    """
-    return DTensor.__new__(DTensor, local, reference._spec, requires_grad=False)  # type: ignore[attr-defined]
-
-
-_local, _spec = attrgetter("_local_tensor"), attrgetter("_spec")
-_new_dtensor = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
-
-
-def dtensors_like(references: Iterable[torch.Tensor], locals_: Iterable[torch.Tensor]) -> Iterable[DTensor]:
-    """`dtensor_like` of several, one by one."""
-    return map(_new_dtensor, locals_, map(_spec, references))
-
-
-def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`local_tensor` of several DTensors."""
-    return list(map(_local, tensors))
+    """A DTensor over `local` with the layout of `reference`."""
+    return new_dtensor(local, spec_of(reference))
 
 
 def store_of(group: dist.ProcessGroup) -> c10d.Store:
@@ -273,42 +258,37 @@ def group_all_gather(whole: torch.Tensor, piece: torch.Tensor, group: dist.Proce
     return gather(whole, piece, all_gather_options())
 
 
-def all_gather_options() -> Any:
+def _asynchronous(kind: Callable[[], T], **fields: Any) -> T:
+    """Options of an asynchronous collective."""
+    options = kind()
+    for name, value in {"asyncOp": True, **fields}.items():
+        setattr(options, name, value)
+    return options
+
+
+def all_gather_options() -> c10d.AllgatherOptions:
     """Options of an asynchronous all-gather."""
-    options = c10d.AllgatherOptions()
-    options.asyncOp = True
-    return options
+    return _asynchronous(c10d.AllgatherOptions)
 
 
-def broadcast_options(root: int) -> Any:
+def broadcast_options(root: int) -> c10d.BroadcastOptions:
     """Options of an asynchronous broadcast from group rank `root`."""
-    options = c10d.BroadcastOptions()
-    options.rootRank = root
-    options.asyncOp = True
-    return options
+    return _asynchronous(c10d.BroadcastOptions, rootRank=root)
 
 
-def reduce_scatter_options(op: Any) -> Any:
+def reduce_scatter_options(op: Any) -> c10d.ReduceScatterOptions:
     """Options of an asynchronous reduce-scatter."""
-    options = c10d.ReduceScatterOptions()
-    options.reduceOp = op
-    options.asyncOp = True
-    return options
+    return _asynchronous(c10d.ReduceScatterOptions, reduceOp=op)
 
 
-def all_reduce_options(op: Any) -> Any:
+def all_reduce_options(op: Any) -> c10d.AllreduceOptions:
     """Options of an asynchronous all-reduce."""
-    options = c10d.AllreduceOptions()
-    options.reduceOp = op
-    options.asyncOp = True
-    return options
+    return _asynchronous(c10d.AllreduceOptions, reduceOp=op)
 
 
-def all_to_all_options() -> Any:
+def all_to_all_options() -> c10d.AllToAllOptions:
     """Options of an asynchronous all-to-all."""
-    options = c10d.AllToAllOptions()
-    options.asyncOp = True
-    return options
+    return _asynchronous(c10d.AllToAllOptions)
 
 
 def store_of_one_process() -> Any:
@@ -323,24 +303,19 @@ def launched() -> bool:
 
 def process_group_allocation(group: dist.ProcessGroup) -> tuple[Any, Any]:
     """torch's all-gather and reduce-scatter whose buffers come from the process group's own allocator."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
-
-    return collectives.ProcessGroupAllocAllGather(group), collectives.ProcessGroupAllocReduceScatter(group)
+    return _collectives.ProcessGroupAllocAllGather(group), _collectives.ProcessGroupAllocReduceScatter(group)
 
 
 def symmetric_memory_gather(group: dist.ProcessGroup, backend: str) -> Any:
     """torch's all-gather through symmetric memory; None where this version of torch has none."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
-
-    kind = getattr(collectives, "SymmMemAllGather", None)
+    kind = getattr(_collectives, "SymmMemAllGather", None)
     return None if kind is None else kind(group, backend)
 
 
 def is_torchs_comm(comm: Any, kind: str) -> bool:
     """Whether a gather or a reduction is one of torch's, of its default kind or of another (``SymmMem``, say)."""
     of = type(comm)
-    theirs = of.__module__ == "torch.distributed.fsdp._fully_shard._fsdp_collectives"
-    return theirs and of.__name__.startswith(("Default", kind))
+    return of.__module__ == _collectives.__name__ and of.__name__.startswith(("Default", kind))
 
 
 def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
@@ -358,12 +333,3 @@ def flattened_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """Some axes of a mesh as one axis."""
     with unset_fake_temporarily():
         return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
-
-
-# Worlds whose collectives do nothing, made by `testing`: there, fake tensors move as real ones do.
-PLAYED: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def is_played() -> bool:
-    """Whether this world is one of `PLAYED`."""
-    return dist.group.WORLD in PLAYED

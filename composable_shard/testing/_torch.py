@@ -21,7 +21,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composable_shard._torch.distributed import PLAYED, local_tensor
+from composable_shard._comm.transports import PLAYED
+from composable_shard._torch.distributed import local_tensor
 
 
 @contextlib.contextmanager

@@ -1,0 +1,169 @@
+"""The users' hooks on one sharded parameter, which are called with reduced gradients.
+
+Autograd calls the hooks of a leaf when a gradient reaches the leaf. Here that is too early: the gradient is not reduced
+yet. So the hooks are taken from autograd before it can call them, and called with the reduced gradient. After the
+backward pass they are given back, since in a compiled step autograd passes reduced gradients itself. Hooks on the
+leaf's autograd node cannot be taken: each is replaced by one that ignores what is no reduced gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from .._torch.core import (
+    HANDLES,
+    Hook,
+    any_gradient_hooks,
+    carry_gradient_hooks,
+    hooks_of_node,
+    leaf_node,
+    return_gradient_hooks,
+    take_gradient_hooks,
+)
+
+
+class ParamHooks:
+    """The hooks of one sharded parameter; it is true while there are hooks to call with reduced gradients.
+
+    Attributes:
+        handles_seen: how many hook handles torch had given to others when it was sharded; -1 if it had hooks then.
+    """
+
+    __slots__ = ("_node", "_node_was_asked", "_on_accumulated", "_on_tensor", "handles_seen")
+
+    def __init__(self) -> None:
+        self._on_tensor: list[dict[int, Hook]] = []
+        self._on_accumulated: list[dict[int, Hook]] = []
+        self._node: _NodeHooks | None = None
+        self._node_was_asked = False  # for hooks; at the second search the node is kept, as hooks may come at any time
+        self.handles_seen = HANDLES.of_others()
+
+    def __bool__(self) -> bool:
+        return any(self._on_tensor) or any(self._on_accumulated) or bool(self._node)
+
+    @property
+    def on_node(self) -> tuple[dict[int, Hook], dict[int, Hook]] | None:
+        """The node's own dictionaries of hooks (before it, after it), which change with it; None if it is not kept."""
+        return None if self._node is None else (self._node.before, self._node.after)
+
+    def carry(self, before: torch.Tensor, sharded: torch.Tensor) -> None:
+        """Take over the hooks of the parameter as it was before sharding."""
+        carry_gradient_hooks(before, sharded)
+        if before.requires_grad and before.is_leaf and (carried := _NodeHooks(before)):
+            self._node = _NodeHooks(sharded)
+            self._node.carry(carried)
+        if self._node or any_gradient_hooks([sharded]):
+            self.handles_seen = -1
+
+    def take(self, sharded: torch.Tensor) -> bool:
+        """Take the hooks that users have registered since the last call from autograd; returns whether any are held."""
+        for held, taken in zip((self._on_tensor, self._on_accumulated), take_gradient_hooks(sharded), strict=True):
+            if taken is not None:
+                held.append(taken)
+        self._look_at_node(sharded)
+        if self._node:
+            self._node.take()
+        return bool(self._on_tensor or self._on_accumulated or self._node)
+
+    def _look_at_node(self, sharded: torch.Tensor) -> None:
+        if self._node is not None and self._node.is_of(sharded):
+            return
+        self._node = _NodeHooks(sharded) if sharded.requires_grad else None
+        if not self._node and not self._node_was_asked:
+            self._node = None  # drop the node: while it lives, autograd visits its empty dictionaries
+        self._node_was_asked = True
+
+    def give_back(self, sharded: torch.Tensor) -> bool:
+        """Give autograd the hooks back; returns whether any could not be given back."""
+        left = return_gradient_hooks(sharded, self._on_tensor, self._on_accumulated)
+        self._on_tensor, self._on_accumulated = left
+        return any(left)
+
+    def on_tensor(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A reduced gradient, a DTensor, after the tensor hooks."""
+        for hooks in self._on_tensor:
+            for hook in tuple(hooks.values()):
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+        return gradient
+
+    def before(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A reduced gradient after all hooks that run before it is added to `.grad`."""
+        gradient = self.on_tensor(gradient)
+        if self._node:
+            (gradient,) = _call_before(self._node.before, (gradient,))
+        return gradient
+
+    def after(self, sharded: torch.Tensor, gradient: torch.Tensor) -> None:
+        """The gradient was added to `.grad`: call the hooks that run then."""
+        for hooks in self._on_accumulated:
+            for hook in tuple(hooks.values()):
+                hook(sharded)
+        if self._node:
+            _call_after(self._node.after, (), (gradient,))
+
+
+class _NodeHooks:
+    """The hooks on the autograd node of one leaf; optimizers that step in backward use such hooks.
+
+    Attributes:
+        before, after: the node's own dictionaries of hooks, so that users' handles can remove them at all times.
+    """
+
+    def __init__(self, leaf: torch.Tensor) -> None:
+        self._node = leaf_node(leaf)  # held, for a leaf does not: the node would be freed with its hooks
+        self.before, self.after = hooks_of_node(self._node)
+
+    def __bool__(self) -> bool:
+        return bool(self.before or self.after)
+
+    def take(self) -> None:
+        """Have the hooks called with reduced gradients only, from now on."""
+        for hooks in (self.before, self.after):
+            for key, hook in hooks.items():
+                if not isinstance(hook, _AfterReduction):
+                    hooks[key] = _AfterReduction(hook)
+
+    def is_of(self, leaf: torch.Tensor) -> bool:
+        """Whether the node is still the leaf's; converting the module (`.to`) gives the leaf another one."""
+        return self._node.variable is leaf
+
+    def carry(self, others: _NodeHooks) -> None:
+        """Call the hooks of another node, too; users' handles can still remove them."""
+        if others.before:
+            self._node.register_prehook(partial(_call_before, others.before))
+        if others.after:
+            self._node.register_hook(partial(_call_after, others.after))
+
+
+class _AfterReduction:
+    """A user's hook on the autograd node of a sharded parameter, to be called with reduced gradients only.
+
+    In an eager backward, autograd runs the node with None before the gradient is reduced: that call is ignored. In a
+    compiled step, autograd passes a gradient, which is reduced already.
+    """
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *gradients: Sequence[torch.Tensor | None]) -> Any:
+        return None if all(each is None for each in gradients[-1]) else self._hook(*gradients)
+
+
+def _call_before(
+    hooks: Mapping[int, Callable[..., Any]], gradients: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    for hook in tuple(hooks.values()):
+        changed = hook(gradients)
+        if changed is not None:
+            gradients = changed if isinstance(changed, tuple) else (changed,)
+    return gradients
+
+
+def _call_after(hooks: Mapping[int, Callable[..., Any]], *gradients: tuple[torch.Tensor, ...]) -> None:
+    for hook in tuple(hooks.values()):
+        hook(*gradients)
