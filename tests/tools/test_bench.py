@@ -188,6 +188,16 @@ def test_first_steps_of_many_modules_are_timed_beside_fsdp2(tmp_path: Path) -> N
     assert found["ours"]["first"]["median"] > found["ours"]["third"]["median"] > 0
 
 
+def test_the_house_is_measured_beside_fsdp2(tmp_path: Path) -> None:
+    file = tmp_path / "house.json"
+    assert "step functions" in bench("house.py", f"--json={file}")
+    ours, fsdp2 = read(file)["results"]
+    assert ours["code"] > fsdp2["code"] > 1000
+    assert ours["step_functions"] > fsdp2["step_functions"] > 10
+    assert (ours["names_on_top"], ours["readme_lines"]) < (27, 151)
+    assert ours["most_complexity"] < fsdp2["most_complexity"]
+
+
 @pytest.mark.matrix
 def test_the_profile_shows_functions_of_the_package() -> None:
     shown = bench("overhead.py", "--blocks=2", "--world=8", "--profile=ours", "--lines=200")
