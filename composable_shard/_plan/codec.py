@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import types
 import typing
 from typing import Any, TypeVar
@@ -19,13 +20,37 @@ from .._errors import ShardConfigValueError
 T = TypeVar("T")
 
 
-def encode(value: Any) -> Any:
-    """Convert what JSON does not know to what it knows: to be passed to `json.dumps` as `default`.
+def written(value: Any, name: str, version: int) -> str:
+    """A dataclass as JSON, under a name and with the version of its form, for `read`."""
+    return json.dumps({"version": version, name: value}, indent=1, default=_encode)
 
-    So nothing but one object at a time is converted: a plan of thousands of parameters would fill the cycle collector.
+
+def read(kind: type[T], text: str, name: str, version: int) -> T:
+    """The inverse of `written`.
 
     Raises:
-        TypeError: `value` is neither a dtype nor a dataclass.
+        ShardConfigValueError: the text is no such JSON, or of another version; or a field is missing, unknown or of
+            another type, with its path.
+    """
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ShardConfigValueError(f"{name}: is no JSON ({error})") from None
+    if not isinstance(data, dict) or "version" not in data:
+        raise ShardConfigValueError(f"{name}: has no version; is it a file that to_json() wrote?")
+    if data["version"] != version:
+        raise ShardConfigValueError(
+            f"{name}: is of version {data['version']!r}, and this library reads {version}; make the {name} anew"
+        )
+    if unknown := sorted(set(data) - {"version", name}):
+        raise ShardConfigValueError(f"{name}: has fields that are not known: {', '.join(unknown)}")
+    return typing.cast(T, _decode(kind, data.get(name), name))
+
+
+def _encode(value: Any) -> Any:
+    """Convert what JSON does not know to what it knows: nothing but one object at a time.
+
+    A plan of thousands of parameters that is converted whole would fill the cycle collector.
     """
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
@@ -40,20 +65,6 @@ def _names(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
 
 
-def decode(kind: type[T], data: Any, where: str) -> T:
-    """The inverse of `encode`.
-
-    Args:
-        kind: the dataclass that is expected.
-        data: what JSON held.
-        where: the path of `data`, for errors.
-
-    Raises:
-        ShardConfigValueError: a field is missing, unknown or of another type; with its path.
-    """
-    return typing.cast(T, _decode(kind, data, where))
-
-
 @functools.cache
 def _fields(kind: type) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
@@ -61,31 +72,44 @@ def _fields(kind: type) -> dict[str, Any]:
 
 
 def _decode(kind: Any, data: Any, where: str) -> Any:
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
     if origin in (types.UnionType, typing.Union):
-        if data is None:
-            return None
-        (kind,) = (each for each in args if each is not types.NoneType)
-        return _decode(kind, data, where)
+        (kind,) = (each for each in typing.get_args(kind) if each is not types.NoneType)
+        return None if data is None else _decode(kind, data, where)
     if origin is tuple:
-        if not isinstance(data, list) or (args[-1] is not Ellipsis and len(args) != len(data)):
-            raise _unexpected("a list" if args[-1] is Ellipsis else f"a list of {len(args)}", data, where)
-        kinds = [args[0]] * len(data) if args[-1] is Ellipsis else args
-        return tuple(
-            [_decode(each, item, f"{where}[{i}]") for i, (each, item) in enumerate(zip(kinds, data, strict=True))]
-        )
+        return _tuple(typing.get_args(kind), data, where)
     if dataclasses.is_dataclass(kind):
         return _object(typing.cast(type, kind), data, where)
+    return _plain(kind, data, where)
+
+
+def _plain(kind: Any, data: Any, where: str) -> Any:
     if kind is torch.dtype:
-        found = getattr(torch, data, None) if isinstance(data, str) else None
-        if not isinstance(found, torch.dtype):
-            raise _unexpected("the name of a dtype", data, where)
-        return found
+        return _dtype(data, where)
     if kind is float and type(data) is int:
         return float(data)
     if type(data) is not kind:
         raise _unexpected(kind.__name__, data, where)
     return data
+
+
+def _tuple(kinds: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
+    """Of any length, all of one kind, if `kinds` ends with an ellipsis."""
+    if kinds[-1] is Ellipsis:
+        if not isinstance(data, list):
+            raise _unexpected("a list", data, where)
+        kinds = kinds[:1] * len(data)
+    elif not isinstance(data, list) or len(kinds) != len(data):
+        raise _unexpected(f"a list of {len(kinds)}", data, where)
+    pairs = zip(kinds, data, strict=True)
+    return tuple([_decode(kind, item, f"{where}[{at}]") for at, (kind, item) in enumerate(pairs)])
+
+
+def _dtype(data: Any, where: str) -> torch.dtype:
+    dtype = getattr(torch, data, None) if isinstance(data, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise _unexpected("the name of a dtype", data, where)
+    return dtype
 
 
 def _object(kind: type, data: Any, where: str) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -48,7 +50,15 @@ class ParamPlan:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
+class _Members(NamedTuple):
+    """The shapes of parameters of one dtype, and the dims along which they are cut."""
+
+    dtype: torch.dtype
+    shapes: list[tuple[int, ...]]
+    dims: list[int]
+
+
+@dataclass(frozen=True)
 class GroupPlan:
     """A group of parameters that share their collectives.
 
@@ -82,72 +92,85 @@ class GroupPlan:
         """The name for users."""
         return self.fqn or ROOT_NAME
 
-    def gather_layouts(self) -> list[GatherLayout]:
+    def _by_dtype(self, dtypes: Iterable[torch.dtype], params: Sequence[ParamPlan]) -> list[_Members]:
+        """The shapes and the dims of the parameters of each dtype."""
+        members: dict[torch.dtype, _Members] = {}
+        for dtype, param in zip(dtypes, params, strict=True):
+            of_dtype = members.setdefault(dtype, _Members(dtype, [], []))
+            of_dtype.shapes.append(param.shape)
+            of_dtype.dims.append(param.dim)
+        return list(members.values())
+
+    @property
+    def _gathered(self) -> list[_Members]:
+        return self._by_dtype([p.gathered for p in self.params], self.params)
+
+    @functools.cached_property
+    def gather_layouts(self) -> tuple[GatherLayout, ...]:
         """The layout of the gather of each dtype."""
-        found = []
-        for dtype in dict.fromkeys(p.gathered for p in self.params):
-            members = [p for p in self.params if p.gathered == dtype]
-            shapes, dims = [p.shape for p in members], [p.dim for p in members]
-            found.append(gather_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route))
-        return found
+        return tuple(
+            gather_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route)
+            for dtype, shapes, dims in self._gathered
+        )
 
     @property
     def unsharded_bytes(self) -> int:
         """Bytes of the slots of the unsharded parameters, padding included."""
-        return sum(slot_bytes(layout.nbytes) for layout in self.gather_layouts())
+        return self.sizes.weights
 
     @property
     def landing_bytes(self) -> int:
         """Bytes of the landing buffers, which a gather needs beside the unsharded parameters until it is done."""
-        return sum(slot_bytes(layout.landing_bytes) for layout in self.gather_layouts() if layout.landing)
-
-    def resident_layouts(self) -> list[tuple[torch.dtype, BucketLayout]]:
-        """By dtype, the bucket in which a few ranks share the weights and gather them again; none if they do not."""
-        found = []
-        for dtype in dict.fromkeys(p.gathered for p in self.params) if self.small_size else ():
-            members = [p for p in self.params if p.gathered == dtype]
-            shapes, dims = [p.shape for p in members], [p.dim for p in members]
-            found.append((dtype, bucket_layout(shapes, self.small_size, dtype.itemsize, dims)))
-        return found
-
-    def reduce_layouts(self) -> list[tuple[torch.dtype, ReduceLayout]]:
-        """By dtype, the layout of the reduction; none if the shard axis has one rank only."""
-        if self.route is None:
-            return []
-        found = []
-        slots = [layout.nbytes for layout in self.gather_layouts()]
-        for dtype in dict.fromkeys(p.reduced for p in self.params if p.trains):
-            members = [p for p in self.params if p.trains and p.reduced == dtype]
-            shapes, dims = [p.shape for p in members], [p.dim for p in members]
-            layout = reduce_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route, slots)
-            found.append((dtype, layout))
-        return found
+        return self.sizes.landing
 
     @property
     def reduce_bytes(self) -> int:
         """Bytes of the buffers that a reduction needs until it is done."""
-        total = 0
-        for dtype, layout in self.reduce_layouts():
-            total += slot_bytes(layout.nbytes)
-            total += slot_bytes(layout.scratch * dtype.itemsize) if layout.scratch else 0
-        return total
+        return self.sizes.reduction
+
+    def _resident_layouts(self) -> list[tuple[torch.dtype, BucketLayout]]:
+        """By dtype, the bucket in which a few ranks share the weights and gather them again; none if they do not."""
+        members = self._gathered if self.small_size else ()
+        return [
+            (dtype, bucket_layout(shapes, self.small_size, dtype.itemsize, dims)) for dtype, shapes, dims in members
+        ]
 
     @property
+    def _reduce_layouts(self) -> tuple[tuple[torch.dtype, ReduceLayout], ...]:
+        """By dtype, the layout of the reduction; none if the shard axis has one rank only."""
+        if self.route is None:
+            return ()
+        slots = [layout.nbytes for layout in self.gather_layouts]
+        trained = [p for p in self.params if p.trains]
+        return tuple(
+            (dtype, reduce_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route, slots))
+            for dtype, shapes, dims in self._by_dtype([p.reduced for p in trained], trained)
+        )
+
+    @functools.cached_property
     def sizes(self) -> Sizes:
         """Bytes that the group takes of the pool."""
-        few = self.resident_layouts()
-        small = sum(slot_bytes(layout.numel * dtype.itemsize) for dtype, layout in few)
-        small_landing = sum(slot_bytes(layout.total * dtype.itemsize) for dtype, layout in few)
-        return Sizes(self.unsharded_bytes, self.landing_bytes, self.reduce_bytes, small, small_landing)
+        gathers, few = self.gather_layouts, self._resident_layouts()
+        reductions = 0
+        for dtype, layout in self._reduce_layouts:
+            reductions += slot_bytes(layout.nbytes)
+            reductions += slot_bytes(layout.scratch * dtype.itemsize) if layout.scratch else 0
+        return Sizes(
+            weights=sum(slot_bytes(layout.nbytes) for layout in gathers),
+            landing=sum(slot_bytes(layout.landing_bytes) for layout in gathers if layout.landing),
+            reduction=reductions,
+            small=sum(slot_bytes(layout.numel * dtype.itemsize) for dtype, layout in few),
+            small_landing=sum(slot_bytes(layout.total * dtype.itemsize) for dtype, layout in few),
+        )
 
     @property
     def moved(self) -> Moved:
         """Bytes that the group's collectives move."""
         dtypes = dict.fromkeys(p.gathered for p in self.params)
-        layouts = zip(self.gather_layouts(), dtypes, strict=True)
+        layouts = zip(self.gather_layouts, dtypes, strict=True)
         gather = tuple(layout.moved(dtype.itemsize) for layout, dtype in layouts) if self.route else ()
-        reduce = tuple(self.shard_size * layout.numel * dtype.itemsize for dtype, layout in self.reduce_layouts())
-        few = tuple(layout.total * dtype.itemsize for dtype, layout in self.resident_layouts())
+        reduce = tuple(self.shard_size * layout.numel * dtype.itemsize for dtype, layout in self._reduce_layouts)
+        few = tuple(layout.total * dtype.itemsize for dtype, layout in self._resident_layouts())
         return Moved(self.shard_size, gather, reduce, self.small_size or 1, few)
 
     @property
@@ -178,7 +201,7 @@ class GroupPlan:
         """In words: how it is moved."""
         if self.route is None:
             return "local"
-        layouts = self.gather_layouts()
+        layouts = self.gather_layouts
         alone, packed = sum(len(x.alone) for x in layouts), sum(len(x.packed) for x in layouts)
         if not packed:
             return self.route.name if self.route.name != "packed" else "direct"

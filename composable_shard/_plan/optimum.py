@@ -33,18 +33,32 @@ class _State(NamedTuple):
     path: Path | None
 
 
+class _Event(NamedTuple):
+    """The forward or the backward of a group.
+
+    Attributes:
+        seconds: of its compute.
+        gather: the index of the gather that it needs; None if the weights are there.
+        arrived: how many gathers have been waited for when it computes.
+        reduction: the index of the reduction that follows it; None if none does.
+        gives_up: bytes of weights that are given up at its end.
+    """
+
+    seconds: float
+    gather: int | None
+    arrived: int
+    reduction: int | None
+    gives_up: int
+
+
 class _Gather(NamedTuple):
     event: int
-    fqn: str
-    weights: int
-    landing: int
     seconds: float
 
 
 class _Reduction(NamedTuple):
     event: int
     fqn: str
-    nbytes: int
     seconds: float
 
 
@@ -57,11 +71,6 @@ class Found(NamedTuple):
     exposed: float
     gathers: tuple[int, ...]
     in_flight: tuple[tuple[str, int], ...]
-
-
-def _sums(numbers: Iterable[int]) -> list[int]:
-    """The sums of the first 0, 1, 2, ... numbers."""
-    return list(itertools.accumulate(numbers, initial=0))
 
 
 def _sums_from(numbers: Sequence[float]) -> list[float]:
@@ -110,47 +119,47 @@ class Optimum:
         kept: Collection[str],
         anywhere: bool = False,
     ) -> None:
-        forward, backward = forward_order(steps), backward_order(steps)
-        self._turn = len(forward)
-        self._events = [step.fqn for step in [*forward, *backward]]
-        self._seconds = [times[s.fqn].forward for s in forward] + [times[s.fqn].backward for s in backward]
-        roots = {step.fqn for step in steps if step.is_root}
-        stays = roots | set(kept)
-        self._gathers = [
-            _Gather(at, fqn, sizes[fqn].weights, sizes[fqn].landing, times[fqn].gather)
-            for at, fqn in enumerate(self._events)
-            if at < self._turn or fqn not in stays
-        ]
-        self._due = {gather.event: place for place, gather in enumerate(self._gathers)}
-        self._reductions = [
-            _Reduction(at, step.fqn, sizes[step.fqn].reduction, times[step.fqn].reduce)
-            for at, step in enumerate(backward, self._turn)
-            if step.trains and not step.is_root
-        ]
-        self._reduces = {reduction.event: place for place, reduction in enumerate(self._reductions)}
-        self._weights_up_to = _sums(gather.weights for gather in self._gathers)
-        self._landing_up_to = _sums(gather.landing for gather in self._gathers)
-        self._reduced_up_to = _sums(reduction.nbytes for reduction in self._reductions)
-        self._arrived = _sums(int(at in self._due) for at in range(len(self._events)))
-        self._gives_up = [
-            0 if fqn in roots or (at < self._turn and fqn in stays) else sizes[fqn].weights
-            for at, fqn in enumerate(self._events)
-        ]
+        self._events: list[_Event] = []
+        self._gathers: list[_Gather] = []
+        self._reductions: list[_Reduction] = []
+        self._weights_up_to, self._landing_up_to, self._reduced_up_to = [0], [0], [0]  # bytes of the first 0, 1, 2, ...
+        for step in forward_order(steps):
+            self._add_event(step, sizes[step.fqn], times[step.fqn], False, step.is_root or step.fqn in kept)
+        self._turn = len(self._events)
+        for step in backward_order(steps):
+            self._add_event(step, sizes[step.fqn], times[step.fqn], True, step.is_root or step.fqn in kept)
+        self._gathers_left = _sums_from([gather.seconds for gather in self._gathers])
+        self._reductions_left = _sums_from([reduction.seconds for reduction in self._reductions])
         self._tail = sum(times[step.fqn].reduce for step in steps if step.is_root and step.trains)
         self._budget = float("inf") if budget is None else budget
         self._anywhere = anywhere
-        self._in_flight = len(self._events) if anywhere else MAX_REDUCTIONS
-        self.compute = sum(self._seconds)
-        self._gathers_left = _sums_from([gather.seconds for gather in self._gathers])
-        self._reductions_left = _sums_from([reduction.seconds for reduction in self._reductions])
+        self.compute = sum(event.seconds for event in self._events)
         self.link_seconds = self._gathers_left[0] + self._reductions_left[0] + self._tail
-        computing = [at for at, seconds in enumerate(self._seconds) if seconds]
-        first, self._last = (computing[0], computing[-1]) if computing else (0, len(self._events))
-        before = sum(gather.seconds for gather in self._gathers if gather.event <= first)
-        self.least = max(before + self._behind(0), self.link_seconds - self.compute)
+        computing = [at for at, event in enumerate(self._events) if event.seconds]
+        self._last = computing[-1] if computing else len(self._events)
+        self.least = max(self._before(min(computing, default=0)) + self._behind(0), self.link_seconds - self.compute)
         self.work = 0
         self.is_exact = True
         self._most_work = self._width = float("inf")
+
+    def _add_event(self, step: Step, size: Sizes, time: Times, backward: bool, stays: bool) -> None:
+        at, gather, reduction = len(self._events), None, None
+        if not (backward and stays):
+            gather = len(self._gathers)
+            self._gathers.append(_Gather(at, time.gather))
+            self._weights_up_to.append(self._weights_up_to[-1] + size.weights)
+            self._landing_up_to.append(self._landing_up_to[-1] + size.landing)
+        if backward and step.trains and not step.is_root:
+            reduction = len(self._reductions)
+            self._reductions.append(_Reduction(at, step.fqn, time.reduce))
+            self._reduced_up_to.append(self._reduced_up_to[-1] + size.reduction)
+        seconds = time.backward if backward else time.forward
+        gives_up = 0 if step.is_root or (stays and not backward) else size.weights
+        self._events.append(_Event(seconds, gather, len(self._gathers), reduction, gives_up))
+
+    def _before(self, at: int) -> float:
+        """Seconds of the gathers that must precede the compute of the event `at`."""
+        return sum(gather.seconds for gather in self._gathers if gather.event <= at)
 
     def _behind(self, at: int) -> float:
         """Seconds of reductions that follow all compute, if the events from `at` on are still to end."""
@@ -171,12 +180,12 @@ class Optimum:
         latest = below + self.compute
         states: _States = {(0, 0): [_State(0.0, 0.0, (), (), None)]}
         freed, left, reduced = 0, self.compute, 0  # bytes of weights given up; seconds to compute; reductions issued
-        for at, seconds in enumerate(self._seconds):
+        for at, event in enumerate(self._events):
             ahead = _Ahead(left + self._behind(at), self._reductions_left[reduced] + self._tail)
             states = self._sifted(self._begun(states, at, freed, reduced), ahead, latest)
-            left -= seconds
-            freed += self._gives_up[at]
-            reduced += at in self._reduces
+            left -= event.seconds
+            freed += event.gives_up
+            reduced += event.reduction is not None
             ahead = _Ahead(left + self._behind(at + 1), self._reductions_left[reduced] + self._tail)
             states = self._sifted(self._ended(states, at, freed), ahead, latest)
         ends = [(max(s.now, s.link, (max(s.link, s.now) + self._tail) * (self._tail > 0)), s.path)
@@ -193,10 +202,10 @@ class Optimum:
         reduced = [reduction.fqn for reduction in self._reductions]
         return Found(exposed, tuple(gathers[::-1]), tuple(zip(reduced, in_flight[::-1], strict=True)))
 
-    def _live(self, place: _Place, at: int, freed: int, reduced: int) -> int:
+    def _live(self, place: _Place, arrived: int, freed: int, reduced: int) -> int:
         """Live bytes: weights of issued gathers, less those freed, landing buffers and reductions in flight."""
         issued, settled = place
-        arrived = min(issued, self._arrived[at + 1])
+        arrived = min(issued, arrived)
         return (
             self._weights_up_to[issued]
             - freed
@@ -206,49 +215,49 @@ class Optimum:
 
     def _begun(self, states: _States, at: int, freed: int, reduced: int) -> Iterator[tuple[_Place, _State]]:
         """An event begins: gather what it needs, wait for that, gather ahead."""
-        due = self._due.get(at)
+        due = self._events[at].gather
         for start, listed in states.items():
             for state in listed:
                 begun = [(start, state)]
                 if due is not None:
                     if start[0] == due:
                         settled = self._settled(start, state, reduced) if self._anywhere else begun
-                        begun = [each for s in settled for each in self._issued(*s, at, at - 1, freed, reduced)]
+                        begun = [each for s in settled for each in self._issued(*s, at, due, freed, reduced)]
                     begun = [(p, _State(max(s.now, s.gathers[0]), s.link, s.gathers[1:], *s[3:])) for p, s in begun]
-                for place, its in begun:
-                    yield from self._choices(place, its, at, freed, reduced, self._anywhere)
+                for place, after in begun:
+                    yield from self._choices(place, after, at, freed, reduced, self._anywhere)
 
     def _ended(self, states: _States, at: int, freed: int) -> Iterator[tuple[_Place, _State]]:
         """An event's compute is over: weights are given up, and gradients are reduced."""
-        seconds, turn = self._seconds[at], self._reduces.get(at)
+        event = self._events[at]
+        turn = event.reduction
         for place, listed in states.items():
             for before in listed:
-                state = _State(before.now + seconds, *before[1:])
+                state = _State(before.now + event.seconds, *before[1:])
                 if turn is None:
                     yield place, state
                     continue
                 for p, s in self._settled(place, state, turn):
-                    if turn - p[1] >= self._in_flight:
+                    if turn - p[1] >= MAX_REDUCTIONS and not self._anywhere:
                         continue
                     ready = self._choices(p, s, at, freed, turn, False) if self._anywhere else [(p, s)]
-                    for each, its in ready:
-                        if self._live(each, at, freed, turn + 1) <= self._budget:
-                            link = max(its.now, its.link) + self._reductions[turn].seconds
-                            flying = (*its.reductions, link)
-                            path = its.path, ("reduce", turn + 1 - each[1])
-                            yield each, _State(its.now, link, its.gathers, flying, path)
+                    for each, last in ready:
+                        if self._live(each, event.arrived, freed, turn + 1) <= self._budget:
+                            link = max(last.now, last.link) + self._reductions[turn].seconds
+                            flying = (*last.reductions, link)
+                            path = last.path, ("reduce", turn + 1 - each[1])
+                            yield each, _State(last.now, link, last.gathers, flying, path)
 
     def _choices(
         self, place: _Place, state: _State, at: int, freed: int, reduced: int, settles: bool
     ) -> Iterator[tuple[_Place, _State]]:
         """All choices of a number of reductions to wait for (with `settles`), then of gathers to issue."""
-        for found in self._settled(place, state, reduced) if settles else [(place, state)]:
-            while True:
-                yield found
-                following = list(self._issued(*found, at, at, freed, reduced))
-                if not following:
-                    break
-                (found,) = following
+        arrived = self._events[at].arrived
+        for choice in self._settled(place, state, reduced) if settles else [(place, state)]:
+            following = [choice]
+            while following:
+                yield following[0]
+                following = list(self._issued(*following[0], at, arrived, freed, reduced))
 
     def _settled(self, place: _Place, state: _State, reduced: int) -> Iterator[tuple[_Place, _State]]:
         yield place, state
@@ -266,7 +275,7 @@ class Optimum:
         Args:
             place, state: before.
             at: the event.
-            arrived: the last event whose gather was waited for.
+            arrived: how many gathers were waited for.
             freed, reduced: bytes that were given up, reductions that were issued.
         """
         if place[0] == len(self._gathers):
@@ -337,14 +346,13 @@ def sets_to_keep(
     order = [step.fqn for step in forward_order(steps)]
     stays = {step.fqn for step in steps if step.is_root} | set(always)
     free = [fqn for fqn in order if fqn not in stays]
-    room = float("inf") if budget is None else budget - sum(sizes[fqn].weights for fqn in stays)
-    found: list[tuple[float, tuple[str, ...]]] = []
-    for more in itertools.chain.from_iterable(itertools.combinations(free, count) for count in range(len(free) + 1)):
-        if sum(sizes[fqn].weights for fqn in more) <= room:
+    sets: list[tuple[str, ...]] = []
+    for count in range(len(free) + 1):
+        for more in itertools.combinations(free, count):
             kept = tuple(fqn for fqn in order if fqn in stays or fqn in more)
-            found.append((-sum(times[fqn].gather for fqn in more), kept))
-    found.sort(key=lambda each: each[0])
-    return [kept for _, kept in found]
+            if budget is None or sum(sizes[fqn].weights for fqn in kept) <= budget:
+                sets.append(kept)
+    return sorted(sets, key=lambda kept: -sum(times[fqn].gather for fqn in kept))
 
 
 def least_exposed(

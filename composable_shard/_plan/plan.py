@@ -5,21 +5,20 @@ Bytes, offsets in an arena and predicted times are functions of the plan, not pa
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
-import json
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._errors import ShardConfigValueError
 from .._policies import ONE_AHEAD, PoolPolicy, PrefetchPolicy
 from .arena import Arena, Lifetime, Placed, as_placed, peak_bytes, solve
-from .codec import decode, encode
+from .codec import read, written
 from .group_plan import GroupPlan as GroupPlan
 from .group_plan import ParamPlan as ParamPlan
-from .prefetch import scheduled
 from .record import Record
 from .schedule import (
     MARKS,
@@ -27,7 +26,6 @@ from .schedule import (
     NO_SYNC,
     TRAIN,
     Action,
-    Edges,
     Kind,
     Schedule,
     Step,
@@ -37,16 +35,32 @@ from .schedule import (
     timed_step,
     training_step,
 )
+from .search import scheduled
 from .simulation import Costs, Prediction, Sizes, Times, Trace, lifetimes, live_bytes, predict, trace
 from .text import around_changes, group_changes, mib, order_changes, other_model, plan_text, schedule_changes
 
-JSON_VERSION = 4
+JSON_VERSION = 5
 UNBOUNDED = PoolPolicy()
 
 Around = tuple[tuple[str, str], ...]  # FQNs of groups, each with its innermost enclosing group
 
 
 @dataclass(frozen=True, slots=True)
+class Phase:
+    """A phase that was seen.
+
+    Attributes:
+        name: its name ("train", "no_grad", "train, no sync", ...; see `phase_of`).
+        order: FQNs of the groups in the order in which their forwards began.
+        around: the enclosing groups in this phase; None if they are those of the plan.
+    """
+
+    name: str
+    order: tuple[str, ...]
+    around: Around | None = None
+
+
+@dataclass(frozen=True)
 class ShardPlan:
     """The plan of one root.
 
@@ -54,11 +68,10 @@ class ShardPlan:
         groups: all groups, in the order of their modules.
         order: FQNs of the groups in the order in which their forwards begin, one entry a use. At first this is the
             order of the modules; the order of the first step replaces it.
-        orders: the order of each phase that was seen ("train", "no_grad", "train, no sync", ...; see `phase_of`).
+        phases: each phase that was seen, by name.
         around: FQNs of the groups that run in the forward of another group but the root's, each with its innermost
             enclosing group. At first this is how the modules are nested; what the first step has seen replaces it. A
             use in `order` counts as inside if it is right behind its enclosing group or behind another use inside.
-        arounds: `around` of each phase in which it differs.
         prefetch, pool, costs: what the schedule was made from; see `with_policies`.
         schedule: what is gathered ahead, kept and waited for; None for the default: one module ahead, and what settings
             keep.
@@ -69,7 +82,7 @@ class ShardPlan:
 
     groups: tuple[GroupPlan, ...]
     order: tuple[str, ...]
-    orders: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    phases: tuple[Phase, ...] = ()
     prefetch: PrefetchPolicy = ONE_AHEAD
     pool: PoolPolicy = UNBOUNDED
     costs: Costs | None = None
@@ -77,11 +90,14 @@ class ShardPlan:
     places: tuple[Placed, ...] = field(default=(), compare=False)
     phase: str = TRAIN
     around: Around = ()
-    arounds: tuple[tuple[str, Around], ...] = ()
 
     def group(self, fqn: str) -> GroupPlan:
         """The group of the module `fqn`."""
-        return next(g for g in self.groups if g.fqn == fqn)
+        return self._by_fqn[fqn]
+
+    @functools.cached_property
+    def _by_fqn(self) -> dict[str, GroupPlan]:
+        return {group.fqn: group for group in self.groups}
 
     @property
     def is_default(self) -> bool:
@@ -90,20 +106,36 @@ class ShardPlan:
 
     # ---- phases
 
+    @property
+    def orders(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """The name and the order of each phase that was seen."""
+        return tuple((phase.name, phase.order) for phase in self.phases)
+
+    @property
+    def arounds(self) -> tuple[tuple[str, Around], ...]:
+        """The name and the enclosing groups of each phase in which others than `around` were seen."""
+        return tuple((phase.name, phase.around) for phase in self.phases if phase.around is not None)
+
+    def _phase_named(self, name: str) -> Phase:
+        """What is known of a phase; the plan's own order, if that phase was not seen."""
+        return next((phase for phase in self.phases if phase.name == name), Phase(name, self.order))
+
     def order_in(self, phase: str) -> tuple[str, ...]:
         """The order of forwards in a phase; `order`, if that phase was not seen."""
-        return dict(self.orders).get(phase, self.order)
+        return self._phase_named(phase).order
 
     def around_in(self, phase: str) -> Around:
         """The enclosing groups in a phase; `around`, if nothing else was seen in that phase."""
-        return dict(self.arounds).get(phase, self.around)
+        around = self._phase_named(phase).around
+        return self.around if around is None else around
 
     def noting(self, phase: str, order: tuple[str, ...], around: Around | None = None) -> ShardPlan:
         """This plan with the order of a phase added and, if they are new, the enclosing groups in that phase."""
-        orders, arounds = {**dict(self.orders), phase: order}, dict(self.arounds)
-        if around is not None and not set(around) <= set(self.around_in(phase)):
-            arounds[phase] = around
-        return replace(self, orders=tuple(sorted(orders.items())), arounds=tuple(sorted(arounds.items())))
+        if around is None or set(around) <= set(self.around_in(phase)):
+            around = self._phase_named(phase).around
+        others = (each for each in self.phases if each.name != phase)
+        phases = sorted((*others, Phase(phase, order, around)), key=lambda each: each.name)
+        return replace(self, phases=tuple(phases))
 
     def _anew(self, **changes: Any) -> ShardPlan:
         """This plan with these changes, and with a new schedule for them."""
@@ -135,8 +167,10 @@ class ShardPlan:
     @property
     def own_orders(self) -> dict[str, tuple[str, ...]]:
         """The orders of the phases whose order, or whose enclosing groups, differ from those of the plan."""
-        other = dict(self.arounds)
-        return {phase: order for phase, order in self.orders if order != self.order or phase in other}
+        return {phase.name: phase.order for phase in self._own_phases()}
+
+    def _own_phases(self) -> list[Phase]:
+        return [phase for phase in self.phases if phase.order != self.order or phase.around is not None]
 
     # ---- the step
 
@@ -150,7 +184,11 @@ class ShardPlan:
 
     def edges(self) -> Schedule:
         """The schedule, also where it is the default one."""
-        return self.schedule or one_ahead(self._steps())
+        return self.schedule or self._one_ahead
+
+    @functools.cached_property
+    def _one_ahead(self) -> Schedule:
+        return one_ahead(self._steps())
 
     def live_bytes(self) -> tuple[int, ...]:
         """Bytes leased after each of `actions`; for `SHRINK` during it: the weights and the pieces cut from them."""
@@ -225,8 +263,7 @@ class ShardPlan:
         around: dict[str, tuple[str, ...]] = {}
         for fqn, outer in self.around:
             around[fqn] = (*around.get(fqn, ()), outer)
-        used = set(self.order)
-        steps = {group.fqn: group.step for group in self.groups if group.fqn in used}
+        steps = {fqn: self.group(fqn).step for fqn in dict.fromkeys(self.order)}
         last = {group.fqn: turn for turn, group in enumerate(self.groups) if group.reduces_last}
         for fqn in steps.keys() & (around.keys() | last.keys()):
             steps[fqn] = replace(steps[fqn], around=around.get(fqn, ()), turn=last.get(fqn))
@@ -256,36 +293,29 @@ class ShardPlan:
 
     def part(self, fqns: Set[str]) -> ShardPlan:
         """The plan of these groups alone."""
-        edges = self.edges()
+        if self._by_fqn.keys() <= fqns:
+            return self
 
-        def those(of: Edges) -> Edges:
-            cut = [(at, tuple(fqn for fqn in ahead if fqn in fqns)) for at, ahead in of if at in fqns]
-            tell = {at for at, ahead in cut if ahead}  # an edge to nothing says nothing
-            return tuple(each for each in cut if each[0] in tell)
+        def inside(around: Around) -> Around:
+            return tuple(pair for pair in around if set(pair) <= fqns)
 
-        schedule = replace(
-            edges,
-            forward=those(edges.forward),
-            backward=those(edges.backward),
-            kept=tuple(fqn for fqn in edges.kept if fqn in fqns),
-            in_flight=tuple(each for each in edges.in_flight if each[0] in fqns),
+        def only(order: Iterable[str]) -> tuple[str, ...]:
+            return tuple(fqn for fqn in order if fqn in fqns)
+
+        return replace(
+            self,
+            groups=tuple(group for group in self.groups if group.fqn in fqns),
+            order=only(self.order),
+            phases=tuple(Phase(p.name, only(p.order), p.around and inside(p.around)) for p in self.phases),
+            schedule=self.edges().part(fqns),
+            around=inside(self.around),
         )
-        groups = tuple(group for group in self.groups if group.fqn in fqns)
-        orders = tuple((phase, tuple(f for f in order if f in fqns)) for phase, order in self.orders)
-        order = tuple(f for f in self.order if f in fqns)
-        plan = replace(self, groups=groups, order=order, orders=orders, schedule=schedule)
-
-        def inside(of: Around) -> Around:
-            return tuple(pair for pair in of if set(pair) <= fqns)
-
-        arounds = tuple((phase, inside(each)) for phase, each in self.arounds)
-        return replace(plan, around=inside(self.around), arounds=arounds)
 
     # ---- as data
 
     def to_json(self) -> str:
         """The whole plan as JSON, for `from_json`."""
-        return json.dumps({"version": JSON_VERSION, "plan": self}, indent=1, default=encode)
+        return written(self, "plan", JSON_VERSION)
 
     @classmethod
     def from_json(cls, text: str) -> ShardPlan:
@@ -294,45 +324,32 @@ class ShardPlan:
         Raises:
             ShardConfigValueError: the text is no plan, one of another version, or has other fields.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ShardConfigValueError(f"plan: is no JSON ({error})") from None
-        if not isinstance(data, dict) or "version" not in data:
-            raise ShardConfigValueError("plan: has no version; is it a file that to_json() wrote?")
-        if data["version"] != JSON_VERSION:
-            raise ShardConfigValueError(
-                f"plan: is of version {data['version']!r}, and this library reads {JSON_VERSION}; make the plan anew"
-            )
-        if unknown := sorted(set(data) - {"version", "plan"}):
-            raise ShardConfigValueError(f"plan: has fields that are not known: {', '.join(unknown)}")
-        plan = decode(cls, data.get("plan"), "plan")
-        known = [group.fqn for group in plan.groups]
-        edges = plan.edges() if set(plan.order) <= set(known) else None
-        named = {"order": plan.order} | {f"orders[{phase!r}]": order for phase, order in plan.orders}
-        named["around"] = tuple(itertools.chain.from_iterable(plan.around))
-        named |= {f"arounds[{phase!r}]": tuple(itertools.chain.from_iterable(each)) for phase, each in plan.arounds}
-        if edges is not None:
-            named["schedule.kept"] = edges.kept
-            named["schedule.in_flight"] = tuple(fqn for fqn, _ in edges.in_flight)
-            for name, pairs in (("forward", edges.forward), ("backward", edges.backward)):
-                named[f"schedule.{name}"] = tuple(fqn for at, ahead in pairs for fqn in (at, *ahead))
-        for name, listed in named.items():
-            if strange := [fqn for fqn in listed if fqn not in known]:
-                raise ShardConfigValueError(f"plan.{name}: names {strange[0]!r}, which is none of its groups")
+        plan = read(cls, text, "plan", JSON_VERSION)
+        for where, listed in plan._names():
+            if strange := [fqn for fqn in listed if fqn not in plan._by_fqn]:
+                raise ShardConfigValueError(f"plan.{where}: names {strange[0]!r}, which is none of its groups")
         return plan
 
-    @property
+    def _names(self) -> Iterator[tuple[str, Iterable[str]]]:
+        """All FQNs of groups that stand in the plan beside the groups, by where they do."""
+        yield "order", self.order
+        yield "around", itertools.chain.from_iterable(self.around)
+        for phase in self.phases:
+            yield f"phases[{phase.name!r}].order", phase.order
+            yield f"phases[{phase.name!r}].around", itertools.chain.from_iterable(phase.around or ())
+        for name, fqns in () if self.schedule is None else self.schedule.names():
+            yield f"schedule.{name}", fqns
+
+    @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of all on which ranks must agree: groups, orders, enclosing groups and schedule.
 
         Policies and costs are left out, as what the schedule was made from, and places, as an observation. Nothing in a
         plan depends on the rank: sizes of shards are those of a rank with full pieces.
         """
-        agreed = {"version": JSON_VERSION, "groups": self.groups, "order": self.order, "schedule": self.edges()}
-        agreed |= {"orders": self.own_orders, "around": self.around, "arounds": self.arounds}
-        text = json.dumps(agreed, sort_keys=True, separators=(",", ":"), default=encode)
-        return hashlib.sha256(text.encode()).hexdigest()
+        phases = [(phase.name, phase.order, phase.around) for phase in self._own_phases()]
+        agreed = JSON_VERSION, self.groups, self.order, self.around, self.edges().telling(), phases
+        return hashlib.sha256(repr(agreed).encode()).hexdigest()
 
     # ---- compared
 
@@ -381,6 +398,6 @@ def replan(plan: ShardPlan, record: Record) -> ShardPlan:
     around = {pair for pair in plan.around if pair[0] not in record.order} | set(record.around)
     if record.order == plan.order and around == set(plan.around):
         return plan
-    orders = tuple((phase, order) for phase, order in plan.own_orders.items() if order != record.order)
+    phases = tuple(p for p in plan._own_phases() if p.order != record.order or p.around is not None)
     costs = plan._costs_of(record.order)
-    return plan._anew(order=record.order, orders=orders, costs=costs, around=tuple(sorted(around)))
+    return plan._anew(order=record.order, phases=phases, costs=costs, around=tuple(sorted(around)))

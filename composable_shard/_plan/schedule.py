@@ -8,7 +8,7 @@ the forwards and backwards of the groups, then the reshards, the gathers and the
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -125,11 +125,41 @@ class Schedule:
 
     def ahead(self) -> dict[Action, list[tuple[str, ...]]]:
         """The groups to gather at each `FORWARD` or `BACKWARD`, one tuple for each use of its group."""
-        found: dict[Action, list[tuple[str, ...]]] = {}
+        ahead: dict[Action, list[tuple[str, ...]]] = {}
         for kind, edges in ((Kind.FORWARD, self.forward), (Kind.BACKWARD, self.backward)):
             for fqn, groups in edges:
-                found.setdefault(Action(kind, fqn), []).append(groups)
-        return found
+                ahead.setdefault(Action(kind, fqn), []).append(groups)
+        return ahead
+
+    def names(self) -> Iterator[tuple[str, Iterable[str]]]:
+        """The FQNs of groups that each field names."""
+        yield "kept", self.kept
+        yield "in_flight", (fqn for fqn, _ in self.in_flight)
+        yield "forward", (fqn for at, ahead in self.forward for fqn in (at, *ahead))
+        yield "backward", (fqn for at, ahead in self.backward for fqn in (at, *ahead))
+
+    def part(self, fqns: Set[str]) -> Schedule:
+        """What the schedule says of these groups alone."""
+
+        def those(edges: Edges) -> Edges:
+            return tuple((at, tuple(fqn for fqn in ahead if fqn in fqns)) for at, ahead in edges if at in fqns)
+
+        return replace(
+            self,
+            forward=those(self.forward),
+            backward=those(self.backward),
+            kept=tuple(fqn for fqn in self.kept if fqn in fqns),
+            in_flight=tuple(each for each in self.in_flight if each[0] in fqns),
+        )
+
+    def telling(self) -> Schedule:
+        """This schedule without the edges of groups that gather nothing at any of their uses."""
+
+        def those(edges: Edges) -> Edges:
+            gather = {at for at, ahead in edges if ahead}
+            return tuple(edge for edge in edges if edge[0] in gather)
+
+        return replace(self, forward=those(self.forward), backward=those(self.backward))
 
 
 def listed(events: Sequence[str], ahead: Mapping[int, Sequence[str]]) -> Edges:
@@ -216,29 +246,31 @@ def computes(steps: Sequence[Step], kind: Kind) -> list[Action]:
     return [Action(kind if begins else Kind.ENDED, step.fqn) for step, begins in course]
 
 
-def with_reshards(actions: Sequence[Action], steps: Sequence[Step], schedule: Schedule) -> list[Action]:
-    """Give weights up after each forward, unless they are kept, and each backward, unless the group's next follows."""
-    shrinks, stays = {step.fqn for step in steps if step.shrinks}, set(schedule.kept)
-    turn = next((place for place, action in enumerate(actions) if action.kind is Kind.BACKWARD), len(actions))
-    found: list[Action] = []  # last action first
-    following: str | None = None  # whose backward begins next
-    for place, action in reversed(list(enumerate(actions))):
-        found.append(action)
+def with_reshards(steps: Sequence[Step], schedule: Schedule, backward: bool = True) -> list[Action]:
+    """Forwards and backwards, each of which gives its weights up: unless they are kept, or the group's next follows."""
+    shrinks = {step.fqn for step in steps if step.shrinks}
+    actions: list[Action] = []
+    for action in computes(steps, Kind.FORWARD):
+        if action.kind is Kind.ENDED and action.fqn not in schedule.kept:
+            actions.append(Action(Kind.SHRINK if action.fqn in shrinks else Kind.RESHARD, action.fqn))
+        actions.append(action)
+    backwards = computes(steps, Kind.BACKWARD) if backward else []
+    begins = iter([action.fqn for action in backwards if action.kind is Kind.BACKWARD])
+    following = next(begins, None)  # whose backward begins next
+    for action in backwards:
         if action.kind is Kind.BACKWARD:
-            following = action.fqn
-        elif action.kind is Kind.ENDED and place > turn:
-            again = schedule.stays_for_next and following == action.fqn
-            found += [] if again else [Action(Kind.RESHARD, action.fqn)]
-        elif action.kind is Kind.ENDED and place < turn and action.fqn not in stays:
-            found.append(Action(Kind.SHRINK if action.fqn in shrinks else Kind.RESHARD, action.fqn))
-    return found[::-1]
+            following = next(begins, None)
+        elif not (schedule.stays_for_next and following == action.fqn):
+            actions.append(Action(Kind.RESHARD, action.fqn))
+        actions.append(action)
+    return actions
 
 
 def with_gathers(actions: Sequence[Action], ahead: Mapping[Action, Sequence[Sequence[str]]]) -> list[Action]:
     """Where a forward or a backward begins, gather its weights, unless they are there, then the groups of `ahead`."""
     gathering: set[str] = set()
     resident: set[str] = set()
-    told = {action: deque(groups) for action, groups in ahead.items()}
+    following = {action: deque(groups) for action, groups in ahead.items()}
     found: list[Action] = []
 
     def unshard(fqn: str) -> None:
@@ -254,48 +286,63 @@ def with_gathers(actions: Sequence[Action], ahead: Mapping[Action, Sequence[Sequ
                 gathering.remove(action.fqn)
                 resident.add(action.fqn)
                 found.append(Action(Kind.WAIT, action.fqn))
-            for fqn in told[action].popleft() if told.get(action) else ():
+            for fqn in following[action].popleft() if following.get(action) else ():
                 unshard(fqn)
         elif action.kind in (Kind.RESHARD, Kind.SHRINK):
             resident.remove(action.fqn)
     return found
 
 
+class _Reductions:
+    """Writes a step with its reductions, and waits for the oldest ones where too many are in flight."""
+
+    def __init__(self, steps: Sequence[Step], schedule: Schedule) -> None:
+        self.actions: list[Action] = []
+        self._most, self._most_with = schedule.max_reductions, dict(schedule.in_flight)
+        self._first = {step.fqn for step in steps if step.reduces_first or schedule.reduces_first}
+        self._turns = {step.fqn: step.turn for step in steps if step.trains}  # None for those reduced at once
+        self._in_flight: deque[str] = deque()
+        self._running: str | None = None  # whose backward has begun last
+
+    def follow(self, action: Action) -> None:
+        """Write an action of the step, with the reductions and waits that it brings about."""
+        if action.kind is Kind.BACKWARD:
+            self._running = action.fqn
+        elif action.kind is Kind.UNSHARD and self._running in self._first:
+            self._settle()
+        if action.kind is not Kind.ENDED:
+            self.actions.append(action)
+        elif self._running is not None:
+            if self.actions[-1] != Action(Kind.RESHARD, action.fqn):
+                self.actions.append(action)  # nothing else says that its compute is over
+            if self._turns.get(action.fqn, -1) is None:
+                self._issue(action.fqn)
+
+    def finish(self) -> None:
+        """The step is over: reduce what is reduced last, and wait for all."""
+        if self._running is not None:
+            last = {fqn: turn for fqn, turn in self._turns.items() if turn is not None}
+            for fqn in sorted(last, key=last.__getitem__):
+                self._issue(fqn)
+        self._settle()
+
+    def _issue(self, fqn: str) -> None:
+        self._settle(self._most_with.get(fqn, self._most) - 1)
+        self._in_flight.append(fqn)
+        self.actions.append(Action(Kind.REDUCE, fqn))
+
+    def _settle(self, most: int = 0) -> None:
+        while len(self._in_flight) > most:
+            self.actions.append(Action(Kind.REDUCED, self._in_flight.popleft()))
+
+
 def with_reductions(actions: Sequence[Action], steps: Sequence[Step], schedule: Schedule) -> list[Action]:
     """Reduce gradients where a backward ends, behind its reshard, so that the buffer can use the weights' memory."""
-    trains = {step.fqn for step in steps if step.trains}
-    first = {step.fqn for step in steps if step.reduces_first or schedule.reduces_first}
-    last = {step.fqn: step.turn for step in steps if step.turn is not None and step.trains}
-    allowed = dict(schedule.in_flight)
-    reducing: deque[Action] = deque()
-    found: list[Action] = []
-    running: str | None = None  # whose backward has begun last
-
-    def settle(most: int = 0) -> None:
-        while len(reducing) > most:
-            found.append(reducing.popleft())
-
-    def reduce(fqn: str) -> None:
-        settle(allowed.get(fqn, schedule.max_reductions) - 1)
-        reducing.append(Action(Kind.REDUCED, fqn))
-        found.append(Action(Kind.REDUCE, fqn))
-
+    reductions = _Reductions(steps, schedule)
     for action in actions:
-        if action.kind is Kind.BACKWARD:
-            running = action.fqn
-        elif action.kind is Kind.UNSHARD and running in first:
-            settle()
-        if action.kind is not Kind.ENDED:
-            found.append(action)
-            continue
-        if running is not None and found[-1] != Action(Kind.RESHARD, action.fqn):
-            found.append(action)  # nothing else says that its compute is over
-        if running is not None and action.fqn in trains and action.fqn not in last:
-            reduce(action.fqn)
-    for fqn in sorted(last, key=lambda fqn: last[fqn]) if running is not None else ():
-        reduce(fqn)
-    settle()
-    return found
+        reductions.follow(action)
+    reductions.finish()
+    return reductions.actions
 
 
 def timed_step(steps: Sequence[Step], schedule: Schedule, phase: str = TRAIN) -> tuple[Action, ...]:
@@ -304,15 +351,13 @@ def timed_step(steps: Sequence[Step], schedule: Schedule, phase: str = TRAIN) ->
         return _without_backward(steps, schedule)
     if phase.startswith(NO_SYNC):
         steps = [replace(step, trains=False) for step in steps]
-    actions = with_reshards(computes(steps, Kind.FORWARD) + computes(steps, Kind.BACKWARD), steps, schedule)
-    actions = with_gathers(actions, schedule.ahead())
+    actions = with_gathers(with_reshards(steps, schedule), schedule.ahead())
     return tuple(with_reductions(actions, steps, schedule))
 
 
 def _without_backward(steps: Sequence[Step], schedule: Schedule) -> tuple[Action, ...]:
     """A forward without backward: at its end, all weights that are still there are given up."""
-    actions = with_reshards(computes(steps, Kind.FORWARD), steps, schedule)
-    actions = with_gathers(actions, schedule.ahead())
+    actions = with_gathers(with_reshards(steps, schedule, backward=False), schedule.ahead())
     left = dict.fromkeys(step.fqn for step in steps if step.shrinks or step.fqn in schedule.kept)
     return (*with_reductions(actions, steps, schedule), *(Action(Kind.RESHARD, fqn) for fqn in left))
 

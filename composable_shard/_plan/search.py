@@ -1,9 +1,11 @@
-"""The schedule with the least waiting, by measured times: a search over sets of groups that keep their weights.
+"""The scheduler: what each forward and backward gathers ahead, and which groups keep their weights, under a budget.
 
-The search climbs from one set to sets that keep more groups, or others, as long as the schedule gets better. The best
-schedule of one set comes from `Optimum`, with few states at first and, for the best set, more. Where `Optimum` does not
-apply (reductions that come first or last, weights that a few ranks share, groups nested or used again), gathers are
-issued as early as memory allows.
+Everything is decided when the plan is made, from sizes and, where known, from times; the engine only follows.
+
+With times, `auto` searches for the schedule that waits least. It climbs from one set of kept groups to sets that keep
+more groups, or others, as long as the schedule gets better. The best schedule of one set comes from `Optimum`. Where
+that does not apply (reductions that come first or last, weights that a few ranks share, groups nested or used again),
+gathers are issued as early as memory allows.
 
 For waiting, as early as memory allows is best: no byte is freed later, and no other gather is delayed, because gathers
 keep their order. Then each gather is put off to the last event at which it still arrives in time, so that it holds
@@ -16,18 +18,65 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from .fitting import SMALL, Bare, bare_step, by_depth, fitting, levels
-from .optimum import Found, Optimum, sets_to_keep
+from .._policies import PrefetchPolicy
+from .fitting import SMALL, Bare, bare_step, by_bytes, by_depth, fitting, levels
+from .optimum import Found, Optimum
 from .schedule import MAX_REDUCTIONS, Action, Kind, Schedule, Step, forward_order, kept_by_setting, timed_step
 from .simulation import Sizes, Timeline, Times, lifetimes, live_bytes, simulate
 
 _MOST_WORK = 1_200_000  # of all searches for one schedule, in comparisons (see `Optimum.work`): less than a second
 _ACTION_WORK = 10  # what an action that is written down costs, in comparisons
-_WIDTHS = (16, 64, 512)  # states of a search: at first many sets of groups are tried, then some more closely
-_MOST_GROUPS = 12  # that it may keep or not: more have too many sets
+_WIDTH = 16  # states of a search for one set of groups: more found nothing better for the models of bench/overlap.py
+_REMEMBERED = (
+    16  # schedules of `auto` that are remembered: phases of one order, and plans made anew from the same times
+)
+_made: OrderedDict[object, Schedule] = OrderedDict()
+
+
+def scheduled(
+    steps: Sequence[Step],
+    sizes: Mapping[str, Sizes],
+    policy: PrefetchPolicy,
+    budget: int | None = None,
+    times: Mapping[str, Times] | None = None,
+) -> Schedule:
+    """The schedule of a training step.
+
+    Args:
+        steps: the uses of groups in the order of their forwards.
+        sizes: bytes of each group.
+        policy: how far to gather ahead; `auto` means one module ahead as long as there are no times.
+        budget: the most bytes that may be live at once: weights, landing buffers and reductions. None for no limit,
+            except that `auto` then takes no more than one module ahead does.
+        times: seconds of a use of each group, where they are known.
+
+    Raises:
+        PoolBudgetError: a group does not fit; the error has the least budget that works.
+    """
+    if policy.kind == "auto" and times is not None and steps:
+        return _searched(steps, sizes, times, budget)
+    bare = fitting(steps, sizes, budget)
+    if policy.kind == "bytes":
+        wanted = by_bytes(bare, policy.amount or 0)
+    else:
+        wanted = by_depth(bare, 1 if policy.amount is None else policy.amount)
+    return bare.under(wanted, budget)[0]
+
+
+def _searched(
+    steps: Sequence[Step], sizes: Mapping[str, Sizes], times: Mapping[str, Times], budget: int | None
+) -> Schedule:
+    """The schedule of `auto`; the same question is searched only once."""
+    asked = tuple((step, sizes[step.fqn], times[step.fqn]) for step in steps), budget
+    schedule = _made.pop(asked, None) or Auto(steps, sizes, times, budget).best().schedule
+    _made[asked] = schedule
+    while len(_made) > _REMEMBERED:
+        _made.popitem(last=False)
+    return schedule
 
 
 class _Try(NamedTuple):
@@ -38,6 +87,12 @@ class _Try(NamedTuple):
     held: int  # live bytes, summed over the actions: larger where groups are gathered earlier than needed
     schedule: Schedule
     timeline: Timeline
+
+
+def _is_chain(steps: Sequence[Step]) -> bool:
+    """Whether groups run one after the other, each once, and are reduced as they end."""
+    plain = not any(step.around or step.turn is not None for step in steps)
+    return plain and len({step.fqn for step in steps}) == len(steps)
 
 
 class Auto:
@@ -57,57 +112,44 @@ class Auto:
         self.work = 0
         self.slack = 0.002 * sum(times[step.fqn].forward + times[step.fqn].backward for step in steps)
         self.gain = self.slack / max(1, len(steps))
-        roots, names = {step.fqn for step in steps if step.is_root}, {step.fqn for step in steps}
-        chain = len(names) == len(steps) and not any(step.around or step.turn is not None for step in steps)
-        self.searches = chain and not (self.reduces_first or any(s.shrinks for s in steps)) and roots <= set(self.kept)
-        self.least = Optimum(steps, sizes, times, self.budget, names).least if chain else 0.0
+        chain = _is_chain(steps)
+        self.searches = chain and all(
+            not (step.reduces_first or step.shrinks or (step.is_root and step.fqn not in self.kept)) for step in steps
+        )
+        self.least = Optimum(steps, sizes, times, self.budget, {step.fqn for step in steps}).least if chain else 0.0
 
     def best(self) -> _Try:
-        """The best schedule that is found."""
+        """Climb to a schedule that is better than all its neighbours, or until too much work is done."""
         best = self._tried(self.kept)
         assert best is not None
-        if not self.searches:
-            return self._climbed(best, _MOST_WORK)
-        return self._widened(self._climbed(best, 2 * _MOST_WORK // 3))
-
-    def _climbed(self, best: _Try, most_work: int) -> _Try:
-        """Climb to a schedule that is better than all its neighbours, or until `most_work` is done."""
-        seen = {frozenset(best.schedule.kept)}
-        improved = True
-        while improved:
-            improved = False
-            for alike in self._neighbours(best):
-                for kept in alike:
-                    if self._is_over(best, most_work):
-                        return best
-                    if kept not in seen:
-                        seen.add(kept)
-                        found = self._better(kept, best, _WIDTHS[0])
-                        best, improved = (best, improved) if found is None else (found, True)
-                if improved:
-                    break
+        seen = {frozenset(self.kept)}
+        while (better := self._better_neighbour(best, seen)) is not None:
+            best = better
         return best
 
-    def _widened(self, best: _Try) -> _Try:
-        """Search this set, and all sets where there are few groups, with more states."""
-        few = len(self.steps) - len(self.fixed) <= _MOST_GROUPS
-        sets = sets_to_keep(self.steps, self.sizes, self.times, self.budget, self.fixed) if few else []
-        for width in _WIDTHS[1:]:
-            for kept in [best.schedule.kept, *sets]:
-                if self._is_over(best, _MOST_WORK):
-                    return best
-                best = self._better(kept, best, width) or best
-        return best
+    def _better_neighbour(self, best: _Try, seen: set[frozenset[str]]) -> _Try | None:
+        """The best of the first neighbours that are better, without those whose kept groups are in `seen`."""
+        start = best
+        for alike in self._neighbours(start):
+            for kept in alike:
+                if self._is_over(best):
+                    return None if best is start else best
+                if kept not in seen:
+                    seen.add(kept)
+                    best = self._better(kept, best) or best
+            if best is not start:
+                return best
+        return None
 
-    def _is_over(self, best: _Try, most_work: int) -> bool:
-        return self.work > most_work or best.exposed - self.gain <= self.least
+    def _is_over(self, best: _Try) -> bool:
+        return self.work > _MOST_WORK or best.exposed - self.gain <= self.least
 
-    def _better(self, kept: Collection[str], best: _Try, width: int) -> _Try | None:
+    def _better(self, kept: Collection[str], best: _Try) -> _Try | None:
         """The best schedule that keeps these groups, if it is better."""
         listed = [fqn for fqn in self._names() if fqn in kept]
         if self.searches:
             search = Optimum(self.steps, self.sizes, self.times, self.budget, listed)
-            found = search.best(best.exposed - self.gain, _MOST_WORK - self.work, width)
+            found = search.best(best.exposed - self.gain, _MOST_WORK - self.work, _WIDTH)
             self.work += search.work + _ACTION_WORK * len(self.steps)
             tries = [] if found is None else self._followed(listed, found)
             one = min(tries, key=lambda each: (each.exposed, each.held), default=None)
@@ -130,14 +172,9 @@ class Auto:
     def _neighbours(self, best: _Try) -> Iterator[Sequence[frozenset[str]]]:
         """Other groups to keep: those first that save most for the bytes that they hold."""
         kept = frozenset(best.schedule.kept)
-        waits = best.timeline.waits
         order = self._names()
-
-        def saved(fqn: str) -> float:
-            waited = waits.get(Action(Kind.BACKWARD, fqn), 0.0) or 1e-3 * self.times[fqn].gather
-            return waited / max(1, self.sizes[fqn].weights)
-
-        more = sorted((fqn for fqn in order if fqn not in kept), key=lambda fqn: (-saved(fqn), -order.index(fqn)))
+        saved = {fqn: self._saved(best, fqn) for fqn in order}
+        more = sorted((fqn for fqn in order if fqn not in kept), key=lambda fqn: (-saved[fqn], -order.index(fqn)))
         less = [fqn for fqn in order if fqn in kept and fqn not in self.fixed]
         batches = []
         batch = len(more)
@@ -149,6 +186,11 @@ class Auto:
         yield from ([kept | set(pair)] for pair in itertools.combinations(more, 2))
         yield from ([kept - {out} | {fqn}] for out in less for fqn in more)
 
+    def _saved(self, best: _Try, fqn: str) -> float:
+        """Seconds that compute waits for a group in backward, for each byte that it would hold if it were kept."""
+        waited = best.timeline.waits.get(Action(Kind.BACKWARD, fqn), 0.0) or 1e-3 * self.times[fqn].gather
+        return waited / max(1, self.sizes[fqn].weights)
+
     def _tried(self, kept: Sequence[str]) -> _Try | None:
         """The best schedule that keeps these groups, by few rules; None if that takes more than the budget."""
         tries: list[_Try] = []
@@ -158,23 +200,26 @@ class Auto:
             if same and first and stays:
                 continue
             bare = bare_step(self.steps, self.sizes, kept, level)
-            if bare.peak > self.budget:
-                self.work += _ACTION_WORK * bare.work
-                continue
-            if tries and len(bare.actions) > SMALL:
-                break
-            one = self._judged(bare.under(by_depth(bare, 1), self.budget)[0])
-            most = min(most, one.exposed)  # never worse than one ahead
-            schedule, issued = bare.under([bare.first_event(gather) for gather in bare.gathers], self.budget)
-            early = self._judged(schedule)
-            late = self._put_off(bare, early, issued)
-            sooner = [max(event - 1, least) for event, least in zip(late, issued, strict=True)]
-            tries += [one, early, *(self._judged(bare.under(each, self.budget)[0]) for each in (late, sooner))]
+            if bare.peak <= self.budget:
+                if tries and len(bare.actions) > SMALL:
+                    break
+                made = self._by_rules(bare)
+                most = min(most, made[0].exposed)  # never worse than one ahead
+                tries += made
             self.work += _ACTION_WORK * bare.work
         if not tries:
             return None
         most = min(most, min(each.exposed for each in tries) + self.slack)
         return min((each for each in tries if each.exposed <= most), key=self._price)
+
+    def _by_rules(self, bare: Bare) -> list[_Try]:
+        """Schedules that gather one ahead, as early as memory allows, as late as is no loss, and a little sooner."""
+        one = self._judged(bare.under(by_depth(bare, 1), self.budget)[0])
+        schedule, issued = bare.under([bare.first_event(gather) for gather in bare.gathers], self.budget)
+        early = self._judged(schedule)
+        late = self._put_off(bare, early, issued)
+        sooner = [max(event - 1, least) for event, least in zip(late, issued, strict=True)]
+        return [one, early, *(self._judged(bare.under(each, self.budget)[0]) for each in (late, sooner))]
 
     def _price(self, found: _Try) -> tuple[bool, int, int]:
         """What a schedule costs beside time, for comparison.

@@ -114,10 +114,57 @@ class _Clock:
         self.running: Action | None = None  # the forward or backward that has begun
         self.left = 0.0  # seconds of its compute still to come
         self.halved = False
+        self.resident: set[str] = set()
+        self.shrunk: set[str] = set()
         self.arrives: dict[tuple[Kind, str], deque[float]] = {}
         self.begins: list[float] = []
         self.gathers: list[float] = []
         self.waits: dict[Action, float] = {}
+
+    def advance(self, action: Action) -> None:
+        """Advance by an action."""
+        if self.memory is not None and action.kind not in MARKS:
+            self.memory.advance()
+        match action.kind:
+            case Kind.FORWARD | Kind.BACKWARD:
+                self.begin(action)
+            case Kind.ENDED:
+                self.finish()
+            case Kind.UNSHARD:
+                self.gather(action.fqn)
+            case Kind.WAIT:
+                self.arrive(action.fqn)
+            case Kind.RESHARD | Kind.SHRINK:
+                self.give_up(action)
+            case Kind.REDUCE:
+                self.send(Kind.REDUCE, action.fqn, self.times[action.fqn].reduce)
+            case Kind.REDUCED:
+                self.settle(action)
+
+    def gather(self, fqn: str) -> None:
+        seconds = self.times[fqn].small_gather if fqn in self.shrunk else self.times[fqn].gather
+        self.gathers.append(seconds)
+        self.send(Kind.UNSHARD, fqn, seconds)
+
+    def arrive(self, fqn: str) -> None:
+        assert self.running is not None
+        self.resident.add(fqn)
+        self.shrunk.discard(fqn)
+        self.wait(Kind.UNSHARD, fqn, self.running)
+        self.begins[-1] = self.now
+
+    def give_up(self, action: Action) -> None:
+        self.finish()
+        self.leave(self.now, action.kind is Kind.SHRINK)
+        self.resident.discard(action.fqn)
+        if action.kind is Kind.SHRINK:
+            self.shrunk.add(action.fqn)
+
+    def settle(self, action: Action) -> None:
+        if self.running is not None and self.running.fqn in self.resident and not self.halved:
+            self.run(0.5)  # the engine waits when half of what the group saved was read
+            self.halved = True
+        self.wait(Kind.REDUCE, action.fqn, action)
 
     def send(self, what: Kind, fqn: str, seconds: float) -> None:
         issued = self.now
@@ -167,7 +214,7 @@ class _Memory:
     """The times at which memory becomes free, action by action; `MARKS` are not counted."""
 
     def __init__(self, arena: Arena) -> None:
-        self.place = -1  # index of the current action
+        self._place = -1  # index of the current action
         self._free_at = [0.0] * len(arena.lifetimes)
         self._before = followers(arena)
         self._opened: dict[int, list[int]] = {}
@@ -176,14 +223,18 @@ class _Memory:
             self._opened.setdefault(life.opened, []).append(at)
             self._closed.setdefault(life.closed, []).append(at)
 
+    def advance(self) -> None:
+        """The next action begins."""
+        self._place += 1
+
     def taken(self) -> float:
         """The time from which all memory that this action takes is free."""
-        taken = self._opened.get(self.place, ())
+        taken = self._opened.get(self._place, ())
         return max((self._free_at[other] for at in taken for other in self._before[at]), default=0.0)
 
     def left(self, time: float, lasts: bool = False) -> None:
         """Memory that this action gives up, or with `lasts` gives up at its end, is free from `time` on."""
-        for at in self._closed.get(self.place + lasts, ()):
+        for at in self._closed.get(self._place + lasts, ()):
             self._free_at[at] = time
 
 
@@ -216,41 +267,8 @@ class _NotingClock(_Clock):
 
 def _played(actions: Sequence[Action], clock: _Clock) -> Iterator[Action]:
     """Advance the clock by each action, then yield that action."""
-    times = clock.times
-    resident: set[str] = set()
-    shrunk: set[str] = set()
     for action in actions:
-        fqn = action.fqn
-        if clock.memory is not None and action.kind not in MARKS:
-            clock.memory.place += 1
-        match action.kind:
-            case Kind.FORWARD | Kind.BACKWARD:
-                clock.begin(action)
-            case Kind.ENDED:
-                clock.finish()
-            case Kind.UNSHARD:
-                seconds = times[fqn].small_gather if fqn in shrunk else times[fqn].gather
-                clock.gathers.append(seconds)
-                clock.send(Kind.UNSHARD, fqn, seconds)
-            case Kind.WAIT:
-                assert clock.running is not None
-                resident.add(fqn)
-                shrunk.discard(fqn)
-                clock.wait(Kind.UNSHARD, fqn, clock.running)
-                clock.begins[-1] = clock.now
-            case Kind.RESHARD | Kind.SHRINK:
-                clock.finish()
-                clock.leave(clock.now, action.kind is Kind.SHRINK)
-                resident.discard(fqn)
-                if action.kind is Kind.SHRINK:
-                    shrunk.add(fqn)
-            case Kind.REDUCE:
-                clock.send(Kind.REDUCE, fqn, times[fqn].reduce)
-            case Kind.REDUCED:
-                if clock.running is not None and clock.running.fqn in resident and not clock.halved:
-                    clock.run(0.5)  # the engine waits when half of what the group saved was read
-                    clock.halved = True
-                clock.wait(Kind.REDUCE, fqn, action)
+        clock.advance(action)
         yield action
     clock.finish()
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from .group_plan import GroupPlan, joined
+from .group_plan import GroupPlan, ParamPlan, joined
 from .schedule import ROOT_NAME, Schedule
-from .simulation import Prediction
+from .simulation import GroupTimes, Prediction
 
 _GROUP_WORDS: tuple[tuple[str, Callable[[GroupPlan], object]], ...] = (
     ("ranks", lambda group: group.shard_size),
@@ -41,11 +41,27 @@ def plan_text(
     """
     params = sum(p.numel for g in groups for p in g.params)
     title = f"plan: {len(groups)} groups, {params:,} parameters, {joined(g.mesh for g in groups)}"
-    peak = f"peak of unsharded parameters and communication in a training step: {mib(predicted.peak)}"
+    lines = [title, *_table(_rows(groups, schedule, predicted))]
+    lines.append(f"peak of unsharded parameters and communication in a training step: {mib(predicted.peak)}")
+    lines += [] if schedule is None else _memory_lines(predicted)
+    if predicted.exposed is not None and predicted.seconds is not None:
+        lines.append(f"exposed: {1e3 * predicted.exposed:.3f} of {1e3 * predicted.seconds:.3f} ms a step")
+    lines += [f"order in {phase}: {_listed(order)}" for phase, order in phases if order]
+    return "\n".join(lines if schedule is None else [*lines, why, *_schedule_lines(schedule)])
+
+
+def _memory_lines(predicted: Prediction) -> list[str]:
+    kinds = (("weights", predicted.weights), ("landing", predicted.landing), ("reductions", predicted.reductions))
+    most = ", ".join(f"{name} {mib(nbytes)}" for name, nbytes in kinds)
+    return [f"of each kind at most: {most}", f"between forward and backward: {mib(predicted.kept)}"]
+
+
+def _rows(groups: Sequence[GroupPlan], schedule: Schedule | None, predicted: Prediction) -> Iterator[tuple[str, ...]]:
+    """The rows of a plan's table, its head first; with columns of times, if they are known."""
     times = {each.fqn: each for each in predicted.groups or ()}
-    rows: list[tuple[str, ...]] = [_HEAD if predicted.groups is None else _HEAD + _MILLISECONDS]
+    yield _HEAD if predicted.groups is None else _HEAD + _MILLISECONDS
     for group in groups:
-        row: tuple[str, ...] = (
+        row = (
             group.name,
             f"{sum(p.numel for p in group.params):,}",
             mib(group.shard_bytes),
@@ -54,22 +70,16 @@ def plan_text(
             group.reshard if schedule is None else _reshard(group, schedule),
             group.transport,
         )
-        if predicted.groups is not None:
-            time = times.get(group.fqn)
-            seconds = (0.0,) * 4 if time is None else (time.gather, time.compute, time.reduce, time.exposed)
-            row += tuple(f"{1e3 * each:.3f}" for each in seconds)
-        rows.append(row)
-    lines = [title, *_table(rows), peak]
-    if schedule is not None:
-        kinds = (("weights", predicted.weights), ("landing", predicted.landing), ("reductions", predicted.reductions))
-        lines.append("of each kind at most: " + ", ".join(f"{name} {mib(nbytes)}" for name, nbytes in kinds))
-        lines.append(f"between forward and backward: {mib(predicted.kept)}")
-    if predicted.exposed is not None and predicted.seconds is not None:
-        lines.append(f"exposed: {1e3 * predicted.exposed:.3f} of {1e3 * predicted.seconds:.3f} ms a step")
-    for phase, order in phases:
-        if order:
-            lines.append(f"order in {phase}: {', '.join(fqn or ROOT_NAME for fqn in order)}")
-    return "\n".join(lines if schedule is None else [*lines, why, *_schedule_lines(schedule)])
+        yield row if predicted.groups is None else row + _milliseconds(times.get(group.fqn))
+
+
+def _milliseconds(time: GroupTimes | None) -> tuple[str, ...]:
+    seconds = (0.0,) * 4 if time is None else (time.gather, time.compute, time.reduce, time.exposed)
+    return tuple(f"{1e3 * each:.3f}" for each in seconds)
+
+
+def _listed(fqns: Sequence[str]) -> str:
+    return ", ".join(fqn or ROOT_NAME for fqn in fqns)
 
 
 def _reshard(group: GroupPlan, schedule: Schedule) -> str:
@@ -78,7 +88,8 @@ def _reshard(group: GroupPlan, schedule: Schedule) -> str:
     return group.reshard if group.reshard_after_forward else "after forward (budget)"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+def _table(rows: Iterable[Sequence[str]]) -> list[str]:
+    rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(c.ljust(w) if i in _LEFT else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
@@ -97,12 +108,12 @@ def _schedule_lines(schedule: Schedule) -> list[str]:
 
 def _edges(schedule: Schedule) -> dict[str, str]:
     """The groups that each event gathers, by its text, with the number of the use if its group has several uses."""
-    found: dict[str, str] = {}
+    edges: dict[str, str] = {}
     for event, uses in schedule.ahead().items():
         for number, groups in enumerate(uses, 1):
-            at = f"{event} ({number})" if len(uses) > 1 else str(event)
-            found |= {at: ", ".join(fqn or ROOT_NAME for fqn in groups)} if groups else {}
-    return found
+            if groups:
+                edges[f"{event} ({number})" if len(uses) > 1 else str(event)] = _listed(groups)
+    return edges
 
 
 def mib(nbytes: int) -> str:
@@ -120,49 +131,57 @@ def other_model(mine: Sequence[GroupPlan], other: Sequence[GroupPlan]) -> str:
             return f"group {one.name} is here, group {two.name} there"
         if one.shard_size != two.shard_size:
             return f"group {one.name} is sharded over {one.shard_size} ranks here, over {two.shard_size} there"
-        for ours, theirs in zip(one.params, two.params, strict=False):
-            if ours.fqn != theirs.fqn:
-                return f"group {one.name}: parameter {ours.fqn} is here, {theirs.fqn} there"
-            for field in dataclasses.fields(ours):
-                here, there = getattr(ours, field.name), getattr(theirs, field.name)
-                if here != there:
-                    return f"parameter {ours.fqn}: {field.name} is {here} here, {there} there"
-        if len(one.params) != len(two.params):
-            return f"group {one.name} has {len(one.params)} parameters here, {len(two.params)} there"
+        if difference := _other_params(one, two):
+            return difference
     if len(mine) != len(other):
         longer, where = (mine, "here") if len(mine) > len(other) else (other, "there")
         return f"group {longer[min(len(mine), len(other))].name} is {where} alone"
     return ""
 
 
+def _other_params(one: GroupPlan, two: GroupPlan) -> str:
+    for here, there in zip(one.params, two.params, strict=False):
+        if here.fqn != there.fqn:
+            return f"group {one.name}: parameter {here.fqn} is here, {there.fqn} there"
+        for name in _differing(here, there):
+            return f"parameter {here.fqn}: {name} is {getattr(here, name)} here, {getattr(there, name)} there"
+    if len(one.params) != len(two.params):
+        return f"group {one.name} has {len(one.params)} parameters here, {len(two.params)} there"
+    return ""
+
+
+def _differing(one: GroupPlan | ParamPlan, two: GroupPlan | ParamPlan) -> list[str]:
+    """The names of the fields that differ."""
+    return [f.name for f in dataclasses.fields(one) if getattr(one, f.name) != getattr(two, f.name)]
+
+
 def group_changes(old: Sequence[GroupPlan], new: Sequence[GroupPlan]) -> list[str]:
     """A line for each group that was added, removed or changed."""
-    before, after = {g.fqn: g for g in old}, {g.fqn: g for g in new}
-    lines = [f"group {group.name}: removed" for fqn, group in before.items() if fqn not in after]
-    lines += [f"group {group.name}: added" for fqn, group in after.items() if fqn not in before]
-    for fqn in (fqn for fqn in before if fqn in after and before[fqn] != after[fqn]):
-        one, two = before[fqn], after[fqn]
-        found = [f"{word} {f(one)} -> {f(two)}" for word, f in _GROUP_WORDS if f(one) != f(two)]
-        ours, theirs = {p.fqn: p for p in one.params}, {p.fqn: p for p in two.params}
-        found += [f"parameter {name} removed" for name in ours if name not in theirs]
-        found += [f"parameter {name} added" for name in theirs if name not in ours]
-        shared = [name for name in ours if name in theirs]
-        found += [
-            f"shape of {name} {ours[name].shape} -> {theirs[name].shape}"
-            for name in shared
-            if ours[name].shape != theirs[name].shape
-        ]
-        found += [] if found else [_other_fields(one, two)]
-        lines.append(f"group {one.name}: {'; '.join(found)}")
+    lines = _apart([group.name for group in old], [group.name for group in new], "group {}: removed", "group {}: added")
+    after = {group.fqn: group for group in new}
+    for group in old:
+        if after.get(group.fqn, group) != group:
+            lines.append(f"group {group.name}: {'; '.join(_of_group(group, after[group.fqn]))}")
     if not lines and [g.fqn for g in old] != [g.fqn for g in new]:
         lines.append("groups: the same ones, declared in another order")
     return lines
 
 
-def _other_fields(one: GroupPlan, two: GroupPlan) -> str:
-    """The names of fields that differ, for differences that have no text of their own."""
-    names = [f.name for f in dataclasses.fields(one) if getattr(one, f.name) != getattr(two, f.name)]
-    return f"other {', '.join(names)}"
+def _of_group(one: GroupPlan, two: GroupPlan) -> list[str]:
+    """What has changed in a group; the names of fields, for differences that have no text of their own."""
+    changes = [f"{word} {f(one)} -> {f(two)}" for word, f in _GROUP_WORDS if f(one) != f(two)]
+    before, after = {p.fqn: p.shape for p in one.params}, {p.fqn: p.shape for p in two.params}
+    changes += _apart(list(before), list(after), "parameter {} removed", "parameter {} added")
+    shaped = [name for name, shape in before.items() if after.get(name, shape) != shape]
+    changes += [f"shape of {name} {before[name]} -> {after[name]}" for name in shaped]
+    return changes or [f"other {', '.join(_differing(one, two))}"]
+
+
+def _apart(old: Sequence[str], new: Sequence[str], removed: str, added: str) -> list[str]:
+    """A line, in the given form, for each name that only the old ones have, then for each that only the new have."""
+    before, after = set(old), set(new)
+    lines = [removed.format(each) for each in old if each not in after]
+    return lines + [added.format(each) for each in new if each not in before]
 
 
 def order_changes(old: Sequence[str], new: Sequence[str]) -> list[str]:
@@ -176,8 +195,8 @@ def order_changes(old: Sequence[str], new: Sequence[str]) -> list[str]:
 
 def around_changes(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]]) -> list[str]:
     """A line for each enclosing group that only one of the plans has."""
-    lines = [f"order: {fqn} inside of {outer} no more" for fqn, outer in old if (fqn, outer) not in new]
-    return lines + [f"order: {fqn} inside of {outer} now" for fqn, outer in new if (fqn, outer) not in old]
+    before, after = ([f"{fqn} inside of {outer}" for fqn, outer in around] for around in (old, new))
+    return _apart(before, after, "order: {} no more", "order: {} now")
 
 
 def schedule_changes(old: Schedule, new: Schedule) -> list[str]:
@@ -188,8 +207,8 @@ def schedule_changes(old: Schedule, new: Schedule) -> list[str]:
         for event in dict.fromkeys([*before, *after])
         if before.get(event) != after.get(event)
     ]
-    lines += [f"kept after forward: {fqn or ROOT_NAME} no more" for fqn in old.kept if fqn not in new.kept]
-    lines += [f"kept after forward: {fqn or ROOT_NAME} now" for fqn in new.kept if fqn not in old.kept]
+    kept, keeps = ([fqn or ROOT_NAME for fqn in schedule.kept] for schedule in (old, new))
+    lines += _apart(kept, keeps, "kept after forward: {} no more", "kept after forward: {} now")
     for name in ("max_reductions", "in_flight", "reduces_first", "stays_for_next"):
         here, there = getattr(old, name), getattr(new, name)
         lines += [f"{name}: {here} -> {there}"] if here != there else []

@@ -20,7 +20,7 @@ from _nests import Nests, shard_nests
 from _plans import block_plan
 from _pool import more, simulated
 from _stepping import assert_at_rest, loss_of, train_step, twins
-from composable_shard._plan.plan import Record, ShardPlan, replan
+from composable_shard._plan.plan import Phase, Record, ShardPlan, replan
 from composable_shard._plan.schedule import Kind
 
 P = cs.PrefetchPolicy
@@ -321,5 +321,5 @@ def test_costs_are_those_of_a_step_whatever_the_number_of_uses():
     predicted = plan.with_policies(costs=costs).predicted()
     assert {group.fqn: group.compute for group in predicted.groups} == dict.fromkeys(dict.fromkeys(plan.order), 3.0)
     assert predicted.seconds - predicted.exposed == pytest.approx(3.0 * len(plan.groups))
-    once = replace(plan.with_policies(costs=costs), orders=(("no_grad", ("", "blocks.0")),)).in_phase("no_grad")
+    once = replace(plan.with_policies(costs=costs), phases=(Phase("no_grad", ("", "blocks.0")),)).in_phase("no_grad")
     assert plan.with_policies(costs=costs).times()["blocks.0"] == once.times()["blocks.0"], "of a use, in any order"

@@ -12,8 +12,8 @@ from _plans import all_issues, random_model
 from composable_shard import PrefetchPolicy
 from composable_shard._plan.fitting import Bare
 from composable_shard._plan.optimum import Optimum, least_exposed, sets_to_keep
-from composable_shard._plan.prefetch import scheduled
 from composable_shard._plan.schedule import MAX_REDUCTIONS, Schedule, Step, kept_by_setting, one_ahead, timed_step
+from composable_shard._plan.search import scheduled
 from composable_shard._plan.simulation import Times, lifetimes, live_bytes, peak_bytes, simulate
 
 SEEDS = pytest.mark.parametrize("seed", range(8))

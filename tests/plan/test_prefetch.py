@@ -14,9 +14,8 @@ from _plans import all_issues, random_model
 from composable_shard import PoolPolicy, PrefetchPolicy, ShardConfigValueError
 from composable_shard._errors import PoolBudgetError
 from composable_shard._plan.fitting import bare_step, least_step, levels
-from composable_shard._plan.prefetch import scheduled
 from composable_shard._plan.schedule import Action, Kind, Schedule, Step, one_ahead, timed_step, training_step
-from composable_shard._plan.search import _MOST_WORK, Auto
+from composable_shard._plan.search import _MOST_WORK, Auto, scheduled
 from composable_shard._plan.simulation import Costs, Sizes, Times, lifetimes, live_bytes, peak_bytes, simulate
 
 AUTO = PrefetchPolicy.auto()
@@ -237,7 +236,7 @@ def test_a_schedule_is_searched_for_once_for_the_same_groups_times_and_budget(mo
         asked.append(args)
         return Auto(*args)
 
-    monkeypatch.setattr("composable_shard._plan.prefetch.Auto", counted)
+    monkeypatch.setattr("composable_shard._plan.search.Auto", counted)
     steps, sizes, times = random_model(random.Random(77), 4)
     budget = peak(steps, sizes, one_ahead(steps))
     first = scheduled(steps, sizes, AUTO, budget, times)
