@@ -135,16 +135,16 @@ class Actions:
         """Make the weights of a group readable: gather them if necessary, and wait for that."""
         if group.away:
             if self.order.forward.budget is not None:
-                self._make_room(gathering(group))
+                self._make_room(group, gathering(group))
             self.ahead(group)
         if group.phase is GATHERING:
             self._arrive(group)
 
-    def _make_room(self, nbytes: int) -> None:
-        """Make `nbytes` fit where a step is not the planned one: wait for reductions, then give weights up."""
+    def _make_room(self, to: ParamGroup, nbytes: int) -> None:
+        """Make `nbytes` of a group fit where a step is not the planned one: end reductions, then give weights up."""
         while self._reductions and self.budget.exceeded_by(nbytes):
             self._settle_oldest()
-        for group in self.budget.yielding(self.staying) if self.budget.exceeded_by(nbytes) else ():
+        for group in self.budget.yielding(to, self.staying) if self.budget.exceeded_by(nbytes) else ():
             if self.budget.exceeded_by(nbytes):
                 self.drop(group)
 
@@ -227,18 +227,19 @@ class Actions:
         self.repeated = repeated
         self.pool.enter_backward(True)
         self.order.begin_backward()
-        self.budget.begin_backward()
+        if self.order.forward.budget is not None:
+            self.budget.begin_backward()
 
     def close_backward(self) -> None:
         """The pass is over, or has failed."""
         self.staying.clear()
-        self.budget.end_backward()
+        self.budget.unread.clear()
         self.pool.enter_backward(False)
 
     def drop_after_backward(self) -> None:
         """A backward is over: drop all weights that no setting keeps; install sharded parameters for the others."""
         self.staying.clear()
-        self.budget.end_backward()
+        self.budget.unread.clear()
         for group in self.groups:
             if group.phase is SHARDED or group.pinned or group.running:
                 continue
@@ -256,7 +257,7 @@ class Actions:
             while len(self._reductions) >= most:
                 self._settle_oldest()
         if self.order.forward.budget is not None:
-            self._make_room(group.gradients.reduce_bytes)
+            self._make_room(group, group.gradients.reduce_bytes)
         self._start_reduce(group, gradients)
         if self.watch is not None and self.watch.serial:
             self._settle_oldest()
@@ -275,7 +276,7 @@ class Actions:
         """Reduce and wait; returns this rank's piece of each gradient, by parameter index, and sets no `.grad`."""
         self.settle()
         if self.order.forward.budget is not None:
-            self._make_room(group.gradients.reduce_bytes)
+            self._make_room(group, group.gradients.reduce_bytes)
         self._start_reduce(group, gradients)
         return self._finish_oldest()[1].pieces()
 
@@ -311,8 +312,8 @@ class Actions:
             self.catch_up()
         group = use.group
         self.staying.discard(group)
-        if self.budget.unread:
-            self.budget.reached(group)
+        if self.order.forward.budget is not None:
+            self.budget.reached(use, outputs)
         waits = bool(self._reductions) and (self.order.backward.reduces_first or group.reduces_first)
         at_once = group.away or any(map(_away, missed))
         waits = waits and (at_once or any(map(_away, following)))
@@ -336,9 +337,15 @@ class Actions:
         else:
             self.catch_up()
 
+    def gather_again(self, group: ParamGroup) -> None:
+        """Weights of a group are needed that may have been given up for the budget since backward has reached it."""
+        self.need(group)
+        if (reached := self.budget.unread.get(group)) is not None:
+            self.shown.show_again(*reached)
+
     def pass_over(self, group: ParamGroup, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]) -> None:
         """Issue the gathers of a use that backward goes past (see `Engine._pass_over`); arguments as above."""
-        self.budget.reached(group)
+        self.budget.unread.pop(group, None)
         own = (group,) if group.options.unshard_in_backward else ()
         self._settle_for(group, (*missed, *own))
         self.prefetch(missed)

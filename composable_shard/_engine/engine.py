@@ -10,7 +10,6 @@ therefore hold the engine: backward works after the model is gone, and a model i
     a module's forward ends              after_forward: reshard
     the outermost forward ends           leave: learn the order, drop what was prefetched and never used
     backward reaches a use's outputs     before_backward: gather, install the node's outputs again, prefetch
-                                         (deferred in a checkpoint under a budget, see `late.py`)
     backward unpacks a saved weight      fetch: gather, if the weight is not there
     the node of a use runs               on_gradients: reshard, hand the gradients on (see `gradients.py`)
     the outermost backward ends          _end_backward: wait for reductions, set `.grad`, reshard what is left
@@ -43,7 +42,6 @@ from .actions import Actions
 from .backward import BackwardPass, Passed, Token, Uses
 from .gradients import GradientFlow, watch_leaf
 from .iterations import Iterations
-from .late import LateUses
 from .node import Keeper, Outputs, Use, Witness, unshard
 from .order import Order
 from .replanning import Learning
@@ -115,7 +113,6 @@ class Engine:
         self.order = Order(plan, groups, runtime.pool, listener)
         self._do = Actions(groups, runtime, self.order, partial(watch_leaf, weakref.ref(self)))
         self._without_group = list(map(weakref.ref, without_group))
-        self._late = LateUses(self._do.shown)
         self._gradients = GradientFlow(self._do)
         self.learning = Learning(self.order, self._do, real(among), is_given)
         self._tuning = Tuning(self.learning, self.order, self._do, among)
@@ -241,10 +238,11 @@ class Engine:
         made_in = current_backward()
         if made_in >= 0:
             self._open_pass(made_in)
-            self._late.begin_again(group, self._do.repeated)
-        again = made_in >= 0 and group in self.active and group not in self._late
+        again = made_in >= 0 and group in self.active
         if not again:
             self._do.need(group)
+        elif group.away:
+            self._do.gather_again(group)
         group.begin_forward()
         self.has_run = True
         if again:
@@ -289,7 +287,7 @@ class Engine:
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)
         self._do.end_forward(group)
-        if group in self.active and group not in self._late:
+        if group in self.active:
             return
         self._do.leave_forward(group)
 
@@ -325,10 +323,7 @@ class Engine:
         use.reach(now.number)
         self.active[use.group] = use
         missed, following = self.order.before(use, now)
-        if use.under_hooks and self._do.budget.puts_off(use.group):
-            self._late.put_off(use, partial(self._do.begin_backward, use, outputs, missed, following))
-        else:
-            self._do.begin_backward(use, outputs, missed, following)
+        self._do.begin_backward(use, outputs, missed, following)
 
     def _pass_over(self, now: BackwardPass, passed: Passed) -> None:
         """Backward goes past a use whose node runs later in this pass, or only on other ranks.
@@ -361,9 +356,8 @@ class Engine:
             return
         if (number := current_backward()) >= 0:
             self._open_pass(number)
-            self._late.begin(group)
             self._do.catch_up()
-        self._do.need(group)
+        self._do.gather_again(group)
 
     def on_gradients(self, use: Use, node: Any, gradients: Gradients) -> list[torch.Tensor | None]:
         """The node of a use runs.
@@ -400,7 +394,7 @@ class Engine:
         """The backward of a use is over: reshard, unless its weights are needed again at once."""
         if self.active.get(use.group) is use:
             del self.active[use.group]
-            self._late.end(use.group)
+            self._do.budget.unread.pop(use.group, None)
         if use.group.running and not self._depth:  # a recomputation that its checkpoint stopped early
             use.group.forget_forwards()
         for bucket in use.group.buckets:
@@ -450,7 +444,6 @@ class Engine:
 
     def _forget_pass(self) -> None:
         self._uses.forget(self._pass.forwards if self._pass is not None else ())
-        self._late.clear()
         self._pass = None
         self._do.close_backward()
         self.active.clear()
@@ -458,7 +451,7 @@ class Engine:
     def on_pass_gone(self) -> None:
         """A pass has ended: if it failed, install the sharded parameters. `_recover` does the rest later."""
         if self._pass is not None and not self._pass.alive:
-            self._late.clear()
+            self._do.budget.unread.clear()
             if not self._depth:  # the end of an interrupted recomputation is never reported
                 self._forget_running()
             self._do.shown.hide_idle(self.groups)

@@ -19,22 +19,15 @@ class Shown:
 
     Args:
         watch_leaf: called once with every leaf that users may find in a module outside of its forward.
-
-    Attributes:
-        late: by group with a deferred use, the tensors installed in the place of the sharded parameters.
     """
 
     def __init__(self, watch_leaf: LeafHook) -> None:
         self._watch_leaf = watch_leaf
-        self.late: dict[ParamGroup, Sequence[torch.Tensor]] = {}
 
     def hide(self, group: ParamGroup) -> None:
-        """Install a group's sharded parameters, or the tensors in `late` if its use is deferred."""
+        """Install a group's sharded parameters."""
         if (entries := group.entries()) is not None:
-            if self.late and group in self.late:
-                entries.show(self.late[group])
-            else:
-                entries.hide()
+            entries.hide()
 
     def hide_idle(self, groups: Sequence[ParamGroup]) -> None:
         """`hide` all groups whose forward does not run."""
@@ -43,8 +36,8 @@ class Shown:
                 self.hide(group)
 
     def show_pieces(self, group: ParamGroup) -> None:
-        """Install the pieces that a few ranks keep of a group's weights, unless its use is deferred."""
-        if (entries := group.entries()) is not None and group not in self.late:
+        """Install the pieces that a few ranks keep of a group's weights."""
+        if (entries := group.entries()) is not None:
             entries.show(group.pieces())
 
     def show_leaves(self, group: ParamGroup) -> None:

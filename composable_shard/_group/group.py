@@ -84,9 +84,6 @@ class Entries(Protocol):
     def hide(self) -> None:
         """Install the sharded parameters again."""
 
-    def there(self, index: int) -> torch.Tensor:
-        """The tensor that is installed for a parameter now."""
-
     def adopt(self) -> bool:
         """Take over parameters that users have assigned over sharded ones; True if there were any."""
 
