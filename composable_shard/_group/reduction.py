@@ -127,7 +127,7 @@ class ReduceBucket:
         route = None if self._shard is None else self._shard.route
         self._layout = layout = reduce_layout(shapes, info.shard_size, dtype.itemsize, dims, route, slots)
         self.indices = [index for index, _ in members]
-        self._first = self.indices == list(range(len(members)))
+        self._has_all = self.indices == list(range(len(members)))
         stored = [param.dtype for _, param in members]
         self._copies = GradientCopies(layout.result, dtype, stored, info.shard_rank, info.device)
         self._others = {*stored} - {dtype}
@@ -145,26 +145,22 @@ class ReduceBucket:
         self._pool, self._lane, self._info = pool, lane, info
         self._seen: dict[Slot, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def chosen(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """The members' gradients, out of those of all parameters of the group."""
-        if self._first and len(gradients) == len(self.indices):
-            return gradients
-        return [gradients[index] for index in self.indices]
-
     def start(
         self, gradients: Sequence[torch.Tensor | None], partial: Partial | None = None, whole: bool = True
     ) -> Job[Reduced]:
         """Begin to average unsharded gradients over the ranks.
 
         Args:
-            gradients: of this use, in the order of `indices`; None counts as zeros.
+            gradients: of all parameters of the group; None counts as zeros.
             partial: pieces of earlier reductions that stopped after the reduce-scatter, by index, to be added.
             whole: False to stop after the reduce-scatter, without the all-reduce over replicas.
         """
+        if not self._has_all or len(gradients) != len(self.indices):
+            gradients = [gradients[index] for index in self.indices]
         # The result outlives the step as `.grad`, so it is allocated here, on the stream that will read it.
         numel, like = self._layout.numel, self._copies.ones
         out = like.new_empty(numel)
-        others = {d: like.new_empty(numel, dtype=d) for d in self._others} if self._others else {}
+        others = {dtype: like.new_empty(numel, dtype=dtype) for dtype in self._others}
         slots = list(map(self._pool.lease_for, self.requests))
         try:
             # Packed here, on the current stream: then autograd's gradients need not live until the collective is done.
@@ -222,10 +218,8 @@ class ReduceBucket:
             torch.div(out, self._divide_after, out=out)
         if self._hook is not None:
             self._hook(out[: self._layout.result.numel])
-        for converted in others.values():
-            converted.copy_(out)
-        converted_out = {dtype: self._at_home(t) for dtype, t in others.items()}
-        done = Reduced(self._copies, self._at_home(out), others=converted_out)
+        converted = {dtype: self._at_home(other.copy_(out)) for dtype, other in others.items()}
+        done = Reduced(self._copies, self._at_home(out), others=converted)
         if others:
             done.parts()  # cut now, so that `out` can be freed if no piece is in its dtype
         return done
@@ -297,7 +291,9 @@ class GroupReduced:
     def __init__(self, done: Sequence[tuple[list[int], Reduced]], without: Sequence[int] = ()) -> None:
         self._done = done
         self._without = without
-        self.is_uncut = all([reduced.is_uncut for _, reduced in done])  # noqa: C419  # once for most
+        self.is_uncut = True
+        for _, reduced in done:
+            self.is_uncut &= reduced.is_uncut
 
     def pieces(self) -> dict[int, torch.Tensor]:
         """This rank's pieces of the gradients, by the index of the parameter."""

@@ -190,5 +190,3 @@ def test_among_few_ranks_too(rank, world, seed):
     for step in range(3):
         step_of_both(model, plain, step)
         assert cs.last_record(model).peak_bytes <= least
-
-
