@@ -224,7 +224,7 @@ class Actions:
             adopted |= entries is not None and entries.adopt()
             if group.phase is SHARDED or group.running:
                 continue
-            kept = waiting or group.pinned or not group.options.reshard_after_backward
+            kept = waiting or group.pinned or not group.settings.current.reshard_after_backward
             if adopted or not kept or group.is_stale():
                 self.drop(group)
         return adopted
@@ -277,7 +277,7 @@ class Actions:
         for group in self.groups:
             if group.phase is SHARDED or group.pinned or group.running:
                 continue
-            if group.options.reshard_after_backward or group.phase is GATHERING:
+            if group.settings.current.reshard_after_backward or group.phase is GATHERING:
                 self.drop(group)
             else:
                 self._hide(group)
@@ -398,7 +398,7 @@ class Actions:
     def pass_over(self, group: ParamGroup, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]) -> None:
         """Issue the gathers of a use that backward goes past (see `Engine._pass_over`); arguments as above."""
         self.budget.unread.pop(group, None)
-        own = (group,) if group.options.unshard_in_backward else ()
+        own = (group,) if group.settings.current.unshard_in_backward else ()
         self._settle_for(group, (*missed, *own))
         self.prefetch(missed)
         if own:

@@ -523,7 +523,8 @@ class Engine:
                 if self._pass is None:
                     self._gradients.settle()  # reductions of a backward that was not the last one
                 group.stepped()
-                self.reshard(group)
+                if not group.running and group.phase is not SHARDED:
+                    self._do.drop(group)
 
     def check_reduced(self, stepped: set[int]) -> None:
         """An optimizer is about to read the gradients of these parameters, by id: see that they are reduced."""

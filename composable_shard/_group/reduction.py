@@ -103,15 +103,23 @@ def _divisor(factor: float) -> torch.Tensor | None:
 class ReduceBucket:
     """Gradients of one group that are reduced in one dtype. Frozen parameters are not members.
 
-    Attributes:
+    Args:
         indices: the members' indices in the group.
+        params: the members.
+        dtype: of the reduction.
+        info, transports, options, pool, lane: the group's.
+        slots: sizes in bytes of the weights' slots, see `reduce_layout`.
+
+    Attributes:
+        indices: as given.
         requests: the pool's requests of a reduction: for the bucket, and for scratch memory if the transport needs any.
         nbytes: bytes of all requests.
     """
 
     def __init__(
         self,
-        members: Sequence[tuple[int, ShardedParam]],
+        indices: list[int],
+        params: Sequence[ShardedParam],
         dtype: torch.dtype,
         info: MeshInfo,
         transports: Transports,
@@ -120,15 +128,15 @@ class ReduceBucket:
         lane: Lane,
         slots: Sequence[int] = (),
     ) -> None:
+        self.indices = indices
         self.dtype = dtype
         self._shard, self._replicate = transports.reduce, transports.replicate
         self._mean, self._divide_before, self._divide_after = _division(dtype, info, transports, options)
-        shapes, dims = [p.shape for _, p in members], [p.dim for _, p in members]
+        shapes, dims = [p.shape for p in params], [p.dim for p in params]
         route = None if self._shard is None else self._shard.route
         self._layout = layout = reduce_layout(shapes, info.shard_size, dtype.itemsize, dims, route, slots)
-        self.indices = [index for index, _ in members]
-        self._has_all = self.indices == list(range(len(members)))
-        stored = [param.dtype for _, param in members]
+        self._has_all = indices == list(range(len(indices)))
+        stored = [param.dtype for param in params]
         self._copies = GradientCopies(layout.result, dtype, stored, info.shard_rank, info.device)
         self._others = {*stored} - {dtype}
         self._hook = _on_stream(options.comms)
@@ -137,10 +145,9 @@ class ReduceBucket:
         scatters = self._shard is not None and self._replicate is None and self._hook is None
         kept = not self._others and not info.offloads and (self._divide_after is None or not lane.streams)
         self._is_launched = scatters and kept
-        name = members[0][1].fqn
-        self.requests = [pool.request(f"reduction {name}", layout.nbytes)] if self._shard is not None else []
-        if layout.scratch:
-            self.requests.append(pool.request(f"scratch {name}", layout.scratch * dtype.itemsize))
+        whole = layout.nbytes if self._shard is not None else 0
+        wanted = (("reduction", whole), ("scratch", layout.scratch * dtype.itemsize))
+        self.requests = [pool.request(f"{purpose} {params[0].fqn}", nbytes) for purpose, nbytes in wanted if nbytes]
         self.nbytes = sum(request.nbytes for request in self.requests)
         self._pool, self._lane, self._info = pool, lane, info
         self._seen: dict[Slot, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -334,9 +341,9 @@ def reduce_buckets(
         info, transports, options, pool, lane: the group's.
         slots: sizes in bytes of the weights' slots: a reduction asks for such a size if it nearly fits, to reuse one.
     """
-    dtypes = [options.reduce_dtype(p.dtype) if t else None for p, t in zip(params, trains, strict=True)]
-    members: dict[torch.dtype, list[tuple[int, ShardedParam]]] = {}
-    for place, (param, dtype) in enumerate(zip(params, dtypes, strict=True)):
-        if dtype is not None:
-            members.setdefault(dtype, []).append((place, param))
-    return [ReduceBucket(m, d, info, transports, options, pool, lane, slots) for d, m in members.items()]
+    members: dict[torch.dtype, list[int]] = {}
+    for index, (param, trained) in enumerate(zip(params, trains, strict=True)):
+        if trained:
+            members.setdefault(options.reduce_dtype(param.dtype), []).append(index)
+    how = info, transports, options, pool, lane, slots
+    return [ReduceBucket(indices, [params[i] for i in indices], dtype, *how) for dtype, indices in members.items()]
