@@ -215,9 +215,7 @@ class Actions:
         Returns:
             whether any parameter was replaced.
         """
-        for known in self._without_group:
-            if (entries := known()) is not None:
-                entries.adopt()  # a user may have added parameters since
+        self._adopt_without_group()
         adopted = False
         for group in self.groups:
             entries = group.entries()
@@ -228,6 +226,12 @@ class Actions:
             if adopted or not kept or group.is_stale():
                 self.drop(group)
         return adopted
+
+    def _adopt_without_group(self) -> None:
+        """Users may have added parameters to modules that had none of their own."""
+        for known in self._without_group:
+            if (entries := known()) is not None:
+                entries.adopt()
 
     def drop_after_forward(self) -> None:
         """A forward of the root is over: drop gathers that nobody used and, without grad mode, all weights."""
@@ -495,8 +499,8 @@ class Actions:
         self.pool.forget()
 
     def plan_memory(self) -> None:
-        """Between two steps: lay the pool's slots out in an arena, if the pool has learned anything new."""
-        if self.pool.wants_arena and all(group.phase is SHARDED for group in self.groups):
+        """Between two steps: lay the pool's slots out in an arena, if no group uses them."""
+        if all(group.phase is SHARDED for group in self.groups):
             for group in self.groups:
                 group.leave_slots()
             self.pool.make_arena()

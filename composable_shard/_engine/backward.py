@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._comm.copies import Gradients
 from .._errors import ShardConfigStateError
@@ -104,8 +104,13 @@ class BackwardPass:
 
         self._stack = [(number, weakref.ref(token, ended))]
         self.entered: set[Use] = set()
-        live = [(use, use.node()) for use in uses]
-        expected = [use for use, node in live if node is not None and node_will_run(node)]
+        live: list[tuple[Use, Any]] = []
+        expected: list[Use] = []
+        for use in uses:
+            node = use.node()
+            live.append((use, node))
+            if node is not None and node_will_run(node):
+                expected.append(use)
         self._will_fire = set(expected)
         self._waiting = deque(reversed(expected))
         # Uses of other forwards are left out: their graphs may live on one rank only, and ranks must decide alike.
@@ -219,10 +224,11 @@ class BackwardPass:
 
         An iterator: each use leaves `next_group` only when it is given out.
         """
-        if self._upcoming and self._upcoming[0] is use and not self._open:
+        if self._open or (self._upcoming and self._upcoming[0] is not use):
+            return self._passed(use)
+        if self._upcoming:
             self._upcoming.popleft()
-            return ()
-        return self._passed(use)
+        return ()
 
     def leave(self, use: Use) -> Iterable[Passed]:
         """The backward of `use` is about to end: the uses gone past that began after it in forward."""

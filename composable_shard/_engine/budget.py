@@ -66,11 +66,11 @@ class Budget:
             staying: the groups whose weights stay for their next use.
         """
         around = self._enclosing(to) if self._pool.backward else ()
-        ahead = [group for group in self._groups if group.phase is GATHERING]
-        kept = [group for group in self._groups if group.phase is UNSHARDED and self._may_go(group)]
-        stays = [g for g in self._groups if g in staying and g.settings.current.reshard_after_backward]
-        ordered = dict.fromkeys((*ahead, *kept, *stays))
-        return [group for group in ordered if not (group.pinned or group.running or group.fqn in around)]
+        groups = [group for group in self._groups if not (group.pinned or group.running or group.fqn in around)]
+        ahead = [group for group in groups if group.phase is GATHERING]
+        kept = [group for group in groups if group.phase is UNSHARDED and self._may_go(group)]
+        stays = [group for group in groups if group in staying and group.settings.current.reshard_after_backward]
+        return list(dict.fromkeys((*ahead, *kept, *stays)))
 
     def _may_go(self, group: ParamGroup) -> bool:
         if not self._pool.backward:

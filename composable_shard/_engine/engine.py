@@ -182,7 +182,8 @@ class Engine:
             self._was_interrupted = False
             self._recover()
         waiting = self._iterations.begin()
-        self.uses.begin_iteration(waiting)
+        if self.uses.lost:
+            self.uses.begin_iteration(waiting)
         self._do.history.interrupted()
         if not waiting:
             self._do.roll_record()
@@ -191,7 +192,7 @@ class Engine:
         if self._do.drop_outdated(waiting):
             self._do.rebuild(self.groups)
         elif not waiting:
-            if self.uses.all_fired():  # ranks may differ in this, so no collective may depend on it
+            if self.pool.wants_arena and self.uses.all_fired():  # ranks may differ, so no collective may depend on it
                 self._do.plan_memory()
             self.learning.between_steps()
             self._tuning.between_steps()
@@ -437,7 +438,8 @@ class Engine:
         self.uses.in_forward.clear()
 
     def _forget_pass(self) -> None:
-        self.uses.forget(self._pass.forwards if self._pass is not None else ())
+        if self._pass is not None and self.uses.lost:
+            self.uses.forget(self._pass.forwards)
         self._pass = None
         self._do.close_backward()
         self.active.clear()

@@ -121,16 +121,17 @@ class Uses:
 
     Attributes:
         in_forward: by group, the use whose forward runs now.
+        lost: the uses whose graph was freed here, but may live on other ranks.
     """
 
     def __init__(self) -> None:
         self.in_forward: dict[ParamGroup, Use] = {}
         self._count = 0  # of all uses so far
         self._live: dict[int, Use] = {}  # those whose graph lives, by number, in the order of creation
-        self._lost: list[Use] = []  # those whose graph was freed here, but may live on other ranks
+        self.lost: list[Use] = []
 
     def __iter__(self) -> Iterator[Use]:
-        return chain(self._live.values(), self._lost)
+        return chain(self._live.values(), self.lost)
 
     def begin(self, group: ParamGroup, made_in: int, forward: int, under_hooks: bool) -> Use:
         """A forward of a group has begun: its new use; the arguments are as of `Use`."""
@@ -149,7 +150,7 @@ class Uses:
         """The graph of a use was freed."""
         self._live.pop(use.number, None)
         if use.group.settings.current.reduce_unused and use.group.trains and use.forward and not use.fired:
-            self._lost.append(use)
+            self.lost.append(use)
 
     def begin_iteration(self, waiting: bool) -> None:
         """A forward of the root begins: forget lost uses for which no rank can run a backward any more.
@@ -159,11 +160,11 @@ class Uses:
                 those of forwards of which no graph lives here.
         """
         alive = set(map(_forward_of, self._live.values())) if waiting else ()
-        self._lost = [use for use in self._lost if use.forward in alive]
+        self.lost = [use for use in self.lost if use.forward in alive]
 
     def forget(self, forwards: Container[int] | None = None) -> None:
         """The backward of these forwards is over (None: of all): forget their lost uses."""
-        self._lost = [use for use in self._lost if forwards is not None and use.forward not in forwards]
+        self.lost = [use for use in self.lost if forwards is not None and use.forward not in forwards]
 
     def all_fired(self) -> bool:
         """Whether a backward has gone through every graph that lives."""

@@ -31,7 +31,7 @@ from .phases import GATHERING, RESIDENT, SHARDED, TRANSITIONS, UNSHARDED, ParamP
 from .resident import Resident
 
 _requires_grad, _slot, _weights = map(attrgetter, ("requires_grad", "slot", "weights"))
-_weights_for_use = methodcaller("weights_for_use")
+_weights_for_use, _leaves = methodcaller("weights_for_use"), methodcaller("leaves")
 
 
 @dataclass(frozen=True)
@@ -392,7 +392,7 @@ class ParamGroup:
 
     def leaves(self) -> list[torch.Tensor]:
         """The unsharded parameters as leaf Parameters, with the `requires_grad` and attributes of the sharded ones."""
-        leaves = self._in_order([b.leaves() for b in self.buckets])
+        leaves = self._in_order(list(map(_leaves, self.buckets)))
         for leaf, param in zip(leaves, self.params, strict=True):
             if self.layout.extended:
                 lend_attributes(leaf, param.sharded)

@@ -162,12 +162,9 @@ class ReduceBucket:
             partial: pieces of earlier reductions that stopped after the reduce-scatter, by index, to be added.
             whole: False to stop after the reduce-scatter, without the all-reduce over replicas.
         """
-        if not self._has_all or len(gradients) != len(self.indices):
-            gradients = [gradients[index] for index in self.indices]
         # The result outlives the step as `.grad`, so it is allocated here, on the stream that will read it.
         numel, like = self._layout.numel, self._copies.ones
         out = like.new_empty(numel)
-        others = {dtype: like.new_empty(numel, dtype=dtype) for dtype in self._others}
         slots = list(map(self._pool.lease_for, self.requests))
         try:
             # Packed here, on the current stream: then autograd's gradients need not live until the collective is done.
@@ -187,6 +184,7 @@ class ReduceBucket:
                 return self._lane.launch(
                     self._shard.reduce_scatter, self._scattered(out, slots), after, result, when_done
                 )
+            others = {dtype: like.new_empty(numel, dtype=dtype) for dtype in self._others}
             steps = self._steps(partial, whole, out, others, slots)
             return self._lane.start(steps, after, (out, others, partial), when_done)
         except BaseException:
@@ -201,6 +199,8 @@ class ReduceBucket:
             for event in slots[0].free_after:
                 event.wait()
             bucket, chunks = self._views_of(slots[0])
+        if not self._has_all or len(gradients) != len(self.indices):
+            gradients = [gradients[index] for index in self.indices]
         self._copies.fill(chunks, gradients)
         if self._divide_before is not None:
             torch.div(bucket, self._divide_before, out=bucket)

@@ -192,17 +192,18 @@ class _Hooks:
         bucket: Any = None if slot is None or slot.owner is None else slot.owner()
         if slot is None or bucket is None:
             return None
-        keeper = self._keepers.get(bucket) if self._keepers else None
+        place: Any
         if type(slot) is Outside:
-            if (version or bucket.edited) and bucket.was_edited(slot.index, version):
-                return _copied(tensor)
-            kept = tensor.detach(), slot.index
-            return Handle(bucket, kept, self.owner(), keeper, bucket.generation, bucket.shown)
-        place = self._places[tensor.dtype, address - slot.begin, tensor.shape, tensor.stride()]
-        edited = (version or bucket.edited) and bucket.was_edited(bucket.members[place], version)
+            index, place = slot.index, (tensor.detach(), slot.index)
+        else:
+            place = self._places[tensor.dtype, address - slot.begin, tensor.shape, tensor.stride()]
+            index = bucket.members[place]
+        edited = (version or bucket.edited) and bucket.was_edited(index, version)
         if edited or (bucket.is_complex and _is_lazy(tensor)):
             return _copied(tensor)
-        bucket.note_saved()
+        if type(place) is Place:
+            bucket.note_saved()
+        keeper = self._keepers.get(bucket) if self._keepers else None
         return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation, bucket.shown))
 
     def _flattened(self, tensor: Any, version: int) -> Any:

@@ -190,3 +190,33 @@ def test_among_few_ranks_too(rank, world, seed):
     for step in range(3):
         step_of_both(model, plain, step)
         assert cs.last_record(model).peak_bytes <= least
+
+
+class CompiledLayers(Layers):
+    """Compiles what each of its layers computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.compiled = torch.compile(lambda layer, x: layer(x).tanh(), backend="aot_eager")
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(lambda layer=layer, x=x: self.compiled(layer, x), use_reentrant=False)
+        return x
+
+
+class CompiledParts(Parts):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(CompiledLayers() for _ in range(3))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at all attributes
+@simulated(world=1)
+def test_compiled_code_in_a_checkpoint_inside_of_another_one_keeps_to_a_budget(rank, world):
+    model, plain = twins(CompiledParts)
+    train_step(model)
+    least = within_least_budget(model)
+    for step in range(2):
+        step_of_both(model, plain, step)
+    assert cs.last_record(model).peak_bytes <= least
