@@ -140,20 +140,6 @@ class Launched(Job[T]):
                 raise
             self._handle = None
 
-    def finish(self, on_host: bool = False) -> T:
-        try:
-            self._advance()
-            if self._event is not None:
-                self._event.wait()
-                if on_host:
-                    self._event.synchronize()
-        finally:
-            self._held = None
-            if self._when_done is not None:
-                when_done, self._when_done = self._when_done, None
-                when_done(self._event)
-        return self._result  # type: ignore[return-value]
-
 
 class Lane:
     """The lane of a CPU: work runs in the order of issue, so there are no events.

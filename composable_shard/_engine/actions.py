@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .._comm.copies import Gradients
-from .._group.group import ParamGroup, Runtime
+from .._group.group import Entries, ParamGroup, Runtime
 from .._group.param import accumulate, any_gradient
 from .._group.phases import GATHERING, SHARDED, UNSHARDED
 from .._group.reduction import GroupReduced, Reduction
-from .._plan.record import Record, Span
+from .._plan.record import Record
 from .._plan.schedule import MAX_REDUCTIONS, Kind
 from .._torch.core import set_grad_enabled
+from .._torch.distributed import local_tensor
 from .budget import Budget, gathering
 from .history import History
 from .node import Outputs, Use
 from .order import Order
-from .parameters import LeafHook, Shown
 from .stopwatch import Stopwatch
 
 T = TypeVar("T")
+LeafHook = Callable[[torch.Tensor, ParamGroup, int], None]
 UNSHARD, WAIT, RESHARD, REDUCE, REDUCED = Kind.UNSHARD, Kind.WAIT, Kind.RESHARD, Kind.REDUCE, Kind.REDUCED
 _AT_ONCE = 4  # for how many reduced groups `.grad` is set in one go, which costs each half as much as one by one
 _NOTHING, _away = object(), attrgetter("away")
@@ -38,6 +41,7 @@ class Actions:
         runtime: pool and lanes that the groups were built with.
         order: the schedules to follow.
         watch_leaf: called once with every leaf that users may find in a module outside of its forward.
+        without_group: the entries of sharded modules that have no parameters of their own.
 
     Attributes:
         groups, pool, order: all groups, their memory, and the schedules in force.
@@ -46,13 +50,19 @@ class Actions:
         budget: which weights are given up when a step that is not the planned one needs memory.
         streams: whether waiting for communication blocks only streams, never the host.
         watch: the stopwatch that times all actions; None if nobody asked for times.
-        shown: installs sharded or unsharded parameters in modules.
         history: what was done, and the record of that.
         staying: groups whose use in backward is over and whose weights stay for their next use.
         gathered: groups of which a gather was finished since the last backward ended; the same on all ranks.
     """
 
-    def __init__(self, groups: Sequence[ParamGroup], runtime: Runtime, order: Order, watch_leaf: LeafHook) -> None:
+    def __init__(
+        self,
+        groups: Sequence[ParamGroup],
+        runtime: Runtime,
+        order: Order,
+        watch_leaf: LeafHook,
+        without_group: Sequence[Entries] = (),
+    ) -> None:
         self.groups = groups
         self.pool = runtime.pool
         self.order = order
@@ -63,7 +73,8 @@ class Actions:
         self.streams = runtime.gather_lane.streams
         self.history = History()
         self._runtime = runtime
-        self.shown = Shown(watch_leaf)
+        self._watch_leaf = watch_leaf
+        self._without_group = list(map(weakref.ref, without_group))
         self._ask_first: Callable[[], None] | None = None  # before anything is reduced
         self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
         self._gathers_behind: Sequence[ParamGroup] | None = None  # to issue behind all reductions
@@ -76,21 +87,12 @@ class Actions:
 
     def roll_record(self) -> None:
         """An iteration has ended: its actions, if there are any, become the last record."""
-        if self.history.roll(self._spans) and self.watch is not None:
+        if self.history.roll(() if self.watch is None else self.watch.spans) and self.watch is not None:
             self.watch.take()
 
     def record_so_far(self) -> Record | None:
         """The record since the last one; None if nothing was done. The same object until more is done."""
-        return self.history.so_far(self._spans)
-
-    @property
-    def _spans(self) -> tuple[Span, ...]:
-        return () if self.watch is None else self.watch.spans
-
-    def compute_ended(self, kind: Kind) -> None:
-        """Tell the stopwatch that the forward of a group, or the backward that began last, is over."""
-        if self.watch is not None:
-            self.watch.end(kind)
+        return self.history.so_far(() if self.watch is None else self.watch.spans)
 
     def before_first_reduction(self, ask: Callable[[], None]) -> None:
         """Have `ask` called before the next reduction; if it raises, again before the one after that."""
@@ -99,6 +101,46 @@ class Actions:
     def time_by(self, watch: Stopwatch | None) -> None:
         """From now on `watch` times what is done; None for nobody."""
         self.watch = watch
+
+    # ---- the installed parameters: which tensors stand in the modules of a group
+
+    def _hide(self, group: ParamGroup) -> None:
+        """Install a group's sharded parameters."""
+        if (entries := group.entries()) is not None:
+            entries.hide()
+
+    def hide_idle(self) -> None:
+        """Install the sharded parameters of all groups whose forward does not run."""
+        for group in self.groups:
+            if not group.running:
+                self._hide(group)
+
+    def show_leaves(self, group: ParamGroup) -> None:
+        """Install a group's unsharded parameters as leaves, without autograd history."""
+        if (entries := group.entries()) is None:
+            return
+        leaves = group.leaves()
+        for index, leaf in enumerate(leaves):
+            if leaf.requires_grad and "_watched" not in leaf.__dict__:
+                leaf.__dict__["_watched"] = True
+                self._watch_leaf(leaf, group, index)
+        entries.show(leaves)
+
+    def _show_again(self, use: Use, outputs: Outputs) -> None:
+        """Install the outputs of a use's node again, for a recomputation; leaves where there is no node.
+
+        If the weights were gathered into other slots than before, the outputs are made to show these.
+        """
+        group = use.group
+        if use.slots != group.slots:
+            for out, weight in zip(outputs, group.weights(), strict=False):
+                (local_tensor(out) if group.layout.wraps and isinstance(out, DTensor) else out).data = weight
+            use.move(group.slots)
+        entries = group.entries()
+        if outputs and entries is not None:
+            entries.show(outputs)
+        elif entries is not None:
+            self.show_leaves(group)
 
     # ---- issuing
 
@@ -135,16 +177,16 @@ class Actions:
         """Make the weights of a group readable: gather them if necessary, and wait for that."""
         if group.away:
             if self.order.forward.budget is not None:
-                self._make_room(gathering(group))
+                self._make_room(group, gathering(group))
             self.ahead(group)
         if group.phase is GATHERING:
             self._arrive(group)
 
-    def _make_room(self, nbytes: int) -> None:
-        """Make `nbytes` fit where a step is not the planned one: wait for reductions, then give weights up."""
+    def _make_room(self, to: ParamGroup, nbytes: int) -> None:
+        """Make `nbytes` of a group fit where a step is not the planned one: end reductions, then give weights up."""
         while self._reductions and self.budget.exceeded_by(nbytes):
             self._settle_oldest()
-        for group in self.budget.yielding(self.staying) if self.budget.exceeded_by(nbytes) else ():
+        for group in self.budget.yielding(to, self.staying) if self.budget.exceeded_by(nbytes) else ():
             if self.budget.exceeded_by(nbytes):
                 self.drop(group)
 
@@ -156,23 +198,12 @@ class Actions:
     def drop(self, group: ParamGroup) -> None:
         """Reshard a group, whatever its phase is, and install its sharded parameters."""
         self.staying.discard(group)
-        self.shown.hide(group)
+        if (entries := group.entries()) is not None:
+            entries.hide()
         if group.phase is GATHERING:
             self._arrive(group)
         if group.phase is not SHARDED:
             self._act(RESHARD, group, group.reshard)
-
-    def leave_forward(self, group: ParamGroup) -> None:
-        """The forward of a group is over: reshard it, keep its weights, or keep them cut among a few ranks."""
-        if not self.order.forward.reshards(group):
-            self.shown.show_leaves(group)
-        elif not group.shrinks:
-            self.drop(group)
-        elif group.phase is UNSHARDED:
-            self.shown.hide(group)
-            self._act(Kind.SHRINK, group, group.shrink)
-            self.history.lasted(group.layout.weight_bytes)  # for a moment weights and pieces were both live
-            self.shown.show_pieces(group)
 
     def drop_outdated(self, waiting: bool) -> bool:
         """A forward of the root begins: adopt parameters that were replaced, and drop weights that are out of date.
@@ -184,16 +215,23 @@ class Actions:
         Returns:
             whether any parameter was replaced.
         """
+        self._adopt_without_group()
         adopted = False
         for group in self.groups:
             entries = group.entries()
             adopted |= entries is not None and entries.adopt()
             if group.phase is SHARDED or group.running:
                 continue
-            kept = waiting or group.pinned or not group.options.reshard_after_backward
+            kept = waiting or group.pinned or not group.settings.current.reshard_after_backward
             if adopted or not kept or group.is_stale():
                 self.drop(group)
         return adopted
+
+    def _adopt_without_group(self) -> None:
+        """Users may have added parameters to modules that had none of their own."""
+        for known in self._without_group:
+            if (entries := known()) is not None:
+                entries.adopt()
 
     def drop_after_forward(self) -> None:
         """A forward of the root is over: drop gathers that nobody used and, without grad mode, all weights."""
@@ -216,7 +254,7 @@ class Actions:
         self.ahead(group)
         if wait:
             self.need(group)
-            self.shown.show_leaves(group)
+            self.show_leaves(group)
 
     def open_backward(self, repeated: frozenset[ParamGroup]) -> None:
         """A backward pass begins.
@@ -227,25 +265,26 @@ class Actions:
         self.repeated = repeated
         self.pool.enter_backward(True)
         self.order.begin_backward()
-        self.budget.begin_backward()
+        if self.order.forward.budget is not None:
+            self.budget.begin_backward()
 
     def close_backward(self) -> None:
         """The pass is over, or has failed."""
         self.staying.clear()
-        self.budget.end_backward()
+        self.budget.unread.clear()
         self.pool.enter_backward(False)
 
     def drop_after_backward(self) -> None:
         """A backward is over: drop all weights that no setting keeps; install sharded parameters for the others."""
         self.staying.clear()
-        self.budget.end_backward()
+        self.budget.unread.clear()
         for group in self.groups:
             if group.phase is SHARDED or group.pinned or group.running:
                 continue
-            if group.options.reshard_after_backward or group.phase is GATHERING:
+            if group.settings.current.reshard_after_backward or group.phase is GATHERING:
                 self.drop(group)
             else:
-                self.shown.hide(group)
+                self._hide(group)
 
     def reduce(self, group: ParamGroup, gradients: Gradients) -> None:
         """Issue the reduction of a group's gradients. Some time after it was waited for, `hand_out` sets `.grad`."""
@@ -256,7 +295,7 @@ class Actions:
             while len(self._reductions) >= most:
                 self._settle_oldest()
         if self.order.forward.budget is not None:
-            self._make_room(group.gradients.reduce_bytes)
+            self._make_room(group, group.gradients.reduce_bytes)
         self._start_reduce(group, gradients)
         if self.watch is not None and self.watch.serial:
             self._settle_oldest()
@@ -267,29 +306,42 @@ class Actions:
             self._ask_first = None
         self._reductions.append((group, self._act(REDUCE, group, group.gradients.start_reduce, gradients)))
 
-    def _finish_oldest(self) -> tuple[ParamGroup, GroupReduced]:
-        group, reduction = self._reductions.popleft()
-        return group, self._act(REDUCED, group, group.gradients.finish_reduce, reduction)
-
     def reduce_now(self, group: ParamGroup, gradients: Gradients) -> dict[int, torch.Tensor]:
         """Reduce and wait; returns this rank's piece of each gradient, by parameter index, and sets no `.grad`."""
         self.settle()
         if self.order.forward.budget is not None:
-            self._make_room(group.gradients.reduce_bytes)
+            self._make_room(group, group.gradients.reduce_bytes)
         self._start_reduce(group, gradients)
-        return self._finish_oldest()[1].pieces()
+        _, reduction = self._reductions.pop()
+        return self._act(REDUCED, group, group.gradients.finish_reduce, reduction).pieces()
 
-    def begin_forward(self, group: ParamGroup, following: Sequence[ParamGroup]) -> None:
-        """The forward of a group begins, outside of any backward: prefetch the groups that follow."""
+    def begin_forward(self, group: ParamGroup) -> None:
+        """The forward of a group begins, outside of any backward."""
         self.history.begins(group)
         if self.watch is not None:
             self.watch.begin(Kind.FORWARD, group.fqn)
-        if following:
-            self.prefetch(following)
 
-    def end_forward(self, group: ParamGroup) -> None:
-        """The forward of a group is over; it may have been a recomputation."""
-        self.compute_ended(Kind.FORWARD)
+    def end_forward(self, group: ParamGroup, stays: bool) -> None:
+        """The forward of a group is over: reshard it, keep its weights, or keep them cut among a few ranks.
+
+        Args:
+            group: the group.
+            stays: whether it was a recomputation in a backward of the group, which needs the weights next.
+        """
+        if self.watch is not None:
+            self.watch.end(Kind.FORWARD)
+        if stays:
+            return
+        if not self.order.forward.reshards(group):
+            self.show_leaves(group)
+        elif not group.shrinks:
+            self.drop(group)
+        elif group.phase is UNSHARDED:
+            self._hide(group)
+            self._act(Kind.SHRINK, group, group.shrink)
+            self.history.lasted(group.layout.weight_bytes)  # for a moment weights and pieces were both live
+            if (entries := group.entries()) is not None:
+                entries.show(group.pieces())
 
     def begin_backward(
         self, use: Use, outputs: Outputs, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]
@@ -310,19 +362,14 @@ class Actions:
             self.catch_up()
         group = use.group
         self.staying.discard(group)
-        if self.budget.unread:
-            self.budget.reached(group)
-        waits = bool(self._reductions) and (self.order.backward.reduces_first or group.reduces_first)
-        at_once = group.away or any(map(_away, missed))
-        waits = waits and (at_once or any(map(_away, following)))
-        if waits and at_once:
-            self._gathers_behind = ()
-            self.catch_up()
+        if self.order.forward.budget is not None:
+            self.budget.reached(use, outputs)
+        waits = bool(self._reductions) and self._wait_before(group, missed, following)
         if missed:
             self.prefetch(missed)
         if group.settings.current.unshard_in_backward or not group.away:
             self.need(group)
-            self.shown.show_again(use, outputs)
+            self._show_again(use, outputs)
         # If the root returns its last module's output, backward reaches that module first: the compute is its own.
         if self.watch is not None and not (group.is_root and self.watch.runs(Kind.BACKWARD)):
             self.watch.begin(Kind.BACKWARD, group.fqn)
@@ -335,10 +382,26 @@ class Actions:
         else:
             self.catch_up()
 
+    def _wait_before(self, group: ParamGroup, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]) -> bool:
+        """Whether prefetches must wait for the reductions in flight; gathers that are due at once do so here."""
+        if not (self.order.backward.reduces_first or group.reduces_first):
+            return False
+        if group.away or any(map(_away, missed)):
+            self._gathers_behind = ()
+            self.catch_up()
+            return True
+        return any(map(_away, following))
+
+    def gather_again(self, group: ParamGroup) -> None:
+        """Weights of a group are needed that may have been given up for the budget since backward has reached it."""
+        self.need(group)
+        if (reached := self.budget.unread.get(group)) is not None:
+            self._show_again(*reached)
+
     def pass_over(self, group: ParamGroup, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]) -> None:
         """Issue the gathers of a use that backward goes past (see `Engine._pass_over`); arguments as above."""
-        self.budget.reached(group)
-        own = (group,) if group.options.unshard_in_backward else ()
+        self.budget.unread.pop(group, None)
+        own = (group,) if group.settings.current.unshard_in_backward else ()
         self._settle_for(group, (*missed, *own))
         self.prefetch(missed)
         if own:
@@ -357,12 +420,16 @@ class Actions:
         """The backward of a use is over: drop its weights, unless a setting keeps them, or its group is `following`."""
         if self._gathers_behind is not None:
             self.catch_up()
-        if group.running or (following is group and self.order.backward.stays_for_next):
-            self.staying.add(group)
-        elif group.settings.current.reshard_after_backward:
+        stays = group.running or (following is group and self.order.backward.stays_for_next)
+        if not stays and group.settings.current.reshard_after_backward:
             self.drop(group)
+            return
+        for bucket in group.buckets:
+            bucket.end_reads()
+        if stays:
+            self.staying.add(group)
         else:
-            self.shown.hide(group)  # the weights stay, but clipping and optimizers must find sharded parameters
+            self._hide(group)  # the weights stay, but clipping and optimizers must find sharded parameters
 
     def catch_up(self) -> None:
         """If gathers wait behind reductions: wait for the reductions, then issue the gathers."""
@@ -388,20 +455,25 @@ class Actions:
             accumulate(group.params, pieces, group.gradients.hooks_taken)
 
     def _settle_oldest(self) -> None:
-        group, reduced = self._finish_oldest()
+        group, reduction = self._reductions.popleft()
+        reduced = self._act(REDUCED, group, group.gradients.finish_reduce, reduction)
         first = group not in self._unset and not any_gradient(group.shards)  # else adding at once frees memory
         if first and self.pool.backward and reduced.is_uncut and not group.gradients.hooks_taken:
             self._unset[group] = reduced
             if len(self._unset) == _AT_ONCE:
                 self.hand_out()
         elif group in self.repeated and any(param.hooks for param in group.params):
-            sums = self._sums.setdefault(group, {})
-            for each in filter(None, (self._unset.pop(group, None), reduced)):
-                for index, piece in each.pieces().items():
-                    sums[index] = sums[index] + piece if index in sums else piece
+            self._add_up(group, reduced)
         else:
             self.hand_out()
             accumulate(group.params, reduced.pieces(), group.gradients.hooks_taken)
+
+    def _add_up(self, group: ParamGroup, reduced: GroupReduced) -> None:
+        """Add reduced gradients of one of several uses to the sum that hooks will see."""
+        sums = self._sums.setdefault(group, {})
+        for each in filter(None, (self._unset.pop(group, None), reduced)):
+            for index, piece in each.pieces().items():
+                sums[index] = sums[index] + piece if index in sums else piece
 
     def hand_out(self) -> None:
         """Set `.grad` for the groups whose reduction was waited for."""
@@ -414,8 +486,9 @@ class Actions:
         self._sums.clear()
         self._unset.clear()
         self._gathers_behind = None
-        while self._reductions:
-            self._finish_oldest()
+        for group, reduction in self._reductions:
+            self._act(REDUCED, group, group.gradients.finish_reduce, reduction)
+        self._reductions.clear()
 
     def rebuild(self, groups: Sequence[ParamGroup]) -> None:
         """Make the buckets of the sharded ones of these groups anew, and free all memory that is not leased."""
@@ -425,8 +498,8 @@ class Actions:
         self.pool.forget()
 
     def plan_memory(self) -> None:
-        """Between two steps: lay the pool's slots out in an arena, if the pool has learned anything new."""
-        if self.pool.wants_arena and all(group.phase is SHARDED for group in self.groups):
+        """Between two steps: lay the pool's slots out in an arena, if no group uses them."""
+        if all(group.phase is SHARDED for group in self.groups):
             for group in self.groups:
                 group.leave_slots()
             self.pool.make_arena()

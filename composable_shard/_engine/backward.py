@@ -1,20 +1,28 @@
-"""A backward pass while it runs: the uses that it will reach, the order of these, and where the pass is now."""
+"""A backward pass while it runs: the uses that it will reach, the order of these, and where the pass is now.
+
+And where one iteration ends and the next begins. The calls of a program decide that, never which graphs are alive: all
+ranks make the same calls and so find the same iterations, even if one rank alone keeps an output, and with that a
+graph, without running its backward.
+"""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._comm.copies import Gradients
+from .._errors import ShardConfigStateError
 from .._group.group import ParamGroup
 from .._torch.core import node_will_run, queue_backward_callback
 from .node import Use
 
+_MOST_WAITING = 256  # forwards that may wait for a backward; with this many, none is expected any more
+_FORWARD = "forward"
 _forward_of, _group_of, _last_of, _number_of = map(attrgetter, ("forward", "group", "last", "number"))
 
 
@@ -22,11 +30,6 @@ class Token:
     """Held by a callback that autograd drops when a backward pass ends, well or not: a dead token is an ended pass."""
 
     __slots__ = ("__weakref__",)
-
-
-def _tell(listener: Callable[[], Callable[[], None] | None]) -> None:
-    if (call := listener()) is not None:
-        call()
 
 
 def _end(token: Token) -> None:
@@ -60,46 +63,6 @@ def _repeated(groups: Sequence[ParamGroup]) -> frozenset[ParamGroup]:
     return frozenset(group for group, count in Counter(groups).items() if count > 1)
 
 
-class Uses:
-    """The uses of an engine that a backward may still go through, here or on other ranks."""
-
-    def __init__(self) -> None:
-        self._live: dict[int, Use] = {}  # those whose graph lives, by number, in the order of creation
-        self._lost: list[Use] = []  # those whose graph was freed here, but may live on other ranks
-
-    def __iter__(self) -> Iterator[Use]:
-        return chain(self._live.values(), self._lost)
-
-    def add(self, use: Use) -> None:
-        """A forward has begun, and made this use."""
-        self._live[use.number] = use
-
-    def graph_gone(self, use: Use) -> None:
-        """The graph of a use was freed."""
-        self._live.pop(use.number, None)
-        if use.group.options.reduce_unused and use.group.trains and use.forward and not use.fired:
-            self._lost.append(use)
-
-    def begin_forward(self, waiting: bool) -> None:
-        """A forward of the root begins: forget lost uses for which no rank can run a backward any more.
-
-        Args:
-            waiting: whether an earlier forward waits for its backward; if not, all lost uses are forgotten. Otherwise
-                those of forwards of which no graph lives here.
-        """
-        if self._lost:
-            alive = set(map(_forward_of, self._live.values())) if waiting else ()
-            self._lost = [use for use in self._lost if use.forward in alive]
-
-    def forget(self, forwards: Container[int] | None = None) -> None:
-        """The backward of these forwards is over (None: of all): forget their lost uses."""
-        self._lost = [use for use in self._lost if forwards is not None and use.forward not in forwards]
-
-    def all_fired(self) -> bool:
-        """Whether a backward has gone through every graph that lives."""
-        return all(use.fired for use in self._live.values())
-
-
 class BackwardPass:
     """The outermost backward pass on this thread, with the passes nested in it.
 
@@ -115,6 +78,8 @@ class BackwardPass:
     Attributes:
         number: of the outermost pass.
         current: number of the innermost pass that was last noted.
+        alive: whether the pass still runs.
+        entered: uses that it has reached.
         repeated: groups of which the pass runs the nodes of several uses.
         forwards: numbers of the root's forwards that the pass goes through.
         newest: the last of these.
@@ -129,12 +94,23 @@ class BackwardPass:
         on_end: Callable[[], Callable[[], None] | None] = lambda: None,
         opened_by: Use | None = None,
     ) -> None:
-        self.number = number
-        self._token = weakref.ref(token, lambda _: _tell(on_end))
-        self._stack: list[tuple[int, weakref.ref[Token]]] = []
-        self.current = -1
-        live = [(use, use.node()) for use in uses]
-        expected = [use for use, node in live if node is not None and node_will_run(node)]
+        self.number = self.current = number
+        self.alive = True
+
+        def ended(_: object) -> None:
+            self.alive = False
+            if (call := on_end()) is not None:
+                call()
+
+        self._stack = [(number, weakref.ref(token, ended))]
+        self.entered: set[Use] = set()
+        live: list[tuple[Use, Any]] = []
+        expected: list[Use] = []
+        for use in uses:
+            node = use.node()
+            live.append((use, node))
+            if node is not None and node_will_run(node):
+                expected.append(use)
         self._will_fire = set(expected)
         self._waiting = deque(reversed(expected))
         # Uses of other forwards are left out: their graphs may live on one rank only, and ranks must decide alike.
@@ -165,15 +141,6 @@ class BackwardPass:
                 if node is None or use in self._idle:
                     expected.append(use)
         return sorted(expected, key=_number_of)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the pass still runs."""
-        return self._token() is not None
-
-    def is_of(self, token: Token) -> bool:
-        """Whether this is the pass that holds `token`."""
-        return self._token() is token
 
     def note(self, number: int) -> int:
         """The pass `number` runs now; returns how deep it is nested, 0 for the outermost."""
@@ -207,7 +174,7 @@ class BackwardPass:
 
     def next_group(self) -> ParamGroup | None:
         """The group whose backward is expected next."""
-        while self._upcoming and self._upcoming[0].entered == self.number:
+        while self._upcoming and self._upcoming[0] in self.entered:
             self._upcoming.popleft()
         return self._upcoming[0].group if self._upcoming else None
 
@@ -257,10 +224,11 @@ class BackwardPass:
 
         An iterator: each use leaves `next_group` only when it is given out.
         """
-        if self._upcoming and self._upcoming[0] is use and not self._open:
+        if self._open or (self._upcoming and self._upcoming[0] is not use):
+            return self._passed(use)
+        if self._upcoming:
             self._upcoming.popleft()
-            return ()
-        return self._passed(use)
+        return ()
 
     def leave(self, use: Use) -> Iterable[Passed]:
         """The backward of `use` is about to end: the uses gone past that began after it in forward."""
@@ -271,10 +239,13 @@ class BackwardPass:
         queue, place = self._upcoming, None if use is None else _backward_place(use)
         while queue and (place is None or _backward_place(queue[0]) <= place):
             first = queue.popleft()
-            waits = use is not None and _is_around(first, use) and first in self._will_fire
-            if first is not use and (first in self._idle or (waits and first.entered != self.number)):
+            if first is not use and (first in self._idle or self._comes_later(first, use)):
                 yield from self._pass(first)
         yield from self._close(use)
+
+    def _comes_later(self, outer: Use, use: Use | None) -> bool:
+        """Whether backward, on its way to `use`, goes past one around it that returns the output of that one."""
+        return use is not None and _is_around(outer, use) and outer in self._will_fire and outer not in self.entered
 
     def _passed_before(self, use: Use) -> Iterator[Passed]:
         queue = self._upcoming
@@ -316,6 +287,77 @@ class BackwardPass:
 
     def left_over(self) -> list[tuple[Use, Gradients]]:
         """At the end of the pass: the uses whose turn never came, with their gradients, in order."""
+        if not self._ready:
+            return []
         out = [(use, self._ready[use]) for use in self._waiting if use in self._ready]
         self._ready.clear()
         return out
+
+
+def two_threads(where: str) -> ShardConfigStateError:
+    """The error for a thread that calls a model while another one is in `where`, a part of a step."""
+    return ShardConfigStateError(
+        f"thread {threading.current_thread().name!r}: calls a sharded model while another thread is in {where}; let "
+        "one thread at a time run a model, or give each its own"
+    )
+
+
+class Iterations:
+    """Counts the forwards of a root, and the backwards that go through them.
+
+    Attributes:
+        forward: number of the last forward.
+    """
+
+    def __init__(self) -> None:
+        self.forward = 0
+        self._thread = 0  # the one in which the last forward began
+        self._inside: dict[str, int] = {}  # the thread of the forward that runs now; a dict, as `setdefault` is atomic
+        self._awaited = 0  # number of the last forward that a backward can go through
+        self._reached = 0  # ... and of the last one that a backward has gone through
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a forward waits for its backward. A backward ends the wait of its forward and of all earlier ones."""
+        return 0 < self._awaited - self._reached < _MOST_WAITING
+
+    def begin(self) -> bool:
+        """A forward begins; returns whether an earlier one waits for its backward, which makes both one iteration."""
+        waiting = self.waiting
+        if not waiting:
+            self._reached = self.forward
+        self.forward += 1
+        self._thread = threading.get_ident()
+        return waiting
+
+    def claim(self) -> None:
+        """A forward is about to begin in this thread: keep other threads out until `release`.
+
+        Raises:
+            ShardConfigStateError: another thread has claimed the model; two threads never succeed at once.
+        """
+        here = threading.get_ident()
+        if self._inside.setdefault(_FORWARD, here) != here:
+            raise two_threads(f"forward {self.forward} of it, or in its backward")
+
+    def release(self) -> None:
+        """The forward is over."""
+        self._inside.pop(_FORWARD, None)
+
+    def check_thread(self) -> None:
+        """Raises ShardConfigStateError if the forward began in another thread than this one."""
+        if threading.get_ident() != self._thread:
+            raise two_threads(f"forward {self.forward} of it, or in its backward")
+
+    def await_backward(self, forward: int) -> None:
+        """A forward, by its number, uses parameters that want gradients, so a backward may follow."""
+        if forward > self._awaited:
+            self._awaited = forward
+
+    def reach(self, forward: int) -> None:
+        """A backward goes through this forward (0: through none)."""
+        self._reached = max(self._reached, forward)
+
+    def end(self) -> None:
+        """No forward waits any more: a backward has failed, or the parameters are about to change."""
+        self._reached = self.forward

@@ -5,11 +5,12 @@ Decisions rest on how many bytes the issued actions lease, which is the same on 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 
 from .._group.group import ParamGroup
 from .._group.phases import GATHERING, RESIDENT, UNSHARDED
 from .._memory.pool import BufferPool
+from .node import Outputs, Use
 from .order import Order
 
 
@@ -22,14 +23,16 @@ class Budget:
         order: its forward schedule says how many bytes may be leased.
 
     Attributes:
-        unread: groups whose weights forward has kept and that the backward that runs now has not reached.
+        unread: while a backward runs, the groups whose weights may be given up until backward reads one of them. With
+            None: forward has kept the weights, and backward has not reached the group. With a use in a checkpoint and
+            the outputs of its node: backward has, but the checkpoint recomputes first, and gathers them again.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], pool: BufferPool, order: Order) -> None:
         self._order = order
         self._groups = groups
         self._pool = pool
-        self.unread: set[ParamGroup] = set()
+        self.unread: dict[ParamGroup, tuple[Use, Outputs] | None] = {}
 
     def exceeded_by(self, nbytes: int) -> bool:
         """Whether `nbytes` more would exceed the budget; never without one."""
@@ -37,55 +40,51 @@ class Budget:
         return most is not None and self._pool.issued_bytes + nbytes > most
 
     def begin_backward(self) -> None:
-        """A backward begins: weights that forward has kept for it may be given up for gathers of recomputations.
+        """A backward begins: weights that forward has kept for it may be given up for gathers of recomputations."""
+        self.unread = dict.fromkeys(group for group in self._groups if group.phase is UNSHARDED)
 
-        They may until backward reads one of them: the first read of a handle takes `reads_left` of its bucket to 0.
+    def reached(self, use: Use, outputs: Outputs) -> None:
+        """Backward has reached a use; `outputs` are those of its node.
+
+        With `reduce_unused`, ranks that do not run the use gather for those that do, and read nothing: they could not
+        tell when the weights may be given up.
         """
-        if self._order.forward.budget is not None:
-            self.unread = {group for group in self._groups if group.phase is UNSHARDED}
-            self._count_reads(self.unread, 1)
+        options = use.group.settings.current
+        if use.under_hooks and options.unshard_in_backward and not options.reduce_unused:
+            self.unread[use.group] = use, outputs
+        else:
+            self.unread.pop(use.group, None)
 
-    def puts_off(self, group: ParamGroup) -> bool:
-        """Whether the uses of a group are deferred in checkpoints.
+    def yielding(self, to: ParamGroup, staying: Container[ParamGroup]) -> list[ParamGroup]:
+        """The groups whose weights may be given up for those of a group, in the order in which to do so.
 
-        Not those of a group that is gathered only on demand anyway (`unshard_in_backward` is off). Nor with
-        `reduce_unused`: ranks that do not use the group gather it at the moment when others reach it.
+        First come groups that were gathered ahead, then weights that forward has kept for its backward (in a backward
+        only those of which it has read none), and last weights that stay for another use (`staying`).
+
+        Args:
+            to: the group that needs room. Groups around it do not yield: a part of theirs may be running.
+            staying: the groups whose weights stay for their next use.
         """
-        options = group.options
-        return self._order.forward.budget is not None and options.unshard_in_backward and not options.reduce_unused
-
-    def reached(self, group: ParamGroup) -> None:
-        """Backward has reached a use of a group, perhaps on other ranks only: its weights may not be given up now."""
-        if group in self.unread:
-            self.unread.discard(group)
-            self._count_reads((group,), 0)
-
-    def end_backward(self) -> None:
-        """Backward is over, or has failed."""
-        if self.unread:
-            self._count_reads(self.unread, 0)
-            self.unread.clear()
-
-    def _count_reads(self, groups: Iterable[ParamGroup], reads_left: int) -> None:
-        for group in groups:
-            for bucket in group.buckets:
-                bucket.call_after(reads_left)
-
-    def yielding(self, staying: Container[ParamGroup]) -> list[ParamGroup]:
-        """The groups whose weights may be given up, in the order in which to do so.
-
-        First come groups that were gathered ahead. Then come weights that an earlier forward has kept for its backward,
-        in a backward only those that it has not read. Last come weights that stay for another use (`staying`).
-        """
-        ahead = [group for group in self._groups if group.phase is GATHERING]
-        kept = [group for group in self._groups if group.phase is UNSHARDED and self._may_go(group)]
-        stays = [g for g in self._groups if g in staying and g.options.reshard_after_backward and g not in kept]
-        return [group for group in (*ahead, *kept, *stays) if not (group.pinned or group.running)]
+        around = self._enclosing(to) if self._pool.backward else ()
+        groups = [group for group in self._groups if not (group.pinned or group.running or group.fqn in around)]
+        ahead = [group for group in groups if group.phase is GATHERING]
+        kept = [group for group in groups if group.phase is UNSHARDED and self._may_go(group)]
+        stays = [group for group in groups if group in staying and group.settings.current.reshard_after_backward]
+        return list(dict.fromkeys((*ahead, *kept, *stays)))
 
     def _may_go(self, group: ParamGroup) -> bool:
         if not self._pool.backward:
             return True
-        return group in self.unread and all(bucket.reads_left for bucket in group.buckets)
+        return group in self.unread and all(bucket.unedited is None for bucket in group.buckets)
+
+    def _enclosing(self, group: ParamGroup) -> Container[str]:
+        """FQNs of the groups in whose forwards this one runs, in any phase."""
+        plan = self._order.plan
+        pairs = [pair for around in (plan.around, *dict(plan.arounds).values()) for pair in around]
+        names = {group.fqn}
+        while more := {outer for inner, outer in pairs if inner in names} - names:
+            names |= more
+        return names - {group.fqn}
 
 
 def gathering(group: ParamGroup) -> int:

@@ -10,13 +10,12 @@ therefore hold the engine: backward works after the model is gone, and a model i
     a module's forward ends              after_forward: reshard
     the outermost forward ends           leave: learn the order, drop what was prefetched and never used
     backward reaches a use's outputs     before_backward: gather, install the node's outputs again, prefetch
-                                         (deferred in a checkpoint under a budget, see `late.py`)
     backward unpacks a saved weight      fetch: gather, if the weight is not there
     the node of a use runs               on_gradients: reshard, hand the gradients on (see `gradients.py`)
     the outermost backward ends          _end_backward: wait for reductions, set `.grad`, reshard what is left
 
-Three rarer events: the graph of a use is freed (`on_node_gone`); the last saved weight of a use of a frozen group,
-which has no node, is freed (`on_handles_gone`); a gradient outside forward comes (`on_gradient_outside_forward`).
+Two rarer events: the last saved weight of a use of a frozen group, which has no node, is freed (`on_handles_gone`); a
+gradient outside forward comes (`on_gradient_outside_forward`).
 """
 
 from __future__ import annotations
@@ -40,11 +39,9 @@ from .._plan.record import Record
 from .._plan.schedule import Kind
 from .._torch.core import Fate, apart_from_checkpoints, current_backward, queue_backward_callback
 from .actions import Actions
-from .backward import BackwardPass, Passed, Token, Uses
+from .backward import BackwardPass, Iterations, Passed, Token
 from .gradients import GradientFlow, watch_leaf
-from .iterations import Iterations
-from .late import LateUses
-from .node import Keeper, Outputs, Use, Witness, unshard
+from .node import Keeper, Outputs, Use, Uses, Witness, unshard
 from .order import Order
 from .review import Review
 
@@ -82,7 +79,7 @@ class Engine:
         active: by group, the use whose backward has begun and not ended.
         order: which group comes next, by the plan or by the user's lists.
         review: compares what happens with the plan, and makes it anew.
-        has_run: whether any module has run forward.
+        uses: the uses that a backward may still go through.
         pool: the memory of all groups.
         witness: tells nodes what becomes of their gradients.
         keepers: by bucket of a frozen group whose forward runs, what its handles hold to tell of their end.
@@ -111,27 +108,28 @@ class Engine:
         self.pool = runtime.pool
         self.witness = Witness()
         self.order = Order(plan, groups, runtime.pool, listener)
-        self._do = Actions(groups, runtime, self.order, partial(watch_leaf, weakref.ref(self)))
-        self._without_group = list(map(weakref.ref, without_group))
-        self._late = LateUses(self._do.shown)
+        self._do = Actions(groups, runtime, self.order, partial(watch_leaf, weakref.ref(self)), without_group)
         self._gradients = GradientFlow(self._do)
         self.review = Review(self.order, self._do, among, is_given)
-        self._uses = Uses()
-        self.has_run, self.is_last_backward, self.ends_by_hand, self.under_hooks = False, True, False, False
+        self.uses = Uses()
+        self.is_last_backward, self.ends_by_hand, self.under_hooks = True, False, False
         self.changed_at: torch.Event | None = None
         self._was_interrupted = False
-        self._count = 0
         self._iterations = Iterations()
         self._depth = 0  # how many forwards of sharded modules are nested now
         self._pass: BackwardPass | None = None
         self.active: dict[ParamGroup, Use] = {}
-        self._open: dict[ParamGroup, Use] = {}  # uses whose forward runs now
         self.keepers: dict[Bucket, Keeper] = {}
         watch_steps(self)
 
     def parts(self) -> tuple[object, ...]:
         """The engine, its `Actions` and its `GradientFlow`: the objects whose classes `listeners.py` switches."""
         return self, self._do, self._gradients
+
+    @property
+    def has_run(self) -> bool:
+        """Whether any module has run forward."""
+        return self._iterations.forward > 0
 
     @property
     def in_forward(self) -> bool:
@@ -146,7 +144,7 @@ class Engine:
     @property
     def last_record(self) -> Record | None:
         """The record of the last finished iteration; None if there was none yet."""
-        over = (not self._iterations.waiting or self._uses.all_fired()) and self._depth == 0 and self._pass is None
+        over = (not self._iterations.waiting or self.uses.all_fired()) and self._depth == 0 and self._pass is None
         return (self._do.record_so_far() if over else None) or self._do.history.last
 
     # ---- forward
@@ -181,18 +179,16 @@ class Engine:
             self._was_interrupted = False
             self._recover()
         waiting = self._iterations.begin()
-        self._uses.begin_forward(waiting)
+        if self.uses.lost:
+            self.uses.begin_iteration(waiting)
         if not waiting:
             self._do.roll_record()
         self._do.parameters_changed(self.changed_at)
         self.changed_at = None
-        for known in self._without_group:
-            if (entries := known()) is not None:
-                entries.adopt()  # a user may have added parameters since
         if self._do.drop_outdated(waiting):
             self._do.rebuild(self.groups)
         elif not waiting:
-            if self._uses.all_fired():  # ranks may differ in this, so no collective may depend on it
+            if self.pool.wants_arena and self.uses.all_fired():  # ranks may differ, so no collective may depend on it
                 self._do.plan_memory()
             self.review.between_steps()
         self.review.begin(torch.is_grad_enabled(), waiting)
@@ -236,37 +232,38 @@ class Engine:
         made_in = current_backward()
         if made_in >= 0:
             self._open_pass(made_in)
-            self._late.begin_again(group, self._do.repeated)
-        again = made_in >= 0 and group in self.active and group not in self._late
-        if not again:
-            self._do.need(group)
+            if group in self.active:  # recomputed in its own backward, which has installed the node's outputs
+                if group.away:
+                    self._do.gather_again(group)
+                group.begin_forward()
+                return None
+        self._do.need(group)
         group.begin_forward()
-        self.has_run = True
-        if again:
-            return None  # recomputed in its own backward: the node's outputs are installed already
         made: tuple[Use, Outputs] | None = None
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            self._count += 1
-            forward = self._iterations.forward if made_in < 0 else 0
-            use = Use(group, self._count, made_in, forward, self.under_hooks)
-            group.buckets[0].count_saved()
-            self._open[group], made = use, (use, ())
-            self._uses.add(use)
-            if group.trains:
-                made = (use, unshard(self, use))
-                entries = group.entries()
-                assert entries is not None  # its module is running
-                entries.show(made[1])
-                if forward:
-                    self._iterations.await_backward(forward)
-                    group.note_use(forward)
-            else:
-                self.keepers |= dict.fromkeys(group.buckets, Keeper(self, use))
+            made = self._begin_use(group, made_in)
         if made is None or not made[1]:
-            self._do.shown.show_leaves(group)
+            self._do.show_leaves(group)
         if made_in < 0:
-            self._do.begin_forward(group, self.order.after(group))
+            self._do.begin_forward(group)
+            if following := self.order.after(group):
+                self._do.prefetch(following)
         return made
+
+    def _begin_use(self, group: ParamGroup, made_in: int) -> tuple[Use, Outputs]:
+        """A backward may follow the forward that begins: make its use and, unless the group is frozen, the node."""
+        forward = self._iterations.forward if made_in < 0 else 0
+        use = self.uses.begin(group, made_in, forward, self.under_hooks)
+        if not group.trains:
+            self.keepers |= dict.fromkeys(group.buckets, Keeper(self, use))
+            return use, ()
+        outputs = unshard(self, use)
+        entries = group.entries()
+        assert entries is not None  # its module is running
+        entries.show(outputs)
+        if forward:
+            self._iterations.await_backward(forward)
+        return use, outputs
 
     def after_forward(self, group: ParamGroup, copied: Sequence[torch.Tensor] = ()) -> None:
         """A module's forward has ended, well or not.
@@ -276,17 +273,11 @@ class Engine:
         """
         if not group.end_forward():
             return
-        ended = self._open.pop(group, None)
-        if ended is not None:
-            ended.end_forward(self._count, group.buckets[0].saved)
-        if ended is not None or not torch.is_grad_enabled():
+        if self.uses.end_forward(group) or not torch.is_grad_enabled():
             group.end_use(copied)  # the outputs may hide views of weights in objects that were not searched
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)
-        self._do.end_forward(group)
-        if group in self.active and group not in self._late:
-            return
-        self._do.leave_forward(group)
+        self._do.end_forward(group, stays=group in self.active)
 
     # ---- backward
 
@@ -302,28 +293,27 @@ class Engine:
         if self._pass is None:
             self._look(self)
             token = Token()
-            self._pass = BackwardPass(number, token, self._uses, weakref.WeakMethod(self.on_pass_gone), use)
+            self._pass = BackwardPass(number, token, self.uses, weakref.WeakMethod(self.on_pass_gone), use)
             self._iterations.reach(self._pass.newest)
             self._do.open_backward(self._pass.repeated)
-            queue_backward_callback(partial(self._end_backward, token))
-        self._pass.note(number)
+            queue_backward_callback(partial(self._end_backward, self._pass, token))
+        if self._pass.current != number:
+            self._pass.note(number)
         return self._pass
 
     def before_backward(self, use: Use, outputs: Outputs, gradients: object = None) -> None:
         """Backward has reached an output of a use. `gradients` are those of the output; they are not read."""
         now = self._open_pass(current_backward(), use)
-        if use.entered == now.number:
+        if use in now.entered:
             return
-        self._finish_later_uses(now, use)
+        if self.active:
+            self._finish_later_uses(now, use)
         for passed in now.reach(use):
             self._pass_over(now, passed)
-        use.reach(now.number)
+        now.entered.add(use)
         self.active[use.group] = use
         missed, following = self.order.before(use, now)
-        if use.under_hooks and self._do.budget.puts_off(use.group):
-            self._late.put_off(use, partial(self._do.begin_backward, use, outputs, missed, following))
-        else:
-            self._do.begin_backward(use, outputs, missed, following)
+        self._do.begin_backward(use, outputs, missed, following)
 
     def _pass_over(self, now: BackwardPass, passed: Passed) -> None:
         """Backward goes past a use whose node runs later in this pass, or only on other ranks.
@@ -346,8 +336,9 @@ class Engine:
         Backward visits uses from the last to the first, so it is done with all uses that began after the forward of
         `use` was over. One whose node this pass does not run would otherwise stay active until backward ends.
         """
-        for later in [u for u in self.active.values() if u.number > use.last and not now.will_fire(u)]:
-            self._complete(now, later, [None] * len(later.group.params))
+        for later in list(self.active.values()):
+            if later.number > use.last and not now.will_fire(later):
+                self._complete(now, later, [None] * len(later.group.params))
 
     def fetch(self, bucket: Bucket) -> None:
         """Backward unpacks a saved weight of this bucket: see that the weight is gathered."""
@@ -356,9 +347,8 @@ class Engine:
             return
         if (number := current_backward()) >= 0:
             self._open_pass(number)
-            self._late.begin(group)
             self._do.catch_up()
-        self._do.need(group)
+        self._do.gather_again(group)
 
     def on_gradients(self, use: Use, node: Any, gradients: Gradients) -> list[torch.Tensor | None]:
         """The node of a use runs.
@@ -395,18 +385,17 @@ class Engine:
         """The backward of a use is over: reshard, unless its weights are needed again at once."""
         if self.active.get(use.group) is use:
             del self.active[use.group]
-            self._late.end(use.group)
+            self._do.budget.unread.pop(use.group, None)
         if use.group.running and not self._depth:  # a recomputation that its checkpoint stopped early
             use.group.forget_forwards()
-        for bucket in use.group.buckets:
-            bucket.end_reads()
         self._do.end_use(use.group, now.next_group())
 
-    def _end_backward(self, token: Token) -> None:
+    def _end_backward(self, now: BackwardPass, _token: Token) -> None:
         """The outermost backward pass has ended without an error."""
-        if (now := self._pass) is None or not now.is_of(token):
+        if now is not self._pass:
             return
-        self._do.compute_ended(Kind.BACKWARD)
+        if self._do.watch is not None:
+            self._do.watch.end(Kind.BACKWARD)
         with torch.no_grad():
             if not self._depth:
                 self._end_abandoned()
@@ -441,11 +430,11 @@ class Engine:
     def _forget_running(self) -> None:
         for group in self.groups:
             group.forget_forwards()
-        self._open.clear()
+        self.uses.in_forward.clear()
 
     def _forget_pass(self) -> None:
-        self._uses.forget(self._pass.forwards if self._pass is not None else ())
-        self._late.clear()
+        if self._pass is not None and self.uses.lost:
+            self.uses.forget(self._pass.forwards)
         self._pass = None
         self._do.close_backward()
         self.active.clear()
@@ -453,28 +442,24 @@ class Engine:
     def on_pass_gone(self) -> None:
         """A pass has ended: if it failed, install the sharded parameters. `_recover` does the rest later."""
         if self._pass is not None and not self._pass.alive:
-            self._late.clear()
+            self._do.budget.unread.clear()
             if not self._depth:  # the end of an interrupted recomputation is never reported
                 self._forget_running()
-            self._do.shown.hide_idle(self.groups)
+            self._do.hide_idle()
 
     def _recover(self) -> None:
         """A backward has failed, or a forward was interrupted: give up what it left behind."""
         self._gradients.discard()
         self._forget_pass()
         self._iterations.end()
-        self._uses.forget()
-        for use in self._uses:
+        self.uses.forget()
+        for use in self.uses:
             use.forget()
         self._do.drop_idle()
 
-    def on_node_gone(self, use: Use) -> None:
-        """The graph of a use was freed."""
-        self._uses.graph_gone(use)
-
     def on_handles_gone(self, use: Use) -> None:
         """The last saved weight of a use of a frozen group was freed: its backward, if one runs, is over."""
-        self._uses.graph_gone(use)
+        self.uses.graph_gone(use)
         if self.active.get(use.group) is use and self._pass is not None and self._pass.alive:
             self._end_use(self._pass, use)
 
@@ -505,7 +490,7 @@ class Engine:
         flight. Ranks may differ in this, so no collective may depend on it.
         """
         self.pool.count(wanted)
-        busy = self._depth or self._pass is not None or current_backward() >= 0 or not self._uses.all_fired()
+        busy = self._depth or self._pass is not None or current_backward() >= 0 or not self.uses.all_fired()
         if busy or any(group.gradients.phase is GradPhase.REDUCING for group in self.groups):
             return
         self._do.rebuild(self.groups)
@@ -518,7 +503,7 @@ class Engine:
 
     def converted(self, groups: Sequence[ParamGroup]) -> None:
         """Parameters were moved or converted: rebuild their groups, unless a backward may still need the memory."""
-        if self._depth or self._pass is not None or not self._uses.all_fired():
+        if self._depth or self._pass is not None or not self.uses.all_fired():
             return
         self._gradients.settle()
         self._do.rebuild(groups)
@@ -535,7 +520,8 @@ class Engine:
                 if self._pass is None:
                     self._gradients.settle()  # reductions of a backward that was not the last one
                 group.stepped()
-                self.reshard(group)
+                if not group.running and group.phase is not SHARDED:
+                    self._do.drop(group)
 
     def check_reduced(self, stepped: set[int]) -> None:
         """An optimizer is about to read the gradients of these parameters, by id: see that they are reduced."""

@@ -86,8 +86,10 @@ class GradientFlow:
         out: list[torch.Tensor | None] = [None] * len(params)
         if not is_last and not use.group.options.requires_gradient_sync:
             use.group.gradients.accumulate(wanted)
-            asked = [fate is Fate.RETURNED and g is not None for fate, g in zip(fates, wanted, strict=True)]
-            return [param.nothing() if is_asked else None for param, is_asked in zip(params, asked, strict=True)]
+            for index, (fate, gradient) in enumerate(zip(fates, wanted, strict=True)):
+                if fate is Fate.RETURNED and gradient is not None:
+                    out[index] = params[index].nothing()
+            return out
         if any(gradient is not None for gradient in wanted):
             for index, piece in self._do.reduce_now(use.group, wanted).items():
                 if fates[index] is Fate.RETURNED:
@@ -112,11 +114,7 @@ class GradientFlow:
         for group, gradients in self._outside_forward.items():
             self._reduce_or_accumulate(group, gradients)
         for group in groups:
-            options = group.settings.current
-            unused = options.reduce_unused and options.requires_gradient_sync and group.trains
-            unused = unused and (group in self._do.gathered or group.phase is not SHARDED)
-            # Accumulated in earlier micro-batches and unused in this one, or unused where `reduce_unused` wants zeros.
-            if group.gradients.await_reduction or (unused and group not in self._reduced):
+            if group.gradients.await_reduction or self._wants_zeros(group):
                 self.take_hooks(group)
                 self._do.reduce(group, group.gradients.take([None] * len(group.params)))
         self._do.gathered.clear()
@@ -127,6 +125,13 @@ class GradientFlow:
             self.settle()
         else:
             self._do.hand_out()
+
+    def _wants_zeros(self, group: ParamGroup) -> bool:
+        """Whether this backward has not used a group where `reduce_unused` wants zeros reduced."""
+        options = group.settings.current
+        if not options.reduce_unused or not options.requires_gradient_sync or group in self._reduced:
+            return False
+        return group.trains and (group in self._do.gathered or group.phase is not SHARDED)
 
     def discard(self) -> None:
         """A backward has failed: throw its gradients away."""

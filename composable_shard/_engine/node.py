@@ -7,7 +7,8 @@ operations of that forward begin. So when autograd runs the node, the gradients 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from .._torch.core import (
 )
 
 Outputs = tuple[torch.Tensor, ...]
+_forward_of, _has_fired = attrgetter("forward"), attrgetter("fired")
 
 
 def _no_node() -> None:
@@ -46,7 +48,6 @@ class Use:
         node: a weak reference to the autograd node; gives None if there is none, as for a frozen group.
         slots: the slots of the weights that the node's outputs show.
         reads: how many handles of weights of the group's first bucket autograd has saved.
-        entered: number of the last backward pass that has reached the use.
         fired: whether its gradients have been complete once.
         under_hooks: whether its forward ran under saved-tensor hooks, as of a checkpoint, which recomputes it.
         partial: the sum of the gradients so far, while more are to come from other nested passes; or None.
@@ -54,7 +55,7 @@ class Use:
 
     __slots__ = (
         "__weakref__",
-        "entered",
+        "_saved_before",
         "fired",
         "forward",
         "group",
@@ -82,33 +83,24 @@ class Use:
         self.forward = forward
         self.node: Callable[[], Any] = _no_node
         self.slots = group.slots
-        self.reads = 0
-        self.entered = -1
+        self.reads, self._saved_before = 0, group.buckets[0].saved
         self.fired = False
         self.under_hooks = under_hooks
         self.partial: list[torch.Tensor | None] | None = None
 
-    def end_forward(self, last: int, reads: int) -> None:
-        """The forward of the use is over.
-
-        Args:
-            last: number of the last use that has begun until now.
-            reads: how many handles of weights of the group's first bucket autograd has saved.
-        """
-        self.last, self.reads = last, reads
-
-    def reach(self, number: int) -> None:
-        """A backward pass, given by its number, has reached this use."""
-        self.entered = number
+    def end_forward(self, last: int) -> None:
+        """The forward of the use is over; `last` is the number of the last use that has begun until now."""
+        self.last, self.reads = last, self.group.buckets[0].saved - self._saved_before
 
     def keep(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Some gradients have come, and more will: add them to the partial ones."""
-        self.partial = self.add(gradients)
+        self.partial = list(gradients) if self.partial is None else added(self.partial, gradients)
 
     def complete(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The last gradients have come; returns the sum of all."""
         self.fired = True
-        return self.add(gradients)
+        before, self.partial = self.partial, None
+        return list(gradients) if before is None else added(before, gradients)
 
     def move(self, slots: tuple[object, ...]) -> None:
         """The node's outputs show the weights in these slots now."""
@@ -118,34 +110,82 @@ class Use:
         """The backward of the use has failed: drop its partial gradients."""
         self.partial = None
 
-    def add(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The sum of the partial gradients, which are taken away, and these."""
-        before, self.partial = self.partial, None
-        return list(gradients) if before is None else added(before, gradients)
-
 
 def added(first: Sequence[torch.Tensor | None], second: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Sums of gradients, pair by pair; None stands for no gradient."""
     return [b if a is None else a if b is None else a + b for a, b in zip(first, second, strict=True)]
 
 
+class Uses:
+    """The uses of an engine that a backward may still go through, here or on other ranks.
+
+    Attributes:
+        in_forward: by group, the use whose forward runs now.
+        lost: the uses whose graph was freed here, but may live on other ranks.
+    """
+
+    def __init__(self) -> None:
+        self.in_forward: dict[ParamGroup, Use] = {}
+        self._count = 0  # of all uses so far
+        self._live: dict[int, Use] = {}  # those whose graph lives, by number, in the order of creation
+        self.lost: list[Use] = []
+
+    def __iter__(self) -> Iterator[Use]:
+        return chain(self._live.values(), self.lost)
+
+    def begin(self, group: ParamGroup, made_in: int, forward: int, under_hooks: bool) -> Use:
+        """A forward of a group has begun: its new use; the arguments are as of `Use`."""
+        self._count += 1
+        use = self._live[self._count] = self.in_forward[group] = Use(group, self._count, made_in, forward, under_hooks)
+        return use
+
+    def end_forward(self, group: ParamGroup) -> bool:
+        """A forward of a group is over; returns whether it was that of a use."""
+        use = self.in_forward.pop(group, None)
+        if use is not None:
+            use.end_forward(self._count)
+        return use is not None
+
+    def graph_gone(self, use: Use) -> None:
+        """The graph of a use was freed."""
+        self._live.pop(use.number, None)
+        if use.group.settings.current.reduce_unused and use.group.trains and use.forward and not use.fired:
+            self.lost.append(use)
+
+    def begin_iteration(self, waiting: bool) -> None:
+        """A forward of the root begins: forget lost uses for which no rank can run a backward any more.
+
+        Args:
+            waiting: whether an earlier forward waits for its backward; if not, all lost uses are forgotten. Otherwise
+                those of forwards of which no graph lives here.
+        """
+        alive = set(map(_forward_of, self._live.values())) if waiting else ()
+        self.lost = [use for use in self.lost if use.forward in alive]
+
+    def forget(self, forwards: Container[int] | None = None) -> None:
+        """The backward of these forwards is over (None: of all): forget their lost uses."""
+        self.lost = [use for use in self.lost if forwards is not None and use.forward not in forwards]
+
+    def all_fired(self) -> bool:
+        """Whether a backward has gone through every graph that lives."""
+        return all(map(_has_fired, self._live.values()))
+
+
 class NodeOwner(Protocol):
     """Is told of the events of a node: the engine."""
 
     witness: Witness
+    uses: Uses
 
     def on_gradients(self, use: Use, node: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The node of a use runs; returns the gradients that autograd hands to the sharded parameters."""
-
-    def on_node_gone(self, use: Use) -> None:
-        """The graph of a use was freed."""
 
     def on_handles_gone(self, use: Use) -> None:
         """The last saved weight of a use of a frozen group was freed."""
 
 
 class _Lifeline:
-    """Lives as long as a node; tells the owner of the end of both."""
+    """Lives as long as a node, and with it tells the owner of the end of the graph."""
 
     __slots__ = ("owner", "use")
 
@@ -154,7 +194,7 @@ class _Lifeline:
         self.use = use
 
     def __del__(self) -> None:
-        self.owner.on_node_gone(self.use)
+        self.owner.uses.graph_gone(self.use)
 
 
 class Keeper:
@@ -212,7 +252,10 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return _differentiated_once(ctx, *gradients) if torch.is_grad_enabled() else _backward(ctx, *gradients)
+        if torch.is_grad_enabled():  # with create_graph
+            return _differentiated_once(ctx, *gradients)
+        line = ctx.lifeline
+        return (None, None, None, *line.owner.on_gradients(line.use, ctx, gradients))
 
 
 _apply = plain_apply(_Unshard)
@@ -221,13 +264,8 @@ outputs_pass_for_leaves(_Unshard)  # forward may assign a parameter to a module,
 _attributes, _data = attrgetter("__dict__"), attrgetter("data")
 
 
-def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    line = ctx.lifeline
-    return (None, None, None, *line.owner.on_gradients(line.use, ctx, gradients))
-
-
-# With create_graph, differentiating a reduced gradient must be an error, and not treat that gradient as a constant.
-_differentiated_once = once_differentiable(_backward)
+# Differentiating a reduced gradient must be an error, and not treat it as a constant. This turns grad mode off.
+_differentiated_once = once_differentiable(_Unshard.backward)
 
 
 def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
@@ -238,7 +276,7 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
         on the sharded ones. Attributes that forward sets on them stay there, as these may belong to this graph.
     """
     group = use.group
-    weights = group.weights(for_use=True)
+    weights = group.weights_for_use()
     outputs = _apply(_Lifeline(owner, use), weights, owner.witness.leaf, *group.shards)
     if group.layout.wraps:
         outputs = tuple([p.parallel.wrap(o) if p.parallel else o for o, p in zip(outputs, group.params, strict=True)])
@@ -247,5 +285,5 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
         run_all(map(lend_attributes, outputs, group.shards))
     else:
         run_all(map(dict.update, map(_attributes, outputs), map(_attributes, group.shards)))
-    group.begin_use(outputs)
+    group.begin_use(outputs, use.forward)
     return outputs

@@ -17,7 +17,7 @@ from .._group.group import ParamGroup
 from .._plan.schedule import Kind
 from .._torch.core import current_backward
 from .actions import _NOTHING, Actions
-from .backward import Token
+from .backward import BackwardPass, Token
 from .engine import Engine
 from .gradients import GradientFlow
 from .node import Outputs, Use
@@ -92,6 +92,6 @@ class ProfiledEngine(Engine):
         with range_of("post_forward", group):
             super().after_forward(group, copied)
 
-    def _end_backward(self, token: Token) -> None:
+    def _end_backward(self, now: BackwardPass, token: Token) -> None:
         with record("FSDP::root_post_backward_callback"):
-            super()._end_backward(token)
+            super()._end_backward(now, token)

@@ -52,8 +52,6 @@ class AccumulatedGradients:
     def take(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The sums of these unsharded gradients and the accumulated ones, which are dropped here."""
         total = list(gradients)
-        if not self.whole:
-            return total
         for index in list(self.whole):
             kept = self._surviving(index)
             new = total[index]

@@ -25,7 +25,7 @@ from .._torch.distributed import local_tensor
 from .faces import Faces, Leaves
 from .param import ShardedParam
 
-_version = attrgetter("_version")
+_version, _shape, _dim, _sharded = map(attrgetter, ("_version", "shape", "dim", "sharded"))
 
 
 class _Members(dict[Place, int]):
@@ -132,19 +132,22 @@ class Bucket:
         here: the leaves over the memory in which the weights are now; None if none were made.
         edited: whether one of these leaves had been edited in place when the node of the last use was made.
         unedited: the outputs of a use, once the backward that runs now has found that none was edited; else None.
-        saved: how many handles were made since the last forward began.
+        saved: how many handles were made so far.
         reads_left: how many reads of handles remain until the engine must be told that half of a use's were read; 0 if
             it need not be told.
         gather_bytes: bytes that a gather leases from the pool.
     """
 
     __slots__ = (
-        "__weakref__", "dtype", "edited", "fqns", "gather_bytes", "generation", "group", "here", "is_complex",
+        "__weakref__", "_faces", "dtype", "edited", "fqns", "gather_bytes", "generation", "group", "here", "is_complex",
         "params", "readable", "reads_left", "saved", "shown", "slot", "unedited",
     )  # fmt: skip
 
-    def __init__(self, params: Sequence[ShardedParam], dtype: torch.dtype, group: Callable[[], Any]) -> None:
+    def __init__(
+        self, params: Sequence[ShardedParam], dtype: torch.dtype, group: Callable[[], Any], faces: Faces | None = None
+    ) -> None:
         self.group = group
+        self._faces = faces  # of weights that lie in slots
         self.params = list(params)
         self.fqns = [p.fqn for p in params]
         self.dtype, self.is_complex = dtype, dtype.is_complex
@@ -166,6 +169,9 @@ class Bucket:
 
     def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
         """The node of a use was made, with these outputs for the members."""
+        face = None if self._faces is None else self._faces.in_use
+        if face is not None and not face.at_rest:
+            face.note_shown()
         self.shown = outputs
         if self.here is not None:
             self.edited = bool(self.here.edited())
@@ -180,9 +186,13 @@ class Bucket:
             dropped: views that the caller is about to drop.
         """
         self.shown = ()
+        if self._faces is not None and (face := self._faces.in_use) is not None and not face.is_at_rest():
+            self._faces.note_users(face, dropped, self.here)
 
     def leaves(self) -> list[torch.nn.Parameter]:
         """The unsharded parameters as leaves; the same objects whenever the weights are in the same slot."""
+        if self._faces is not None and self.slot is not None:
+            self.here = self._faces.use_leaves(self.slot, self.params)
         assert self.here is not None
         return self.here.params
 
@@ -190,14 +200,13 @@ class Bucket:
         """Begin to gather, ordered after the event `after` (the last change of the sharded parameters)."""
         raise NotImplementedError
 
+    def lie_in(self, slot: Slot | None, leaves: Leaves | None) -> None:
+        """The weights are in this slot, or will be when a gather is done; `leaves` are those over that memory."""
+        self.slot, self.here = slot, leaves
+
     def arrived(self) -> None:
         """The gather is done: the weights can be read."""
         self.readable = True
-
-    def use_leaves(self, leaves: Leaves) -> Leaves:
-        """These are the leaves over the memory in which the weights are now."""
-        self.here = leaves
-        return leaves
 
     def release(self, after: torch.Event | None, reserve: bool = False) -> None:
         """Give the weights up, if they are gathered.
@@ -206,12 +215,18 @@ class Bucket:
             after: the event behind all work that reads them.
             reserve: whether to keep their memory for the next gather.
         """
+        slot, leaves = self.slot, self.here
         self.slot = self.here = self.unedited = None
         self.readable = self.edited = False
+        self._give_up(slot, leaves, after, reserve)
+
+    def _give_up(self, slot: Slot | None, leaves: Leaves | None, after: torch.Event | None, reserve: bool) -> None:
+        """Give the memory of the weights back, or reserve it; the arguments are as of `lie_in` and `release`."""
+        raise NotImplementedError
 
     def lose(self) -> None:
         """Give the weights up but not their memory, to which a gather that nobody waits for may still write."""
-        raise NotImplementedError
+        self.slot, self.readable = None, False
 
     def forget(self) -> None:
         """Give back memory that is reserved for the next gather: this bucket will not be used again."""
@@ -259,10 +274,6 @@ class Bucket:
         """Count a new handle."""
         self.saved += 1
 
-    def count_saved(self) -> None:
-        """A forward begins: count its handles from 0."""
-        self.saved = 0
-
     def call_after(self, reads: int) -> None:
         """Have `note_read` return True at the last of this many reads of handles; 0 for never."""
         self.reads_left = reads
@@ -285,7 +296,7 @@ class GatherBucket(Bucket):
     """
 
     __slots__ = (
-        "_faces", "_gatherer", "_pool", "_reserved", "_self", "_sharded", "_sum", "begins", "for_landing",
+        "_gatherer", "_pool", "_reserved", "_self", "_sharded", "_sum", "begins", "for_landing",
         "for_weights", "members", "nbytes",
     )  # fmt: skip
 
@@ -299,11 +310,11 @@ class GatherBucket(Bucket):
         pool: BufferPool,
         lane: Lane,
     ) -> None:
-        super().__init__(params, dtype, group)
-        self._sharded = [p.sharded for p in params]
-        shapes, dims = [p.shape for p in params], [p.dim for p in params]
+        shapes, dims = list(map(_shape, params)), list(map(_dim, params))
         route = None if transport is None else transport.route
         layout = gather_layout(shapes, info.shard_size, dtype.itemsize, dims, route)
+        super().__init__(params, dtype, group, Faces(dtype, layout.places))
+        self._sharded = list(map(_sharded, params))
         sent_as_they_are = [not info.offloads and p.dtype == dtype and p.local.is_contiguous() for p in params]
         converted = [index for index, as_it_is in enumerate(sent_as_they_are) if not as_it_is]
         copies = GatherCopies(layout, info.shard_rank, transport, converted, non_blocking=info.offloads)
@@ -311,7 +322,6 @@ class GatherBucket(Bucket):
         landings = pool.requests(f"landing {self.fqns[0]}", layout.landing_bytes)
         self._gatherer = Gatherer(copies, dtype, landings, pool, lane)
         self.for_landing = self._gatherer.for_landing
-        self._faces = Faces(dtype, layout.places)
         self._pool = pool
         self._self = weakref.ref(self)
         self._sum: int | None = None  # checksum of the gathered bytes, when debugging
@@ -325,29 +335,13 @@ class GatherBucket(Bucket):
     @property
     def weights(self) -> list[torch.Tensor]:
         assert self.slot is not None
+        assert self._faces is not None
         return self._faces.idle(self.slot)
 
     def weights_for_use(self) -> list[torch.Tensor]:
         assert self.slot is not None
+        assert self._faces is not None
         return self._faces.idle(self.slot, for_use=True)
-
-    def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
-        face = self._faces.in_use
-        assert face is not None
-        if not face.at_rest:
-            face.note_shown()
-        self.shown = outputs
-        if self.here is not None:
-            self.edited = bool(self.here.edited())
-
-    def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
-        self.shown, face = (), self._faces.in_use
-        if face is not None and not face.is_at_rest():
-            self._faces.note_users(face, dropped, self.here)
-
-    def leaves(self) -> list[torch.nn.Parameter]:
-        assert self.slot is not None
-        return self.use_leaves(self._faces.use_leaves(self.slot, self.params)).params
 
     def open(self) -> Slot:
         """Lease the slot into which weights will be gathered, or resume the reserved one."""
@@ -356,35 +350,36 @@ class GatherBucket(Bucket):
             slot = self._pool.lease_for(self.for_weights[self._pool.backward], self._self)
         else:
             self._pool.resume(slot, self._self)
-        self.slot = slot
-        self.here = self._faces.leaves.get(slot)
+        assert self._faces is not None
+        self.lie_in(slot, self._faces.leaves.get(slot))
         return slot
 
     def start(self, after: torch.Event | None) -> Job[None]:
         slot = self.open()
         return self._gatherer.start(slot, list(map(local_tensor, self._sharded)), (after, *slot.free_after))
 
-    def release(self, after: torch.Event | None, reserve: bool = False) -> None:
-        """Give the slot back, or reserve it for the next gather: if asked to, or if somebody keeps views of it."""
-        if self.slot is None:
-            return
-        if self._sum is not None:
-            self._check_unchanged(self.slot)
-        kept = (self.here is not None or self._faces.lent) and self._faces.are_kept(self.here)
-        if kept or reserve:
-            self._reserved = self.slot
-            self._pool.suspend(self.slot, after, lent=not reserve)
-        else:
-            self._pool.release(self.slot, after)
-        self.slot = self.here = self.unedited = None
-        self.readable = self.edited = False
-
-    def lose(self) -> None:
-        self.slot, self.readable, self._sum = None, False, None
-
     def arrived(self) -> None:
         self.readable = True
         self._sum = _debug.checksum(self._bytes_in(self.slot)) if _debug.debugging and self.slot is not None else None
+
+    def _give_up(self, slot: Slot | None, leaves: Leaves | None, after: torch.Event | None, reserve: bool) -> None:
+        """Give the slot back, or reserve it for the next gather: if asked to, or if somebody keeps views of it."""
+        if slot is None:
+            return
+        if self._sum is not None:
+            self._check_unchanged(slot)
+        faces = self._faces
+        assert faces is not None
+        kept = (leaves is not None or faces.lent) and faces.are_kept(leaves)
+        if kept or reserve:
+            self._reserved = slot
+            self._pool.suspend(slot, after, lent=not reserve)
+        else:
+            self._pool.release(slot, after)
+
+    def lose(self) -> None:
+        super().lose()
+        self._sum = None
 
     def _bytes_in(self, slot: Slot) -> torch.Tensor:
         return slot.typed(torch.uint8)[: self.nbytes]
@@ -405,4 +400,5 @@ class GatherBucket(Bucket):
 
     def leave_slots(self) -> None:
         self._gatherer.leave_slots()
-        self._faces.clear()
+        if self._faces is not None:
+            self._faces.clear()

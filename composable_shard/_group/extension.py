@@ -25,7 +25,7 @@ from .._comm.lanes import Job, Lane
 from .._comm.mesh import MeshInfo
 from .._errors import ShardConfigAssertionError, ShardConfigTypeAssertionError
 from .._memory.pool import BufferPool
-from .._memory.slots import Outside
+from .._memory.slots import Outside, Slot
 from .._plan.layout import bucket_layout, gather_layout
 from .._policies import MixedPrecisionPolicy
 from .._torch.core import plain_parts, storage_id
@@ -244,15 +244,14 @@ class ExtensionBucket(Bucket):
         by_id = {key: (storage, index) for index, storages in taken for key, storage in storages.items()}
         self._claims = [Outside(storage, self, index) for storage, index in by_id.values()]
         self._pool.claim(self._claims)
-        self.use_leaves(Leaves([member.leaf for member in self._members if member.leaf is not None]))
+        self.lie_in(None, Leaves([member.leaf for member in self._members if member.leaf is not None]))
         super().arrived()
 
-    def release(self, after: torch.Event | None, reserve: bool = False) -> None:
-        if self.here is not None:
-            self.here.give_up()
+    def _give_up(self, slot: Slot | None, leaves: Leaves | None, after: torch.Event | None, reserve: bool) -> None:
+        if leaves is not None:
+            leaves.give_up()
         self._pool.unclaim(self._claims)
         self._claims = []
-        super().release(after, reserve)
         for member in self._members if not reserve else ():
             member.free()
 

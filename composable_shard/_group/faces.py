@@ -187,7 +187,8 @@ class Faces:
 
     def are_kept(self, leaves: Leaves | None) -> bool:
         """The weights are given up: returns whether somebody keeps views of them, or of the leaves over them."""
-        self.lent = [face for face in self.lent if face.is_used()]
+        if self.lent:
+            self.lent = [face for face in self.lent if face.is_used()]
         if leaves is None:
             return bool(self.lent)
         leaves.give_up()

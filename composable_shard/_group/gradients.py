@@ -13,7 +13,7 @@ import torch
 
 from .._comm.collectives import Transports
 from .._comm.copies import Gradients
-from .._comm.lanes import Lane
+from .._comm.lanes import Job, Lane
 from .._comm.mesh import MeshInfo
 from .._errors import ShardConfigStateError
 from .._memory.pool import BufferPool
@@ -22,7 +22,7 @@ from .._torch.core import HANDLES, Hook, any_gradient_hooks, without_torch_funct
 from .accumulation import AccumulatedGradients
 from .param import ShardedParam
 from .phases import TRANSITIONS, GradPhase, illegal
-from .reduction import GroupReduced, ReduceBucket, Reduction, reduce_buckets, unused
+from .reduction import GroupReduced, ReduceBucket, Reduced, Reduction, reduce_buckets, unused
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -136,7 +136,7 @@ class GroupGradients:
 
     def take(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """The sums of these gradients and the accumulated ones, which the group holds no longer."""
-        total = self._accumulated.take(gradients)
+        total = self._accumulated.take(gradients) if self._accumulated.whole else list(gradients)
         if self.phase is GradPhase.ACCUMULATED and self._in_flight:
             self._set_phase(GradPhase.REDUCING)
         return total
@@ -192,8 +192,11 @@ class GroupGradients:
     def start_reduce(self, gradients: Gradients) -> Reduction:
         """Issue the reduction of unsharded gradients, in the order of the parameters; None counts as zeros."""
         whole = self._transports.replicate is None or self._settings.current.requires_all_reduce
-        buckets, partial = self._buckets(), self._accumulated.take_partial()
-        jobs = [(bucket, bucket.start(bucket.chosen(gradients), partial, whole)) for bucket in buckets]
+        buckets, accumulated = self._buckets(), self._accumulated
+        partial = accumulated.take_partial() if accumulated.wanted or accumulated.pieces else None
+        jobs: list[tuple[ReduceBucket, Job[Reduced]]] = []
+        for bucket in buckets:
+            jobs.append((bucket, bucket.start(gradients, partial, whole)))
         self._set_phase(GradPhase.REDUCING)
         self._in_flight += 1
         lacks = any(map(is_, gradients, itertools.repeat(None)))
@@ -208,11 +211,11 @@ class GroupGradients:
             zeros. Empty if the reduction stops before the all-reduce over replicas: the group holds its pieces then.
         """
         on_host = self._offloads and reduction.whole
-        done = [(bucket.indices, job.finish(on_host)) for bucket, job in reduction.jobs]
+        done: list[tuple[list[int], Reduced]] = []
+        for bucket, job in reduction.jobs:
+            done.append((bucket.indices, job.finish(on_host)))
         if not reduction.whole:
-            for indices, reduced in done:
-                for index, piece, used in zip(indices, *reduced.parts(), strict=True):
-                    self._accumulated.add_partial(index, piece, used)
+            self._accumulate_pieces(done)
             done = []
         asked = reduction.missing and not self._settings.current.reduce_unused
         result = GroupReduced(done, unused(done, reduction.missing) if asked else ())
@@ -221,3 +224,9 @@ class GroupGradients:
             waits = self._accumulated.whole or self._accumulated.pieces
             self._set_phase(GradPhase.ACCUMULATED if waits else GradPhase.NONE)
         return result
+
+    def _accumulate_pieces(self, done: Sequence[tuple[list[int], Reduced]]) -> None:
+        """Keep the pieces of a reduction that waits for its all-reduce over replicas."""
+        for indices, reduced in done:
+            for index, piece, used in zip(indices, *reduced.parts(), strict=True):
+                self._accumulated.add_partial(index, piece, used)

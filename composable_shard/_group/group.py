@@ -11,7 +11,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Protocol
 
 import torch
@@ -30,7 +30,8 @@ from .param import ShardedParam, lend_attributes
 from .phases import GATHERING, RESIDENT, SHARDED, TRANSITIONS, UNSHARDED, ParamPhase, illegal
 from .resident import Resident
 
-_requires_grad, _slot = attrgetter("requires_grad"), attrgetter("slot")
+_requires_grad, _slot, _weights = map(attrgetter, ("requires_grad", "slot", "weights"))
+_weights_for_use, _leaves = methodcaller("weights_for_use"), methodcaller("leaves")
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,6 @@ class Entries(Protocol):
 
     def hide(self) -> None:
         """Install the sharded parameters again."""
-
-    def there(self, index: int) -> torch.Tensor:
-        """The tensor that is installed for a parameter now."""
 
     def adopt(self) -> bool:
         """Take over parameters that users have assigned over sharded ones; True if there were any."""
@@ -190,10 +188,6 @@ class ParamGroup:
             yield "landing", backward, [b.for_landing[backward] for b in self._in_slots() if b.for_landing is not None]
 
     # ---- forwards
-
-    def note_use(self, forward: int) -> None:
-        """A node was made for this group in the forward of the root that has this number."""
-        self.used_in = forward
 
     def begin_forward(self) -> None:
         """The forward of one of its modules begins."""
@@ -373,16 +367,23 @@ class ParamGroup:
         """The slot of each bucket; when they differ from earlier ones, the weights have moved."""
         return tuple(map(_slot, self.buckets))
 
-    def weights(self, for_use: bool = False) -> list[torch.Tensor]:
-        """The unsharded parameters, in the order of `params`, without autograd history.
+    def weights(self) -> list[torch.Tensor]:
+        """The unsharded parameters, in the order of `params`, without autograd history."""
+        return self._in_order(list(map(_weights, self.buckets)))
+
+    def weights_for_use(self) -> list[torch.Tensor]:
+        """The unsharded parameters for a node that is about to be made over them; `begin_use` must follow."""
+        return self._in_order(list(map(_weights_for_use, self.buckets)))
+
+    def begin_use(self, outputs: Sequence[torch.Tensor], forward: int) -> None:
+        """The node of a use was made.
 
         Args:
-            for_use: whether a node is about to be made over them; `begin_use` must follow.
+            outputs: those of the node, in the order of `params`.
+            forward: number of the forward of the root that runs; 0 for a recomputation.
         """
-        return self._in_order([b.weights_for_use() if for_use else b.weights for b in self.buckets])
-
-    def begin_use(self, outputs: Sequence[torch.Tensor]) -> None:
-        """The node of a use was made, with these outputs, in the order of `params`."""
+        if forward:
+            self.used_in = forward
         if len(self.buckets) == 1:
             self.buckets[0].begin_use(outputs)
             return
@@ -391,7 +392,7 @@ class ParamGroup:
 
     def leaves(self) -> list[torch.Tensor]:
         """The unsharded parameters as leaf Parameters, with the `requires_grad` and attributes of the sharded ones."""
-        leaves = self._in_order([b.leaves() for b in self.buckets])
+        leaves = self._in_order(list(map(_leaves, self.buckets)))
         for leaf, param in zip(leaves, self.params, strict=True):
             if self.layout.extended:
                 lend_attributes(leaf, param.sharded)

@@ -103,15 +103,23 @@ def _divisor(factor: float) -> torch.Tensor | None:
 class ReduceBucket:
     """Gradients of one group that are reduced in one dtype. Frozen parameters are not members.
 
-    Attributes:
+    Args:
         indices: the members' indices in the group.
+        params: the members.
+        dtype: of the reduction.
+        info, transports, options, pool, lane: the group's.
+        slots: sizes in bytes of the weights' slots, see `reduce_layout`.
+
+    Attributes:
+        indices: as given.
         requests: the pool's requests of a reduction: for the bucket, and for scratch memory if the transport needs any.
         nbytes: bytes of all requests.
     """
 
     def __init__(
         self,
-        members: Sequence[tuple[int, ShardedParam]],
+        indices: list[int],
+        params: Sequence[ShardedParam],
         dtype: torch.dtype,
         info: MeshInfo,
         transports: Transports,
@@ -120,15 +128,15 @@ class ReduceBucket:
         lane: Lane,
         slots: Sequence[int] = (),
     ) -> None:
+        self.indices = indices
         self.dtype = dtype
         self._shard, self._replicate = transports.reduce, transports.replicate
         self._mean, self._divide_before, self._divide_after = _division(dtype, info, transports, options)
-        shapes, dims = [p.shape for _, p in members], [p.dim for _, p in members]
+        shapes, dims = [p.shape for p in params], [p.dim for p in params]
         route = None if self._shard is None else self._shard.route
         self._layout = layout = reduce_layout(shapes, info.shard_size, dtype.itemsize, dims, route, slots)
-        self.indices = [index for index, _ in members]
-        self._first = self.indices == list(range(len(members)))
-        stored = [param.dtype for _, param in members]
+        self._has_all = indices == list(range(len(indices)))
+        stored = [param.dtype for param in params]
         self._copies = GradientCopies(layout.result, dtype, stored, info.shard_rank, info.device)
         self._others = {*stored} - {dtype}
         self._hook = _on_stream(options.comms)
@@ -137,19 +145,12 @@ class ReduceBucket:
         scatters = self._shard is not None and self._replicate is None and self._hook is None
         kept = not self._others and not info.offloads and (self._divide_after is None or not lane.streams)
         self._is_launched = scatters and kept
-        name = members[0][1].fqn
-        self.requests = [pool.request(f"reduction {name}", layout.nbytes)] if self._shard is not None else []
-        if layout.scratch:
-            self.requests.append(pool.request(f"scratch {name}", layout.scratch * dtype.itemsize))
+        whole = layout.nbytes if self._shard is not None else 0
+        wanted = (("reduction", whole), ("scratch", layout.scratch * dtype.itemsize))
+        self.requests = [pool.request(f"{purpose} {params[0].fqn}", nbytes) for purpose, nbytes in wanted if nbytes]
         self.nbytes = sum(request.nbytes for request in self.requests)
         self._pool, self._lane, self._info = pool, lane, info
         self._seen: dict[Slot, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def chosen(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """The members' gradients, out of those of all parameters of the group."""
-        if self._first and len(gradients) == len(self.indices):
-            return gradients
-        return [gradients[index] for index in self.indices]
 
     def start(
         self, gradients: Sequence[torch.Tensor | None], partial: Partial | None = None, whole: bool = True
@@ -157,14 +158,13 @@ class ReduceBucket:
         """Begin to average unsharded gradients over the ranks.
 
         Args:
-            gradients: of this use, in the order of `indices`; None counts as zeros.
+            gradients: of all parameters of the group; None counts as zeros.
             partial: pieces of earlier reductions that stopped after the reduce-scatter, by index, to be added.
             whole: False to stop after the reduce-scatter, without the all-reduce over replicas.
         """
         # The result outlives the step as `.grad`, so it is allocated here, on the stream that will read it.
         numel, like = self._layout.numel, self._copies.ones
         out = like.new_empty(numel)
-        others = {d: like.new_empty(numel, dtype=d) for d in self._others} if self._others else {}
         slots = list(map(self._pool.lease_for, self.requests))
         try:
             # Packed here, on the current stream: then autograd's gradients need not live until the collective is done.
@@ -184,6 +184,7 @@ class ReduceBucket:
                 return self._lane.launch(
                     self._shard.reduce_scatter, self._scattered(out, slots), after, result, when_done
                 )
+            others = {dtype: like.new_empty(numel, dtype=dtype) for dtype in self._others}
             steps = self._steps(partial, whole, out, others, slots)
             return self._lane.start(steps, after, (out, others, partial), when_done)
         except BaseException:
@@ -198,6 +199,8 @@ class ReduceBucket:
             for event in slots[0].free_after:
                 event.wait()
             bucket, chunks = self._views_of(slots[0])
+        if not self._has_all or len(gradients) != len(self.indices):
+            gradients = [gradients[index] for index in self.indices]
         self._copies.fill(chunks, gradients)
         if self._divide_before is not None:
             torch.div(bucket, self._divide_before, out=bucket)
@@ -222,10 +225,8 @@ class ReduceBucket:
             torch.div(out, self._divide_after, out=out)
         if self._hook is not None:
             self._hook(out[: self._layout.result.numel])
-        for converted in others.values():
-            converted.copy_(out)
-        converted_out = {dtype: self._at_home(t) for dtype, t in others.items()}
-        done = Reduced(self._copies, self._at_home(out), others=converted_out)
+        converted = {dtype: self._at_home(other.copy_(out)) for dtype, other in others.items()}
+        done = Reduced(self._copies, self._at_home(out), others=converted)
         if others:
             done.parts()  # cut now, so that `out` can be freed if no piece is in its dtype
         return done
@@ -297,7 +298,9 @@ class GroupReduced:
     def __init__(self, done: Sequence[tuple[list[int], Reduced]], without: Sequence[int] = ()) -> None:
         self._done = done
         self._without = without
-        self.is_uncut = all([reduced.is_uncut for _, reduced in done])  # noqa: C419  # once for most
+        self.is_uncut = True
+        for _, reduced in done:
+            self.is_uncut &= reduced.is_uncut
 
     def pieces(self) -> dict[int, torch.Tensor]:
         """This rank's pieces of the gradients, by the index of the parameter."""
@@ -338,9 +341,9 @@ def reduce_buckets(
         info, transports, options, pool, lane: the group's.
         slots: sizes in bytes of the weights' slots: a reduction asks for such a size if it nearly fits, to reuse one.
     """
-    dtypes = [options.reduce_dtype(p.dtype) if t else None for p, t in zip(params, trains, strict=True)]
-    members: dict[torch.dtype, list[tuple[int, ShardedParam]]] = {}
-    for place, (param, dtype) in enumerate(zip(params, dtypes, strict=True)):
-        if dtype is not None:
-            members.setdefault(dtype, []).append((place, param))
-    return [ReduceBucket(m, d, info, transports, options, pool, lane, slots) for d, m in members.items()]
+    members: dict[torch.dtype, list[int]] = {}
+    for index, (param, trained) in enumerate(zip(params, trains, strict=True)):
+        if trained:
+            members.setdefault(options.reduce_dtype(param.dtype), []).append(index)
+    how = info, transports, options, pool, lane, slots
+    return [ReduceBucket(indices, [params[i] for i in indices], dtype, *how) for dtype, indices in members.items()]

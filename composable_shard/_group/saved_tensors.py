@@ -187,25 +187,23 @@ class _Hooks:
             version: the view's, or that of the tensor of a subclass of which it is an inner tensor.
         """
         slot = self._last
-        if slot is None or not slot.begin <= address < slot.end or slot.owner is None:
+        if slot is None or slot.owner is None or not slot.begin <= address < slot.end:
             slot = self._last = self._addresses.find(address)
-            if slot is None or slot.owner is None:
-                return None
-        bucket: Any = slot.owner()
-        if bucket is None:
+        bucket: Any = None if slot is None or slot.owner is None else slot.owner()
+        if slot is None or bucket is None:
             return None
-        keeper = self._keepers.get(bucket) if self._keepers else None
+        place: Any
         if type(slot) is Outside:
-            if (version or bucket.edited) and bucket.was_edited(slot.index, version):
-                return _copied(tensor)
-            kept = tensor.detach(), slot.index
-            return Handle(bucket, kept, self.owner(), keeper, bucket.generation, bucket.shown)
-        if bucket.is_complex and (tensor.is_conj() or tensor.is_neg()):
-            return _copied(tensor)  # a handle cannot tell a lazy conjugate
-        place = self._places[tensor.dtype, address - slot.begin, tensor.shape, tensor.stride()]
-        if (version or bucket.edited) and bucket.was_edited(bucket.members[place], version):
+            index, place = slot.index, (tensor.detach(), slot.index)
+        else:
+            place = self._places[tensor.dtype, address - slot.begin, tensor.shape, tensor.stride()]
+            index = bucket.members[place]
+        edited = (version or bucket.edited) and bucket.was_edited(index, version)
+        if edited or (bucket.is_complex and _is_lazy(tensor)):
             return _copied(tensor)
-        bucket.note_saved()
+        if type(place) is Place:
+            bucket.note_saved()
+        keeper = self._keepers.get(bucket) if self._keepers else None
         return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation, bucket.shown))
 
     def _flattened(self, tensor: Any, version: int) -> Any:
@@ -224,6 +222,11 @@ class _Hooks:
         return _Flattened(type(tensor), kept, context, tensor.shape, tensor.stride())
 
 
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a lazy conjugate, or lazily negated, of which a handle cannot tell."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
 def _copied(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """A copy of an edited weight, to be saved as any tensor is, with its version."""
     copy = tensor.detach().clone()
@@ -234,16 +237,13 @@ def _weight(handle: Handle) -> torch.Tensor:
     """The weight that a handle stands for, gathered again if need be."""
     bucket, place, owner, _, generation, shown = handle
     if generation != bucket.generation:
-        raise StaleStateError(
-            f"weights of the group with {', '.join(bucket.fqns)}: an optimizer or a load has changed them between "
-            "forward and backward; run backward first, or forward again after it"
-        )
+        raise _stale(bucket)
     if not bucket.readable:
         assert owner is not None
         owner.fetch(bucket)
-    if shown is not bucket.unedited and bucket.find_edited(shown):
+    if shown is not bucket.unedited and (edited := bucket.find_edited(shown)):
         member = bucket.members[place] if type(bucket) is GatherBucket else place[1]  # type: ignore[index]
-        if member in bucket.find_edited(shown):
+        if member in edited:
             raise _edited(bucket.fqns[member])
     if bucket.reads_left and bucket.note_read() and owner is not None:
         owner.halfway()
@@ -267,6 +267,13 @@ def _restored(packed: Any) -> torch.Tensor:
         return whole
     kept: torch.Tensor = packed[0] if type(packed) is tuple else packed
     return kept
+
+
+def _stale(bucket: Bucket) -> StaleStateError:
+    return StaleStateError(
+        f"weights of the group with {', '.join(bucket.fqns)}: an optimizer or a load has changed them between "
+        "forward and backward; run backward first, or forward again after it"
+    )
 
 
 def _edited(fqn: str) -> SavedTensorModifiedError:

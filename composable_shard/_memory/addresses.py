@@ -55,17 +55,15 @@ class Addresses:
     def find(self, address: int) -> Slot | Outside | None:
         """The slot, or memory outside of slots, whose weights lie at `address`; None if no weights lie there."""
         index = bisect_right(self._begins, address)
-        if index:
-            slot = self._slots[index - 1]
-            if address < slot.reach:
-                if address < slot.end and slot.owner is not None:
-                    return slot
-                for rival in slot.rivals:  # any other slot with this address overlaps the one that begins last
-                    if rival.begin <= address < rival.end and rival.owner is not None:
-                        return rival
-        return (
-            next((each for each in self._outside if each.begin <= address < each.end), None) if self._outside else None
-        )
+        slot = self._slots[index - 1] if index else None
+        if slot is not None and address < slot.reach:
+            for each in (slot, *slot.rivals):  # any other slot with this address overlaps the one that begins last
+                if each.begin <= address < each.end and each.owner is not None:
+                    return each
+        for outside in self._outside:
+            if outside.begin <= address < outside.end:
+                return outside
+        return None
 
     def _changed(self) -> None:
         self._begins = [slot.begin for slot in self._slots]

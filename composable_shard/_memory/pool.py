@@ -259,11 +259,7 @@ class BufferPool:
         """Replace all slots by those of a new arena. Nobody may hold any of them."""
         self.empty()
         known = list(self._known)
-        index = {request: i for i, request in enumerate(known)}
-        meets = [sorted([index[other] for other in request.met or () if other in index]) for request in known]
-        sizes = [request.nbytes for request in known]
-        offsets = pack(sizes, meets, [request.name for request in known])
-        spans = list(zip(offsets, sizes, strict=True))
+        spans = _packed(known)
         self.arena_bytes = max(offset + size for offset, size in spans)
         queued = self.memory.queued()
         memory = self._allocate(self.arena_bytes)
@@ -339,6 +335,14 @@ class BufferPool:
             return f"BufferPool({slots})"
         beside = self.arena_bytes / self.peak_bytes
         return f"BufferPool({slots}, arena {self.arena_bytes} bytes, {beside:.2f} of the bound)"
+
+
+def _packed(known: Sequence[Request]) -> list[tuple[int, int]]:
+    """The offset in an arena and the size in bytes of each of these requests."""
+    index = {request: i for i, request in enumerate(known)}
+    meets = [sorted([index[other] for other in request.met or () if other in index]) for request in known]
+    sizes = [request.nbytes for request in known]
+    return list(zip(pack(sizes, meets, [request.name for request in known]), sizes, strict=True))
 
 
 def _is_taken(slot: Slot) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composable_shard._engine import backward
-from composable_shard._engine.backward import BackwardPass, Token, Uses
-from composable_shard._engine.node import Use
+from composable_shard._engine.backward import BackwardPass, Token
+from composable_shard._engine.node import Use, Uses
 from composable_shard._policies import Options
 
 steadily = settings(deadline=None, derandomize=True)
@@ -21,8 +23,14 @@ class Group:
 
     trains = True
 
+    buckets = (SimpleNamespace(saved=0),)
+
     def __init__(self):
         self.options = Options()
+
+    @property
+    def settings(self):
+        return SimpleNamespace(current=self.options)
 
 
 class Node:
@@ -103,7 +111,7 @@ def test_a_use_whose_node_does_not_run_is_expected_if_its_group_is_reduced_never
     now, _token = make_pass(uses)
     assert [now.will_fire(use) for use in uses] == [True, False, True, True, False, False]
     assert now.next_group() is uses[0].group  # it is around the others
-    uses[0].entered = now.number
+    now.entered.add(uses[0])
     assert now.next_group() is uses[4].group  # other ranks may gather it
     assert now.in_turn(uses[3], []) == [(uses[3], [])]  # its reduction comes at the end of backward, in one order
     assert now.in_turn(uses[4], ["none"]) == [(uses[4], ["none"])]
@@ -141,7 +149,7 @@ def test_what_is_passed_ends_where_what_is_inside_of_it_has_ended_and_before_wha
     now, _token = make_pass(uses)
     assert names(now.reach(uses[4])) == []
     assert names(now.leave(uses[4])) == [(5, True), (5, False)], "before the group around it ends and is reduced"
-    uses[0].entered = now.number
+    now.entered.add(uses[0])
     assert names(now.reach(uses[0])) == []
     assert names(now.reach(uses[3])) == []
     passed = list(now.leave(uses[0]))
@@ -153,28 +161,27 @@ def test_what_is_around_a_use_comes_before_it_though_it_is_reached_later():
     uses = make_uses(4)
     uses[0].last = uses[1].last = 2
     now, _token = make_pass(uses)
-    uses[3].entered = now.number
+    now.entered.add(uses[3])
     assert now.next_group() is uses[0].group
     assert names(now.reach(uses[2])) == [(0, True), (1, True)]
-    uses[2].entered = now.number
+    now.entered.add(uses[2])
     assert now.next_group() is None
     again, _other = make_pass(uses, number=2)
-    uses[0].entered = uses[1].entered = uses[3].entered = again.number
+    again.entered.update([uses[0], uses[1], uses[3]])
     assert names(again.reach(uses[2])) == []
 
 
 def test_lost_uses_are_forgotten_with_the_last_graph_of_their_forward():
-    uses = make_uses(4)
     known = Uses()
+    uses = [known.begin(Group(), -1, forward, False) for forward in (1, 1, 2, 2)]
     for use in uses:
-        use.forward, use.group.options = 1 + use.number // 2, Options(reduce_unused=True)
-        known.add(use)
+        use.group.options = Options(reduce_unused=True)
     known.graph_gone(uses[0])
     known.graph_gone(uses[2])
     known.graph_gone(uses[3])
-    known.begin_forward(waiting=True)
+    known.begin_iteration(waiting=True)
     assert list(known) == [uses[1], uses[0]], "the second forward has no graph any more"
-    known.begin_forward(waiting=False)
+    known.begin_iteration(waiting=False)
     assert list(known) == [uses[1]]
 
 
@@ -212,17 +219,18 @@ def test_the_next_group_is_the_last_use_that_backward_has_not_entered():
     uses = make_uses(3)
     now, _token = make_pass(uses)
     assert now.next_group() is uses[2].group
-    uses[2].entered = 1
+    now.entered.add(uses[2])
     assert now.next_group() is uses[1].group
-    uses[0].entered = 1
+    now.entered.add(uses[0])
     assert now.next_group() is uses[1].group
-    uses[1].entered = 1
+    now.entered.add(uses[1])
     assert now.next_group() is None
 
 
 def test_what_an_earlier_pass_has_entered_is_expected_again():
     uses = make_uses(1)
-    uses[0].entered = 1
+    earlier, _token = make_pass(uses, number=1)
+    earlier.entered.add(uses[0])
     now, _token = make_pass(uses, number=2)
     assert now.next_group() is uses[0].group
 
@@ -243,20 +251,18 @@ def test_passes_within_passes_are_counted_from_the_outermost():
     assert now.note(5) == 1
     assert now.note(6) == 2
     assert now.note(1) == 0
-    assert len(CALLBACKS) == 3, "a pass is noted once"
+    assert len(CALLBACKS) == 2, "a pass is noted once"
 
 
 def test_a_pass_that_has_ended_counts_no_more():
     now, _token = make_pass([])
-    now.note(1)
     now.note(5)
-    end_of(1)
+    end_of(0)
     assert now.note(6) == 1
 
 
 def test_a_pass_that_has_failed_counts_no_more():
     now, _token = make_pass([])
-    now.note(1)
     now.note(5)
     CALLBACKS.pop()  # a failed pass drops its callbacks uncalled
     assert now.note(6) == 1
@@ -269,7 +275,7 @@ def test_the_gradients_of_a_use_are_complete_in_the_pass_right_inside_the_one_of
     assert not now.completes(plain, 5), "a checkpoint inside of the module: more may follow"
     assert now.completes(recomputed, 5)
     assert not now.completes(recomputed, 6)
-    end_of(1)
+    end_of(0)
     assert now.completes(recomputed, 7)
     assert now.completes(plain, 1)
 
@@ -277,8 +283,6 @@ def test_the_gradients_of_a_use_are_complete_in_the_pass_right_inside_the_one_of
 def test_a_pass_lives_as_long_as_its_token():
     now, token = make_pass([])
     assert now.alive
-    assert now.is_of(token)
-    assert not now.is_of(Token())
     del token
     assert not now.alive
 
@@ -291,7 +295,12 @@ def test_partial_gradients_of_a_use_add_up_and_leave_nothing_behind():
 
     (use,) = make_uses(1)
     one = torch.ones(2)
-    use.partial = use.add([one, None, None])
-    use.partial = use.add([one, one, None])
-    assert [None if g is None else g.tolist() for g in use.add([one, None, None])] == [[3.0, 3.0], [1.0, 1.0], None]
+    use.keep([one, None, None])
+    use.keep([one, one, None])
+    total = use.complete([one, None, None])
+    assert [None if g is None else g.tolist() for g in total] == [
+        [3.0, 3.0],
+        [1.0, 1.0],
+        None,
+    ]
     assert use.partial is None

@@ -59,7 +59,7 @@ def test_a_recomputation_is_no_second_use(rank, world, model_type):
     record = last_record(model)
     assert record.actions == make_plan(model).actions()
     assert record.order == ("", "blocks.0", "blocks.1", "blocks.2")
-    assert engine_of(model)._count == 2 * 4, "a use was made for a recomputation"
+    assert engine_of(model).uses._count == 2 * 4, "a use was made for a recomputation"
     assert_same_gradients(model, plain)
 
 
@@ -143,9 +143,9 @@ def test_the_end_of_a_graph_without_a_backward_ends_its_use(rank, world):
     model, _ = twins()
     loss = loss_of(model)
     engine = engine_of(model)
-    assert len(list(engine._uses)) == 4
+    assert len(list(engine.uses)) == 4
     del loss
-    assert list(engine._uses) == []
+    assert list(engine.uses) == []
 
 
 @pytest.mark.parametrize("shard", [shard_blocks, shard_nested])

@@ -15,7 +15,6 @@ from _models import Stack, shard_blocks, shard_lists
 from _nests import POLICIES, shard_nests, with_checkpoints
 from _pool import simulated
 from _stepping import assert_same_gradients, loss_of, train_step, twins
-from composable_shard._engine.late import LateWeight
 
 
 def within_least_budget(model):
@@ -193,20 +192,31 @@ def test_among_few_ranks_too(rank, world, seed):
         assert cs.last_record(model).peak_bytes <= least
 
 
-def test_whatever_uses_a_late_weight_gets_the_real_one():
-    weight, x, asked = nn.Parameter(torch.randn(3, 2)), torch.randn(4, 2), []
-    late = LateWeight(lambda: (asked.append(None), weight)[1])
-    assert isinstance(late, nn.Parameter)
-    assert not asked
-    for use in (
-        lambda w: nn.functional.linear(x, w),
-        lambda w: torch.cat([w, w]),
-        lambda w: torch.add(x[:3], other=w),
-        lambda w: w.t() @ w,
-        lambda w: w.shape,
-        lambda w: w.data_ptr(),
-    ):
-        before = len(asked)
-        found, expected = use(late), use(weight)
-        assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
-        assert len(asked) > before
+class CompiledLayers(Layers):
+    """Compiles what each of its layers computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.compiled = torch.compile(lambda layer, x: layer(x).tanh(), backend="aot_eager")
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(lambda layer=layer, x=x: self.compiled(layer, x), use_reentrant=False)
+        return x
+
+
+class CompiledParts(Parts):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(CompiledLayers() for _ in range(3))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at all attributes
+@simulated(world=1)
+def test_compiled_code_in_a_checkpoint_inside_of_another_one_keeps_to_a_budget(rank, world):
+    model, plain = twins(CompiledParts)
+    train_step(model)
+    least = within_least_budget(model)
+    for step in range(2):
+        step_of_both(model, plain, step)
+    assert cs.last_record(model).peak_bytes <= least
