@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -159,25 +159,21 @@ class Order:
             self.plan = replace(self.plan, places=places)
         return self.plan
 
-    def for_graphs(self, follows: bool) -> GraphSchedule:
-        """The schedule for compiled graphs: the lists of users and, if `follows`, all of the plan's schedule."""
-        plan, edges = self.plan, self.plan.edges()
-        ahead: tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]] = ({}, {})  # for forward, backward
-        in_flight: dict[str, int] = {}
-        first: list[str] = []
-        if follows:
-            ahead = (self._by_module(edges.forward), self._by_module(edges.backward))
-            numbers = dict(edges.in_flight)
-            for fqn in self._by_fqn:
-                most = numbers.get(fqn, edges.max_reductions)
-                in_flight[_module_of(fqn)] = min(most, in_flight.get(_module_of(fqn), most))
-            first = [_module_of(g.fqn) for g in plan.groups if edges.reduces_first or g.reduces_first]
+    def for_graphs(self, reductions: bool) -> GraphSchedule:
+        """The schedule for compiled graphs, with the lists of users; if `reductions`, with those in flight, too."""
+        edges = self.plan.edges()
+        ahead = self._by_module(edges.forward), self._by_module(edges.backward)
         for (backward, group), those in self.explicit.items():
             ahead[backward][_module_of(group.fqn)] = tuple(_module_of(each.fqn) for each in those)
-        kept: Counter[str] = Counter()
-        for fqn in edges.kept if follows or plan.pool.budget is not None else ():
-            kept[_module_of(fqn)] += plan.group(fqn).unsharded_bytes
-        return GraphSchedule(*ahead, dict(kept), in_flight, tuple(dict.fromkeys(first)))
+        if not reductions:
+            return GraphSchedule(*ahead)
+        numbers = dict(edges.in_flight)
+        in_flight: dict[str, int] = {}
+        for fqn in self._by_fqn:
+            most = numbers.get(fqn, edges.max_reductions)
+            in_flight[_module_of(fqn)] = min(most, in_flight.get(_module_of(fqn), most))
+        first = [_module_of(g.fqn) for g in self.plan.groups if edges.reduces_first or g.reduces_first]
+        return GraphSchedule(*ahead, in_flight, tuple(dict.fromkeys(first)))
 
     def _by_module(self, edges: Iterable[tuple[str, Sequence[str]]]) -> dict[str, tuple[str, ...]]:
         """For each module, those to gather with it. Groups of a module on several meshes are one in a graph."""
