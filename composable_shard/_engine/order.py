@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -161,19 +161,22 @@ class Order:
 
     def for_graphs(self, reductions: bool) -> GraphSchedule:
         """The schedule for compiled graphs, with the lists of users; if `reductions`, with those in flight, too."""
-        edges = self.plan.edges()
+        plan, edges = self.plan, self.plan.edges()
         ahead = self._by_module(edges.forward), self._by_module(edges.backward)
         for (backward, group), those in self.explicit.items():
             ahead[backward][_module_of(group.fqn)] = tuple(_module_of(each.fqn) for each in those)
-        if not reductions:
+        budget, numbers = plan.pool.budget, dict(edges.in_flight)
+        if not reductions and budget is None:
             return GraphSchedule(*ahead)
-        numbers = dict(edges.in_flight)
         in_flight: dict[str, int] = {}
         for fqn in self._by_fqn:
             most = numbers.get(fqn, edges.max_reductions)
             in_flight[_module_of(fqn)] = min(most, in_flight.get(_module_of(fqn), most))
-        first = [_module_of(g.fqn) for g in self.plan.groups if edges.reduces_first or g.reduces_first]
-        return GraphSchedule(*ahead, in_flight, tuple(dict.fromkeys(first)))
+        first = [_module_of(g.fqn) for g in plan.groups if edges.reduces_first or g.reduces_first]
+        kept: Counter[str] = Counter()
+        for fqn in edges.kept if budget is not None else ():
+            kept[_module_of(fqn)] += plan.group(fqn).unsharded_bytes
+        return GraphSchedule(*ahead, in_flight, tuple(dict.fromkeys(first)), budget, dict(kept))
 
     def _by_module(self, edges: Iterable[tuple[str, Sequence[str]]]) -> dict[str, tuple[str, ...]]:
         """For each module, those to gather with it. Groups of a module on several meshes are one in a graph."""

@@ -33,7 +33,7 @@ from .._torch.core import (
 from .graphs import GraphReport, faults, outputs_of, repeated_gathers, report_graph
 from .overlap import place
 
-_VERSION = "composable_shard guard 4"
+_VERSION = "composable_shard guard 5"
 _listeners: list[list[GraphReport]] = []
 _forwards: weakref.WeakKeyDictionary[Any, GraphReport] = weakref.WeakKeyDictionary()
 

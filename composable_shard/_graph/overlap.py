@@ -13,7 +13,7 @@ next one. Every rank has the same graph, so collectives keep one order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from torch import fx
 
 from .._plan.graph_schedule import NOTHING_SAID, GraphSchedule
 from .._plan.schedule import ROOT_NAME
-from .graphs import computes, is_backward, letter_of, module_of, name_of
+from .graphs import bytes_of, computes, is_backward, letter_of, module_of, name_of, weights_of
 
 _PACK_SHARDS, _UNPACK = "composable_shard.pack", "composable_shard.unpack"
 _PACK_GRADIENTS = "composable_shard.pack_gradients"
@@ -36,11 +36,14 @@ def place(graph: fx.Graph, schedule: GraphSchedule = NOTHING_SAID) -> None:
     """
     order = _Order(graph, schedule)
     launches = _launches(order, schedule)
-    flight = _follow(order, launches, schedule)
-    for reduction, at in flight.waits.items():
+    waits = _follow(order, launches, schedule).waits
+    places = [launch.at for launch in launches]
+    if schedule.budget is not None:
+        places = _within(schedule.budget, order, places, waits, schedule.kept)
+    for reduction, at in waits.items():
         _finish_later(reduction.ends, order.fixed(at))
-    for gather, launch in zip(order.gathers, launches, strict=True):
-        _launch_earlier(gather, order.fixed(launch.at))
+    for gather, at in zip(order.gathers, places, strict=True):
+        _launch_earlier(gather, order.fixed(at))
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,10 @@ class _Order:
         """The first node from there on that is not moved."""
         return next(node for node in self._nodes[place:] if node not in self._moving)
 
+    def last_use(self, gather: _Gather) -> int:
+        """The last place at which something reads the weights of a gather."""
+        return max(self.at[user] for node in weights_of(gather.launch) for user in node.users)
+
     def begin(self, module: str) -> int:
         """Where a module begins; behind all else if it is not here."""
         return self._begins.get(module, self.last)
@@ -173,6 +180,10 @@ class _Order:
         """Half-way through what a module computes."""
         numbers = self._computes.get(module) or [self.first]
         return numbers[len(numbers) // 2]
+
+    def end(self, module: str) -> int:
+        """Behind all that a module computes; of the root, at the end."""
+        return self.last if module == ROOT_NAME else self._computes.get(module, [self.first])[-1] + 1
 
 
 class _Launch(NamedTuple):
@@ -248,6 +259,36 @@ def _follow(order: _Order, launches: list[_Launch], schedule: GraphSchedule) -> 
                 launches[event] = _Launch(max(at, min(order.middle(module), order.at[gather])), module)
             flight.settle(launches[event].at)
     return flight
+
+
+def _within(
+    budget: int, order: _Order, launches: Sequence[int], waits: Mapping[_Reduction, int], kept: Mapping[str, int]
+) -> list[int]:
+    """The same launches, but for those ahead that would exceed the budget, which come where they are needed.
+
+    The plan holds its budget already. An eager step does likewise where it does not run as planned, or where users have
+    listed what is gathered ahead.
+    """
+    live = [0] * order.last
+
+    def hold(begin: int, end: int, nbytes: int) -> None:
+        live[begin:end] = [each + nbytes for each in live[begin:end]]
+
+    for gather in order.gathers:
+        hold(order.at[gather.launch], order.last_use(gather) + 1, bytes_of(gather.launch))
+    for reduction, at in waits.items():
+        hold(order.at[reduction.pack], at, bytes_of(reduction.pack))
+    for module, nbytes in kept.items() if order.backward else ():
+        hold(0, order.end(module), nbytes)
+    bounded: list[int] = []
+    for gather, wanted in zip(order.gathers, launches, strict=True):
+        needed, nbytes = order.at[gather.launch], bytes_of(gather.launch)
+        at = max([wanted, *bounded[-1:]])
+        if max(live[at:needed], default=0) + nbytes > budget:
+            at = needed
+        hold(at, needed, nbytes)
+        bounded.append(at)
+    return bounded
 
 
 def _launch_earlier(gather: _Gather, place: fx.Node) -> None:

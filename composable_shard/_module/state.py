@@ -262,8 +262,8 @@ class ShardState:
     def order_changed(self, order: Order) -> None:
         """On the root: note the schedule that the engine's order makes for graphs."""
         asked = self.asked
-        measured = order.plan.costs is not None or (asked.plan is not None and asked.prefetch is None)
-        text = order.for_graphs(measured or order.plan.pool.budget is not None).to_text()
+        reductions = order.plan.costs is not None or (asked.plan is not None and asked.prefetch is None)
+        text = order.for_graphs(reductions).to_text()
         if text != asked.schedule:
             self.asked = replace(asked, schedule=text)
 

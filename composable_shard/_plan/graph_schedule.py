@@ -17,12 +17,17 @@ class GraphSchedule:
         forward, backward: by module, the modules to gather when its forward, or backward, begins.
         in_flight: by module, how many reductions may be in flight, its own included.
         reduces_first: modules whose backward waits for reductions before it gathers.
+        budget: the most bytes that weights may take from the launch of their gather, or from forward on, to their last
+            use, and buckets of gradients until their reduction is over; None for no limit.
+        kept: by module, the bytes of weights that stay between forward and backward, if there is a budget.
     """
 
     forward: Listed = field(default_factory=dict)
     backward: Listed = field(default_factory=dict)
     in_flight: Mapping[str, int] = field(default_factory=dict)
     reduces_first: Sequence[str] = ()
+    budget: int | None = None
+    kept: Mapping[str, int] = field(default_factory=dict)
 
     def to_text(self) -> str:
         """This schedule as text, on which compiled code can be guarded; empty if nothing is prescribed."""

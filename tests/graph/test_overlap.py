@@ -50,6 +50,12 @@ class Builder:
         self.ends.append(waited)
         return waited
 
+    def tell_sizes(self):
+        """Weights and gradients have 64 bytes each."""
+        for node in self.graph.nodes:
+            if node.target in (c10d.all_gather_into_tensor.default, cs.pack_gradients.default):
+                node.meta["val"] = torch.empty(16, device="meta")
+
     def placed(self, *schedule):
         before = {node.name: [each.name for each in node.all_input_nodes] for node in self.graph.nodes}
         self.graph.output([self.x, *self.ends])
@@ -136,14 +142,15 @@ def test_a_graph_without_communication_is_left_alone():
     assert made.placed(GraphSchedule({"a": ("b",)})) == "m", "though there are lists"
 
 
-def chain(**lists):
+def chain(budget=None, **lists):
     """A forward of modules a to e, each with its gather and its product, placed by a schedule with these lists."""
     made = Builder()
     shards = {module: made.shard(f"shard_{module}") for module in "abcde"}
     for made.module, shard in shards.items():
         made.multiply(made.gather(shard))
     gathers = [node for node in made.graph.nodes if node.target is c10d.all_gather_into_tensor.default]
-    placed = made.placed(GraphSchedule(lists))
+    made.tell_sizes()
+    placed = made.placed(GraphSchedule(lists, budget=budget))
     assert [node for node in made.graph.nodes if node in gathers] == gathers, "collectives keep their order"
     return placed
 
@@ -193,6 +200,7 @@ def backward(schedule, kept=""):
         for _ in range(4):
             made.multiply(weight)
         made.reduce(made.x)
+    made.tell_sizes()
     return made.placed(schedule)
 
 
@@ -236,4 +244,25 @@ def test_a_module_whose_weights_are_kept_begins_with_what_it_computes():
 c: GmmmmRwGmmmmRwmmmmwRww
 b: GwmmmmRGmmmmRwmmmmwRww
 b, and the root gathers all: GGwmmmmRmmmmRwmmmmwRww""",
+    )
+
+
+def test_a_gather_ahead_that_would_exceed_the_budget_is_launched_where_it_is_needed():
+    lists = {"(root)": "ab", "a": "c", "b": "d", "c": "e"}
+    assert_expected_inline(
+        "\n".join(f"{b}: {chain(budget=b, **lists)}" for b in (64, 128, 192)),
+        """\
+64: GwmGwmGwmGwmGwm
+128: GGwmwmGGwmwmGwm
+192: GGwGmwGmwGmwmwm""",
+    )
+    ahead = {"(root)": ("c", "b"), "c": ("a",)}
+    cases = {"128": (128, {}), "192": (192, {}), "192, and another is kept": (192, {"(root)": 64})}
+    schedules = {name: GraphSchedule({}, ahead, flying(2), (), *each) for name, each in cases.items()}
+    assert_expected_inline(
+        "\n".join(f"{name}: {backward(each)}" for name, each in schedules.items()),
+        """\
+128: GGwmmmmRwmmmmRGwmmmmwRww
+192: GGwGmmmmRwmmmmRwmmmmwRww
+192, and another is kept: GGwmmmmRwmmmmRGwmmmmwRww""",
     )
