@@ -149,16 +149,7 @@ class _Order:
             if computes(node) and node not in self._moving:
                 self._computes.setdefault(self.names.of(node), []).append(self.at[node])
         self.backward = is_backward(graph)
-        self._begins = self._find_begins()
-
-    def _find_begins(self) -> dict[str, int]:
-        """Where a forward, or the root, has its weights, and where a backward, or what gathers nothing, computes."""
-        begins = {module: numbers[0] for module, numbers in self._computes.items()} | {ROOT_NAME: self.first}
-        for gather in reversed(self.gathers):
-            module = self.names.of(gather.launch)
-            if module == ROOT_NAME or not self.backward:
-                begins[module] = self.arrival(gather)
-        return begins
+        self._arrivals = {self.names.of(each.launch): self.arrival(each) for each in reversed(self.gathers)}
 
     def arrival(self, gather: _Gather) -> int:
         """The place at which all weights of a gather have come."""
@@ -173,8 +164,12 @@ class _Order:
         return max(self.at[user] for node in weights_of(gather.launch) for user in node.users)
 
     def begin(self, module: str) -> int:
-        """Where a module begins; behind all else if it is not here."""
-        return self._begins.get(module, self.last)
+        """Where a module begins to compute, the root before all else; behind the graph if it is not here."""
+        return self.first if module == ROOT_NAME else self._computes.get(module, [self.last])[0]
+
+    def ready(self, module: str) -> int:
+        """Where a module has begun and its own weights have come: it gathers ahead from there."""
+        return self._arrivals[module] if module in self._arrivals else self.begin(module)
 
     def middle(self, module: str) -> int:
         """Half-way through what a module computes."""
@@ -203,7 +198,7 @@ def _launches(order: _Order, schedule: GraphSchedule) -> list[_Launch]:
         wanted = [_Launch(order.at[gather.launch], module)]  # where it is needed
         if module in gathered_by:
             wanted.append(_Launch(order.begin(module), module))
-        ahead = [_Launch(order.begin(each), each) for each in gathered_by.get(module, ())]
+        ahead = [_Launch(order.ready(each), each) for each in gathered_by.get(module, ())]
         if module not in gathered_by or (ahead and min(ahead) > wanted[0]):
             ahead = [one_ahead]  # the schedule does not know it, or has it gathered by what begins only later here
         launches.append(max([min(wanted + ahead), *launches[-1:]]))  # gathers keep their order
