@@ -7,13 +7,17 @@ a local sum in the order of the ranks.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Concatenate, ParamSpec
 
 import torch
 import torch.distributed as dist
 
 from .collectives import MOVED, transports_of
 
+P = ParamSpec("P")
 _ops = torch.ops._c10d_functional
 
 
@@ -42,21 +46,30 @@ def axis_of(group: dist.ProcessGroup | None, size: int, device: torch.device) ->
     return Axis(size, group.group_name, transport.averages, ordered=transport.route.sums and size > 2)
 
 
+def _as_pairs(collective: Callable[Concatenate[torch.Tensor, P], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A collective of 1D tensors that moves complex numbers as pairs of real ones."""
+
+    @functools.wraps(collective)
+    def move(tensor: torch.Tensor, *args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
+        if not tensor.is_complex():
+            return collective(tensor, *args, **kwargs)
+        pairs = collective(torch.view_as_real(tensor).reshape(-1), *args, **kwargs)
+        return torch.view_as_complex(pairs.view(-1, 2))
+
+    return move
+
+
+@_as_pairs
 def all_gather(chunk: torch.Tensor, axis: Axis) -> torch.Tensor:
     """All ranks' chunks, one after the other: (n,) -> (size * n,)."""
-    if chunk.is_complex():
-        pairs = all_gather(torch.view_as_real(chunk).reshape(-1), axis)
-        return torch.view_as_complex(pairs.view(-1, 2))
     if chunk.dtype not in MOVED:
         return all_gather(chunk.view(torch.uint8), axis).view(chunk.dtype)
     return _wait(_ops.all_gather_into_tensor(chunk, axis.size, axis.group))
 
 
+@_as_pairs
 def reduce_scatter(bucket: torch.Tensor, axis: Axis, mean: bool) -> torch.Tensor:
     """The sum, or the mean, over all ranks' parts for this rank: (size * n,) -> (n,)."""
-    if bucket.is_complex():
-        pairs = reduce_scatter(torch.view_as_real(bucket).reshape(-1), axis, mean)
-        return torch.view_as_complex(pairs.view(-1, 2))
     if not axis.ordered:
         op = "avg" if mean else "sum"
         return _wait(_ops.reduce_scatter_tensor(bucket, op, axis.size, axis.group))
@@ -68,11 +81,9 @@ def reduce_scatter(bucket: torch.Tensor, axis: Axis, mean: bool) -> torch.Tensor
     return total
 
 
+@_as_pairs
 def all_reduce(tensor: torch.Tensor, axis: Axis, mean: bool) -> torch.Tensor:
     """The sum over ranks, or the mean, of a 1D tensor."""
-    if tensor.is_complex():
-        pairs = all_reduce(torch.view_as_real(tensor).reshape(-1), axis, mean)
-        return torch.view_as_complex(pairs.view(-1, 2))
     if not axis.ordered:
         return _wait(_ops.all_reduce(tensor, "avg" if mean else "sum", axis.group))
     missing = -tensor.numel() % axis.size

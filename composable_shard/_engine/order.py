@@ -175,32 +175,28 @@ class Order:
             self.plan = replace(self.plan, places=places)
         return self.plan
 
-    def for_graphs(self, follows: bool) -> GraphSchedule:
-        """The schedule for compiled graphs: the lists of users and, if `follows`, all of the plan's schedule."""
+    def for_graphs(self, reductions: bool) -> GraphSchedule:
+        """The schedule for compiled graphs, with the lists of users; if `reductions`, with those in flight, too."""
         plan, edges = self.plan, self.plan.edges()
-        made = self._followed_by_graphs(edges) if follows else GraphSchedule()
-        ahead = dict(made.forward), dict(made.backward)
+        ahead = self._by_module(edges.forward), self._by_module(edges.backward)
         for (backward, group), listed in self.explicit.items():
             ahead[backward][_module_of(group.fqn)] = tuple(_module_of(each.fqn) for each in listed)
+        budget = plan.pool.budget
+        if not reductions and budget is None:
+            return GraphSchedule(*ahead)
         kept: Counter[str] = Counter()
-        for fqn in edges.kept if follows or plan.pool.budget is not None else ():
+        for fqn in edges.kept if budget is not None else ():
             kept[_module_of(fqn)] += plan.group(fqn).unsharded_bytes
-        return replace(made, forward=ahead[0], backward=ahead[1], kept=dict(kept))
+        first = [_module_of(each.fqn) for each in plan.groups if edges.reduces_first or each.reduces_first]
+        return GraphSchedule(*ahead, self._in_flight(edges), tuple(dict.fromkeys(first)), budget, dict(kept))
 
-    def _followed_by_graphs(self, edges: Schedule) -> GraphSchedule:
-        """All that the plan's schedule says to graphs, but for the bytes that are kept."""
-        numbers = dict(edges.in_flight)
-        in_flight: dict[str, int] = {}
+    def _in_flight(self, edges: Schedule) -> dict[str, int]:
+        """By module, how many reductions may be in flight."""
+        numbers, by_module = dict(edges.in_flight), dict[str, int]()
         for fqn in self._by_fqn:
             module, most = _module_of(fqn), numbers.get(fqn, edges.max_reductions)
-            in_flight[module] = min(most, in_flight.get(module, most))
-        first = [_module_of(each.fqn) for each in self.plan.groups if edges.reduces_first or each.reduces_first]
-        return GraphSchedule(
-            self._by_module(edges.forward),
-            self._by_module(edges.backward),
-            in_flight=in_flight,
-            reduces_first=tuple(dict.fromkeys(first)),
-        )
+            by_module[module] = min(most, by_module.get(module, most))
+        return by_module
 
     def _by_module(self, edges: Iterable[tuple[str, Sequence[str]]]) -> dict[str, tuple[str, ...]]:
         """For each module, those to gather with it. Groups of a module on several meshes are one in a graph."""

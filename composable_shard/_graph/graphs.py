@@ -132,7 +132,7 @@ def report_graph(graph: fx.Graph, outputs: int | None) -> GraphReport:
     saved = _saved(graph, outputs) if outputs is not None and not backward else []
     gathers = [n for n in graph.nodes if letter_of(n) == "G" and _is_of_weights(n)]
     found = tuple(_gather(node, saved) for node in gathers)
-    return GraphReport(direction, sequence(graph), found, sum(map(_nbytes, saved)))
+    return GraphReport(direction, sequence(graph), found, sum(map(bytes_of, saved)))
 
 
 def outputs_of(graph: fx.Graph) -> list[Any]:
@@ -148,7 +148,8 @@ def _saved(graph: fx.Graph, outputs: int) -> list[fx.Node]:
     return [n for n in behind if isinstance(n, fx.Node) and n.op != "placeholder"]
 
 
-def _nbytes(node: fx.Node) -> int:
+def bytes_of(node: fx.Node) -> int:
+    """Bytes of the tensor that a node gives, of sizes as they were when the graph was made."""
     value = node.meta.get("val")
     return math.prod(map(size_hint, value.shape)) * value.itemsize if isinstance(value, torch.Tensor) else 0
 
@@ -167,7 +168,7 @@ def module_of(node: fx.Node) -> str:
 def _gather(node: fx.Node, saved: list[fx.Node]) -> Gather:
     policy = str(node.meta.get("recompute"))
     kept = set(weights_of(node)) & set(saved)
-    return Gather(module_of(node), "RECOMPUTE" in policy, sum(map(_nbytes, kept)))
+    return Gather(module_of(node), "RECOMPUTE" in policy, sum(map(bytes_of, kept)))
 
 
 def _is_of_weights(gather: fx.Node) -> bool:

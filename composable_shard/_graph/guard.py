@@ -21,7 +21,6 @@ from torch import fx
 
 from .._errors import CompiledGraphWarning
 from .._plan.graph_schedule import NOTHING_SAID, GraphSchedule
-from .._policies import ONE_AHEAD, PrefetchPolicy
 from .._torch.compiler import graph_pass, last_graph_break, last_pass, set_last_pass
 from .._torch.core import (
     compilation,
@@ -34,7 +33,7 @@ from .._torch.core import (
 from .graphs import GraphReport, faults, outputs_of, repeated_gathers, report_graph
 from .overlap import place
 
-_VERSION = "composable_shard guard 4"
+_VERSION = "composable_shard guard 5"
 _listeners: list[list[GraphReport]] = []
 _forwards: weakref.WeakKeyDictionary[Any, GraphReport] = weakref.WeakKeyDictionary()
 
@@ -110,7 +109,7 @@ def guard_pass(before: Any, places: bool = False) -> Any:
             if before is not None:
                 before(graph)
             if places:
-                place(graph, *_policies_now())
+                place(graph, _schedule_now())
             _mark(graph, read(graph))
 
         def __eq__(self, other: object) -> bool:  # models compiled alike share code, as equal layers do
@@ -121,7 +120,7 @@ def guard_pass(before: Any, places: bool = False) -> Any:
             return hash(version)
 
         def uuid(self) -> Any:
-            now = f"{version}, {_policies_now()}" if places else version
+            now = f"{version}, {_schedule_now()}" if places else version
             return (now, before.uuid()) if isinstance(before, base) else (now, before)
 
     return Guard()
@@ -143,7 +142,7 @@ def guarded(compiler: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(compiler)
     def compile_graph(module: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        place(module.graph, *_policies_now())
+        place(module.graph, _schedule_now())
         module.recompile()
         for text in read(module.graph):
             _say(text)
@@ -157,30 +156,26 @@ def guarded(compiler: Callable[..., Any]) -> Callable[..., Any]:
 _begun_in = ""
 
 
-_Policies = tuple[PrefetchPolicy, int | None, GraphSchedule]
-_policies: weakref.WeakKeyDictionary[object, _Policies] = weakref.WeakKeyDictionary()  # by compilation
+_schedules: weakref.WeakKeyDictionary[object, GraphSchedule] = weakref.WeakKeyDictionary()  # by compilation
 
 
-def _policies_now() -> _Policies:
-    """The policies of the model that is compiled now."""
+def _schedule_now() -> GraphSchedule:
+    """The schedule of the model that is compiled now."""
     now = compilation()
-    nothing = ONE_AHEAD, None, NOTHING_SAID
-    return nothing if now is None else _policies.get(now, nothing)
+    return NOTHING_SAID if now is None else _schedules.get(now, NOTHING_SAID)
 
 
 @run_while_tracing
-def begin_trace(kind: str, amount: int | None, budget: int | None, schedule: str) -> bool:
-    """A sharded module is about to be traced; the policies of the outermost one place the communication of its graphs.
+def begin_trace(schedule: str) -> bool:
+    """A sharded module is about to be traced; the graphs of a compilation follow the schedule of the outermost one.
 
     Args:
-        kind, amount: of the `PrefetchPolicy`.
-        budget: of the `PoolPolicy`.
-        schedule: text of what users have listed, or a plan says.
+        schedule: text of its `GraphSchedule`.
     """
     global _begun_in
     _begun_in = current_compilation()
     if (now := compilation()) is not None:
-        _policies.setdefault(now, (PrefetchPolicy(kind, amount), budget, GraphSchedule.of_text(schedule)))
+        _schedules.setdefault(now, GraphSchedule.of_text(schedule))
     install()
     return True
 

@@ -18,9 +18,10 @@ has another need of it. Ranks that use different parameters of a group then stil
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,6 +39,7 @@ from .._torch.core import has_side_effect
 _CODE = hashlib.sha256(
     b"".join(Path(f).read_bytes() for f in (__file__, copies.__file__, functional.__file__, compiler.__file__))
 ).hexdigest()
+ByIndex = Mapping[int, torch.Tensor]  # index of a parameter
 REDUCE, KEEP, TAKE = 0, 1, 2  # what becomes of the gradients; the last: reduce them with those that were kept
 
 
@@ -68,10 +70,14 @@ class Layout:
         return self.shard.size if self.shard is not None else 1
 
     def register(self) -> str:
-        """Make it known to the operators; returns its key, equal for equal layouts and in every process."""
-        key = hashlib.sha256(f"{_CODE} {self!r}".encode()).hexdigest()[:16]
-        _layouts[key] = self
-        return key
+        """Make it known to the operators; returns its key."""
+        _layouts[self.key] = self
+        return self.key
+
+    @functools.cached_property
+    def key(self) -> str:
+        """A digest of all that decides the graph: equal for equal layouts, and in every process."""
+        return hashlib.sha256(f"{_CODE} {self!r}".encode()).hexdigest()[:16]
 
     def bucket(self, members: Sequence[int]) -> BucketLayout:
         """Where some of the parameters, by index, lie in a bucket."""
@@ -79,56 +85,20 @@ class Layout:
 
     # ---- what is traced
 
-    def gather(self, shards: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
+    def gather(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """All-gather, one collective per dtype."""
         out: dict[int, torch.Tensor] = {}
         stored = [shard.dtype for shard in shards]
         dtypes = [d if keep else self.options.compute_dtype(d) for d, keep in zip(stored, self.keeps, strict=True)]
-        for dtype in dict.fromkeys(dtypes):
-            members = [i for i, d in enumerate(dtypes) if d == dtype]
-            flat = torch.ops.composable_shard.pack([shards[i] for i in members], key, members, dtype)
+        for dtype, members in _by_dtype(enumerate(dtypes)).items():
+            flat = torch.ops.composable_shard.pack([shards[i] for i in members], self.key, members, dtype)
             if self.shard is not None:
                 flat = functional.all_gather(flat, self.shard)
-            out.update(zip(members, torch.ops.composable_shard.unpack(flat, key, members), strict=True))
+            out.update(zip(members, torch.ops.composable_shard.unpack(flat, self.key, members), strict=True))
         return [out[i] for i in range(len(shards))]
 
-    def reduce(
-        self,
-        gradients: Gradients,
-        stored: Sequence[torch.dtype | None],
-        used: Mapping[int, torch.Tensor],
-        factor: float | None,
-        only_sums: bool,
-        key: str,
-    ) -> tuple[list[torch.Tensor | None], dict[int, torch.Tensor]]:
-        """Reduce-scatter (and all-reduce over replicas), one collective per dtype; zeros stand for missing gradients.
-
-        Args:
-            gradients: the unsharded ones; None is a missing one.
-            stored: dtypes of the parameters; None for those that want no gradient.
-            factor, only_sums: the options `divide_factor` and `only_sums`.
-            used: 1 or 0, by index, where it is known only when the graph runs whether a gradient exists on this rank.
-            key: of this layout.
-
-        Returns:
-            this rank's pieces, and how much of each gradient exists, over all ranks (positive if any does).
-        """
-        pieces: list[torch.Tensor | None] = [None] * len(gradients)
-        found: dict[int, torch.Tensor] = {}
-        wanted = {i: self.options.reduce_dtype(dtype) for i, dtype in enumerate(stored) if dtype is not None}
-        like = next(g for g in gradients if g is not None)
-        for dtype in dict.fromkeys(wanted.values()):
-            members = [i for i in wanted if wanted[i] == dtype]
-            given, marks = [gradients[i] for i in members], [used.get(i) for i in members]
-            bucket = torch.ops.composable_shard.pack_gradients(given, marks, like, key, members, dtype)
-            own = self._reduced(bucket.view(-1), factor, only_sums)
-            names = _names([stored[i] for i in members])
-            *parts, existing = torch.ops.composable_shard.unpack_pieces(own, key, members, names)
-            for place, (i, part) in enumerate(zip(members, parts, strict=True)):
-                pieces[i], found[i] = part, existing[place]
-        return pieces, found
-
-    def _reduced(self, flat: torch.Tensor, factor: float | None, only_sums: bool) -> torch.Tensor:
+    def reduced(self, flat: torch.Tensor, factor: float | None, only_sums: bool) -> torch.Tensor:
+        """Reduce-scatter, and all-reduce over replicas; the options are `divide_factor` and `only_sums`."""
         axes = [(axis.size, axis.averages) for axis in (self.shard, self.replicate) if axis is not None]
         mean, before, after = division(factor, only_sums, flat.dtype, axes)
         flat = flat / before if before != 1 else flat
@@ -142,13 +112,71 @@ class Layout:
 _layouts: dict[str, Layout] = {}
 
 
-def _names(dtypes: Sequence[torch.dtype | None]) -> str:
+def _by_dtype(dtypes: Iterable[tuple[int, torch.dtype]]) -> dict[torch.dtype, list[int]]:
+    """Indices of parameters by the dtype of their bucket."""
+    members: dict[torch.dtype, list[int]] = {}
+    for index, dtype in dtypes:
+        members.setdefault(dtype, []).append(index)
+    return members
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
     """Dtypes as operators take them."""
     return " ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def _dtypes(names: str) -> list[torch.dtype]:
     return [getattr(torch, name) for name in names.split()]
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One use of a group: what its backward must know.
+
+    Attributes:
+        layout: of the group.
+        fate: what becomes of the gradients: `REDUCE`, `KEEP` or `TAKE`.
+        factor, only_sums: the options `divide_factor` and `only_sums`.
+        stored: by index, the dtypes of the parameters that want a gradient.
+    """
+
+    layout: Layout
+    fate: int
+    factor: float | None
+    only_sums: bool
+    stored: Mapping[int, torch.dtype]
+
+    def totals(self, given: ByIndex, anchor: torch.Tensor) -> tuple[ByIndex, ByIndex]:
+        """The gradients to reduce; and 1 or 0 where it is known only when the graph runs whether one exists."""
+        if self.fate != TAKE:
+            return given, {}
+        wanted = list(self.stored)
+        names = _names(map(self.layout.options.reduce_dtype, self.stored.values()))
+        *totals, marks = torch.ops.composable_shard.take(
+            list(given.values()), anchor, list(given), wanted, self.layout.key, names
+        )
+        return dict(zip(wanted, totals, strict=True)), {i: marks[place] for place, i in enumerate(wanted)}
+
+    def reduce(self, given: ByIndex, anchor: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Reduce, one collective per dtype; zeros stand for missing gradients.
+
+        Returns:
+            by index, this rank's piece, and how much of the gradient exists, over all ranks (positive if any does).
+        """
+        layout, ops = self.layout, torch.ops.composable_shard
+        totals, used = self.totals(given, anchor)
+        like = next(iter(totals.values()))
+        reduced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        dtypes = [(i, layout.options.reduce_dtype(dtype)) for i, dtype in self.stored.items()]
+        for dtype, members in _by_dtype(dtypes).items():
+            bucket = ops.pack_gradients(
+                list(map(totals.get, members)), list(map(used.get, members)), like, layout.key, members, dtype
+            )
+            own = layout.reduced(bucket.view(-1), self.factor, self.only_sums)
+            names = _names(self.stored[i] for i in members)
+            *pieces, existing = ops.unpack_pieces(own, layout.key, members, names)
+            reduced |= {i: (pieces[place], existing[place]) for place, i in enumerate(members)}
+        return reduced
 
 
 class _Unshard(torch.autograd.Function):
@@ -158,61 +186,42 @@ class _Unshard(torch.autograd.Function):
     def forward(
         ctx: Any, how: tuple[str, int, bool, float | None, bool], anchor: torch.Tensor, *shards: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        key, ctx.fate, again, ctx.factor, ctx.only_sums = how
-        ctx.key = key
+        key, fate, again, factor, only_sums = how
+        stored = {i: shard.dtype for i, shard in enumerate(shards) if shard.requires_grad}
+        ctx.use = _Use(_layouts[key], fate, factor, only_sums, stored)
         ctx.set_materialize_grads(False)
-        ctx.stored = [shard.dtype if shard.requires_grad else None for shard in shards]
-        outputs = tuple(_layouts[key].gather(shards, key))
+        outputs = tuple(_layouts[key].gather(shards))
         ctx.save_for_backward(anchor, *({out.dtype: out for out in outputs}.values() if again else ()))
-        ctx.mark_non_differentiable(*[out for out, stored in zip(outputs, ctx.stored, strict=True) if stored is None])
+        ctx.mark_non_differentiable(*[out for i, out in enumerate(outputs) if i not in stored])
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        layout, (anchor, *weights) = _layouts[ctx.key], ctx.saved_tensors
-        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        given = [gradient for gradient in gradients if gradient is not None]
-        ops = torch.ops.composable_shard
+        use, (anchor, *weights), ops = ctx.use, ctx.saved_tensors, torch.ops.composable_shard
+        given = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None}
         for weight in weights:
-            ops.touch(weight, given[0])
-        if ctx.fate == KEEP:
-            ops.keep(given, anchor, present)
+            ops.touch(weight, next(iter(given.values())))
+        if use.fate == KEEP:
+            ops.keep(list(given.values()), anchor, list(given))
             return (None,) * (2 + len(gradients))
-        totals: list[torch.Tensor | None] = list(gradients)
-        used: dict[int, torch.Tensor] = {}
-        if ctx.fate == TAKE:
-            wanted = [i for i, dtype in enumerate(ctx.stored) if dtype is not None]
-            names = _names([layout.options.reduce_dtype(ctx.stored[i]) for i in wanted])
-            *taken, marks = ops.take(given, anchor, present, wanted, ctx.key, names)
-            for place, (i, total) in enumerate(zip(wanted, taken, strict=True)):
-                totals[i], used[i] = total, marks[place]
-        pieces, found = layout.reduce(totals, ctx.stored, used, ctx.factor, ctx.only_sums, ctx.key)
-        missing = [i for i, piece in enumerate(pieces) if piece is not None and gradients[i] is None]
+        reduced = use.reduce(given, anchor)
+        missing = sorted(reduced.keys() - given.keys())
         if missing:
-            ops.settle([pieces[i] for i in missing], [found[i] for i in missing], anchor, missing)
-            pieces = [piece if gradients[i] is not None else None for i, piece in enumerate(pieces)]
-        return (None, None, *pieces)
+            pieces, existing = zip(*(reduced[i] for i in missing), strict=True)
+            ops.settle(list(pieces), list(existing), anchor, missing)
+        return (None, None, *(reduced[i][0] if i in given else None for i in range(len(gradients))))
 
 
 def _anchor(shards: Sequence[torch.Tensor], tag: torch.Tensor | None) -> torch.Tensor:
     return tag if tag is not None else next(shard for shard in shards if shard.numel())
 
 
-def _with_gradients(
-    shards: list[torch.Tensor],
-    tag: torch.Tensor | None,
-    key: str,
-    fate: int,
-    again: bool,
-    factor: float | None,
-    only_sums: bool,
-) -> list[torch.Tensor]:
-    how = key, fate, again, factor, only_sums
+def _with_gradients(shards: list[torch.Tensor], tag: torch.Tensor | None, *how: Any) -> list[torch.Tensor]:
     return list(_Unshard.apply(how, _anchor(shards, tag).detach(), *shards))  # type: ignore[no-untyped-call]
 
 
 def _without_gradients(shards: list[torch.Tensor], tag: torch.Tensor | None, key: str, *how: Any) -> list[torch.Tensor]:
-    return _layouts[key].gather(shards, key)
+    return _layouts[key].gather(shards)
 
 
 # ---- what acts on a group when the graph runs
@@ -245,14 +254,16 @@ _found: dict[int, weakref.ref[Owner]] = {}
 def _owner_of(anchor: torch.Tensor) -> Owner | None:
     """The group whose memory this is; None if it is gone."""
     address = anchor.data_ptr()
-    for again in (False, True):
-        if again:
-            _found.clear()
-            _found.update((place, weakref.ref(owner)) for owner in owners for place in owner.anchors())
-        owner = ref() if (ref := _found.get(address)) is not None else None
-        if owner is not None and address in owner.anchors():
-            return owner
-    return None
+    if (owner := _known_owner(address)) is None:
+        _found.clear()
+        _found.update((place, weakref.ref(each)) for each in owners for place in each.anchors())
+        owner = _known_owner(address)
+    return owner
+
+
+def _known_owner(address: int) -> Owner | None:
+    owner = _found[address]() if address in _found else None
+    return owner if owner is not None and address in owner.anchors() else None
 
 
 def _spread(gradients: Sequence[torch.Tensor], indices: Sequence[int]) -> list[torch.Tensor | None]:

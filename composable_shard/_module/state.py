@@ -81,21 +81,13 @@ class Asked:
     Attributes:
         prefetch, pool: the policies; None where none was set.
         plan: the plan to follow, if one was set.
-        schedule: text of a `GraphSchedule`, which graphs follow before any policy.
+        schedule: text of the `GraphSchedule` that graphs follow.
     """
 
     prefetch: PrefetchPolicy | None = None
     pool: PoolPolicy | None = None
     plan: ShardPlan | None = None
     schedule: str = ""
-
-    def for_graphs(self) -> tuple[str, int | None, int | None, str]:
-        """Kind and amount of the prefetch policy, the budget, and `schedule`: constants, which Dynamo can guard."""
-        prefetch, pool = self.prefetch, self.pool
-        if pool is None and self.plan is not None:
-            pool = self.plan.pool
-        kind, amount = ("depth", 1) if prefetch is None else (prefetch.kind, prefetch.amount)
-        return kind, amount, None if pool is None else pool.budget, self.schedule
 
     def applied(self, plan: ShardPlan) -> ShardPlan:
         """The plan, changed to follow these policies or the plan that was set.
@@ -278,8 +270,8 @@ class ShardState:
     def order_changed(self, order: Order) -> None:
         """On the root: note the schedule that the engine's order makes for graphs."""
         asked = self.asked
-        follows_plan = order.plan.costs is not None or (asked.plan is not None and asked.prefetch is None)
-        text = order.for_graphs(follows_plan).to_text()
+        reductions = order.plan.costs is not None or (asked.plan is not None and asked.prefetch is None)
+        text = order.for_graphs(reductions).to_text()
         if text != asked.schedule:
             self.asked = replace(asked, schedule=text)
 

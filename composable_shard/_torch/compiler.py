@@ -31,16 +31,18 @@ def mode_options(mode: str, dynamic: bool | None) -> dict[str, Any]:
     return options
 
 
+class _Interpreted:
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._interpreter = fx.Interpreter(module)  # which looks for last uses
+        self._boxed_call = True  # it takes over what it is given
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        return copy.copy(self._interpreter).boxed_run(arguments)  # with an environment of its own
+
+
 def as_it_is(module: fx.GraphModule, inputs: Any) -> Any:
     """A compiler for `aot_backend` that runs a graph's operators one by one and frees each tensor at its last use."""
-
-    interpreter = fx.Interpreter(module)  # which looks for last uses
-
-    def run(arguments: list[Any]) -> Any:
-        return copy.copy(interpreter).boxed_run(arguments)  # with an environment of its own
-
-    run._boxed_call = True  # type: ignore[attr-defined]  # it takes over what it is given
-    return run
+    return _Interpreted(module)
 
 
 def aot_backend(compiler: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,4 +130,4 @@ def _exchange_outputs(module: fx.GraphModule, first: int, second: int, last: int
     values = list(output.args[0])
     end = len(values) - last
     middle, begin = end - second, end - second - first
-    output.args = ([*values[:begin], *values[middle:end], *values[begin:middle], *values[end:]],)
+    output.update_arg(0, [*values[:begin], *values[middle:end], *values[begin:middle], *values[end:]])

@@ -156,7 +156,7 @@ def test_lists_plans_and_budgets_place_the_communication_of_graphs(rank, world):
             """\
 lists
 forward GwGGmwGGmmwmmwmmwmm, saves 2880 bytes
-backward GGGmwmmmRmwmmmRwmwmmmRwmGwmmmRwmRww
+backward GmwGGmmmRmwmmmRwmwmmmRwGmwmmmRwmRww
 a given plan
 forward GwGmwmmGwmmGwmmGwmm, saves 2880 bytes
 backward GmwmmmRwGmwmmmRwGmwmmmRwGmwmmmRmwRw
@@ -164,8 +164,8 @@ a measured plan
 forward GwGGmwGmmwmmwGmmwmm, saves 6976 bytes
 backward GmwmmmRmmmmwRmmwGmmRmwmmmwRmwRw
 one ahead within a budget
-forward GwGmwGmmwGmmwGmmwmm, saves 2880 bytes
-backward GmwGmmmRmwmmmRwmGwmmmRwmGwmmmRwmRww
+forward GwGmwmmGwmmGwmmGwmm, saves 2880 bytes
+backward GmwmmmRwGmwmmmRwGmwmmmRwGmwmmmRmwRw
 """,
         )
 
@@ -179,10 +179,10 @@ def test_policies_place_the_gathers_of_checkpointed_blocks(rank, world):
             text,
             """\
 two ahead
-forward GGwGmwGmmwGmmwmmwmm, saves 1280 bytes
+forward GwGGmwGmmwGmmwmmwmm, saves 1280 bytes
 backward GGwGmmmmmmRwGmmmmmRwwmmmmmRwwmmmmmRwmRww
 two ahead within a budget
-forward GGwGmwmmwGmmwGmmwmm, saves 1280 bytes
-backward GGwmmmmmmRwmmmmmRwGwmmmmmRwGwmmmmmRwmRww
+forward GwGmwmmGwmmGwmmGwmm, saves 1280 bytes
+backward GwmmmmmmRwGwmmmmmRwGwmmmmmRwGwmmmmmRmwRw
 """,
         )

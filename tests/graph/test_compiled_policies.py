@@ -46,8 +46,8 @@ none ahead
 forward GwmGwmmGwmmGwmmm, saves 3288 bytes
 backward mmGwmmmmRGwmmmmRwGwmmmmRwmRww
 all ahead, within a budget
-forward GGGGwmwmmwmmwmmm, saves 3288 bytes
-backward GGmmwmmmmRwmmmmRwGwmmmmRwmRww
+forward GwGmwmmGwmmGwmmm, saves 3288 bytes
+backward GmmwmmmmRwGwmmmmRwGwmmmmRmRww
 """,
         )
 

@@ -9,9 +9,7 @@ from torch import fx
 from composable_shard._graph.graphs import sequence
 from composable_shard._graph.overlap import place
 from composable_shard._plan.graph_schedule import GraphSchedule
-from composable_shard._policies import PrefetchPolicy
 
-P = PrefetchPolicy
 cs, c10d, aten = torch.ops.composable_shard, torch.ops._c10d_functional, torch.ops.aten
 
 
@@ -52,10 +50,16 @@ class Builder:
         self.ends.append(waited)
         return waited
 
-    def placed(self, *policies):
+    def tell_sizes(self):
+        """Weights and gradients have 64 bytes each."""
+        for node in self.graph.nodes:
+            if node.target in (c10d.all_gather_into_tensor.default, cs.pack_gradients.default):
+                node.meta["val"] = torch.empty(16, device="meta")
+
+    def placed(self, *schedule):
         before = {node.name: [each.name for each in node.all_input_nodes] for node in self.graph.nodes}
         self.graph.output([self.x, *self.ends])
-        place(self.graph, *policies)
+        place(self.graph, *schedule)
         self.graph.lint()  # every node comes after what it needs
         after = {n.name: [each.name for each in n.all_input_nodes] for n in self.graph.nodes if n.op != "output"}
         assert before == after, "nodes are moved, and not changed"
@@ -135,64 +139,69 @@ def test_a_graph_without_communication_is_left_alone():
     assert made.placed() == "m"
     made = Builder()
     made.multiply(made.x)
-    assert made.placed(P.depth(1), None, GraphSchedule({"a": ("b",)})) == "m", "though there are lists"
+    assert made.placed(GraphSchedule({"a": ("b",)})) == "m", "though there are lists"
 
 
-def chain(sizes, *policies):
-    """Gathers of so many bytes, each with its product, placed by these policies."""
+def chain(budget=None, **lists):
+    """A forward of modules a to e, each with its gather and its product, placed by a schedule with these lists."""
     made = Builder()
-    shards = [made.shard(f"shard{i}") for i in range(len(sizes))]
-    for shard in shards:
+    shards = {module: made.shard(f"shard_{module}") for module in "abcde"}
+    for made.module, shard in shards.items():
         made.multiply(made.gather(shard))
     gathers = [node for node in made.graph.nodes if node.target is c10d.all_gather_into_tensor.default]
-    for node, nbytes in zip(gathers, sizes, strict=True):
-        node.meta["val"] = torch.empty(nbytes // 4, device="meta")
-    found = made.placed(*policies)
+    made.tell_sizes()
+    placed = made.placed(GraphSchedule(lists, budget=budget))
     assert [node for node in made.graph.nodes if node in gathers] == gathers, "collectives keep their order"
-    return found
+    return placed
 
 
-def test_gathers_are_launched_as_far_ahead_as_the_policy_says():
-    policies = [P.depth(0), P.depth(1), P.depth(2), P.depth(9), P.bytes(128), P.bytes(300), P.auto()]
+def test_gathers_are_launched_where_the_lists_of_a_schedule_say():
+    schedules = {
+        "on demand": dict.fromkeys("abcde", ""),
+        "one ahead": {"a": "b", "b": "c", "c": "d", "d": "e"},
+        "two ahead": {"(root)": "ab", "a": "c", "b": "d", "c": "e"},
+        "all at the beginning": {"(root)": "abcde"},
+        "some": {"a": "bc", "c": "", "d": "e"},
+        "the first one that begins gathers": {"a": "bc", "b": "c", "c": "de", "d": "e"},
+    }
     assert_expected_inline(
-        "\n".join(f"{policy}: {chain([128, 64, 64, 256, 64], policy)}" for policy in policies),
+        "\n".join(f"{name}: {chain(**lists)}" for name, lists in schedules.items()),
         """\
-depth(0): GwmGwmGwmGwmGwm
-depth(1): GwGmwGmwGmwGmwm
-depth(2): GGwGmwGmwGmwmwm
-depth(9): GGGGGwmwmwmwmwm
-bytes(128): GwGGmwmwmGwGmwm
-bytes(300): GGGwmwmwGmwGmwm
-auto: GwGmwGmwGmwGmwm""",
+on demand: GwmGwmGwmGwmGwm
+one ahead: GwGmwGmwGmwGmwm
+two ahead: GGwGmwGmwGmwmwm
+all at the beginning: GGGGGwmwmwmwmwm
+some: GwGGmwmwmGwGmwm
+the first one that begins gathers: GwGGmwmwGGmwmwm""",
     )
 
 
-def test_a_budget_bounds_what_is_in_flight_beside_the_weights_that_arrived_last():
-    budgets = [64, 192, 256, 384, 10_000]
+def test_modules_that_no_list_names_and_those_that_only_later_modules_gather_are_launched_one_ahead():
+    schedules = {
+        "c is unknown": {"a": "b", "b": "", "d": "e"},
+        "another order": {"e": "d", "d": "c", "c": "b", "b": "a"},
+        "of a larger model": {"x": "a", "a": "b", "b": "", "c": "", "d": "e"},
+    }
     assert_expected_inline(
-        "\n".join(f"{budget}: {chain([128, 64, 64, 256, 64], P.depth(9), budget)}" for budget in budgets),
+        "\n".join(f"{name}: {chain(**lists)}" for name, lists in schedules.items()),
         """\
-64: GwmGwmGwmGwmGwm
-192: GGwmwGmwmGwmGwm
-256: GGGwmwmwmGwmGwm
-384: GGGwmwGmwGmwmwm
-10000: GGGGGwmwmwmwmwm""",
+c is unknown: GwGmwGmwmGwGmwm
+another order: GwGmwGmwGmwmGwm
+of a larger model: GwGmwmGwmGwGmwm""",
     )
 
 
-def backward(schedule, budget=None):
-    """A backward of modules c, b and a, of four products each, whose weights and gradients have 64 bytes."""
+def backward(schedule, kept=""):
+    """A backward of modules c, b and a, of four products each."""
     made = Builder(backward=True)
     shards = {module: made.shard(f"shard_{module}") for module in "cba"}
     for made.module, shard in shards.items():
-        weight = shard if made.module in schedule.kept else made.gather(shard)
+        weight = shard if made.module in kept else made.gather(shard)
         for _ in range(4):
             made.multiply(weight)
         made.reduce(made.x)
-    for node in made.graph.nodes:
-        if node.target in (c10d.all_gather_into_tensor.default, cs.pack_gradients.default):
-            node.meta["val"] = torch.empty(16, device="meta")
-    return made.placed(P.auto(), budget, schedule)
+    made.tell_sizes()
+    return made.placed(schedule)
 
 
 AHEAD = {"(root)": (), "c": ("b",), "b": ("a",), "a": ()}
@@ -204,12 +213,12 @@ def flying(number, **others):
 
 def test_a_plan_says_how_many_reductions_are_in_flight_and_whether_gathers_wait_for_them():
     schedules = {
-        "three": GraphSchedule({}, AHEAD, {}, flying(3)),
-        "two": GraphSchedule({}, AHEAD, {}, flying(2)),
-        "one": GraphSchedule({}, AHEAD, {}, flying(1)),
-        "two, but for b": GraphSchedule({}, AHEAD, {}, flying(2, b=1)),
-        "before gathers": GraphSchedule({}, AHEAD, {}, flying(2), "cba"),
-        "before those of b": GraphSchedule({}, AHEAD, {}, flying(3), "b"),
+        "three": GraphSchedule({}, AHEAD, flying(3)),
+        "two": GraphSchedule({}, AHEAD, flying(2)),
+        "one": GraphSchedule({}, AHEAD, flying(1)),
+        "two, but for b": GraphSchedule({}, AHEAD, flying(2, b=1)),
+        "before gathers": GraphSchedule({}, AHEAD, flying(2), "cba"),
+        "before those of b": GraphSchedule({}, AHEAD, flying(3), "b"),
     }
     assert_expected_inline(
         "\n".join(f"{name}: {backward(each)}" for name, each in schedules.items()),
@@ -224,13 +233,13 @@ before those of b: GwGmmmmRwmmwGmmRwmmmmRww""",
 
 
 def test_a_module_whose_weights_are_kept_begins_with_what_it_computes():
-    schedules = {
-        "c": GraphSchedule({}, {**AHEAD, "(root)": (), "c": ("b",)}, {"c": 64}, flying(2)),
-        "b": GraphSchedule({}, {**AHEAD, "c": (), "b": ("a",)}, {"b": 64}, flying(2)),
-        "b, and the root gathers all": GraphSchedule({}, {"(root)": ("c", "a")}, {"b": 64}, flying(2)),
+    cases = {
+        "c": ("c", {**AHEAD, "(root)": (), "c": ("b",)}),
+        "b": ("b", {**AHEAD, "c": (), "b": ("a",)}),
+        "b, and the root gathers all": ("b", {"(root)": ("c", "a")}),
     }
     assert_expected_inline(
-        "\n".join(f"{name}: {backward(each)}" for name, each in schedules.items()),
+        "\n".join(f"{name}: {backward(GraphSchedule({}, lists, flying(2)), k)}" for name, (k, lists) in cases.items()),
         """\
 c: GmmmmRwGmmmmRwmmmmwRww
 b: GwmmmmRGmmmmRwmmmmwRww
@@ -238,12 +247,22 @@ b, and the root gathers all: GGwmmmmRmmmmRwmmmmwRww""",
     )
 
 
-def test_a_budget_takes_gathers_ahead_first_then_reductions_and_counts_what_is_kept():
-    schedule = GraphSchedule({}, AHEAD, {"a": 64}, flying(3))
-    budgets = [128, 192]
+def test_a_gather_ahead_that_would_exceed_the_budget_is_launched_where_it_is_needed():
+    lists = {"(root)": "ab", "a": "c", "b": "d", "c": "e"}
     assert_expected_inline(
-        "\n".join(f"{budget}: {backward(schedule, budget)}" for budget in budgets),
+        "\n".join(f"{b}: {chain(budget=b, **lists)}" for b in (64, 128, 192)),
         """\
-128: GwmmmmRwGwmmmmRmmmmRww
-192: GwGmmmmRwmmmmRmmmmRwww""",
+64: GwmGwmGwmGwmGwm
+128: GGwmwmGGwmwmGwm
+192: GGwGmwGmwGmwmwm""",
+    )
+    ahead = {"(root)": ("c", "b"), "c": ("a",)}
+    cases = {"128": (128, {}), "192": (192, {}), "192, and another is kept": (192, {"(root)": 64})}
+    schedules = {name: GraphSchedule({}, ahead, flying(2), (), *each) for name, each in cases.items()}
+    assert_expected_inline(
+        "\n".join(f"{name}: {backward(each)}" for name, each in schedules.items()),
+        """\
+128: GGwmmmmRwmmmmRGwmmmmwRww
+192: GGwGmmmmRwmmmmRwmmmmwRww
+192, and another is kept: GGwmmmmRwmmmmRGwmmmmwRww""",
     )

@@ -272,7 +272,7 @@ def test_groups_of_one_module_are_one_module_of_a_graph_with_the_edges_of_both_a
             in_flight=((own, 1), (on_experts, 3)),
         )
         model.set_plan(replace(plan, schedule=edges))
-        told = engine_of(model).order.for_graphs(follows=True)
+        told = engine_of(model).order.for_graphs(reductions=True)
         return told.forward["0"], told.in_flight["0"]
 
     assert testing.spmd(4)(body) == [(("1", "2"), 1)] * 4
