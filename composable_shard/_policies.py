@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -92,7 +91,7 @@ class Options:
         """
         return self.max_reductions is None and not streams
 
-    @functools.cached_property
+    @property
     def outlives_forward(self) -> tuple[bool, bool]:
         """Whether gathered weights, or pieces of them, may be there after their forward: others', and the root's."""
         wanted, given_up = self.reshard_after_forward, self.reshard_after_backward
@@ -254,15 +253,17 @@ class Settings:
 
     Attributes:
         current: the options.
+        outlives: the options' `outlives_forward`, which is asked for at each gather.
         accumulates: whether gradient sync was ever off, so that unsharded gradients may wait to be reduced.
         stays: whether a plan keeps the unsharded parameters between forward and backward; None where it says of that
             what the options say.
     """
 
-    __slots__ = ("accumulates", "current", "stays")
+    __slots__ = ("accumulates", "current", "outlives", "stays")
 
     def __init__(self, current: Options) -> None:
         self.current = current
+        self.outlives = current.outlives_forward
         self.accumulates = not current.requires_gradient_sync
         self.stays: bool | None = None
 
@@ -277,6 +278,7 @@ class Settings:
     def change(self, **values: Any) -> None:
         """Put options with these values in the place of the current ones."""
         self.current = replace(self.current, **values)
+        self.outlives = self.current.outlives_forward
         self.accumulates |= not self.current.requires_gradient_sync
 
 

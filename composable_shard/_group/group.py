@@ -257,7 +257,7 @@ class ParamGroup:
             self._gathers = [(b, resident.start()) for b, resident in zip(self.buckets, self.residents, strict=True)]
             self._set_phase(GATHERING)
             return
-        if self.pinned or self.settings.current.outlives_forward[self.is_root]:
+        if self.pinned or self.settings.outlives[self.is_root]:
             self._versions = self._versions_now()
         self._gathers = []
         try:
