@@ -18,7 +18,7 @@ from _compiling import LIMIT_S, local, text_of
 from _engines import fully_shard
 from _models import shard_blocks, vectors
 from _pool import distributed
-from composable_shard._engine import tuning
+from composable_shard._engine import measuring
 from composable_shard.report import watch_graphs
 
 P = cs.PrefetchPolicy
@@ -116,7 +116,7 @@ def seconds(plan, record):
 def with_measured_plan(model, rank):
     model.set_prefetch_policy(P.auto())
     model.set_pool_policy(cs.PoolPolicy(budget=13000))  # some weights stay for backward, not all
-    with mock.patch.object(tuning, "_seconds", seconds):
+    with mock.patch.object(measuring, "_seconds", seconds):
         for step in range(5):
             model(*vectors(rank, step)).sum().backward()
             model.zero_grad()
