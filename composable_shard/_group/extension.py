@@ -103,11 +103,10 @@ class _Extended:
         self.outputs: list[torch.Tensor] = []
         self._dtype = dtype
         self._info = info
-        shape = torch.Size(param.shape)
-        self._stride = torch.empty(shape, device="meta").stride()
-        module = None if param.module is None else param.module()
-        rest = (shape, self._stride, module, policy) if _takes_all(param) else ()
-        self._asked_with = (info.shard_mesh, *rest)
+        self._shape = torch.Size(param.shape)
+        self._stride = torch.empty(self._shape, device="meta").stride()
+        self._policy = policy
+        self._takes_all = _takes_all(param)
         self._metadata: Any = None
         self._sizes: list[torch.Size] = []
         self._arriving = _Memory()  # of the outputs
@@ -121,7 +120,11 @@ class _Extended:
         """
         param, info = self.param, self._info
         local: Any = param.local.to(info.device, non_blocking=True) if info.offloads else param.local
-        inputs, self._metadata = local.fsdp_pre_all_gather(*self._asked_with)
+        arguments: tuple[Any, ...] = (info.shard_mesh,)
+        if self._takes_all:
+            module = None if param.module is None else param.module()
+            arguments = (*arguments, self._shape, self._stride, module, self._policy)
+        inputs, self._metadata = local.fsdp_pre_all_gather(*arguments)
         self.inputs = [tensor.contiguous() for tensor in inputs]
         self._check_padded()
         self._sizes = [tensor.shape for tensor in self.inputs]
@@ -169,9 +172,9 @@ class _Extended:
         return self._handed_over.storages | self._arriving.storages
 
     def _leaf(self, made: torch.Tensor) -> nn.Parameter:
-        shape, parallel = torch.Size(self.param.shape), self.param.parallel
-        if made.shape != shape:  # there are padded rows at its end
-            made = torch.as_strided(made, shape, self._stride, 0)
+        parallel = self.param.parallel
+        if made.shape != self._shape:  # there are padded rows at its end
+            made = torch.as_strided(made, self._shape, self._stride, 0)
         leaf = nn.Parameter(made if parallel is None else parallel.wrap(made), requires_grad=False)
         leaf.__dict__[LEAF_OF] = self.param.fqn
         return leaf
@@ -187,6 +190,13 @@ class _Extended:
         self._arriving.free()
         self._handed_over.free()
         self.inputs = []
+
+    def abandon(self) -> list[torch.Tensor]:
+        """Begin anew at the next gather, in other memory; returns the memory of the gather that is abandoned."""
+        abandoned = [*self.inputs, *self.outputs]
+        self.inputs, self.outputs, self.leaf = [], [], None
+        self._arriving, self._handed_over = _Memory(), _Memory()
+        return abandoned
 
 
 class ExtensionBucket(Bucket):
@@ -211,6 +221,7 @@ class ExtensionBucket(Bucket):
         self._lane = lane
         self._gatherers: dict[tuple[int, ...], Gatherer] = {}  # by the bytes of the inputs
         self._claims: list[Outside] = []
+        self._abandoned: list[torch.Tensor] = []  # to which gathers may still write, or from which they may send
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -256,7 +267,10 @@ class ExtensionBucket(Bucket):
             member.free()
 
     def lose(self) -> None:
-        self.release(None)  # the outputs are no memory of the pool, which could lease it to others
+        for member in self._members:
+            self._abandoned += member.abandon()
+        self.note_change()  # handles hold views of the outputs, which are left to the gather
+        self.release(None)
 
     def forget(self) -> None:
         for member in self._members:

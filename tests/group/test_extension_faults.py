@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn as nn
-from test_extensions import Halved, InTwo, Wrapping, aten, make, shard, step, train
+from test_extensions import Halved, InTwo, Wrapping, aten, batch, make, shard, step, train
 from torch.utils import _pytree as pytree
 
 from _engines import ENGINES, fully_shard
 from _pool import distributed
 from _stepping import assert_at_rest, engine_of
 from composable_shard import StaleStateError
+from composable_shard._group.extension import ExtensionBucket
 
 
 class Coded(Wrapping):
@@ -186,3 +190,39 @@ def test_all_ranks_gather_again_where_few_would_keep_weights(rank, world):
         step(model, rank)
     for a, b in zip(*(m.parameters() for m in models), strict=True):
         assert torch.equal(a.grad.to_local(), b.grad.to_local())
+
+
+@pytest.mark.parametrize("kind", [Halved, InTwo])
+@distributed(world=2)
+def test_a_model_dies_with_its_last_reference(rank, world, kind):
+    model = shard(make(kind), fully_shard)
+    model(batch(rank, 0)).square().mean().backward()
+    modules = {name: weakref.ref(module) for name, module in model.named_modules()}
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert [name for name, module in modules.items() if module() is not None] == []
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("kind", [Halved, InTwo])
+@distributed(world=2)
+def test_memory_that_an_interrupted_gather_may_still_write_stays(rank, world, kind):
+    models = {side: shard(make(kind), engine) for side, engine in ENGINES.items()}
+    train(models, rank, steps=1)
+    models["ours"].blocks[0].unshard(async_op=True)
+    (group,) = [group for group in engine_of(models["ours"]).groups if not group.away]
+    jobs = [job for _, job in group._gathers]
+    (extension,) = [bucket for bucket in group.buckets if isinstance(bucket, ExtensionBucket)]
+    arriving = [storage for member in extension._members for storage in member._arriving.storages.values()]
+    sizes = [storage.nbytes() for storage in arriving]
+    interrupted = mock.Mock(finish=mock.Mock(side_effect=KeyboardInterrupt))
+    group._gathers = [(bucket, interrupted) for bucket, _ in group._gathers]
+    with pytest.raises(KeyboardInterrupt):
+        group.finish_gather()
+    assert [storage.nbytes() for storage in arriving] == sizes
+    for job in jobs:
+        job.finish()  # so that ranks stay in step
+    train(models, rank)
