@@ -306,10 +306,10 @@ def _shares(own: MeshInfo, cuts: dict[int, Cut], reshard: bool | int | None) -> 
     return shares
 
 
-def _shard_all(found: list[Found], shares: dict[MeshInfo, _Share], cuts: dict[int, Cut]) -> None:
+def _shard_all(params: list[Found], shares: dict[MeshInfo, _Share], cuts: dict[int, Cut]) -> None:
     """Shard all parameters, and let the modules have them once nothing can fail any more."""
     made: dict[int, int] = {}
-    for owner, name, fqn, param in found:
+    for owner, name, fqn, param in params:
         share = shares[cuts[id(param)].info]
         if id(param) not in made:
             made[id(param)] = len(share.params)

@@ -165,7 +165,7 @@ class ParamFacade(_View):
         if group is None or group.phase is not UNSHARDED:
             raise ShardConfigAttributeError(f"parameter {self._param.fqn}: is not unsharded now; call unshard() first")
         entries = self._group._own.entries
-        return entries.there(self._index) if entries.shown else group.leaves()[self._index]
+        return entries.installed(self._index) if entries.shown else group.leaves()[self._index]
 
     @property
     def _unsharded_param(self) -> torch.Tensor | UnshardedGradient:
@@ -426,16 +426,16 @@ class GroupFacade(_View):
     def _listen(self) -> None:
         (LISTENERS.add if self._theirs else LISTENERS.discard)(self)
 
-    def _note_tool(self, there: bool) -> None:
-        """Note whether a tool's hooks replace ours (`there`); once they are removed, drop its methods as well.
+    def _note_tool(self, present: bool) -> None:
+        """Note whether a tool's hooks replace ours (`present`); once they are removed, drop its methods as well.
 
         For a list of modules, a tool wraps the methods once for each module, one wrapper around the other. On removal
         it would therefore restore an inner wrapper of its own instead of our method.
         """
-        if there and self._gone:
+        if present and self._gone:
             self._seen.clear()
-        self.__dict__["_gone"] = not there
-        if not there:
+        self.__dict__["_gone"] = not present
+        if not present:
             self._theirs.clear()
             self._listen()
 
@@ -594,11 +594,11 @@ class StateFacade(_View):
         """The facade of the root module's state, once the root is certain."""
         bound = self._own.bound
         module = None if bound is None else bound.root()
-        found: StateFacade | None = None if module is None else registered_state(module)
-        if bound is None or found is None:
+        facade: StateFacade | None = None if module is None else registered_state(module)
+        if bound is None or facade is None:
             return None
         # An engine that was made for `unshard` and has not run may yet be replaced by that of another root.
-        return found if found._initialised or bound.engine.has_run or bound.engine.in_forward else None
+        return facade if facade._initialised or bound.engine.has_run or bound.engine.in_forward else None
 
     @property
     def _root_module(self) -> nn.Module | None:
@@ -710,8 +710,8 @@ def _strides(size: torch.Size) -> tuple[int, ...]:
 
 def state_facade(module: nn.Module) -> StateFacade | None:
     """The facade of a sharded module, as `torch.distributed.fsdp.fully_shard.state` gives it; None for others."""
-    found = registered_state(module) if state_of(module) is not None else None
-    return found if isinstance(found, StateFacade) else None
+    facade = registered_state(module) if state_of(module) is not None else None
+    return facade if isinstance(facade, StateFacade) else None
 
 
 def show_to_torch(modules: Sequence[nn.Module], state: ShardState, ours: OurHooks) -> None:

@@ -275,9 +275,9 @@ class _Packing:
         Such a set of buffers, all of which meet each other, is grown greedily, by size and by bytes met in all. Buffers
         that meet most bytes are looked at first, while that is cheap.
         """
-        sizes, found = self.sizes, list(self.sizes)
+        sizes, pressures = self.sizes, list(self.sizes)
         if sum(map(len, self.meets)) > _MOST_VISITS:
-            return found  # too many for more than one try
+            return pressures  # too many for more than one try
         met = [set(each) for each in self.meets]
         near = [sizes[i] + sum([sizes[other] for other in each]) for i, each in enumerate(self.meets)]
         looked_at = 0
@@ -292,8 +292,8 @@ class _Packing:
                         left = left & met[other]
                 total = sum([sizes[each] for each in crowd])
                 for each in crowd:
-                    found[each] = max(found[each], total)
-        return found
+                    pressures[each] = max(pressures[each], total)
+        return pressures
 
     def solve(self, enough: float = 0.0) -> _Result:
         """The best arrangement found within `_MOST_VISITS` and `_MOST_TRIES`, or one of at most `enough` bytes."""
@@ -310,16 +310,16 @@ class _Packing:
         """The best arrangement after random changes to buffers that are live with many others; the rest always fits."""
         crowded = [i for i in order if self.pressure[i] > share * self.bound]
         rest = [i for i in order if self.pressure[i] <= share * self.bound]
-        found = self._place(crowded, True)
+        current = self._place(crowded, True)
         for _ in range(_MOST_TRIES):
             if self._is_done(best):
                 break
-            changed = self._changed(crowded, found, rng)
+            changed = self._changed(crowded, current, rng)
             tried = self._place(changed, True)
             if tried.height < best.height:
                 best = min(best, self._place(changed + rest, True))
-            if tried.height <= found.height:
-                found, crowded = tried, changed
+            if tried.height <= current.height:
+                current, crowded = tried, changed
         return best
 
     def _best_of_orders(self) -> tuple[_Result, list[int]]:
@@ -341,9 +341,9 @@ class _Packing:
     def _is_done(self, best: _Result) -> bool:
         return best.height <= self.enough or self.visits > _MOST_VISITS
 
-    def _changed(self, order: list[int], found: _Result, rng: Random) -> list[int]:
+    def _changed(self, order: list[int], result: _Result, rng: Random) -> list[int]:
         """The order with a topmost buffer moved forward, and sometimes another one moved, too."""
-        top = _pick([i for i in order if found.offsets[i] + self.sizes[i] == found.height], rng)
+        top = _pick([i for i in order if result.offsets[i] + self.sizes[i] == result.height], rng)
         at = order.index(top)
         other = [i for i in order if i != top]
         other.insert(int(rng.random() * (at + 1)), top)

@@ -67,11 +67,11 @@ def live_bytes(lives: Sequence[Lifetime], steps: int) -> list[int]:
     for life in lives:
         changes[life.opened] += life.nbytes
         changes[life.closed] -= life.nbytes
-    live, found = 0, []
+    live, totals = 0, []
     for change in changes[:steps]:
         live += change
-        found.append(live)
-    return found
+        totals.append(live)
+    return totals
 
 
 @dataclass(frozen=True, slots=True)

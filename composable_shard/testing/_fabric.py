@@ -344,8 +344,8 @@ class Busy(torch.nn.Module):
         self.backward_s = 2 * forward_s if backward_s is None else backward_s
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = torch.ops.composable_shard_testing.busy(x, self.forward_s, self.backward_s)
-        return found
+        output: torch.Tensor = torch.ops.composable_shard_testing.busy(x, self.forward_s, self.backward_s)
+        return output
 
     def extra_repr(self) -> str:
         return f"forward_s={self.forward_s:g}, backward_s={self.backward_s:g}"
