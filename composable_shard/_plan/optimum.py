@@ -288,10 +288,10 @@ class Optimum:
         path = state.path, ("gather", at)
         yield after, _State(state.now, link, (*state.gathers, link), state.reductions, path)
 
-    def _sifted(self, reached: Iterable[tuple[_Place, _State]], ahead: _Ahead, latest: float) -> _States:
+    def _sifted(self, found: Iterable[tuple[_Place, _State]], ahead: _Ahead, latest: float) -> _States:
         """The states without those that must end too late or that another one dominates; at most `width`."""
         by_place: dict[_Place, dict[tuple[float, ...], tuple[float, _State]]] = {}
-        for place, state in reached:
+        for place, state in found:
             self.work += _STATE_WORK
             if self.work > self._most_work:
                 self.is_exact = False
@@ -313,10 +313,10 @@ class Optimum:
             states.setdefault(place, []).append(state)
         return states
 
-    def _undominated(self, candidates: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
+    def _undominated(self, found: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
         """The tuples of times, given sorted, that no other one dominates: none is nowhere later than they are."""
         kept: list[tuple[float, ...]] = []
-        for times in candidates:
+        for times in found:
             for other in kept:
                 self.work += 1
                 if all(map(le, other, times)):
@@ -372,6 +372,6 @@ def least_exposed(
     """
     best = known
     for kept in sets_to_keep(steps, sizes, times, budget, always):
-        optimum = Optimum(steps, sizes, times, budget, kept, anywhere=True).best(best - 1e-9)
-        best = best if optimum is None else optimum.exposed
+        found = Optimum(steps, sizes, times, budget, kept, anywhere=True).best(best - 1e-9)
+        best = best if found is None else found.exposed
     return best
