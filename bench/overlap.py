@@ -35,10 +35,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import _report
 import _simulate
 from _engines import COMPILED, compiled_whole, shard_units
+from _optimum import least_exposed
 from _simulate import Unit
 from _stand_ins import MODELS, units_of
 from composable_shard import Costs, ShardPlan, current_plan, last_record, testing
-from composable_shard._plan.optimum import least_exposed
 
 WARM_STEPS = 6
 TOKENS = 4

@@ -98,8 +98,6 @@ class Optimum:
             its weights until the end. (The memory of the root's own reduction is not counted.)
         budget: the most bytes that may be live at once; None for no limit.
         kept: groups that stay between forward and backward.
-        anywhere: whether gathers may also be issued right before a reduction, and reductions be waited for where an
-            event begins, with any number in flight: more than the engine can do, to tell what that would gain.
 
     Attributes:
         link_seconds: seconds of all collectives.
@@ -117,7 +115,6 @@ class Optimum:
         times: Mapping[str, Times],
         budget: int | None,
         kept: Collection[str],
-        anywhere: bool = False,
     ) -> None:
         self._events: list[_Event] = []
         self._gathers: list[_Gather] = []
@@ -132,7 +129,6 @@ class Optimum:
         self._reductions_left = _sums_from([reduction.seconds for reduction in self._reductions])
         self._tail = sum(times[step.fqn].reduce for step in steps if step.is_root and step.trains)
         self._budget = float("inf") if budget is None else budget
-        self._anywhere = anywhere
         self.compute = sum(event.seconds for event in self._events)
         self.link_seconds = self._gathers_left[0] + self._reductions_left[0] + self._tail
         computing = [at for at, event in enumerate(self._events) if event.seconds]
@@ -221,43 +217,49 @@ class Optimum:
                 begun = [(start, state)]
                 if due is not None:
                     if start[0] == due:
-                        settled = self._settled(start, state, reduced) if self._anywhere else begun
-                        begun = [each for s in settled for each in self._issued(*s, at, due, freed, reduced)]
+                        begun = list(self._on_demand(start, state, at, freed, reduced))
                     begun = [(p, _State(max(s.now, s.gathers[0]), s.link, s.gathers[1:], *s[3:])) for p, s in begun]
                 for place, after in begun:
-                    yield from self._choices(place, after, at, freed, reduced, self._anywhere)
+                    yield from self._choices(place, after, at, freed, reduced)
+
+    def _on_demand(
+        self, place: _Place, state: _State, at: int, freed: int, reduced: int
+    ) -> Iterator[tuple[_Place, _State]]:
+        """The states after an event has issued the gather that it needs itself."""
+        yield from self._issued(place, state, at, place[0], freed, reduced)
 
     def _ended(self, states: _States, at: int, freed: int) -> Iterator[tuple[_Place, _State]]:
         """An event's compute is over: weights are given up, and gradients are reduced."""
         event = self._events[at]
         turn = event.reduction
-        for place, listed in states.items():
+        for start, listed in states.items():
             for before in listed:
                 state = _State(before.now + event.seconds, *before[1:])
                 if turn is None:
-                    yield place, state
+                    yield start, state
                     continue
-                for p, s in self._settled(place, state, turn):
-                    if turn - p[1] >= MAX_REDUCTIONS and not self._anywhere:
-                        continue
-                    ready = self._choices(p, s, at, freed, turn, False) if self._anywhere else [(p, s)]
-                    for each, last in ready:
-                        if self._live(each, event.arrived, freed, turn + 1) <= self._budget:
-                            link = max(last.now, last.link) + self._reductions[turn].seconds
-                            flying = (*last.reductions, link)
-                            path = last.path, ("reduce", turn + 1 - each[1])
-                            yield each, _State(last.now, link, last.gathers, flying, path)
+                for place, last in self._before_reduction(start, state, at, freed, turn):
+                    if self._live(place, event.arrived, freed, turn + 1) <= self._budget:
+                        link = max(last.now, last.link) + self._reductions[turn].seconds
+                        flying = (*last.reductions, link)
+                        path = last.path, ("reduce", turn + 1 - place[1])
+                        yield place, _State(last.now, link, last.gathers, flying, path)
+
+    def _before_reduction(
+        self, place: _Place, state: _State, at: int, freed: int, turn: int
+    ) -> Iterator[tuple[_Place, _State]]:
+        """All choices of a number of reductions to wait for before the reduction `turn` is issued."""
+        yield from (each for each in self._settled(place, state, turn) if turn - each[0][1] < MAX_REDUCTIONS)
 
     def _choices(
-        self, place: _Place, state: _State, at: int, freed: int, reduced: int, settles: bool
+        self, place: _Place, state: _State, at: int, freed: int, reduced: int
     ) -> Iterator[tuple[_Place, _State]]:
-        """All choices of a number of reductions to wait for (with `settles`), then of gathers to issue."""
+        """All choices of a number of gathers to issue ahead."""
         arrived = self._events[at].arrived
-        for choice in self._settled(place, state, reduced) if settles else [(place, state)]:
-            following = [choice]
-            while following:
-                yield following[0]
-                following = list(self._issued(*following[0], at, arrived, freed, reduced))
+        following = [(place, state)]
+        while following:
+            yield following[0]
+            following = list(self._issued(*following[0], at, arrived, freed, reduced))
 
     def _settled(self, place: _Place, state: _State, reduced: int) -> Iterator[tuple[_Place, _State]]:
         yield place, state
@@ -327,51 +329,3 @@ class Optimum:
                 self.is_exact = False
                 break
         return kept
-
-
-def sets_to_keep(
-    steps: Sequence[Step],
-    sizes: Mapping[str, Sizes],
-    times: Mapping[str, Times],
-    budget: int | None,
-    always: Collection[str] = (),
-) -> list[tuple[str, ...]]:
-    """The sets of groups whose weights fit into the budget together, those first that save most gather time.
-
-    Args:
-        steps, sizes, times: as for `Optimum`.
-        budget: bytes; None for no limit.
-        always: groups that are in each set.
-    """
-    order = [step.fqn for step in forward_order(steps)]
-    stays = {step.fqn for step in steps if step.is_root} | set(always)
-    free = [fqn for fqn in order if fqn not in stays]
-    sets: list[tuple[str, ...]] = []
-    for count in range(len(free) + 1):
-        for more in itertools.combinations(free, count):
-            kept = tuple(fqn for fqn in order if fqn in stays or fqn in more)
-            if budget is None or sum(sizes[fqn].weights for fqn in kept) <= budget:
-                sets.append(kept)
-    return sorted(sets, key=lambda kept: -sum(times[fqn].gather for fqn in kept))
-
-
-def least_exposed(
-    steps: Sequence[Step],
-    sizes: Mapping[str, Sizes],
-    times: Mapping[str, Times],
-    budget: int | None,
-    known: float,
-    always: Collection[str] = (),
-) -> float:
-    """The least seconds that any schedule within the budget leaves exposed, for any kept groups, and `anywhere`.
-
-    Args:
-        steps, sizes, times, budget: as for `Optimum`; a dozen groups take seconds.
-        known: seconds that some schedule reaches.
-        always: groups that must be kept.
-    """
-    best = known
-    for kept in sets_to_keep(steps, sizes, times, budget, always):
-        found = Optimum(steps, sizes, times, budget, kept, anywhere=True).best(best - 1e-9)
-        best = best if found is None else found.exposed
-    return best
