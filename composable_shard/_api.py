@@ -25,7 +25,7 @@ from ._module.additions import Top, WatchedEntries, check_use
 from ._module.build import declared_plan
 from ._module.entries import ModuleEntries, Place
 from ._module.module import FSDPModule, adopt_forward_methods, number, post_forward, pre_forward
-from ._module.state import PLACE, STATE, Declaration, ShardState, state_of, states_below
+from ._module.state import INDEX, STATE, Declaration, ShardState, state_of, states_below
 from ._module.state_dict import StateDictOwner, watch_state_dict
 from ._module.torch_names import OurHooks, show_to_torch, state_facade
 from ._plan.plan import ShardPlan
@@ -126,8 +126,8 @@ def fully_shard(
     options = Options(reshard_after_forward, mp_policy=without_overrides(mp_policy))
     state = _shard(modules, placements, options, {id(p) for p in ignored_params or ()})
     _move_buffers(modules, info)
-    for place, each in enumerate(modules):
-        _attach(each, state, place)
+    for index, each in enumerate(modules):
+        _attach(each, state, index)
     show_to_torch(modules, state, OurHooks(pre_forward, post_forward, adopt_forward_methods))
     return module
 
@@ -339,7 +339,7 @@ def _move_buffers(modules: list[nn.Module], info: MeshInfo) -> None:
                     child._buffers[name] = buffer.to(info.device)
 
 
-def _attach(module: nn.Module, state: ShardState, place: int) -> None:
+def _attach(module: nn.Module, state: ShardState, index: int) -> None:
     cls = type(module)
     of = cls, hasattr(module, "stats")  # a common word: what users call so stays theirs
     if of not in _classes:
@@ -348,7 +348,7 @@ def _attach(module: nn.Module, state: ShardState, place: int) -> None:
         _classes.setdefault(of, type(f"FSDP{cls.__name__}", (FSDPModule, cls), names))  # threads get the same one
     module.__class__ = _classes[of]
     module.__dict__[STATE] = state
-    module.__dict__[PLACE] = place
+    module.__dict__[INDEX] = index
     number(module)
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(post_forward)

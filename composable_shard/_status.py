@@ -87,7 +87,7 @@ def stats(model: nn.Module) -> dict[str, float]:
     Keys:
         ``pool/live_bytes``, ``pool/peak_bytes``, ``pool/held_bytes``: leased now, at most so far, and held in all.
         ``pool/arena_bytes``, ``pool/allocations``, ``pool/fallbacks``: of the arena; how often memory was asked for;
-        leases for which the arena had no place.
+        leases for which the arena had no slot.
         ``plan/peak_bytes``, ``plan/replans``: what the plan predicts; how often it was made anew.
         ``plan/order_drifts``, ``plan/bytes_drifts``, ``plan/time_drifts``: how often what happened was seen to differ
         from the plan; see `drift_log`.

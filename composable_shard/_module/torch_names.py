@@ -659,8 +659,8 @@ class StateFacade(_View):
     def _post_forward_hook_handle(self, handle: Any) -> None:
         self._set_hooks(1, handle)
 
-    def _set_hooks(self, place: int, handle: Any) -> None:
-        self._hooks[place].take(handle)
+    def _set_hooks(self, index: int, handle: Any) -> None:
+        self._hooks[index].take(handle)
         lent = any(hooks.are_lent(module) for hooks in self._hooks for module in self._modules)
         for group in self._fsdp_param_groups:
             group._note_tool(lent)

@@ -122,27 +122,27 @@ def solve(lifetimes: Sequence[Lifetime], period: int | None = None) -> Arena:
         at = [i for i, life in enumerate(lifetimes) if life.lane == lane and life.nbytes and life.opened < life.closed]
         at.sort(key=lambda i: lifetimes[i].opened)
         sizes = [aligned(lifetimes[i].nbytes) for i in at]
-        arcs = [(place, *arc) for place, i in enumerate(at) for arc in _arcs(lifetimes[i], period) if arc[0] < arc[1]]
+        arcs = [(index, *arc) for index, i in enumerate(at) for arc in _arcs(lifetimes[i], period) if arc[0] < arc[1]]
         offsets = pack(sizes, _meetings(len(at), arcs), [lifetimes[i].name for i in at])
         for i, offset, nbytes in zip(at, offsets, sizes, strict=True):
             slots[i] = ArenaSlot(lane, offset, nbytes)
         lanes.append((lane, max(map(sum, zip(offsets, sizes, strict=True)), default=0)))
-        bound += _peak((begin, end, sizes[place]) for place, begin, end in arcs)
+        bound += _peak((begin, end, sizes[index]) for index, begin, end in arcs)
     return Arena(tuple(lifetimes), tuple(slots), tuple(lanes), bound)
 
 
-def as_placed(lifetimes: Sequence[Lifetime], turn: int, places: Iterable[Placed]) -> Arena | None:
+def as_placed(lifetimes: Sequence[Lifetime], turn: int, pool_slots: Iterable[Placed]) -> Arena | None:
     """The arena of these lifetimes in the slots that a pool uses for them; a lifetime in parts becomes several.
 
     Args:
         lifetimes: in any order.
         turn: the step at which backward begins.
-        places: the slots of the pool.
+        pool_slots: the slots of the pool.
 
     Returns:
         the arena; None if the pool has no slots for some lifetime, or slots of lifetimes that are live at once overlap.
     """
-    known = {(each.name, each.backward, each.nbytes): each.slots for each in places}
+    known = {(each.name, each.backward, each.nbytes): each.slots for each in pool_slots}
     parts: list[tuple[Lifetime, ArenaSlot]] = []
     for life in lifetimes:
         key = life.name, life.opened >= turn, aligned(life.nbytes)
@@ -230,16 +230,16 @@ def pack(sizes: Sequence[int], meets: Sequence[Sequence[int]], names: Sequence[H
     apart = packing.solve()
     one = _as_one(meets, names)
     heads = sorted(set(one))
-    place = {head: at for at, head in enumerate(heads)}
+    index_of = {head: at for at, head in enumerate(heads)}
     whole = [0] * len(heads)
     met: list[set[int]] = [set() for _ in heads]
     for i, head in enumerate(one):
-        at = place[head]
+        at = index_of[head]
         whole[at] = max(whole[at], sizes[i])
-        met[at].update([place[one[other]] for other in meets[i]])
+        met[at].update([index_of[one[other]] for other in meets[i]])
     most = max(apart.height, int(_ONE_PLACE * packing.bound))
     together = _Packing(whole, [sorted(each) for each in met], heads).solve(most)
-    return [together.offsets[place[head]] for head in one] if together.height <= most else apart.offsets
+    return [together.offsets[index_of[head]] for head in one] if together.height <= most else apart.offsets
 
 
 def _as_one(meets: Sequence[Sequence[int]], names: Sequence[Hashable]) -> list[int]:

@@ -242,11 +242,11 @@ class Auto:
         begins = early.timeline.begins
         events, latest = list(issued), float("inf")
         shrunk = {action.fqn for action in bare.actions if action.kind is Kind.SHRINK}
-        for place in reversed(range(len(events))):
-            gather = bare.gathers[place]
+        for index in reversed(range(len(events))):
+            gather = bare.gathers[index]
             times = self.times[gather.fqn]
             small = gather.fqn in shrunk and gather.event >= bare.first_backward
             latest = min(latest, begins[gather.event]) - (times.small_gather if small else times.gather)
             last = bisect_right(begins, latest + 1e-12) - 1
-            events[place] = max(issued[place], min(last, gather.event))
+            events[index] = max(issued[index], min(last, gather.event))
         return events

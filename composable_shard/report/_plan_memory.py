@@ -90,7 +90,7 @@ def _draw_arena(
     axes: Any, lives: Sequence[Lifetime], arena: Arena, kept: frozenset[str], actions: Sequence[Action]
 ) -> None:
     lanes = dict(arena.lanes)
-    starts = {lane: sum(list(lanes.values())[:place]) for place, lane in enumerate(lanes)}  # one above the other
+    starts = {lane: sum(list(lanes.values())[:index]) for index, lane in enumerate(lanes)}  # one above the other
     for life, slot in zip(arena.lifetimes, arena.slots, strict=True):
         if not slot.nbytes:
             continue

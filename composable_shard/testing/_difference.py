@@ -27,12 +27,12 @@ def difference(
     if not wrong.any():
         return ""
     first = wrong.nonzero()[0].tolist()
-    place = [at + by for at, by in zip(first, offsets or [0] * len(first), strict=True)]
+    index = [at + by for at, by in zip(first, offsets or [0] * len(first), strict=True)]
     at = tuple(first)
     scale = should.abs().clamp_min(torch.finfo(torch.float64).tiny)
     text = (
         f"differs in {int(wrong.sum())} of {wrong.numel()} elements, max abs {_most(gap[wrong]):.3g}, "
-        f"max rel {_most((gap / scale)[wrong]):.3g}; first at {place}: is {actual[at].item():.9g}, "
+        f"max rel {_most((gap / scale)[wrong]):.3g}; first at {index}: is {actual[at].item():.9g}, "
         f"should be {expected[at].item():.9g}"
     )
     return text + _guess(is_, should)
