@@ -25,7 +25,7 @@ from ._module.additions import Top, WatchedEntries, check_use
 from ._module.build import declared_plan
 from ._module.entries import ModuleEntries, Place
 from ._module.module import FSDPModule, adopt_forward_methods, number, post_forward, pre_forward
-from ._module.state import INDEX, STATE, Declaration, ShardState, state_of, states_below
+from ._module.state import PLACE, STATE, Declaration, ShardState, state_of, states_below
 from ._module.state_dict import StateDictOwner, watch_state_dict
 from ._module.torch_names import OurHooks, show_to_torch, state_facade
 from ._plan.plan import ShardPlan
@@ -348,7 +348,7 @@ def _attach(module: nn.Module, state: ShardState, index: int) -> None:
         _classes.setdefault(of, type(f"FSDP{cls.__name__}", (FSDPModule, cls), names))  # threads get the same one
     module.__class__ = _classes[of]
     module.__dict__[STATE] = state
-    module.__dict__[INDEX] = index
+    module.__dict__[PLACE] = index
     number(module)
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(post_forward)

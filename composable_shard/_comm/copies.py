@@ -239,11 +239,11 @@ class GradientCopies:
         """Cut a result; `others` has it converted to the dtypes of parameters that are stored in another dtype."""
         parts = list(torch.unsafe_split_with_sizes(out, self._sizes))  # the cheapest form of `split`
         used = parts[-1]
-        pieces = parts[:-1] if len(self._own) == len(parts) - 1 else [parts[own] for own in self._own]
+        pieces = parts[:-1] if len(self._own) == len(parts) - 1 else [parts[place] for place in self._own]
         for dtype, converted in others.items():
             parts = list(torch.unsafe_split_with_sizes(converted, self._sizes))
             choices = zip(pieces, self._own, self._stored, strict=True)
-            pieces = [parts[own] if stored is dtype else piece for piece, own, stored in choices]
+            pieces = [parts[place] if stored is dtype else piece for piece, place, stored in choices]
         for index, shaped in self._shaped:
             pieces[index] = pieces[index].view_as(shaped)
         return Parts(pieces, used)

@@ -155,7 +155,7 @@ class _Use:
         *totals, marks = torch.ops.composable_shard.take(
             list(given.values()), anchor, list(given), wanted, self.layout.key, names
         )
-        return dict(zip(wanted, totals, strict=True)), {i: marks[place] for place, i in enumerate(wanted)}
+        return dict(zip(wanted, totals, strict=True)), {i: marks[position] for position, i in enumerate(wanted)}
 
     def reduce(self, given: ByIndex, anchor: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Reduce, one collective per dtype; zeros stand for missing gradients.
@@ -175,7 +175,7 @@ class _Use:
             own = layout.reduced(bucket.view(-1), self.factor, self.only_sums)
             names = _names(self.stored[i] for i in members)
             *pieces, existing = ops.unpack_pieces(own, layout.key, members, names)
-            reduced |= {i: (pieces[place], existing[place]) for place, i in enumerate(members)}
+            reduced |= {i: (pieces[position], existing[position]) for position, i in enumerate(members)}
         return reduced
 
 

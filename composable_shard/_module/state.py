@@ -39,7 +39,7 @@ from .._torch.core import (
 from .entries import ModuleEntries
 
 STATE = "_shard_state"  # key in a module's `__dict__`: its `ShardState`
-INDEX = "_shard_index"  # ... and its index among the modules of its call of `fully_shard`
+PLACE = "_shard_place"  # ... and its index among the modules of its call of `fully_shard`
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ class ShardState:
     def end_traced(self, module: nn.Module) -> None:
         """End a module's forward in a graph. A list gets its shards back when the last of its modules ends."""
         for each in self.family:
-            each.left.discard(module.__dict__[INDEX])
+            each.left.discard(module.__dict__[PLACE])
             if not each.left:
                 with_side_effects(partial(each.entries.hide, traced=True))
 
@@ -358,7 +358,7 @@ class ShardState:
             self.open_calls.clear()  # left by a forward that was interrupted, or in which some of a list did not run
         if self.declaration.modules > 1:
             if current_backward() >= 0:
-                self._to_run = {module.__dict__[INDEX]}  # a recomputation may run one module of the list alone
+                self._to_run = {module.__dict__[PLACE]}  # a recomputation may run one module of the list alone
             elif group.running:
                 return  # an earlier module of the list has begun for all of them
             else:
@@ -392,7 +392,7 @@ class ShardState:
             return None
         call = self.open_calls[-1]
         if self._to_run:
-            self._to_run.discard(module.__dict__[INDEX])
+            self._to_run.discard(module.__dict__[PLACE])
         if not self._to_run:
             self.open_calls.pop()
             self.bound.engine.after_forward(self.bound.group, copied)

@@ -216,7 +216,7 @@ class GroupFacade(_View):
     _param_group_index: int
     fsdp_params: list[ParamFacade]
     _event: _Event | None  # the work at hand
-    _theirs: dict[str, Callable[..., None]]  # by moment: the method that a tool has set in the place of ours
+    _replacements: dict[str, Callable[..., None]]  # by moment: the method that a tool has set in the place of ours
     _seen: weakref.WeakSet[Any]  # all methods that a tool has set since it registered its hooks
     _gone: bool  # whether the tool has removed its hooks since
 
@@ -266,7 +266,7 @@ class GroupFacade(_View):
             ParamFacade(_known=weakref.ref(self), _param=p, _index=at) for at, p in enumerate(own.declaration.params)
         ]
         super().__init__(_state=weakref.ref(state), _own=own, _param_group_index=index, fsdp_params=params)
-        self.__dict__.update(_event=None, _theirs={}, _seen=weakref.WeakSet(), _gone=False)
+        self.__dict__.update(_event=None, _replacements={}, _seen=weakref.WeakSet(), _gone=False)
 
     def __repr__(self) -> str:
         return f"FSDPParamGroup(fqn={self._module_fqn})"
@@ -389,7 +389,7 @@ class GroupFacade(_View):
     @property
     def pre_backward(self) -> Callable[..., None]:
         """Called when backward reaches the outputs of the modules; gathers. A replacement must call it."""
-        return self._theirs.get(PRE_BACKWARD, self._pre_backward)
+        return self._replacements.get(PRE_BACKWARD, self._pre_backward)
 
     @pre_backward.setter
     def pre_backward(self, method: Callable[..., None]) -> None:
@@ -405,7 +405,7 @@ class GroupFacade(_View):
         The first call reshards and reduces; a replacement must call it. A call from elsewhere does nothing: accumulated
         gradients are reduced, in the order of the plan, by `StateFacade._root_post_backward_final_callback`.
         """
-        return self._theirs.get(POST_BACKWARD, self._post_backward)
+        return self._replacements.get(POST_BACKWARD, self._post_backward)
 
     @post_backward.setter
     def post_backward(self, method: Callable[..., None]) -> None:
@@ -416,15 +416,15 @@ class GroupFacade(_View):
 
     def _replace(self, moment: str, method: Callable[..., None], ours: Callable[..., None]) -> None:
         if method == ours:
-            self._theirs.pop(moment, None)
+            self._replacements.pop(moment, None)
         elif not self._gone or method not in self._seen:
-            self._theirs[moment] = method
+            self._replacements[moment] = method
             if isinstance(method, types.FunctionType):
                 self._seen.add(method)
         self._listen()
 
     def _listen(self) -> None:
-        (LISTENERS.add if self._theirs else LISTENERS.discard)(self)
+        (LISTENERS.add if self._replacements else LISTENERS.discard)(self)
 
     def _note_tool(self, present: bool) -> None:
         """Note whether a tool's hooks replace ours (`present`); once they are removed, drop its methods as well.
@@ -436,7 +436,7 @@ class GroupFacade(_View):
             self._seen.clear()
         self.__dict__["_gone"] = not present
         if not present:
-            self._theirs.clear()
+            self._replacements.clear()
             self._listen()
 
 

@@ -187,9 +187,9 @@ class Optimum:
         ends = [(max(s.now, s.link, (max(s.link, s.now) + self._tail) * (self._tail > 0)), s.path)
                 for listed in states.values() for s in listed]  # fmt: skip
         end, path = min(ends, key=lambda each: each[0], default=(float("inf"), None))
-        return self._told(end - self.compute, path) if end < latest else None
+        return self._outcome(end - self.compute, path) if end < latest else None
 
-    def _told(self, exposed: float, path: Path | None) -> Found:
+    def _outcome(self, exposed: float, path: Path | None) -> Found:
         gathers: list[int] = []
         in_flight: list[int] = []
         while path is not None:
