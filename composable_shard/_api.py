@@ -126,8 +126,8 @@ def fully_shard(
     options = Options(reshard_after_forward, mp_policy=without_overrides(mp_policy))
     state = _shard(modules, placements, options, {id(p) for p in ignored_params or ()})
     _move_buffers(modules, info)
-    for place, each in enumerate(modules):
-        _attach(each, state, place)
+    for index, each in enumerate(modules):
+        _attach(each, state, index)
     show_to_torch(modules, state, OurHooks(pre_forward, post_forward, adopt_forward_methods))
     return module
 
@@ -306,10 +306,10 @@ def _shares(own: MeshInfo, cuts: dict[int, Cut], reshard: bool | int | None) -> 
     return shares
 
 
-def _shard_all(found: list[Found], shares: dict[MeshInfo, _Share], cuts: dict[int, Cut]) -> None:
+def _shard_all(params: list[Found], shares: dict[MeshInfo, _Share], cuts: dict[int, Cut]) -> None:
     """Shard all parameters, and let the modules have them once nothing can fail any more."""
     made: dict[int, int] = {}
-    for owner, name, fqn, param in found:
+    for owner, name, fqn, param in params:
         share = shares[cuts[id(param)].info]
         if id(param) not in made:
             made[id(param)] = len(share.params)
@@ -339,7 +339,7 @@ def _move_buffers(modules: list[nn.Module], info: MeshInfo) -> None:
                     child._buffers[name] = buffer.to(info.device)
 
 
-def _attach(module: nn.Module, state: ShardState, place: int) -> None:
+def _attach(module: nn.Module, state: ShardState, index: int) -> None:
     cls = type(module)
     of = cls, hasattr(module, "stats")  # a common word: what users call so stays theirs
     if of not in _classes:
@@ -348,7 +348,7 @@ def _attach(module: nn.Module, state: ShardState, place: int) -> None:
         _classes.setdefault(of, type(f"FSDP{cls.__name__}", (FSDPModule, cls), names))  # threads get the same one
     module.__class__ = _classes[of]
     module.__dict__[STATE] = state
-    module.__dict__[PLACE] = place
+    module.__dict__[PLACE] = index
     number(module)
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(post_forward)

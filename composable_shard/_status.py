@@ -87,7 +87,7 @@ def stats(model: nn.Module) -> dict[str, float]:
     Keys:
         ``pool/live_bytes``, ``pool/peak_bytes``, ``pool/held_bytes``: leased now, at most so far, and held in all.
         ``pool/arena_bytes``, ``pool/allocations``, ``pool/fallbacks``: of the arena; how often memory was asked for;
-        leases for which the arena had no place.
+        leases for which the arena had no slot.
         ``plan/peak_bytes``, ``plan/replans``: what the plan predicts; how often it was made anew.
         ``plan/order_drifts``, ``plan/bytes_drifts``, ``plan/time_drifts``: how often what happened was seen to differ
         from the plan; see `drift_log`.
@@ -95,10 +95,10 @@ def stats(model: nn.Module) -> dict[str, float]:
         ``step/exposed_ms``, ``step/compute_ms``, ``step/communication_share``: of the last iteration, while `watch` is
         on: waiting for gathers and reductions; compute; waiting over both.
     """
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
 
     def add(name: str, value: float) -> None:
-        found[name] = found.get(name, 0.0) + float(value)
+        figures[name] = figures.get(name, 0.0) + float(value)
 
     for engine in _engines(model):
         pool, record = engine.pool, engine.last_record
@@ -116,7 +116,7 @@ def stats(model: nn.Module) -> dict[str, float]:
             own = own_seconds(record.spans)
             for name, kinds in (("exposed_ms", _WAITING), ("compute_ms", _COMPUTE)):
                 add(f"step/{name}", 1e3 * sum(seconds for (kind, _), seconds in own.items() if kind in kinds))
-    if "step/exposed_ms" in found:
-        whole = found["step/exposed_ms"] + found["step/compute_ms"]
-        found["step/communication_share"] = found["step/exposed_ms"] / whole if whole else 0.0
-    return found
+    if "step/exposed_ms" in figures:
+        whole = figures["step/exposed_ms"] + figures["step/compute_ms"]
+        figures["step/communication_share"] = figures["step/exposed_ms"] / whole if whole else 0.0
+    return figures

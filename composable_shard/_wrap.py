@@ -52,11 +52,11 @@ def shard_by_class(
         ShardConfigValueError: no module is of these classes; an unknown strategy; `replicas` that do not divide.
     """
     kinds = _module_classes(classes)
-    found = [module for module in _children_first(model) if isinstance(module, kinds) and module is not model]
-    if not found and not isinstance(model, kinds):
+    modules = [module for module in _children_first(model) if isinstance(module, kinds) and module is not model]
+    if not modules and not isinstance(model, kinds):
         names = ", ".join(kind.__name__ for kind in kinds)
         raise ShardConfigValueError(f"classes: {type(model).__name__} holds no module of {names}")
-    return _shard(model, found, strategy, replicas, mesh, root, options)
+    return _shard(model, modules, strategy, replicas, mesh, root, options)
 
 
 def shard_by_size(
@@ -79,13 +79,13 @@ def shard_by_size(
     if not isinstance(min_bytes, int) or isinstance(min_bytes, bool) or min_bytes < 1:
         raise ShardConfigValueError(f"min_bytes: expected a positive number of bytes, got {min_bytes!r}")
     taken: set[int] = set()
-    found = []
+    modules = []
     for module in _children_first(model):
         own = [p for p in module.parameters() if id(p) not in taken]
         if module is not model and _has_forward(module) and sum(p.nbytes for p in own) >= min_bytes:
             taken.update(map(id, own))
-            found.append(module)
-    return _shard(model, found, strategy, replicas, mesh, root, options)
+            modules.append(module)
+    return _shard(model, modules, strategy, replicas, mesh, root, options)
 
 
 def shard_auto(
@@ -113,8 +113,8 @@ def _module_classes(classes: Any) -> tuple[type[nn.Module], ...]:
 
 
 def _children_first(model: nn.Module) -> list[nn.Module]:
-    found = {id(module): module for child in model.children() for module in _children_first(child)}
-    return list({**found, id(model): model}.values())
+    children = {id(module): module for child in model.children() for module in _children_first(child)}
+    return list({**children, id(model): model}.values())
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -129,13 +129,13 @@ def _structure(module: nn.Module) -> tuple[Any, ...]:
 def _repeated(model: nn.Module) -> list[nn.Module]:
     children = [child for child in model.children() if any(True for _ in child.parameters())]
     kinds = Counter(map(_structure, children))
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     for child in children:
         if kinds[_structure(child)] > 1 and _has_forward(child):
-            found.append(child)
+            blocks.append(child)
         else:
-            found += _repeated(child)
-    return found
+            blocks += _repeated(child)
+    return blocks
 
 
 def _strategy_mesh(strategy: Strategy, replicas: int) -> DeviceMesh | None:
@@ -147,7 +147,7 @@ def _strategy_mesh(strategy: Strategy, replicas: int) -> DeviceMesh | None:
 
 def _shard(
     model: nn.Module,
-    found: list[nn.Module],
+    modules: list[nn.Module],
     strategy: Strategy,
     replicas: int,
     mesh: DeviceMesh | None,
@@ -162,7 +162,7 @@ def _shard(
         mesh = _strategy_mesh(strategy, replicas)
     if strategy in _KEEPS_AFTER_FORWARD:
         options = {"reshard_after_forward": False, **options}
-    sharded = [*found, model] if root else found
+    sharded = [*modules, model] if root else modules
     for module in sharded:
         fully_shard(module, mesh=mesh, **options)
         if strategy in _KEEPS_AFTER_BACKWARD and isinstance(module, FSDPModule):

@@ -83,7 +83,7 @@ class BackwardPass:
         repeated: groups of which the pass runs the nodes of several uses.
         forwards: numbers of the root's forwards that the pass goes through.
         newest: the last of these.
-        told: uses whose gathers were issued when backward went past them, and are not issued again.
+        gone_past: uses whose gathers were issued when backward went past them, and are not issued again.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class BackwardPass:
         self.newest = max(self.forwards, default=0)
         self._idle: set[Use] = set()
         self._open: list[Use] = []  # uses gone past whose enclosed uses are still to come, the outermost first
-        self.told: set[Use] = set()
+        self.gone_past: set[Use] = set()
         self._edge = 0  # index in the schedule's list of backwards: all before it were given out by `due`
         if len(expected) < len(live):
             expected = self._with_others(live)
@@ -261,7 +261,7 @@ class BackwardPass:
         if use in self._idle:
             self._open.append(use)
         yield Passed(use, True, None)
-        self.told.add(use)
+        self.gone_past.add(use)
 
     def _close(self, use: Use | None) -> Iterator[Passed]:
         """End the open uses that do not enclose `use`, the innermost first."""

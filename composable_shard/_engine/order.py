@@ -243,7 +243,7 @@ class Order:
         Returns:
             the groups to gather before the use's own, which skipped entries of the schedule list; and those after it.
         """
-        if now.told and use in now.told:
+        if now.gone_past and use in now.gone_past:
             return (), ()
         group, backwards = use.group, self.backward.backward
         missed: Sequence[ParamGroup] = ()
@@ -272,7 +272,7 @@ def _module_of(fqn: str) -> str:
 def _placed(group: ParamGroup, pool: BufferPool) -> Iterator[Placed]:
     """Where the pool places the slots that it leases for a group, under the names that plans use."""
     for purpose, backward, requests in group.requests():
-        slots = [ArenaSlot("", *span) for span in map(pool.place_of, requests) if span is not None]
+        slots = [ArenaSlot("", *span) for span in map(pool.span_of, requests) if span is not None]
         if requests and len(slots) == len(requests):
             yield Placed(f"{purpose} {group.fqn}", backward, tuple(slots))
 

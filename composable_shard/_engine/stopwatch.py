@@ -55,7 +55,7 @@ class Stopwatch:
         """Compute of a group begins; if it is of a backward, that of the backward before ends."""
         if kind is Kind.BACKWARD:
             self.end(kind)
-        self._running.append((kind, fqn, self._read(), self._place()))
+        self._running.append((kind, fqn, self._read(), self._new_index()))
 
     def runs(self, kind: Kind) -> bool:
         """Whether the compute that began last and has not ended is of this kind."""
@@ -64,22 +64,22 @@ class Stopwatch:
     def end(self, kind: Kind) -> None:
         """End the compute that began last, if it is of this kind."""
         if self.runs(kind):
-            _, fqn, begin, place = self._running.pop()
-            self._ended(kind, fqn, begin, place)
+            _, fqn, begin, index = self._running.pop()
+            self._ended(kind, fqn, begin, index)
 
     def timed(self, kind: Kind, fqn: str, work: Callable[..., T], *args: Any) -> T:
         """Call `work`, and note its span."""
-        begin, place = self._read(), self._place()
+        begin, index = self._read(), self._new_index()
         result = work(*args)
-        self._ended(kind, fqn, begin, place)
+        self._ended(kind, fqn, begin, index)
         return result
 
-    def _place(self) -> int:
+    def _new_index(self) -> int:
         self._spans.append(None)
         return len(self._spans) - 1
 
-    def _ended(self, kind: Kind, fqn: str, begin: float, place: int) -> None:
-        self._spans[place] = Span(kind, fqn, begin - self._origin, self._read() - self._origin)
+    def _ended(self, kind: Kind, fqn: str, begin: float, index: int) -> None:
+        self._spans[index] = Span(kind, fqn, begin - self._origin, self._read() - self._origin)
 
     @property
     def spans(self) -> tuple[Span, ...]:

@@ -131,8 +131,8 @@ def report_graph(graph: fx.Graph, outputs: int | None) -> GraphReport:
     direction = "backward" if backward else "inference" if outputs is None else "forward"
     saved = _saved(graph, outputs) if outputs is not None and not backward else []
     gathers = [n for n in graph.nodes if letter_of(n) == "G" and _is_of_weights(n)]
-    found = tuple(_gather(node, saved) for node in gathers)
-    return GraphReport(direction, sequence(graph), found, sum(map(bytes_of, saved)))
+    gathered = tuple(_gather(node, saved) for node in gathers)
+    return GraphReport(direction, sequence(graph), gathered, sum(map(bytes_of, saved)))
 
 
 def outputs_of(graph: fx.Graph) -> list[Any]:
@@ -207,9 +207,9 @@ def faults(forward: GraphReport) -> list[str]:
 def repeated_gathers(forward: GraphReport, backward: GraphReport) -> list[str]:
     """In words, what a backward graph gathers that it should not."""
     wanted = Counter(gather.fqn for gather in forward.gathers if gather.again)
-    there = Counter(gather.fqn for gather in backward.gathers)
+    counts = Counter(gather.fqn for gather in backward.gathers)
     return [
-        f"{fqn}: is gathered {there[fqn]} times in the compiled backward, {wanted[fqn]} times expected"
-        for fqn in there
-        if there[fqn] > wanted[fqn]
+        f"{fqn}: is gathered {counts[fqn]} times in the compiled backward, {wanted[fqn]} times expected"
+        for fqn in counts
+        if counts[fqn] > wanted[fqn]
     ]

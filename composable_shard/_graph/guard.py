@@ -41,19 +41,19 @@ _forwards: weakref.WeakKeyDictionary[Any, GraphReport] = weakref.WeakKeyDictiona
 @contextlib.contextmanager
 def watch_graphs() -> Iterator[list[GraphReport]]:
     """Collect a report of each graph that the guard reads within the context, in the order of their compilation."""
-    found: list[GraphReport] = []
-    _listeners.append(found)
+    reports: list[GraphReport] = []
+    _listeners.append(reports)
     try:
-        yield found
+        yield reports
     finally:
-        _listeners.remove(found)
+        _listeners.remove(reports)
 
 
 def read(graph: fx.Graph) -> list[str]:
     """Read one graph; returns what is wrong with it, in words."""
     report = report_graph(graph, forward_outputs(len(outputs_of(graph))))
-    for found in _listeners:
-        found.append(report)
+    for reports in _listeners:
+        reports.append(report)
     if not report.gathers:
         return []
     context = tracing_context()
@@ -89,10 +89,10 @@ _library.impl("warn", _say_once, "CompositeExplicitAutograd")  # type: ignore[no
 has_side_effect(torch.ops.composable_shard_guard.warn.default)
 
 
-def _mark(graph: fx.Graph, found: list[str]) -> None:
+def _mark(graph: fx.Graph, warnings: list[str]) -> None:
     """Let the graph say it, wherever and from whatever cache it is run."""
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
-        for text in found:
+        for text in warnings:
             graph.call_function(torch.ops.composable_shard_guard.warn.default, (text,))
 
 
@@ -126,8 +126,8 @@ def guard_pass(before: Any, places: bool = False) -> Any:
     return Guard()
 
 
-def _is_guard(found: Any) -> bool:
-    return hasattr(found, "chained")
+def _is_guard(last_pass: Any) -> bool:
+    return hasattr(last_pass, "chained")
 
 
 def install() -> None:

@@ -155,7 +155,7 @@ class _Use:
         *totals, marks = torch.ops.composable_shard.take(
             list(given.values()), anchor, list(given), wanted, self.layout.key, names
         )
-        return dict(zip(wanted, totals, strict=True)), {i: marks[place] for place, i in enumerate(wanted)}
+        return dict(zip(wanted, totals, strict=True)), {i: marks[position] for position, i in enumerate(wanted)}
 
     def reduce(self, given: ByIndex, anchor: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Reduce, one collective per dtype; zeros stand for missing gradients.
@@ -175,7 +175,7 @@ class _Use:
             own = layout.reduced(bucket.view(-1), self.factor, self.only_sums)
             names = _names(self.stored[i] for i in members)
             *pieces, existing = ops.unpack_pieces(own, layout.key, members, names)
-            reduced |= {i: (pieces[place], existing[place]) for place, i in enumerate(members)}
+            reduced |= {i: (pieces[position], existing[position]) for position, i in enumerate(members)}
         return reduced
 
 
@@ -248,21 +248,21 @@ class Owner(Protocol):
 
 
 owners: weakref.WeakSet[Owner] = weakref.WeakSet()
-_found: dict[int, weakref.ref[Owner]] = {}
+_by_address: dict[int, weakref.ref[Owner]] = {}
 
 
 def _owner_of(anchor: torch.Tensor) -> Owner | None:
     """The group whose memory this is; None if it is gone."""
     address = anchor.data_ptr()
     if (owner := _known_owner(address)) is None:
-        _found.clear()
-        _found.update((place, weakref.ref(each)) for each in owners for place in each.anchors())
+        _by_address.clear()
+        _by_address.update((start, weakref.ref(each)) for each in owners for start in each.anchors())
         owner = _known_owner(address)
     return owner
 
 
 def _known_owner(address: int) -> Owner | None:
-    owner = _found[address]() if address in _found else None
+    owner = _by_address[address]() if address in _by_address else None
     return owner if owner is not None and address in owner.anchors() else None
 
 
@@ -288,10 +288,10 @@ def _take(
     with torch.no_grad():
         totals = given if owner is None else owner.take(given)
         fresh = _room_for_totals(gradients, anchor, indices, wanted, key, dtypes)
-        for place, index in enumerate(wanted):
+        for position, index in enumerate(wanted):
             total = totals[index]
-            _ = fresh[place].zero_() if total is None else fresh[place].copy_(total)
-            fresh[-1][place] = total is not None
+            _ = fresh[position].zero_() if total is None else fresh[position].copy_(total)
+            fresh[-1][position] = total is not None
     return fresh
 
 

@@ -37,12 +37,12 @@ def place(graph: fx.Graph, schedule: GraphSchedule = NOTHING_SAID) -> None:
     order = _Order(graph, schedule)
     launches = _launches(order, schedule)
     waits = _follow(order, launches, schedule).waits
-    places = [launch.at for launch in launches]
+    indices = [launch.at for launch in launches]
     if schedule.budget is not None:
-        places = _within(schedule.budget, order, places, waits, schedule.kept)
+        indices = _within(schedule.budget, order, indices, waits, schedule.kept)
     for reduction, at in waits.items():
         _finish_later(reduction.ends, order.fixed(at))
-    for gather, at in zip(order.gathers, places, strict=True):
+    for gather, at in zip(order.gathers, indices, strict=True):
         _launch_earlier(gather, order.fixed(at))
 
 
@@ -152,15 +152,15 @@ class _Order:
         self._arrivals = {self.names.of(each.launch): self.arrival(each) for each in reversed(self.gathers)}
 
     def arrival(self, gather: _Gather) -> int:
-        """The place at which all weights of a gather have come."""
+        """The index of the node at which all weights of a gather have come."""
         return self.at[gather.arrival] + 1
 
-    def fixed(self, place: int) -> fx.Node:
+    def fixed(self, index: int) -> fx.Node:
         """The first node from there on that is not moved."""
-        return next(node for node in self._nodes[place:] if node not in self._moving)
+        return next(node for node in self._nodes[index:] if node not in self._moving)
 
     def last_use(self, gather: _Gather) -> int:
-        """The last place at which something reads the weights of a gather."""
+        """The index of the last node that reads the weights of a gather."""
         return max(self.at[user] for node in weights_of(gather.launch) for user in node.users)
 
     def begin(self, module: str) -> int:
@@ -210,7 +210,7 @@ class _Flight:
     """The reductions in flight, while one goes through a graph.
 
     Attributes:
-        waits: the places at which reductions are to be waited for.
+        waits: the indices of the nodes at which reductions are to be waited for.
     """
 
     def __init__(self, order: _Order, schedule: GraphSchedule) -> None:
@@ -286,17 +286,17 @@ def _within(
     return bounded
 
 
-def _launch_earlier(gather: _Gather, place: fx.Node) -> None:
-    """Move a gather, and what it needs, before `place`, which is no later than its wait."""
+def _launch_earlier(gather: _Gather, target: fx.Node) -> None:
+    """Move a gather, and what it needs, before `target`, which is no later than its wait."""
     for node in gather.moves:
-        if place < node or node in (gather.launch, gather.pack):
-            place.prepend(node)
+        if target < node or node in (gather.launch, gather.pack):
+            target.prepend(node)
 
 
-def _finish_later(ends: Iterable[fx.Node], place: fx.Node) -> None:
-    """Move the end of a reduction before `place`, but for what is behind it anyway."""
-    for node in sorted(node for node in ends if node < place):
-        place.prepend(node)
+def _finish_later(ends: Iterable[fx.Node], target: fx.Node) -> None:
+    """Move the end of a reduction before `target`, but for what is behind it anyway."""
+    for node in sorted(node for node in ends if node < target):
+        target.prepend(node)
 
 
 def _arrival_of(gather: fx.Node) -> fx.Node:

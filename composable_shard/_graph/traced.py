@@ -113,8 +113,8 @@ class TracedGroup:
         else:
             full = self._once(*shards)
         # A plain view outside of the region: else a user's own checkpointed block would have the weights saved.
-        found = [tensor.view(tensor.shape) for tensor in full]
-        return [p.parallel.wrap(t) if p.parallel else t for t, p in zip(found, self._params, strict=True)]
+        views = [tensor.view(tensor.shape) for tensor in full]
+        return [p.parallel.wrap(t) if p.parallel else t for t, p in zip(views, self._params, strict=True)]
 
     def _again(self, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self._call(shards, again=self._settings.current.unshard_in_backward)

@@ -239,11 +239,11 @@ class ReduceBucket:
 
     def _add(self, partial: Partial, out: torch.Tensor) -> None:
         now = self._copies.cut(out, {})
-        for place, index in enumerate(self.indices):
+        for position, index in enumerate(self.indices):
             if index in partial:
                 piece, used = partial[index]
-                now.pieces[place].add_(piece)
-                now.used[place].add_(used)
+                now.pieces[position].add_(piece)
+                now.used[position].add_(used)
 
     def _at_home(self, out: torch.Tensor) -> torch.Tensor:
         """The result on the device where shards are kept; the copy may run until the job is finished."""
@@ -316,8 +316,8 @@ def unused(done: Sequence[tuple[list[int], Reduced]], asked: Sequence[int]) -> l
     """The parameters, among those asked for by index, that had no gradient on any rank. Waits for an accelerator."""
     indices_without: list[int] = []
     for indices, reduced in done:
-        places = {index: place for place, index in enumerate(indices)}
-        seen = [(index, reduced.parts().used[places[index]]) for index in asked if index in places]
+        position_of = {index: position for position, index in enumerate(indices)}
+        seen = [(index, reduced.parts().used[position_of[index]]) for index in asked if index in position_of]
         # A fake mark does not tell what other ranks had: then, a gradient missing here counts as missing everywhere.
         indices_without += [index for index, mark in seen if not has_memory(mark) or mark.item() == 0]
     return indices_without

@@ -129,25 +129,25 @@ def _places_of(functions: Mapping[int, Any]) -> list[Place]:
 
     Modules are not asked for their attributes, which would load those that are loaded by that.
     """
-    found: list[Place] = []
+    places: list[Place] = []
     for key, module in [(PUBLIC, sys.modules[PUBLIC]), *list(sys.modules.items())]:
         if issubclass(type(module), ModuleType) and key != HOME and key.partition(".")[0] != OWN_PACKAGE:
             own = object.__getattribute__(module, "__dict__")
             for names in (own, *_copied_from(own)) if key == IN_CHILD else (own,):
-                found += [(names, name) for name, value in list(names.items()) if id(value) in functions]
-    return found
+                places += [(names, name) for name, value in list(names.items()) if id(value) in functions]
+    return places
 
 
 def _copied_from(copy: dict[str, Any]) -> list[dict[str, Any]]:
     """What the functions of a script see in a child: multiprocessing has run it there, and kept a copy of its names."""
     members = [vars(value).values() for value in list(copy.values()) if isinstance(value, type)]
-    found: dict[int, dict[str, Any]] = {}
+    namespaces: dict[int, dict[str, Any]] = {}
     for value in itertools.chain(list(copy.values()), *members):
         function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
         function = inspect.unwrap(function) if isinstance(function, FunctionType) else function
         if isinstance(function, FunctionType) and function.__globals__.get("__name__") == IN_CHILD:
-            found[id(function.__globals__)] = function.__globals__
-    return list(found.values())
+            namespaces[id(function.__globals__)] = function.__globals__
+    return list(namespaces.values())
 
 
 def _warn_of_others_before() -> None:

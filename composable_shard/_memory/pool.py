@@ -272,7 +272,7 @@ class BufferPool:
         self.addresses.replace(self._arena)
         self._lacks = False
 
-    def place_of(self, request: Request) -> tuple[int, int] | None:
+    def span_of(self, request: Request) -> tuple[int, int] | None:
         """Offset and size in bytes of a request's slot in the arena; None if it has none."""
         slot = request.slot
         return None if slot is None else (slot.begin - self._arena[0].begin, slot.nbytes)

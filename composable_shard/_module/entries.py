@@ -100,7 +100,7 @@ class ModuleEntries:
             self.show(self._shards, traced)
             self.shown = False
 
-    def there(self, index: int) -> torch.Tensor:
+    def installed(self, index: int) -> torch.Tensor:
         """The installed tensor of a parameter, by index."""
         return self._installed[index]
 

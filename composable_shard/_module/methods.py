@@ -394,9 +394,9 @@ class Methods(TorchFSDPModule):
         bound.engine.reset()
 
     def _get_fsdp_state(self) -> StateFacade:  # type: ignore[override]
-        found = state_facade(self)  # type: ignore[arg-type]
-        assert found is not None
-        return found
+        facade = state_facade(self)  # type: ignore[arg-type]
+        assert facade is not None
+        return facade
 
     def _own_state(self) -> ShardState:
         state: ShardState = self.__dict__[STATE]
@@ -452,9 +452,9 @@ def _states_of(modules: list[Any], expected: str = "list of FSDPModules but got 
     states = []
     for module in modules:
         if not isinstance(module, Methods):
-            found = expected.format(module=module, kind=type(module))
+            expectation = expected.format(module=module, kind=type(module))
             raise ShardConfigValueError(
-                f"Expects {found}; {type(module).__name__} is not sharded, call fully_shard on it first"
+                f"Expects {expectation}; {type(module).__name__} is not sharded, call fully_shard on it first"
             )
         states.append(module._own_state())
     return states
@@ -466,8 +466,8 @@ def _states_to_prefetch(modules: list[Any]) -> list[ShardState]:
 
 def _shard_groups(module: Methods) -> list[tuple[ShardState, dist.ProcessGroup]]:
     """The states of the module's call whose mesh has a shard axis, with the process group of that axis."""
-    found = [(state, state.declaration.info.shard_group) for state in module._own_state().family]
-    return [(state, group) for state, group in found if group is not None]
+    pairs = [(state, state.declaration.info.shard_group) for state in module._own_state().family]
+    return [(state, group) for state, group in pairs if group is not None]
 
 
 def _own_group(

@@ -401,9 +401,9 @@ def _let_engine_surround_compiled_code(module: nn.Module) -> None:
     def surrounded(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return compiled(*args, **kwargs)  # type: ignore[misc]
-        there = known()
-        assert there is not None
-        return _run_around(compiled, there, args, kwargs)  # type: ignore[arg-type]
+        owner = known()
+        assert owner is not None
+        return _run_around(compiled, owner, args, kwargs)  # type: ignore[arg-type]
 
     surrounded._surrounded = compiled  # type: ignore[attr-defined]
     module._compiled_call_impl = surrounded

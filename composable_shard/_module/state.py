@@ -384,19 +384,19 @@ class ShardState:
     @apart_from_checkpoints
     def _end_family(self, module: nn.Module, copied: Sequence[torch.Tensor]) -> list[tuple[Use, Outputs]]:
         ended = [each._end(module, copied) for each in reversed(list(self.family))]  # last begun, first ended
-        return [found for found in reversed(ended) if found is not None]
+        return [call for call in reversed(ended) if call is not None]
 
     def _end(self, module: nn.Module, copied: Sequence[torch.Tensor]) -> tuple[Use, Outputs] | None:
         assert self.bound is not None
         if self.bound.group is None or not self.open_calls:
             return None
-        found = self.open_calls[-1]
+        call = self.open_calls[-1]
         if self._to_run:
             self._to_run.discard(module.__dict__[PLACE])
         if not self._to_run:
             self.open_calls.pop()
             self.bound.engine.after_forward(self.bound.group, copied)
-        return found
+        return call
 
     @apart_from_checkpoints
     def abort(self, depth: int) -> None:

@@ -58,9 +58,9 @@ def _params(module: nn.Module) -> list[tuple[ShardState, str, ShardedParam]]:
 
 def _after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     for state, name, param in _params(module):
-        found = state_dict.get(prefix + name)
-        if found is not None and (state.entries.shown or not isinstance(found, DTensor)):
-            state_dict[prefix + name] = found if found is param.sharded else param.sharded.detach()
+        value = state_dict.get(prefix + name)
+        if value is not None and (state.entries.shown or not isinstance(value, DTensor)):
+            state_dict[prefix + name] = value if value is param.sharded else param.sharded.detach()
 
 
 def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

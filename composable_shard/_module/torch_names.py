@@ -165,7 +165,7 @@ class ParamFacade(_View):
         if group is None or group.phase is not UNSHARDED:
             raise ShardConfigAttributeError(f"parameter {self._param.fqn}: is not unsharded now; call unshard() first")
         entries = self._group._own.entries
-        return entries.there(self._index) if entries.shown else group.leaves()[self._index]
+        return entries.installed(self._index) if entries.shown else group.leaves()[self._index]
 
     @property
     def _unsharded_param(self) -> torch.Tensor | UnshardedGradient:
@@ -216,7 +216,7 @@ class GroupFacade(_View):
     _param_group_index: int
     fsdp_params: list[ParamFacade]
     _event: _Event | None  # the work at hand
-    _theirs: dict[str, Callable[..., None]]  # by moment: the method that a tool has set in the place of ours
+    _replacements: dict[str, Callable[..., None]]  # by moment: the method that a tool has set in the place of ours
     _seen: weakref.WeakSet[Any]  # all methods that a tool has set since it registered its hooks
     _gone: bool  # whether the tool has removed its hooks since
 
@@ -266,7 +266,7 @@ class GroupFacade(_View):
             ParamFacade(_known=weakref.ref(self), _param=p, _index=at) for at, p in enumerate(own.declaration.params)
         ]
         super().__init__(_state=weakref.ref(state), _own=own, _param_group_index=index, fsdp_params=params)
-        self.__dict__.update(_event=None, _theirs={}, _seen=weakref.WeakSet(), _gone=False)
+        self.__dict__.update(_event=None, _replacements={}, _seen=weakref.WeakSet(), _gone=False)
 
     def __repr__(self) -> str:
         return f"FSDPParamGroup(fqn={self._module_fqn})"
@@ -389,7 +389,7 @@ class GroupFacade(_View):
     @property
     def pre_backward(self) -> Callable[..., None]:
         """Called when backward reaches the outputs of the modules; gathers. A replacement must call it."""
-        return self._theirs.get(PRE_BACKWARD, self._pre_backward)
+        return self._replacements.get(PRE_BACKWARD, self._pre_backward)
 
     @pre_backward.setter
     def pre_backward(self, method: Callable[..., None]) -> None:
@@ -405,7 +405,7 @@ class GroupFacade(_View):
         The first call reshards and reduces; a replacement must call it. A call from elsewhere does nothing: accumulated
         gradients are reduced, in the order of the plan, by `StateFacade._root_post_backward_final_callback`.
         """
-        return self._theirs.get(POST_BACKWARD, self._post_backward)
+        return self._replacements.get(POST_BACKWARD, self._post_backward)
 
     @post_backward.setter
     def post_backward(self, method: Callable[..., None]) -> None:
@@ -416,27 +416,27 @@ class GroupFacade(_View):
 
     def _replace(self, moment: str, method: Callable[..., None], ours: Callable[..., None]) -> None:
         if method == ours:
-            self._theirs.pop(moment, None)
+            self._replacements.pop(moment, None)
         elif not self._gone or method not in self._seen:
-            self._theirs[moment] = method
+            self._replacements[moment] = method
             if isinstance(method, types.FunctionType):
                 self._seen.add(method)
         self._listen()
 
     def _listen(self) -> None:
-        (LISTENERS.add if self._theirs else LISTENERS.discard)(self)
+        (LISTENERS.add if self._replacements else LISTENERS.discard)(self)
 
-    def _note_tool(self, there: bool) -> None:
-        """Note whether a tool's hooks replace ours (`there`); once they are removed, drop its methods as well.
+    def _note_tool(self, present: bool) -> None:
+        """Note whether a tool's hooks replace ours (`present`); once they are removed, drop its methods as well.
 
         For a list of modules, a tool wraps the methods once for each module, one wrapper around the other. On removal
         it would therefore restore an inner wrapper of its own instead of our method.
         """
-        if there and self._gone:
+        if present and self._gone:
             self._seen.clear()
-        self.__dict__["_gone"] = not there
-        if not there:
-            self._theirs.clear()
+        self.__dict__["_gone"] = not present
+        if not present:
+            self._replacements.clear()
             self._listen()
 
 
@@ -594,11 +594,11 @@ class StateFacade(_View):
         """The facade of the root module's state, once the root is certain."""
         bound = self._own.bound
         module = None if bound is None else bound.root()
-        found: StateFacade | None = None if module is None else registered_state(module)
-        if bound is None or found is None:
+        facade: StateFacade | None = None if module is None else registered_state(module)
+        if bound is None or facade is None:
             return None
         # An engine that was made for `unshard` and has not run may yet be replaced by that of another root.
-        return found if found._initialised or bound.engine.has_run or bound.engine.in_forward else None
+        return facade if facade._initialised or bound.engine.has_run or bound.engine.in_forward else None
 
     @property
     def _root_module(self) -> nn.Module | None:
@@ -659,8 +659,8 @@ class StateFacade(_View):
     def _post_forward_hook_handle(self, handle: Any) -> None:
         self._set_hooks(1, handle)
 
-    def _set_hooks(self, place: int, handle: Any) -> None:
-        self._hooks[place].take(handle)
+    def _set_hooks(self, index: int, handle: Any) -> None:
+        self._hooks[index].take(handle)
         lent = any(hooks.are_lent(module) for hooks in self._hooks for module in self._modules)
         for group in self._fsdp_param_groups:
             group._note_tool(lent)
@@ -710,8 +710,8 @@ def _strides(size: torch.Size) -> tuple[int, ...]:
 
 def state_facade(module: nn.Module) -> StateFacade | None:
     """The facade of a sharded module, as `torch.distributed.fsdp.fully_shard.state` gives it; None for others."""
-    found = registered_state(module) if state_of(module) is not None else None
-    return found if isinstance(found, StateFacade) else None
+    facade = registered_state(module) if state_of(module) is not None else None
+    return facade if isinstance(facade, StateFacade) else None
 
 
 def show_to_torch(modules: Sequence[nn.Module], state: ShardState, ours: OurHooks) -> None:

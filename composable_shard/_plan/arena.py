@@ -122,27 +122,27 @@ def solve(lifetimes: Sequence[Lifetime], period: int | None = None) -> Arena:
         at = [i for i, life in enumerate(lifetimes) if life.lane == lane and life.nbytes and life.opened < life.closed]
         at.sort(key=lambda i: lifetimes[i].opened)
         sizes = [aligned(lifetimes[i].nbytes) for i in at]
-        arcs = [(place, *arc) for place, i in enumerate(at) for arc in _arcs(lifetimes[i], period) if arc[0] < arc[1]]
+        arcs = [(index, *arc) for index, i in enumerate(at) for arc in _arcs(lifetimes[i], period) if arc[0] < arc[1]]
         offsets = pack(sizes, _meetings(len(at), arcs), [lifetimes[i].name for i in at])
         for i, offset, nbytes in zip(at, offsets, sizes, strict=True):
             slots[i] = ArenaSlot(lane, offset, nbytes)
         lanes.append((lane, max(map(sum, zip(offsets, sizes, strict=True)), default=0)))
-        bound += _peak((begin, end, sizes[place]) for place, begin, end in arcs)
+        bound += _peak((begin, end, sizes[index]) for index, begin, end in arcs)
     return Arena(tuple(lifetimes), tuple(slots), tuple(lanes), bound)
 
 
-def as_placed(lifetimes: Sequence[Lifetime], turn: int, places: Iterable[Placed]) -> Arena | None:
+def as_placed(lifetimes: Sequence[Lifetime], turn: int, pool_slots: Iterable[Placed]) -> Arena | None:
     """The arena of these lifetimes in the slots that a pool uses for them; a lifetime in parts becomes several.
 
     Args:
         lifetimes: in any order.
         turn: the step at which backward begins.
-        places: the slots of the pool.
+        pool_slots: the slots of the pool.
 
     Returns:
         the arena; None if the pool has no slots for some lifetime, or slots of lifetimes that are live at once overlap.
     """
-    known = {(each.name, each.backward, each.nbytes): each.slots for each in places}
+    known = {(each.name, each.backward, each.nbytes): each.slots for each in pool_slots}
     parts: list[tuple[Lifetime, ArenaSlot]] = []
     for life in lifetimes:
         key = life.name, life.opened >= turn, aligned(life.nbytes)
@@ -230,16 +230,16 @@ def pack(sizes: Sequence[int], meets: Sequence[Sequence[int]], names: Sequence[H
     apart = packing.solve()
     one = _as_one(meets, names)
     heads = sorted(set(one))
-    place = {head: at for at, head in enumerate(heads)}
+    index_of = {head: at for at, head in enumerate(heads)}
     whole = [0] * len(heads)
     met: list[set[int]] = [set() for _ in heads]
     for i, head in enumerate(one):
-        at = place[head]
+        at = index_of[head]
         whole[at] = max(whole[at], sizes[i])
-        met[at].update([place[one[other]] for other in meets[i]])
+        met[at].update([index_of[one[other]] for other in meets[i]])
     most = max(apart.height, int(_ONE_PLACE * packing.bound))
     together = _Packing(whole, [sorted(each) for each in met], heads).solve(most)
-    return [together.offsets[place[head]] for head in one] if together.height <= most else apart.offsets
+    return [together.offsets[index_of[head]] for head in one] if together.height <= most else apart.offsets
 
 
 def _as_one(meets: Sequence[Sequence[int]], names: Sequence[Hashable]) -> list[int]:
@@ -275,9 +275,9 @@ class _Packing:
         Such a set of buffers, all of which meet each other, is grown greedily, by size and by bytes met in all. Buffers
         that meet most bytes are looked at first, while that is cheap.
         """
-        sizes, found = self.sizes, list(self.sizes)
+        sizes, pressures = self.sizes, list(self.sizes)
         if sum(map(len, self.meets)) > _MOST_VISITS:
-            return found  # too many for more than one try
+            return pressures  # too many for more than one try
         met = [set(each) for each in self.meets]
         near = [sizes[i] + sum([sizes[other] for other in each]) for i, each in enumerate(self.meets)]
         looked_at = 0
@@ -292,8 +292,8 @@ class _Packing:
                         left = left & met[other]
                 total = sum([sizes[each] for each in crowd])
                 for each in crowd:
-                    found[each] = max(found[each], total)
-        return found
+                    pressures[each] = max(pressures[each], total)
+        return pressures
 
     def solve(self, enough: float = 0.0) -> _Result:
         """The best arrangement found within `_MOST_VISITS` and `_MOST_TRIES`, or one of at most `enough` bytes."""
@@ -310,16 +310,16 @@ class _Packing:
         """The best arrangement after random changes to buffers that are live with many others; the rest always fits."""
         crowded = [i for i in order if self.pressure[i] > share * self.bound]
         rest = [i for i in order if self.pressure[i] <= share * self.bound]
-        found = self._place(crowded, True)
+        current = self._place(crowded, True)
         for _ in range(_MOST_TRIES):
             if self._is_done(best):
                 break
-            changed = self._changed(crowded, found, rng)
+            changed = self._changed(crowded, current, rng)
             tried = self._place(changed, True)
             if tried.height < best.height:
                 best = min(best, self._place(changed + rest, True))
-            if tried.height <= found.height:
-                found, crowded = tried, changed
+            if tried.height <= current.height:
+                current, crowded = tried, changed
         return best
 
     def _best_of_orders(self) -> tuple[_Result, list[int]]:
@@ -341,9 +341,9 @@ class _Packing:
     def _is_done(self, best: _Result) -> bool:
         return best.height <= self.enough or self.visits > _MOST_VISITS
 
-    def _changed(self, order: list[int], found: _Result, rng: Random) -> list[int]:
+    def _changed(self, order: list[int], result: _Result, rng: Random) -> list[int]:
         """The order with a topmost buffer moved forward, and sometimes another one moved, too."""
-        top = _pick([i for i in order if found.offsets[i] + self.sizes[i] == found.height], rng)
+        top = _pick([i for i in order if result.offsets[i] + self.sizes[i] == result.height], rng)
         at = order.index(top)
         other = [i for i in order if i != top]
         other.insert(int(rng.random() * (at + 1)), top)

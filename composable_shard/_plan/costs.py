@@ -132,19 +132,19 @@ class Costs:
             ShardConfigValueError: the compute of a group is not known.
         """
         known = {name: dict(getattr(self, name)) for name in ("forward", "backward", "gather", "reduce")}
-        found = {}
-        for fqn, its in moved.items():
+        times = {}
+        for fqn, sent in moved.items():
             for name in ("forward", "backward"):
                 if fqn not in known[name]:
                     raise ShardConfigValueError(f"Costs.{name}: has no seconds for group {fqn or ROOT_NAME}")
-            found[fqn] = Times(
+            times[fqn] = Times(
                 known["forward"][fqn],
                 known["backward"][fqn],
-                known["gather"].get(fqn, self._sent(its.gather, its.ranks)),
-                known["reduce"].get(fqn, self._sent(its.reduce, its.ranks)),
-                self._sent(its.small_gather, its.few),
+                known["gather"].get(fqn, self._sent(sent.gather, sent.ranks)),
+                known["reduce"].get(fqn, self._sent(sent.reduce, sent.ranks)),
+                self._sent(sent.small_gather, sent.few),
             )
-        return found
+        return times
 
     def _sent(self, collectives: tuple[int, ...], ranks: int) -> float:
         sent = [nbytes for nbytes in collectives if nbytes] if ranks > 1 else []

@@ -71,9 +71,9 @@ def _orders(planned: Sequence[str], seen: Sequence[str]) -> list[str]:
     statements += [f"{_name(fqn)}: has run, and is not in the planned order" for fqn in strange]
     if statements or planned == seen:
         return statements
-    for place, (expected, fqn) in enumerate(zip(planned, seen, strict=False), 1):
+    for number, (expected, fqn) in enumerate(zip(planned, seen, strict=False), 1):
         if expected != fqn:
-            return [f"{_name(fqn)}: was forward {place}, where {_name(expected)} is planned"]
+            return [f"{_name(fqn)}: was forward {number}, where {_name(expected)} is planned"]
     return [f"{_name(seen[-1])}: ended the forwards at {len(seen)}, and {len(planned)} are planned"]
 
 
@@ -82,9 +82,9 @@ def _steps(plan: ShardPlan, record: Record) -> list[str]:
     if not record.actions or plan.order != record.order:
         return []
     actions, live = plan.actions(), plan.live_bytes()
-    for place, (planned, done) in enumerate(zip(actions, record.actions, strict=False), 1):
+    for number, (planned, done) in enumerate(zip(actions, record.actions, strict=False), 1):
         if planned != done:
-            return [f"{_name(done.fqn)}: action {place} was {done}, and {planned} is planned"]
+            return [f"{_name(done.fqn)}: action {number} was {done}, and {planned} is planned"]
     if len(actions) != len(record.actions):
         longer = max(actions, record.actions, key=len)
         extra = longer[min(len(actions), len(record.actions))]

@@ -43,13 +43,13 @@ class Gather(NamedTuple):
         event: index of the forward or backward that needs it.
         fqn: its group.
         nbytes: bytes of the weights and of the landing buffers.
-        place: index of its action.
+        action_index: index of its action.
     """
 
     event: int
     fqn: str
     nbytes: int
-    place: int
+    action_index: int
 
 
 class Bare:
@@ -64,18 +64,18 @@ class Bare:
         self.issues: list[int] = []  # for each event, the index of the action behind which it gathers ahead
         self.gathers: list[Gather] = []
         shrunk: set[str] = set()
-        for place, action in enumerate(self.actions):
+        for index, action in enumerate(self.actions):
             if action.kind in (Kind.FORWARD, Kind.BACKWARD):
                 self.events.append(action)
-                self.issues.append(place)
+                self.issues.append(index)
             elif action.kind is Kind.SHRINK:
                 shrunk.add(action.fqn)
             elif action.kind is Kind.UNSHARD:
                 size = sizes[action.fqn]
                 landing = size.small_landing if action.fqn in shrunk else size.landing
-                self.gathers.append(Gather(len(self.events) - 1, action.fqn, size.weights + landing, place))
+                self.gathers.append(Gather(len(self.events) - 1, action.fqn, size.weights + landing, index))
             elif action.kind is Kind.WAIT:
-                self.issues[-1] = place
+                self.issues[-1] = index
         self.first_backward = len(self.events) // 2
         forward, backward = modules_of(forward_order(steps)), modules_of(backward_order(steps))
         self.modules = forward + [forward[-1] + 1 + number for number in backward]  # of the events
@@ -90,15 +90,15 @@ class Bare:
         """The event at which each gather is issued: the wanted one, or the first one after it with enough memory."""
         live, issued, least, looked_at = list(self.live), [], 0, 0
         for gather, want in zip(self.gathers, wanted, strict=True):
-            event, place = gather.event, gather.place
+            event, index = gather.event, gather.action_index
             while event > max(want, least):
                 before = self.issues[event - 1]
-                looked_at += place - before
-                if budget is not None and max(live[before:place]) + gather.nbytes > budget:
+                looked_at += index - before
+                if budget is not None and max(live[before:index]) + gather.nbytes > budget:
                     break
                 if budget is not None:
-                    live[before:place] = [each + gather.nbytes for each in live[before:place]]
-                event, place = event - 1, before
+                    live[before:index] = [each + gather.nbytes for each in live[before:index]]
+                event, index = event - 1, before
             issued.append(event)
             least = event
         self.work += looked_at // 16
@@ -117,10 +117,10 @@ class Bare:
     def _moved_one_by_one(self, wanted: Sequence[int], budget: int) -> list[int]:
         """`limited`, but exact where gathers ahead move the waits for reductions: writes the step for each change."""
         issued = [gather.event for gather in self.gathers]
-        for place, want in enumerate(wanted):
-            least = max(want, issued[place - 1] if place else 0)
-            for event in range(least, issued[place]):
-                tried = [*issued[:place], event, *issued[place + 1 :]]
+        for index, want in enumerate(wanted):
+            least = max(want, issued[index - 1] if index else 0)
+            for event in range(least, issued[index]):
+                tried = [*issued[:index], event, *issued[index + 1 :]]
                 if self.peak_of(self.scheduled(tried)) <= budget:
                     issued = tried
                     break
@@ -160,14 +160,14 @@ def by_depth(bare: Bare, depth: int) -> list[int]:
 def by_bytes(bare: Bare, nbytes: int) -> list[int]:
     """For each gather the earliest event such that groups gathered ahead, and not begun, take at most `nbytes`."""
     wanted, ahead, oldest = [], 0, 0
-    for place, gather in enumerate(bare.gathers):
+    for index, gather in enumerate(bare.gathers):
         ahead += gather.nbytes
         while ahead > nbytes:
             ahead -= bare.gathers[oldest].nbytes
             oldest += 1
         # Gathers from `oldest` on may be ahead together, from the event that needs the gather before them.
         event = bare.gathers[oldest - 1].event if oldest else 0
-        wanted.append(gather.event if oldest > place else max(bare.first_event(gather), event))
+        wanted.append(gather.event if oldest > index else max(bare.first_event(gather), event))
     return wanted
 
 

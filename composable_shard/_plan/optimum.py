@@ -187,9 +187,9 @@ class Optimum:
         ends = [(max(s.now, s.link, (max(s.link, s.now) + self._tail) * (self._tail > 0)), s.path)
                 for listed in states.values() for s in listed]  # fmt: skip
         end, path = min(ends, key=lambda each: each[0], default=(float("inf"), None))
-        return self._told(end - self.compute, path) if end < latest else None
+        return self._outcome(end - self.compute, path) if end < latest else None
 
-    def _told(self, exposed: float, path: Path | None) -> Found:
+    def _outcome(self, exposed: float, path: Path | None) -> Found:
         gathers: list[int] = []
         in_flight: list[int] = []
         while path is not None:
@@ -290,10 +290,10 @@ class Optimum:
         path = state.path, ("gather", at)
         yield after, _State(state.now, link, (*state.gathers, link), state.reductions, path)
 
-    def _sifted(self, found: Iterable[tuple[_Place, _State]], ahead: _Ahead, latest: float) -> _States:
+    def _sifted(self, reached: Iterable[tuple[_Place, _State]], ahead: _Ahead, latest: float) -> _States:
         """The states without those that must end too late or that another one dominates; at most `width`."""
         by_place: dict[_Place, dict[tuple[float, ...], tuple[float, _State]]] = {}
-        for place, state in found:
+        for place, state in reached:
             self.work += _STATE_WORK
             if self.work > self._most_work:
                 self.is_exact = False
@@ -315,10 +315,10 @@ class Optimum:
             states.setdefault(place, []).append(state)
         return states
 
-    def _undominated(self, found: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
+    def _undominated(self, candidates: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
         """The tuples of times, given sorted, that no other one dominates: none is nowhere later than they are."""
         kept: list[tuple[float, ...]] = []
-        for times in found:
+        for times in candidates:
             for other in kept:
                 self.work += 1
                 if all(map(le, other, times)):

@@ -281,11 +281,11 @@ class ShardPlan:
         if self.costs is None:
             return None
         uses = Counter(self.order)
-        found = self.costs.times({fqn: self.group(fqn).moved for fqn in uses})
+        times = self.costs.times({fqn: self.group(fqn).moved for fqn in uses})
         for fqn in [fqn for fqn, count in uses.items() if count > 1]:
-            its = found[fqn]
-            found[fqn] = replace(its, forward=its.forward / uses[fqn], backward=its.backward / uses[fqn])
-        return found
+            total = times[fqn]
+            times[fqn] = replace(total, forward=total.forward / uses[fqn], backward=total.backward / uses[fqn])
+        return times
 
     def backward_order(self) -> list[Step]:
         """The uses in the order in which their backwards are expected to begin."""

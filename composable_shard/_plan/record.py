@@ -29,18 +29,18 @@ def own_seconds(spans: Sequence[Span]) -> dict[tuple[Kind, str], float]:
     Args:
         spans: in the order in which they began, as `Stopwatch.take` gives them.
     """
-    found: dict[tuple[Kind, str], float] = {}
+    seconds: dict[tuple[Kind, str], float] = {}
     open_: list[Span] = []
     for span in spans:
         while open_ and open_[-1].end <= span.begin:
             open_.pop()
         if open_:
             outer = open_[-1]
-            found[outer.kind, outer.fqn] -= min(span.end, outer.end) - span.begin
+            seconds[outer.kind, outer.fqn] -= min(span.end, outer.end) - span.begin
         key = span.kind, span.fqn
-        found[key] = found.get(key, 0.0) + span.end - span.begin
+        seconds[key] = seconds.get(key, 0.0) + span.end - span.begin
         open_.append(span)
-    return found
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,23 +184,23 @@ def backward_order(steps: Sequence[Step]) -> list[Step]:
 def _course(steps: Sequence[Step]) -> list[tuple[Step, bool]]:
     """Where forwards begin (True) and end (False), in order; backward runs through this list from its end."""
     running: list[Step] = []
-    found: list[tuple[Step, bool]] = []
+    course: list[tuple[Step, bool]] = []
     for step in forward_order(steps):
         while running and not (running[-1].is_root or running[-1].fqn in step.around):
-            found.append((running.pop(), False))
+            course.append((running.pop(), False))
         running.append(step)
-        found.append((step, True))
-    return found + [(step, False) for step in reversed(running)]
+        course.append((step, True))
+    return course + [(step, False) for step in reversed(running)]
 
 
 def modules_of(order: Sequence[Step]) -> list[int]:
     """The number of the module of each use: groups of one module, on several meshes, begin together."""
-    found: list[int] = []
+    numbers: list[int] = []
     for at, step in enumerate(order):
         before = order[at - 1] if at else None
         around = before is not None and (before.fqn in step.around or (before.is_root and step.is_root))
-        found.append(found[-1] + (not (around and _module(before) == _module(step))) if before is not None else 0)
-    return found
+        numbers.append(numbers[-1] + (not (around and _module(before) == _module(step))) if before is not None else 0)
+    return numbers
 
 
 def first_of(modules: Sequence[int]) -> dict[int, int]:
@@ -224,12 +224,12 @@ def one_ahead(steps: Sequence[Step]) -> Schedule:
         names, modules = [step.fqn for step in order], modules_of(order)
         first = first_of(modules)
         ahead: dict[int, list[str]] = {}
-        there = set(resident)
+        gathered = set(resident)
         for at, fqn in enumerate(names):
             begins = first[max(0, modules[at] - 1)]
-            if begins < at and fqn not in there:
+            if begins < at and fqn not in gathered:
                 ahead.setdefault(begins, []).append(fqn)
-            there.discard(fqn)
+            gathered.discard(fqn)
         return listed(names, ahead)
 
     kept = kept_by_setting(steps)
@@ -271,26 +271,26 @@ def with_gathers(actions: Sequence[Action], ahead: Mapping[Action, Sequence[Sequ
     gathering: set[str] = set()
     resident: set[str] = set()
     following = {action: deque(groups) for action, groups in ahead.items()}
-    found: list[Action] = []
+    complete: list[Action] = []
 
     def unshard(fqn: str) -> None:
         if fqn not in resident and fqn not in gathering:
             gathering.add(fqn)
-            found.append(Action(Kind.UNSHARD, fqn))
+            complete.append(Action(Kind.UNSHARD, fqn))
 
     for action in actions:
-        found.append(action)
+        complete.append(action)
         if action.kind in (Kind.FORWARD, Kind.BACKWARD):
             unshard(action.fqn)
             if action.fqn in gathering:
                 gathering.remove(action.fqn)
                 resident.add(action.fqn)
-                found.append(Action(Kind.WAIT, action.fqn))
+                complete.append(Action(Kind.WAIT, action.fqn))
             for fqn in following[action].popleft() if following.get(action) else ():
                 unshard(fqn)
         elif action.kind in (Kind.RESHARD, Kind.SHRINK):
             resident.remove(action.fqn)
-    return found
+    return complete
 
 
 class _Reductions:

@@ -149,20 +149,20 @@ class Auto:
         listed = [fqn for fqn in self._names() if fqn in kept]
         if self.searches:
             search = Optimum(self.steps, self.sizes, self.times, self.budget, listed)
-            found = search.best(best.exposed - self.gain, _MOST_WORK - self.work, _WIDTH)
+            optimum = search.best(best.exposed - self.gain, _MOST_WORK - self.work, _WIDTH)
             self.work += search.work + _ACTION_WORK * len(self.steps)
-            tries = [] if found is None else self._followed(listed, found)
+            tries = [] if optimum is None else self._followed(listed, optimum)
             one = min(tries, key=lambda each: (each.exposed, each.held), default=None)
         else:
             one = self._tried(listed)
         return one if one is not None and one.exposed < best.exposed - 0.5 * self.gain else None
 
-    def _followed(self, kept: Sequence[str], found: Found) -> Iterator[_Try]:
+    def _followed(self, kept: Sequence[str], optimum: Found) -> Iterator[_Try]:
         """The schedule that was found, and the same with gathers as late as possible; those within the budget."""
-        fewer = tuple((fqn, number) for fqn, number in found.in_flight if number != MAX_REDUCTIONS)
+        fewer = tuple((fqn, number) for fqn, number in optimum.in_flight if number != MAX_REDUCTIONS)
         bare = Bare(self.steps, self.sizes, Schedule((), (), tuple(kept), in_flight=fewer))
-        early = self._judged(bare.scheduled(found.gathers))
-        late = self._judged(bare.scheduled(self._put_off(bare, early, found.gathers)))
+        early = self._judged(bare.scheduled(optimum.gathers))
+        late = self._judged(bare.scheduled(self._put_off(bare, early, optimum.gathers)))
         yield from (each for each in (early, late) if each.peak <= self.budget)
 
     def _names(self) -> list[str]:
@@ -221,14 +221,14 @@ class Auto:
         sooner = [max(event - 1, least) for event, least in zip(late, issued, strict=True)]
         return [one, early, *(self._judged(bare.under(each, self.budget)[0]) for each in (late, sooner))]
 
-    def _price(self, found: _Try) -> tuple[bool, int, int]:
+    def _price(self, candidate: _Try) -> tuple[bool, int, int]:
         """What a schedule costs beside time, for comparison.
 
         Schedules in which reductions come first are the last choice: their waits fall in the middle of a backward, a
         moment that is predicted least well.
         """
-        unsure = found.schedule.reduces_first and not self.reduces_first
-        return unsure, found.peak, found.held
+        unsure = candidate.schedule.reduces_first and not self.reduces_first
+        return unsure, candidate.peak, candidate.held
 
     def _judged(self, schedule: Schedule) -> _Try:
         actions = timed_step(self.steps, schedule)
@@ -240,13 +240,13 @@ class Auto:
     def _put_off(self, bare: Bare, early: _Try, issued: Sequence[int]) -> list[int]:
         """The last event at which each gather can be issued and still arrive before its event begins in `early`."""
         begins = early.timeline.begins
-        found, latest = list(issued), float("inf")
+        events, latest = list(issued), float("inf")
         shrunk = {action.fqn for action in bare.actions if action.kind is Kind.SHRINK}
-        for place in reversed(range(len(found))):
-            gather = bare.gathers[place]
+        for index in reversed(range(len(events))):
+            gather = bare.gathers[index]
             times = self.times[gather.fqn]
             small = gather.fqn in shrunk and gather.event >= bare.first_backward
             latest = min(latest, begins[gather.event]) - (times.small_gather if small else times.gather)
             last = bisect_right(begins, latest + 1e-12) - 1
-            found[place] = max(issued[place], min(last, gather.event))
-        return found
+            events[index] = max(issued[index], min(last, gather.event))
+        return events

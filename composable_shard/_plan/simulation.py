@@ -67,11 +67,11 @@ def live_bytes(lives: Sequence[Lifetime], steps: int) -> list[int]:
     for life in lives:
         changes[life.opened] += life.nbytes
         changes[life.closed] -= life.nbytes
-    live, found = 0, []
+    live, totals = 0, []
     for change in changes[:steps]:
         live += change
-        found.append(live)
-    return found
+        totals.append(live)
+    return totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class _Memory:
     """The times at which memory becomes free, action by action; `MARKS` are not counted."""
 
     def __init__(self, arena: Arena) -> None:
-        self._place = -1  # index of the current action
+        self._index = -1  # index of the current action
         self._free_at = [0.0] * len(arena.lifetimes)
         self._before = followers(arena)
         self._opened: dict[int, list[int]] = {}
@@ -225,16 +225,16 @@ class _Memory:
 
     def advance(self) -> None:
         """The next action begins."""
-        self._place += 1
+        self._index += 1
 
     def taken(self) -> float:
         """The time from which all memory that this action takes is free."""
-        taken = self._opened.get(self._place, ())
+        taken = self._opened.get(self._index, ())
         return max((self._free_at[other] for at in taken for other in self._before[at]), default=0.0)
 
     def left(self, time: float, lasts: bool = False) -> None:
         """Memory that this action gives up, or with `lasts` gives up at its end, is free from `time` on."""
-        for at in self._closed.get(self._place + lasts, ()):
+        for at in self._closed.get(self._index + lasts, ()):
             self._free_at[at] = time
 
 
@@ -346,7 +346,7 @@ def predict(
     by_kind: dict[str, list[Lifetime]] = {"weights": [], "small": [], "landing": [], "reduction": []}
     for life in lives:
         by_kind[life.name.partition(" ")[0]].append(life)
-    turn = next((place for place, action in enumerate(actions) if action.kind is Kind.BACKWARD), 0)
+    turn = next((index for index, action in enumerate(actions) if action.kind is Kind.BACKWARD), 0)
     resident = by_kind["weights"] + by_kind["small"]
     memory = Prediction(
         peak_bytes(lives),

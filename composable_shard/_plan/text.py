@@ -140,11 +140,11 @@ def other_model(mine: Sequence[GroupPlan], other: Sequence[GroupPlan]) -> str:
 
 
 def _other_params(one: GroupPlan, two: GroupPlan) -> str:
-    for here, there in zip(one.params, two.params, strict=False):
-        if here.fqn != there.fqn:
-            return f"group {one.name}: parameter {here.fqn} is here, {there.fqn} there"
-        for name in _differing(here, there):
-            return f"parameter {here.fqn}: {name} is {getattr(here, name)} here, {getattr(there, name)} there"
+    for param, peer in zip(one.params, two.params, strict=False):
+        if param.fqn != peer.fqn:
+            return f"group {one.name}: parameter {param.fqn} is here, {peer.fqn} there"
+        for name in _differing(param, peer):
+            return f"parameter {param.fqn}: {name} is {getattr(param, name)} here, {getattr(peer, name)} there"
     if len(one.params) != len(two.params):
         return f"group {one.name} has {len(one.params)} parameters here, {len(two.params)} there"
     return ""
@@ -189,8 +189,8 @@ def order_changes(old: Sequence[str], new: Sequence[str]) -> list[str]:
     if old == new:
         return []
     at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-    here, there = (order[at] or ROOT_NAME if at < len(order) else "nothing" for order in (old, new))
-    return [f"order: forward {at + 1} is {here} -> {there}"]
+    before, after = (order[at] or ROOT_NAME if at < len(order) else "nothing" for order in (old, new))
+    return [f"order: forward {at + 1} is {before} -> {after}"]
 
 
 def around_changes(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]]) -> list[str]:
@@ -210,8 +210,8 @@ def schedule_changes(old: Schedule, new: Schedule) -> list[str]:
     kept, keeps = ([fqn or ROOT_NAME for fqn in schedule.kept] for schedule in (old, new))
     lines += _apart(kept, keeps, "kept after forward: {} no more", "kept after forward: {} now")
     for name in ("max_reductions", "in_flight", "reduces_first", "stays_for_next"):
-        here, there = getattr(old, name), getattr(new, name)
-        lines += [f"{name}: {here} -> {there}"] if here != there else []
+        old_value, new_value = getattr(old, name), getattr(new, name)
+        lines += [f"{name}: {old_value} -> {new_value}"] if old_value != new_value else []
     if not lines and old.kept != new.kept:
         lines.append("kept after forward: the same groups, in another order")
     return lines

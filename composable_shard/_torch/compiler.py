@@ -79,11 +79,11 @@ def last_pass() -> Any:
     return config.post_grad_custom_post_pass
 
 
-def set_last_pass(found: Any) -> None:
+def set_last_pass(last_pass: Any) -> None:
     """Have Inductor run this pass after its own, for all models."""
     from torch._inductor import config
 
-    config.post_grad_custom_post_pass = found
+    config.post_grad_custom_post_pass = last_pass
 
 
 @functools.cache  # once in a process

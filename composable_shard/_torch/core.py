@@ -488,7 +488,7 @@ _ATOMS = (int, float, str, type(None), type, torch.dtype, torch.device, torch.nn
 
 
 def _parts(leaf: Any) -> dict[Any, Any]:
-    """What is in a container that `torch.utils._pytree` takes for a leaf, by field, key or place."""
+    """What is in a container that `torch.utils._pytree` takes for a leaf, by field, key or index."""
     if dataclasses.is_dataclass(leaf):
         names = [field.name for field in dataclasses.fields(leaf)]
         return {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
@@ -500,18 +500,18 @@ def _parts(leaf: Any) -> dict[Any, Any]:
 
 
 def _with_parts(leaf: Any, changed: dict[Any, Any]) -> Any:
-    """A copy of such a container with other things in some of its places."""
+    """A copy of such a container with other things under some of its keys."""
     if isinstance(leaf, tuple | set | frozenset):
         parts = (_parts(leaf) | changed).values()
         return type(leaf)(*parts) if hasattr(leaf, "_fields") else type(leaf)(parts)
     made = copy.copy(leaf)
-    for place, part in changed.items():
+    for key, part in changed.items():
         if not dataclasses.is_dataclass(leaf):
-            made[place] = part
+            made[key] = part
             continue
-        object.__setattr__(made, place, part)  # past `frozen`, and without `__init__`, which may want other things
-        if isinstance(leaf, dict) and place in leaf:  # as outputs of Transformers' models are
-            made[place] = part
+        object.__setattr__(made, key, part)  # past `frozen`, and without `__init__`, which may want other things
+        if isinstance(leaf, dict) and key in leaf:  # as outputs of Transformers' models are
+            made[key] = part
     return made
 
 
@@ -536,8 +536,8 @@ def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> An
     if isinstance(leaf, _ATOMS):
         return leaf
     parts = _parts(leaf)
-    changed = {place: map_tensors(function, part) for place, part in parts.items() if tree_tensors(part)}
-    changed = {place: part for place, part in changed.items() if part is not parts[place]}
+    changed = {key: map_tensors(function, part) for key, part in parts.items() if tree_tensors(part)}
+    changed = {key: part for key, part in changed.items() if part is not parts[key]}
     return _with_parts(leaf, changed) if changed else leaf
 
 

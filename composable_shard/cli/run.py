@@ -89,8 +89,8 @@ def _keep_importable() -> None:
     """See that child processes, which get `sys.path`, find this library without the place that the script's takes."""
     home = Path(__file__).parents[1]
     others = 0 if sys.flags.safe_path else 1
-    found = PathFinder.find_spec(_KEY, sys.path[others:])
-    if found is None or found.origin != str(home / "__init__.py"):  # a checkout that is the current directory
+    spec = PathFinder.find_spec(_KEY, sys.path[others:])
+    if spec is None or spec.origin != str(home / "__init__.py"):  # a checkout that is the current directory
         sys.path.insert(others, str(home.parent))
 
 

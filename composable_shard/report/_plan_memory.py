@@ -1,4 +1,4 @@
-"""The memory of a plan as a picture: bytes by kind over the actions of a step, and the places of its buffers."""
+"""The memory of a plan as a picture: bytes by kind over the actions of a step, and the offsets of its buffers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LEAST_TEXT = 0.04  # of the picture's width and height that a slot takes at lea
 
 
 def memory(plan: ShardPlan, path: str | Path, record: Record | None = None) -> None:
-    """Draw the memory of a training step as the plan predicts it: bytes by kind above, places in the arena below.
+    """Draw the memory of a training step as the plan predicts it: bytes by kind above, offsets in the arena below.
 
     Arguments:
         plan: whose step it is; its budget, if it has one, is a line.
@@ -90,7 +90,7 @@ def _draw_arena(
     axes: Any, lives: Sequence[Lifetime], arena: Arena, kept: frozenset[str], actions: Sequence[Action]
 ) -> None:
     lanes = dict(arena.lanes)
-    starts = {lane: sum(list(lanes.values())[:place]) for place, lane in enumerate(lanes)}  # one above the other
+    starts = {lane: sum(list(lanes.values())[:index]) for index, lane in enumerate(lanes)}  # one above the other
     for life, slot in zip(arena.lifetimes, arena.slots, strict=True):
         if not slot.nbytes:
             continue

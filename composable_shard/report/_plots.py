@@ -162,12 +162,12 @@ def figure(path: str | Path, *, width: float = 7.0, height: float = 4.5, rows: i
         ) from error
     made = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(made)
-    found = [made.add_subplot(rows, 1, row + 1) for row in range(rows)]
-    for axes in found:
+    every_axes = [made.add_subplot(rows, 1, row + 1) for row in range(rows)]
+    for axes in every_axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)
         axes.set_axisbelow(True)
-    yield found
+    yield every_axes
     made.savefig(path, dpi=130)
 
 

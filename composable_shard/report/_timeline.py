@@ -102,27 +102,27 @@ def _by_action(actions: Iterable[Action], spans: Iterable[_Slice]) -> list[_Slic
     waiting: dict[tuple[Kind, str], list[_Slice]] = {}
     for span in spans:
         waiting.setdefault((span.kind, span.fqn), []).append(span)
-    found = []
+    slices = []
     for action in actions:
         if not waiting.get((action.kind, action.fqn)):
             raise ShardConfigValueError(
                 f"timeline: {action} has no times: the model was watched for a part of the iteration. Call "
                 "cs.watch(model) between two iterations, and run a whole one"
             )
-        found.append(waiting[action.kind, action.fqn].pop(0))
-    return found
+        slices.append(waiting[action.kind, action.fqn].pop(0))
+    return slices
 
 
 def _in_flight(acts: Iterable[_Slice], kind: Kind) -> list[_Slice]:
     """Collectives from their issue to the end of the wait."""
     open_: dict[str, list[_Slice]] = {}
-    found = []
+    slices = []
     for act in acts:
         if act.kind is kind:
             open_.setdefault(act.fqn, []).append(act)
         elif act.kind is _ENDS[kind]:
-            found.append(open_[act.fqn].pop(0)._replace(end=act.end))
-    return sorted(found, key=lambda each: each.begin)
+            slices.append(open_[act.fqn].pop(0)._replace(end=act.end))
+    return sorted(slices, key=lambda each: each.begin)
 
 
 def _lanes(slices: Sequence[_Slice]) -> list[list[_Slice]]:

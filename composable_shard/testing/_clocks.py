@@ -184,8 +184,8 @@ class StreamClock:
         self._all = [self.default]
 
     def current(self) -> Stream:
-        found = torch.cpu.current_stream()
-        return found if isinstance(found, Stream) else self.default
+        stream = torch.cpu.current_stream()
+        return stream if isinstance(stream, Stream) else self.default
 
     def stream(self, priority: int = -1) -> Stream:
         """What stands in for `torch.cpu.Stream`."""

@@ -14,7 +14,7 @@ from .._torch.core import without_dispatch_modes
 
 Tensors = list[torch.Tensor]
 Combine = Callable[[Tensors, Any], torch.Tensor]  # the reduction of what the ranks have brought, by a `ReduceOp`
-Values = Callable[[int], Tensors]  # what the rank at a place of the group gets, in the order of its outputs
+Values = Callable[[int], Tensors]  # by rank in the group, what that rank gets, in the order of its outputs
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ class Call:
 
 def _all_gather(calls: list[Call], combine: Combine) -> Values:
     gathered = [call.inputs[i] for i in range(len(calls[0].inputs)) for call in calls]
-    return lambda place: gathered
+    return lambda group_rank: gathered
 
 
 def _reduce_scatter(calls: list[Call], combine: Combine) -> Values:
     world = len(calls)
 
-    def values(place: int) -> Tensors:
-        ours = range(place, len(calls[0].inputs), world)
+    def values(group_rank: int) -> Tensors:
+        ours = range(group_rank, len(calls[0].inputs), world)
         return [combine([call.inputs[at] for call in calls], calls[0].op) for at in ours]
 
     return values
@@ -88,27 +88,27 @@ def _reduce_scatter(calls: list[Call], combine: Combine) -> Values:
 
 def _all_reduce(calls: list[Call], combine: Combine) -> Values:
     reduced = [combine([call.inputs[i] for call in calls], calls[0].op) for i in range(len(calls[0].inputs))]
-    return lambda place: reduced if calls[place].outputs else []
+    return lambda group_rank: reduced if calls[group_rank].outputs else []
 
 
 def _broadcast(calls: list[Call], combine: Combine) -> Values:
-    return lambda place: calls[calls[0].root].inputs if calls[place].outputs else []
+    return lambda group_rank: calls[calls[0].root].inputs if calls[group_rank].outputs else []
 
 
 def _gather(calls: list[Call], combine: Combine) -> Values:
-    return lambda place: [call.inputs[0] for call in calls] if calls[place].outputs else []
+    return lambda group_rank: [call.inputs[0] for call in calls] if calls[group_rank].outputs else []
 
 
 def _scatter(calls: list[Call], combine: Combine) -> Values:
-    return lambda place: [calls[calls[0].root].inputs[place]]
+    return lambda group_rank: [calls[calls[0].root].inputs[group_rank]]
 
 
 def _all_to_all(calls: list[Call], combine: Combine) -> Values:
-    return lambda place: [call.inputs[place] for call in calls]
+    return lambda group_rank: [call.inputs[group_rank] for call in calls]
 
 
 def _barrier(calls: list[Call], combine: Combine) -> Values:
-    return lambda place: []
+    return lambda group_rank: []
 
 
 _VALUES: dict[str, Callable[[list[Call], Combine], Values]] = {

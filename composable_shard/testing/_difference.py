@@ -8,32 +8,32 @@ import torch
 
 
 def difference(
-    ours: torch.Tensor | None, theirs: torch.Tensor | None, atol: float, rtol: float, offsets: Sequence[int] = ()
+    actual: torch.Tensor | None, expected: torch.Tensor | None, atol: float, rtol: float, offsets: Sequence[int] = ()
 ) -> str:
-    """How `ours` differs from `theirs` by more than ``atol + rtol * |theirs|``; empty if it does not.
+    """How `actual` differs from `expected` by more than ``atol + rtol * |expected|``; empty if it does not.
 
     Args:
         offsets: where, in a larger tensor, these begin; the index that is named is of that one.
     """
-    if ours is None or theirs is None or ours.dtype != theirs.dtype or ours.shape != theirs.shape:
-        return "" if ours is theirs else f"is {_brief(ours)}, should be {_brief(theirs)}"
-    if torch.equal(ours, theirs):
+    if actual is None or expected is None or actual.dtype != expected.dtype or actual.shape != expected.shape:
+        return "" if actual is expected else f"is {_brief(actual)}, should be {_brief(expected)}"
+    if torch.equal(actual, expected):
         return ""
-    kind = torch.complex128 if ours.is_complex() else torch.float64
-    is_, should = ours.detach().to(kind), theirs.detach().to(kind)
+    kind = torch.complex128 if actual.is_complex() else torch.float64
+    is_, should = actual.detach().to(kind), expected.detach().to(kind)
     gap = (is_ - should).abs()
     same = (is_ == should) | (is_.isnan() & should.isnan())
     wrong = ~(same | (gap <= atol + rtol * should.abs()))
     if not wrong.any():
         return ""
     first = wrong.nonzero()[0].tolist()
-    place = [at + by for at, by in zip(first, offsets or [0] * len(first), strict=True)]
+    index = [at + by for at, by in zip(first, offsets or [0] * len(first), strict=True)]
     at = tuple(first)
     scale = should.abs().clamp_min(torch.finfo(torch.float64).tiny)
     text = (
         f"differs in {int(wrong.sum())} of {wrong.numel()} elements, max abs {_most(gap[wrong]):.3g}, "
-        f"max rel {_most((gap / scale)[wrong]):.3g}; first at {place}: is {ours[at].item():.9g}, "
-        f"should be {theirs[at].item():.9g}"
+        f"max rel {_most((gap / scale)[wrong]):.3g}; first at {index}: is {actual[at].item():.9g}, "
+        f"should be {expected[at].item():.9g}"
     )
     return text + _guess(is_, should)
 
@@ -46,10 +46,10 @@ def _guess(is_: torch.Tensor, should: torch.Tensor) -> str:
     """What is behind it, if that is plain to see."""
     if is_.isnan().any() and not should.isnan().any():
         return " (NaN: read before its collective was waited for, or never written?)"
-    there = should != 0
-    if is_.is_complex() or not there.any() or (is_[~there] != 0).any():
+    nonzero = should != 0
+    if is_.is_complex() or not nonzero.any() or (is_[~nonzero] != 0).any():
         return ""
-    factor = (is_[there] / should[there]).median()
+    factor = (is_[nonzero] / should[nonzero]).median()
     if abs(factor - 1) > 1e-2 and torch.allclose(is_, factor * should, rtol=1e-4, atol=0.0):
         return f" (everywhere {factor:.4g} times what it should be: a sum for a mean, or a wrong divide factor?)"
     return ""

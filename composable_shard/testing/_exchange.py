@@ -50,7 +50,7 @@ def _reduced(parts: Tensors, op: Any) -> torch.Tensor:
 class _Meeting:
     """One collective of a group, while its ranks come."""
 
-    calls: dict[int, Call] = field(default_factory=dict)  # by place in the group
+    calls: dict[int, Call] = field(default_factory=dict)  # by rank in the group
     values: Values | None = None
 
 
@@ -74,14 +74,14 @@ class Exchange:
         self._counts: dict[tuple[GroupKey, int], int] = defaultdict(int)
         self._messages: dict[tuple[GroupKey, int, int, int], deque[tuple[torch.Tensor, Issued]]] = defaultdict(deque)
 
-    def launch(self, key: GroupKey, place: int, call: Call) -> Work:
-        """Launch a collective as the rank at `place` of a group."""
+    def launch(self, key: GroupKey, group_rank: int, call: Call) -> Work:
+        """Launch a collective as the rank `group_rank` of a group."""
         _, members = key
-        rank = members[place]
+        rank = members[group_rank]
         call.take_inputs()
         self._tell(rank, call.issued)
-        number = self._counts[key, place]
-        self._counts[key, place] += 1
+        number = self._counts[key, group_rank]
+        self._counts[key, group_rank] += 1
         meeting = self._meetings.setdefault((key, number), _Meeting())
         for other, earlier in meeting.calls.items():
             if earlier.must_agree != call.must_agree:
@@ -90,7 +90,7 @@ class Exchange:
                     f"  rank {members[other]} issued {earlier.issued}\n  rank {rank} issues {call.issued}\n"
                     "all ranks of a group must issue the same collectives in the same order"
                 )
-        meeting.calls[place] = call
+        meeting.calls[group_rank] = call
         if len(meeting.calls) == len(members):
             with without_dispatch_modes(), torch.no_grad():
                 meeting.values = values_of([meeting.calls[at] for at in range(len(members))], _reduced)
@@ -98,38 +98,38 @@ class Exchange:
 
         def values() -> Tensors:
             assert meeting.values is not None
-            return meeting.values(place)
+            return meeting.values(group_rank)
 
         words = f"{call.issued} (number {number + 1} of the group)"
         return self._pending(rank, words, lambda: meeting.values is not None, values, call.outputs)
 
-    def send(self, key: GroupKey, place: int, to: int, tag: int, call: Call) -> Work:
+    def send(self, key: GroupKey, group_rank: int, to: int, tag: int, call: Call) -> Work:
         """Leave a message; nobody waits for its receiver."""
         call.take_inputs()
-        self._tell(key[1][place], call.issued)
-        self._messages[key, place, to, tag].append((call.inputs[0], call.issued))
+        self._tell(key[1][group_rank], call.issued)
+        self._messages[key, group_rank, to, tag].append((call.inputs[0], call.issued))
         return Work(lambda: None, lambda: True, [])
 
-    def receive(self, key: GroupKey, place: int, sources: Sequence[int], tag: int, call: Call) -> Work:
+    def receive(self, key: GroupKey, group_rank: int, sources: Sequence[int], tag: int, call: Call) -> Work:
         """Take the next message of one of the sources."""
         _, members = key
-        self._tell(members[place], call.issued)
+        self._tell(members[group_rank], call.issued)
         (out,) = call.outputs
 
         def waiting() -> list[int]:
-            return [source for source in sources if self._messages[key, source, place, tag]]
+            return [source for source in sources if self._messages[key, source, group_rank, tag]]
 
         def message() -> Tensors:
             source = waiting()[0]
-            tensor, sent = self._messages[key, source, place, tag].popleft()
+            tensor, sent = self._messages[key, source, group_rank, tag].popleft()
             if tensor.numel() != out.numel() or tensor.dtype != out.dtype:
                 raise CollectiveMismatchError(
-                    f"a message does not fit: rank {members[source]} sent {sent}, rank {members[place]} has "
+                    f"a message does not fit: rank {members[source]} sent {sent}, rank {members[group_rank]} has "
                     f"{call.issued}"
                 )
             return [tensor]
 
-        return self._pending(members[place], str(call.issued), lambda: bool(waiting()), message, [out])
+        return self._pending(members[group_rank], str(call.issued), lambda: bool(waiting()), message, [out])
 
     def misfit(self, kind: str, whole: torch.Tensor, piece: torch.Tensor, ranks: int) -> str:
         """What to say of a whole tensor that is not made of such a piece of each rank."""

@@ -132,8 +132,8 @@ class LinkOfAlikeRanks:
         self._fabric = fabric
         self._link = link
 
-    def launch(self, key: GroupKey, place: int, call: Call) -> Work:
-        """Put a collective on the link as the rank at `place` of a group."""
+    def launch(self, key: GroupKey, group_rank: int, call: Call) -> Work:
+        """Put a collective on the link as the rank `group_rank` of a group."""
         issued, link, fabric = call.issued, self._link, self._fabric
         ranks = len(issued.members)
         nbytes = _bytes_of_the_whole(call, ranks)
@@ -142,18 +142,18 @@ class LinkOfAlikeRanks:
         with fabric.clock.stopped():
             if any(tensor.is_cuda for tensor in tensors):
                 seconds = link.seconds(issued.kind, nbytes, ranks)
-                landed = fabric.cuda.run(link.name, seconds, tensors, lambda: _move(call, place, ranks))
+                landed = fabric.cuda.run(link.name, seconds, tensors, lambda: _move(call, group_rank, ranks))
                 return Work(landed.wait, landed.query, call.outputs)
-            _move(call, place, ranks)
+            _move(call, group_rank, ranks)
         return Work(lambda: fabric.wait(event, finish), lambda: fabric.done(finish), call.outputs)
 
-    def send(self, key: GroupKey, place: int, to: int, tag: int, call: Call) -> Work:
+    def send(self, key: GroupKey, group_rank: int, to: int, tag: int, call: Call) -> Work:
         """A message takes the link, and nobody reads it."""
-        return self.launch(key, place, call)
+        return self.launch(key, group_rank, call)
 
-    def receive(self, key: GroupKey, place: int, sources: Sequence[int], tag: int, call: Call) -> Work:
+    def receive(self, key: GroupKey, group_rank: int, sources: Sequence[int], tag: int, call: Call) -> Work:
         """A message takes the link, and nothing is known of it."""
-        return self.launch(key, place, call)
+        return self.launch(key, group_rank, call)
 
     def misfit(self, kind: str, whole: torch.Tensor, piece: torch.Tensor, ranks: int) -> str:
         """What to say of a whole tensor that is not made of such a piece of each rank."""
@@ -166,14 +166,14 @@ def _bytes_of_the_whole(call: Call, ranks: int) -> int:
     return sum(tensor.nbytes for tensor in tensors) * (ranks if kind in ("gather", "scatter") else 1)
 
 
-def _move(call: Call, place: int, ranks: int) -> None:
-    """Give the rank at `place` what it gets if all bring what it does; zeros if that is not known."""
+def _move(call: Call, group_rank: int, ranks: int) -> None:
+    """Give the rank `group_rank` what it gets if all bring what it does; zeros if that is not known."""
     call.take_inputs()
     if not call.inputs:
         for out in call.outputs:
             out.data.zero_()
     elif call.outputs:
-        values = values_of([call] * ranks, _combined)(place)
+        values = values_of([call] * ranks, _combined)(group_rank)
         fill(call.outputs, [_fitted(value, out) for value, out in zip(values, call.outputs, strict=True)])
 
 
@@ -276,11 +276,11 @@ def fabric(
         ShardConfigStateError: on entering: there is a default process group already.
     """
     of = network(world_size, latency_s, bandwidth_Bps, ranks_per_node, inter_latency_s, inter_bandwidth_Bps)
-    _check_place(rank, world_size, clock)
+    _check_rank(rank, world_size, clock)
     return _entered(of, rank, CLOCKS[clock])
 
 
-def _check_place(rank: int, world_size: int, clock: str) -> None:
+def _check_rank(rank: int, world_size: int, clock: str) -> None:
     if not isinstance(rank, int) or isinstance(rank, bool):
         raise ShardConfigTypeError(f"rank: expected a rank, got {type(rank).__name__} {rank!r}")
     if not 0 <= rank < world_size:
@@ -344,8 +344,8 @@ class Busy(torch.nn.Module):
         self.backward_s = 2 * forward_s if backward_s is None else backward_s
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = torch.ops.composable_shard_testing.busy(x, self.forward_s, self.backward_s)
-        return found
+        output: torch.Tensor = torch.ops.composable_shard_testing.busy(x, self.forward_s, self.backward_s)
+        return output
 
     def extra_repr(self) -> str:
         return f"forward_s={self.forward_s:g}, backward_s={self.backward_s:g}"

@@ -30,16 +30,16 @@ class Medium(Protocol):
 
     backend: str
 
-    def launch(self, key: GroupKey, place: int, call: Call) -> Work:
-        """Launch a collective as the rank at `place` of a group."""
+    def launch(self, key: GroupKey, group_rank: int, call: Call) -> Work:
+        """Launch a collective as the rank `group_rank` of a group."""
         ...
 
-    def send(self, key: GroupKey, place: int, to: int, tag: int, call: Call) -> Work:
-        """Send the inputs of `call` to the rank at the place `to`."""
+    def send(self, key: GroupKey, group_rank: int, to: int, tag: int, call: Call) -> Work:
+        """Send the inputs of `call` to the rank `to` of the group."""
         ...
 
-    def receive(self, key: GroupKey, place: int, sources: Sequence[int], tag: int, call: Call) -> Work:
-        """Receive into the outputs of `call` what one of these places sends."""
+    def receive(self, key: GroupKey, group_rank: int, sources: Sequence[int], tag: int, call: Call) -> Work:
+        """Receive into the outputs of `call` what one of these ranks of the group sends."""
         ...
 
     def misfit(self, kind: str, whole: torch.Tensor, piece: torch.Tensor, ranks: int) -> str:
@@ -53,15 +53,15 @@ class MemoryGroup(dist.ProcessGroup):
     torch calls the methods by these names, also from C++; their forms are those of torch's `ProcessGroup`.
 
     Args:
-        place: of this rank in the group.
+        group_rank: of this rank, in the group.
         members: ranks of the group.
         name: the group's.
         medium: what carries its collectives.
     """
 
-    def __init__(self, place: int, members: tuple[int, ...], name: str, medium: Medium) -> None:
-        super().__init__(place, len(members))
-        self._place = place
+    def __init__(self, group_rank: int, members: tuple[int, ...], name: str, medium: Medium) -> None:
+        super().__init__(group_rank, len(members))
+        self._group_rank = group_rank
         self._members = members
         self._name = name
         self._description = ""
@@ -122,7 +122,7 @@ class MemoryGroup(dist.ProcessGroup):
         if not brings:
             issued, inputs = replace(issued, shapes=()), []
         call = Call(issued, inputs, outputs, pieces, must_agree, op, root or 0)
-        return self._remembered(self._medium.launch(self._key, self._place, call))
+        return self._remembered(self._medium.launch(self._key, self._group_rank, call))
 
     def _remembered(self, work: Work) -> Work:
         if self._coalesced is not None:
@@ -164,7 +164,7 @@ class MemoryGroup(dist.ProcessGroup):
         return self._launch("all_gather", list(inputs), [part for whole in outputs for part in self._chunks(whole)])
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Work:
-        own = list(outputs[0]) if outputs and self._place == opts.rootRank else []
+        own = list(outputs[0]) if outputs and self._group_rank == opts.rootRank else []
         return self._launch("gather", list(inputs), own, root=opts.rootRank)
 
     # ---- reductions
@@ -184,17 +184,17 @@ class MemoryGroup(dist.ProcessGroup):
         return self._launch("all_reduce", tensors, tensors, op=_op(opts))
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
-        outputs = list(tensors) if self._place == opts.rootRank else []
+        outputs = list(tensors) if self._group_rank == opts.rootRank else []
         return self._launch("reduce", list(tensors), outputs, op=_op(opts), root=opts.rootRank)
 
     # ---- the others
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
-        outputs = [] if self._place == opts.rootRank else list(tensors)
+        outputs = [] if self._group_rank == opts.rootRank else list(tensors)
         return self._launch("broadcast", list(tensors), outputs, root=opts.rootRank)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Work:
-        brings = bool(inputs) and self._place == opts.rootRank
+        brings = bool(inputs) and self._group_rank == opts.rootRank
         parts = list(inputs[0]) if brings else [outputs[0]] * self.size()
         return self._launch("scatter", parts, list(outputs), root=opts.rootRank, brings=brings)
 
@@ -224,7 +224,7 @@ class MemoryGroup(dist.ProcessGroup):
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> Work:
         issued = self._issued("send", list(tensors), f" to rank {self._members[to]} with tag {tag}")
         call = Call(issued, list(tensors), [])
-        return self._remembered(self._medium.send(self._key, self._place, to, tag, call))
+        return self._remembered(self._medium.send(self._key, self._group_rank, to, tag, call))
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
         return self._receive(tensors, [source], tag, f"rank {self._members[source]}")
@@ -234,7 +234,7 @@ class MemoryGroup(dist.ProcessGroup):
 
     def _receive(self, tensors: Tensors, sources: Sequence[int], tag: int, whom: str) -> Work:
         call = Call(self._issued("recv", list(tensors), f" from {whom} with tag {tag}"), [], list(tensors))
-        return self._remembered(self._medium.receive(self._key, self._place, sources, tag, call))
+        return self._remembered(self._medium.receive(self._key, self._group_rank, sources, tag, call))
 
     allreduce_coalesced = allreduce
     # Names of torch 2.13 and later, by which C++ calls them.

@@ -166,8 +166,8 @@ class Pool:
         workers = self._workers[:world]
         arguments = pickle.dumps((args, kwargs))  # by value, tensors too
         asked = Job(target, file, arguments, axes or {"shard": world}, self.around)
-        place: dict[str, Any] = {"number": number, "world": world, "epoch": self._epoch[0], "store": store}
-        jobs = [pickle.dumps(replace(asked, rank=rank, **place)) for rank in range(world)]
+        shared: dict[str, Any] = {"number": number, "world": world, "epoch": self._epoch[0], "store": store}
+        jobs = [pickle.dumps(replace(asked, rank=rank, **shared)) for rank in range(world)]
         for rank, worker in enumerate(workers):
             worker.mark = worker.log.stat().st_size
             worker.pipe.send_bytes(jobs[rank])
@@ -256,9 +256,9 @@ def _describe(
     """The first failure in full, then what is known of the other ranks."""
     failed = sorted((o for o in outcomes if not o.ok), key=lambda o: o.at)
     parts = []
-    for place, outcome in enumerate(failed):
-        head = "failed first" if place == 0 else "failed later, perhaps only in consequence"
-        trace = outcome.trace if place == 0 else "\n".join(outcome.trace.strip().splitlines()[-12:])
+    for index, outcome in enumerate(failed):
+        head = "failed first" if index == 0 else "failed later, perhaps only in consequence"
+        trace = outcome.trace if index == 0 else "\n".join(outcome.trace.strip().splitlines()[-12:])
         parts.append(f"rank {outcome.rank} of {world} {head} ({job}):\n{trace}")
         if output := workers[outcome.rank].output().strip():
             parts.append(f"output of rank {outcome.rank}:\n{output}")

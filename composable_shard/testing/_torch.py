@@ -107,9 +107,11 @@ class _ThreadsWorld(threading.local):
 def world_per_thread() -> Iterator[None]:
     """Each thread has its own default process group within; this process must have none."""
     module = dist.distributed_c10d
-    theirs = module._world
-    known = [name for name, value in vars(type(theirs)).items() if isinstance(value, property)]
-    fresh = {name: getattr(theirs, name) for name in known if name != "pg_config_info"}  # of which that one is made
+    torch_world = module._world
+    known = [name for name, value in vars(type(torch_world)).items() if isinstance(value, property)]
+    fresh = {
+        name: getattr(torch_world, name) for name in known if name != "pg_config_info"
+    }  # of which that one is made
     torch._C._ensureCUDADeviceGuardSet()  # what torch 2.11 makes here dies with the thread that first needs it
     module._world = _ThreadsWorld(fresh)  # type: ignore[assignment]
     c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
@@ -117,7 +119,7 @@ def world_per_thread() -> Iterator[None]:
         yield
     finally:
         c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
-        module._world = theirs
+        module._world = torch_world
 
 
 def fake_group(world_size: int, rank: int) -> None:

@@ -157,7 +157,7 @@ class Turns:
             if each.ended:
                 lines.append(f"  rank {rank} has returned")
             else:
-                where = _place(frames.get(each.thread or 0))
+                where = _location(frames.get(each.thread or 0))
                 lines.append(f"  rank {rank} {f'waits in {each.waits_in}' if each.ready else 'runs'}{where}")
         return "\n".join(lines)
 
@@ -190,7 +190,7 @@ class Turns:
                 self.done.wait(_GRACE_S)
 
 
-def _place(frame: FrameType | None) -> str:
+def _location(frame: FrameType | None) -> str:
     """The innermost line of a stack that is neither torch's nor this library's."""
     own = str(Path(__file__).parent.parent)
     while frame is not None:

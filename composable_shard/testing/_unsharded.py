@@ -91,11 +91,11 @@ def _shard_whole(layer: nn.Module, mesh: DeviceMesh) -> None:
 def _part(tensor: torch.Tensor) -> Part:
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone(), None
-    found = own_part(tensor)
-    if found is None:
+    own = own_part(tensor)
+    if own is None:
         with torch.no_grad():
             return tensor.full_tensor(), None
-    return found[0].detach().clone(), found[1]
+    return own[0].detach().clone(), own[1]
 
 
 def _sharded_steps(world: World, training: Training, shard: Callable[..., object], batches: Batches) -> list[Shot]:
@@ -187,30 +187,30 @@ class Batches:
 
         None counts as zeros, unless all are.
         """
-        there = [grad for grad in grads if grad is not None]
-        if not there:
+        present = [grad for grad in grads if grad is not None]
+        if not present:
             return None
-        values = [torch.zeros_like(there[0]) if grad is None else grad for grad in grads]
+        values = [torch.zeros_like(present[0]) if grad is None else grad for grad in grads]
         for size in reversed(self.sizes):
             values = [reduce(torch.add, values[at : at + size]) for at in range(0, len(values), size)]
         return values[0] / self.count
 
 
-def _differences(rank: int, step: int, ours: Shot, theirs: Shot, atol: float, rtol: float) -> Iterable[str]:
+def _differences(rank: int, step: int, sharded: Shot, unsharded: Shot, atol: float, rtol: float) -> Iterable[str]:
     """A line for each value of ours that is not that of the unsharded layer."""
     where = f"step {step}, rank {rank}"
-    if len(ours.outputs) != len(theirs.outputs):
-        yield f"{where}: {len(ours.outputs)} outputs, should be {len(theirs.outputs)}"
+    if len(sharded.outputs) != len(unsharded.outputs):
+        yield f"{where}: {len(sharded.outputs)} outputs, should be {len(unsharded.outputs)}"
     for what, mine, whole in (
-        ("output", ours.outputs, theirs.outputs),
-        ("gradient of input", ours.input_grads, theirs.input_grads),
+        ("output", sharded.outputs, unsharded.outputs),
+        ("gradient of input", sharded.input_grads, unsharded.input_grads),
     ):
         for number, (a, b) in enumerate(zip(mine, whole, strict=False)):
             if text := difference(a, b, atol, rtol):
                 yield f"{where}: {what} {number} {text}"
     for what, mine_of, whole_of in (
-        ("gradient of", ours.grads, theirs.grads),
-        ("updated", ours.params, theirs.params),
+        ("gradient of", sharded.grads, unsharded.grads),
+        ("updated", sharded.params, unsharded.params),
     ):
         for name, expected in whole_of.items():
             if text := _part_differs(mine_of.get(name), expected, atol, rtol):
@@ -279,10 +279,10 @@ def assert_matches_unsharded(
     backend = ("inductor" if compile else None) if isinstance(compile, bool) else compile
     training = Training(make_layer, make_inputs, loss, optimizer, steps, seed, backend)
     run = spmd(world_size, mesh=mesh, seed=seed, timeout=timeout)
-    theirs = _beside(training, batches)
-    ours = run(_sharded_steps, training, shard, batches)
+    unsharded = _beside(training, batches)
+    sharded = run(_sharded_steps, training, shard, batches)
     for step in range(steps):  # what comes after the first difference follows from it
-        pairs = [(seen[step], theirs[step][seen[step].batch]) for seen in ours]
+        pairs = [(seen[step], unsharded[step][seen[step].batch]) for seen in sharded]
         _assert_same([line for rank, pair in enumerate(pairs) for line in _differences(rank, step, *pair, atol, rtol)])
 
 

@@ -58,10 +58,10 @@ class Group:
 def resolve(target: str, file: str | None = None) -> Any:
     """The object that `module:name` names; of a script if its file is given. See also `Processes.wrap`."""
     name, _, path = target.partition(":")
-    found: Any = importlib.import_module(name) if file is None else _script(file)
+    named: Any = importlib.import_module(name) if file is None else _script(file)
     for part in path.split("."):
-        found = getattr(found, part)
-    return getattr(found, BODY, found)
+        named = getattr(named, part)
+    return getattr(named, BODY, named)
 
 
 def _script(file: str) -> Any:
