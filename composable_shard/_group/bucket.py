@@ -315,9 +315,11 @@ class GatherBucket(Bucket):
         layout = gather_layout(shapes, info.shard_size, dtype.itemsize, dims, route)
         super().__init__(params, dtype, group, Faces(dtype, layout.places))
         self._sharded = list(map(_sharded, params))
-        sent_as_they_are = [not info.offloads and p.dtype == dtype and p.local.is_contiguous() for p in params]
-        converted = [index for index, as_it_is in enumerate(sent_as_they_are) if not as_it_is]
-        copies = GatherCopies(layout, info.shard_rank, transport, converted, non_blocking=info.offloads)
+        offloads = info.offloads
+        pieces = list(map(local_tensor, self._sharded))
+        as_they_are = [not offloads and local.dtype == dtype and local.is_contiguous() for local in pieces]
+        converted = [index for index, as_it_is in enumerate(as_they_are) if not as_it_is]
+        copies = GatherCopies(layout, info.shard_rank, transport, converted, non_blocking=offloads)
         self.for_weights = pool.requests(f"weights {self.fqns[0]}", layout.nbytes)
         landings = pool.requests(f"landing {self.fqns[0]}", layout.landing_bytes)
         self._gatherer = Gatherer(copies, dtype, landings, pool, lane)
