@@ -236,7 +236,8 @@ class ExtensionBucket(Bucket):
             layout = gather_layout(shapes, info.shard_size, 1, [0] * len(sizes), route)
             copies = GatherCopies(layout, info.shard_rank, self._transport)
             landing = self._pool.request(f"landing {self.fqns[0]}", layout.landing_bytes)
-            self._gatherers = {sizes: Gatherer(copies, torch.uint8, (landing, landing), self._pool, self._lane)}
+            landings = None if layout.landing is None else (landing, landing)
+            self._gatherers = {sizes: Gatherer(copies, torch.uint8, landings, self._pool, self._lane)}
         return self._gatherers[sizes]
 
     def arrived(self) -> None:

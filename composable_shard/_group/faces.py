@@ -49,7 +49,8 @@ class Face:
         with plainly():
             self.weights = _weights_in(slot, dtype, layout)
         # Where memory resizes, nothing is counted: kept views see the memory of the next gather, wherever that lies.
-        self._storages = [] if slot.resizes else [storage_id(weight) for weight in self.weights if has_memory(weight)]
+        counts = not slot.resizes and all(map(has_memory, self.weights[:1]))  # all are fake, or none
+        self._storages = list(map(storage_id, self.weights)) if counts else []
         self._alone = self._users()  # the use counts while nobody uses the face
         self.at_rest: list[int] = []
 
