@@ -58,7 +58,7 @@ def own_pieces(chunk: torch.Tensor, layout: BucketLayout, rank: int) -> list[tor
 
 def regions_in(flat: torch.Tensor, layout: BucketLayout, begins: Sequence[int]) -> list[torch.Tensor]:
     """For each parameter, the memory in `flat` for the pieces of all ranks, from its element of `begins` on."""
-    return [flat[begin:][: layout.world * at.piece] for begin, at in zip(begins, layout.params, strict=True)]
+    return [flat.narrow(0, begin, layout.world * at.piece) for begin, at in zip(begins, layout.params, strict=True)]
 
 
 class Wholes(NamedTuple):
@@ -224,9 +224,10 @@ class GradientCopies:
             self._sizes += [own, at.piece - own] if own < at.piece else [own]
         self._sizes.append(len(stored))
         # Meta tensors of the shapes that are not flat: `view_as` takes a third of the host time of `view`.
-        shapes = [(index, at.local_shape(rank)) for index, at in enumerate(layout.params) if len(at.shape) != 1]
+        shapes = {index: at.local_shape(rank) for index, at in enumerate(layout.params) if len(at.shape) != 1}
         with plainly():
-            self._shaped = [(index, torch.empty(shape, device="meta")) for index, shape in shapes]
+            of_shape = {shape: torch.empty(shape, device="meta") for shape in {*shapes.values()}}
+        self._shaped = {index: of_shape[shape] for index, shape in shapes.items()}
 
     def fill(self, chunks: torch.Tensor, gradients: Gradients) -> None:
         """`copy_gradients`, by one operator if it can."""
@@ -244,7 +245,7 @@ class GradientCopies:
             parts = list(torch.unsafe_split_with_sizes(converted, self._sizes))
             choices = zip(pieces, self._own, self._stored, strict=True)
             pieces = [parts[place] if stored is dtype else piece for piece, place, stored in choices]
-        for index, shaped in self._shaped:
+        for index, shaped in self._shaped.items():
             pieces[index] = pieces[index].view_as(shaped)
         return Parts(pieces, used)
 

@@ -8,6 +8,7 @@ finish                backward is over: gradients that still wait are reduced, a
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import repeat
@@ -151,16 +152,19 @@ class LeafOwner(Protocol):
 
 def watch_leaf(owner: Callable[[], LeafOwner | None], leaf: torch.Tensor, group: ParamGroup, index: int) -> None:
     """Hand gradients of `leaf`, the unsharded parameter `index` of `group`, on to the owner, off `leaf.grad`."""
-    this_group = weakref.ref(group)
-
-    def hand_on(tensor: torch.Tensor) -> None:
-        receiver, of, gradient = owner(), this_group(), tensor.grad
-        if receiver is not None and of is not None and gradient is not None:
-            tensor.grad = None
-            receiver.on_gradient_outside_forward(of, index, gradient)
-
+    # Kept for each parameter, and so small: a function made here would be three more objects, for its cells.
+    hand_on = functools.partial(_hand_on, owner, weakref.ref(group), index)
     leaf.register_post_accumulate_grad_hook(hand_on)  # type: ignore[no-untyped-call]
     HANDLES.ours += 1
+
+
+def _hand_on(
+    owner: Callable[[], LeafOwner | None], group: weakref.ref[ParamGroup], index: int, leaf: torch.Tensor
+) -> None:
+    receiver, of, gradient = owner(), group(), leaf.grad
+    if receiver is not None and of is not None and gradient is not None:
+        leaf.grad = None
+        receiver.on_gradient_outside_forward(of, index, gradient)
 
 
 def _sparse(group: ParamGroup, gradients: Gradients) -> ShardConfigStateError:

@@ -45,27 +45,28 @@ class Gatherer:
     Args:
         copies: the copies and the collective of a gather.
         dtype: of the gathered weights.
-        for_landing: the pool's requests, in forward and backward, for the landing buffer that small parameters share.
+        for_landing: the pool's requests, in forward and backward, for the landing buffer that small parameters share;
+            None if none do.
         pool, lane: where memory comes from, and where gathers are queued.
         begins: offsets of the parameters in a slot, in elements, if other than the layout's.
 
     Attributes:
         copies: the same.
-        for_landing: likewise; None if no parameters share a landing buffer.
+        for_landing: likewise.
     """
 
     def __init__(
         self,
         copies: GatherCopies,
         dtype: torch.dtype,
-        for_landing: tuple[Request, Request],
+        for_landing: tuple[Request, Request] | None,
         pool: BufferPool,
         lane: Lane,
         begins: Sequence[int] = (),
     ) -> None:
         self.copies, self._dtype = copies, dtype
         self._begins = begins or copies.layout.places.begins
-        self.for_landing = None if copies.layout.landing is None else for_landing
+        self.for_landing = for_landing
         self._pool, self._lane = pool, lane
         self._seen: dict[Slot, Wholes] = {}
         self._landed: dict[Slot, Landing] = {}
@@ -315,13 +316,15 @@ class GatherBucket(Bucket):
         layout = gather_layout(shapes, info.shard_size, dtype.itemsize, dims, route)
         super().__init__(params, dtype, group, Faces(dtype, layout.places))
         self._sharded = list(map(_sharded, params))
-        sent_as_they_are = [not info.offloads and p.dtype == dtype and p.local.is_contiguous() for p in params]
-        converted = [index for index, as_it_is in enumerate(sent_as_they_are) if not as_it_is]
-        copies = GatherCopies(layout, info.shard_rank, transport, converted, non_blocking=info.offloads)
+        offloads = info.offloads
+        pieces = list(map(local_tensor, self._sharded))
+        as_they_are = [not offloads and local.dtype == dtype and local.is_contiguous() for local in pieces]
+        converted = [index for index, as_it_is in enumerate(as_they_are) if not as_it_is]
+        copies = GatherCopies(layout, info.shard_rank, transport, converted, non_blocking=offloads)
         self.for_weights = pool.requests(f"weights {self.fqns[0]}", layout.nbytes)
-        landings = pool.requests(f"landing {self.fqns[0]}", layout.landing_bytes)
-        self._gatherer = Gatherer(copies, dtype, landings, pool, lane)
-        self.for_landing = self._gatherer.for_landing
+        landing = f"landing {self.fqns[0]}"
+        self.for_landing = None if layout.landing is None else pool.requests(landing, layout.landing_bytes)
+        self._gatherer = Gatherer(copies, dtype, self.for_landing, pool, lane)
         self._pool = pool
         self._self = weakref.ref(self)
         self._sum: int | None = None  # checksum of the gathered bytes, when debugging

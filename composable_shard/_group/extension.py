@@ -43,16 +43,17 @@ def is_extended(param: ShardedParam) -> bool:
     Raises:
         ShardConfigTypeAssertionError: it has one of the two methods only, or its signature is none that FSDP2 knows.
     """
-    has = [hasattr(param.local, name) for name in (_PRE, _POST)]
-    if has[0] is not has[1]:
-        present, missing = (_PRE, _POST) if has[0] else (_POST, _PRE)
+    local = param.local
+    has_pre, has_post = hasattr(local, _PRE), hasattr(local, _POST)
+    if has_pre is not has_post:
+        present, missing = (_PRE, _POST) if has_pre else (_POST, _PRE)
         raise ShardConfigTypeAssertionError(
             f"parameter {param.fqn}: Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using "
             f"all-gather extensions: its tensor has {present} but not {missing}"
         )
-    if has[0]:
+    if has_pre:
         _takes_all(param)
-    return has[0]
+    return has_pre
 
 
 def _takes_all(param: ShardedParam) -> bool:
@@ -246,7 +247,8 @@ class ExtensionBucket(Bucket):
             layout = gather_layout(shapes, info.shard_size, 1, [0] * len(sizes), route)
             copies = GatherCopies(layout, info.shard_rank, self._transport)
             landing = self._pool.request(f"landing {self.fqns[0]}", layout.landing_bytes)
-            self._gatherers = {sizes: Gatherer(copies, torch.uint8, (landing, landing), self._pool, self._lane)}
+            landings = None if layout.landing is None else (landing, landing)
+            self._gatherers = {sizes: Gatherer(copies, torch.uint8, landings, self._pool, self._lane)}
         return self._gatherers[sizes]
 
     def arrived(self) -> None:

@@ -22,9 +22,14 @@ LEAF_OF = "_unsharded_copy_of"  # attribute of a leaf: its parameter's name, for
 _version = attrgetter("_version")
 
 
-def _apart(slot: Slot, part: torch.Tensor) -> torch.Tensor:
-    """A view of part of a slot, with a storage object of its own, unless the slot's memory resizes."""
-    return part.data if slot.resizes else alias(part)
+def _weights_in(slot: Slot, dtype: torch.dtype, layout: BucketLayout) -> list[torch.Tensor]:
+    """Views of the parameters in a slot, each with a storage object of its own, unless the slot's memory resizes."""
+    flat = slot.typed(torch.uint8)  # bytes: `alias` cannot export every dtype (by dlpack)
+    size = dtype.itemsize
+    params = layout.params
+    parts = [flat.narrow(0, size * begin, size * at.numel) for begin, at in zip(layout.begins, params, strict=True)]
+    apart = [part.data for part in parts] if slot.resizes else list(map(alias, parts))
+    return [part.view(dtype).view(at.shape) for part, at in zip(apart, params, strict=True)]
 
 
 class Face:
@@ -42,14 +47,10 @@ class Face:
 
     def __init__(self, slot: Slot, dtype: torch.dtype, layout: BucketLayout) -> None:
         with plainly():
-            flat = slot.typed(torch.uint8)  # bytes: `alias` cannot export every dtype (by dlpack)
-            size = dtype.itemsize
-            self.weights = [
-                _apart(slot, flat[size * begin :][: size * at.numel]).view(dtype).view(at.shape)
-                for begin, at in zip(layout.begins, layout.params, strict=True)
-            ]
+            self.weights = _weights_in(slot, dtype, layout)
         # Where memory resizes, nothing is counted: kept views see the memory of the next gather, wherever that lies.
-        self._storages = [] if slot.resizes else [storage_id(weight) for weight in self.weights if has_memory(weight)]
+        counts = not slot.resizes and all(map(has_memory, self.weights[:1]))  # all are fake, or none
+        self._storages = list(map(storage_id, self.weights)) if counts else []
         self._alone = self._users()  # the use counts while nobody uses the face
         self.at_rest: list[int] = []
 

@@ -53,7 +53,8 @@ class ParamHooks:
     def carry(self, before: torch.Tensor, sharded: torch.Tensor) -> None:
         """Take over the hooks of the parameter as it was before sharding."""
         carry_gradient_hooks(before, sharded)
-        if before.requires_grad and before.is_leaf and (carried := _NodeHooks(before)):
+        may_have = HANDLES.of_others() > 0 and before.requires_grad and before.is_leaf  # every hook comes with a handle
+        if may_have and (carried := _NodeHooks(before)):
             self._node = _NodeHooks(sharded)
             self._node.carry(carried)
         if self._node or any_gradient_hooks([sharded]):

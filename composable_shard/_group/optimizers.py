@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .._errors import ShardConfigStateError
-from .._torch.core import never_trace
+from .._torch.core import HANDLES, never_trace
 from .faces import LEAF_OF
 from .param import SHARDED_IN
 
@@ -110,3 +110,4 @@ def _living_watchers() -> list[StepWatcher]:
 
 
 register_optimizer_step_pre_hook(_before_step)
+HANDLES.ours += 1

@@ -175,7 +175,8 @@ class ShardedParam:
 
     def compute_dtype(self, options: Options) -> torch.dtype:
         """The dtype in which it is gathered and used."""
-        return self.dtype if self.keeps_dtype else options.compute_dtype(self.dtype)
+        stored = self.sharded.dtype
+        return stored if self.keeps_dtype else options.compute_dtype(stored)
 
     def piece_of(self, whole: torch.Tensor, info: MeshInfo) -> DTensor:
         """This rank's piece of an unsharded value of this parameter (or of its local tensor), placed like it."""

@@ -221,7 +221,7 @@ def _describe(fqn: str, asked: Declaration, is_root: bool, transports: Transport
         route=None if transports.gather is None else transports.gather.route,
         reduces_first=transports.replicate is None and options.reduces_first(has_streams(asked.info.device)),
         reduces_last=options.reduce_unused,
-        small_size=0 if any(map(is_extended, asked.params)) else options.few_ranks,
+        small_size=0 if options.few_ranks == 0 or any(map(is_extended, asked.params)) else options.few_ranks,
     )
 
 

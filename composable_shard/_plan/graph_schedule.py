@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 Listed = Mapping[str, Sequence[str]]
 
@@ -31,7 +31,7 @@ class GraphSchedule:
 
     def to_text(self) -> str:
         """This schedule as text, on which compiled code can be guarded; empty if nothing is prescribed."""
-        return "" if self == NOTHING_SAID else json.dumps(asdict(self), sort_keys=True)
+        return "" if self == NOTHING_SAID else json.dumps(vars(self), sort_keys=True)
 
     @classmethod
     def of_text(cls, text: str) -> GraphSchedule:

@@ -115,10 +115,9 @@ def bucket_layout(
     params, end = [], 0
     for shape, dim in zip(shapes, dims or [0] * len(shapes), strict=True):
         offset = -(-end // align) * align
-        row = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
-        layout = ParamLayout(tuple(shape), world, -(-shape[dim] // world), row, offset, dim)
-        params.append(layout)
-        end = offset + layout.piece
+        chunk, row = -(-shape[dim] // world), math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
+        params.append(ParamLayout(tuple(shape), world, chunk, row, offset, dim))
+        end = offset + chunk * row
     return BucketLayout(world, tuple(params), end)
 
 
@@ -181,7 +180,9 @@ def gather_layout(
         alone, packed = sorted(alone + packed), []
     if route is None or not packed:
         return GatherLayout(places, tuple(alone), tuple(packed), None, nbytes, 0)
-    landing = bucket_layout([shapes[i] for i in packed], world, itemsize, [dims[i] for i in packed])
+    landing = places
+    if alone:
+        landing = bucket_layout([shapes[i] for i in packed], world, itemsize, [dims[i] for i in packed])
     return GatherLayout(places, tuple(alone), tuple(packed), landing, nbytes, landing.total * itemsize)
 
 

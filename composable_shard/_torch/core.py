@@ -280,6 +280,7 @@ class _CheckpointsOwn(partial[Any]):
 
 
 modes_in_force: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_pre_dispatch_modes_in_force: Callable[[], int] = torch._ops._len_torch_dispatch_stack_pre_dispatch
 
 
 # Whether a transform of `torch.func` runs. To ask functorch itself makes a state in each thread, which autograd then
@@ -436,13 +437,20 @@ def carry_gradient_hooks(leaf: torch.Tensor, to: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def plainly() -> Iterator[None]:
+def _all_set_aside() -> Iterator[None]:
+    with transforms_set_aside(), _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def plainly() -> contextlib.AbstractContextManager[None]:
     """What is made within is an ordinary view without a history, to be kept, whatever is in force around it.
 
     Inference mode, transforms of `torch.func` and all dispatch modes are set aside; a view of a fake tensor is fake.
     """
-    with transforms_set_aside(), _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-        yield
+    modes = modes_in_force() or _pre_dispatch_modes_in_force()
+    if modes or is_transforming() or torch.is_inference_mode_enabled():
+        return _all_set_aside()
+    return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
