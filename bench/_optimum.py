@@ -7,7 +7,7 @@ all sets of kept groups are tried, and more may be chosen than the engine can do
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from composable_shard._plan.optimum import Optimum, _Place, _State
+from composable_shard._plan.optimum import Optimum, _Progress, _State
 from composable_shard._plan.schedule import Step, forward_order
 from composable_shard._plan.simulation import Sizes, Times
 
@@ -19,21 +19,21 @@ class Anywhere(Optimum):
     """
 
     def _on_demand(
-        self, place: _Place, state: _State, at: int, freed: int, reduced: int
-    ) -> Iterator[tuple[_Place, _State]]:
-        for choice in self._settled(place, state, reduced):
+        self, progress: _Progress, state: _State, at: int, freed: int, reduced: int
+    ) -> Iterator[tuple[_Progress, _State]]:
+        for choice in self._settled(progress, state, reduced):
             yield from super()._on_demand(*choice, at, freed, reduced)
 
     def _choices(
-        self, place: _Place, state: _State, at: int, freed: int, reduced: int
-    ) -> Iterator[tuple[_Place, _State]]:
-        for choice in self._settled(place, state, reduced):
+        self, progress: _Progress, state: _State, at: int, freed: int, reduced: int
+    ) -> Iterator[tuple[_Progress, _State]]:
+        for choice in self._settled(progress, state, reduced):
             yield from super()._choices(*choice, at, freed, reduced)
 
     def _before_reduction(
-        self, place: _Place, state: _State, at: int, freed: int, turn: int
-    ) -> Iterator[tuple[_Place, _State]]:
-        for choice in self._settled(place, state, turn):
+        self, progress: _Progress, state: _State, at: int, freed: int, turn: int
+    ) -> Iterator[tuple[_Progress, _State]]:
+        for choice in self._settled(progress, state, turn):
             yield from super()._choices(*choice, at, freed, turn)
 
 

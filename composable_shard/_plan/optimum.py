@@ -85,8 +85,8 @@ class _Ahead(NamedTuple):
     reductions: float
 
 
-_Place = tuple[int, int]  # gathers that were issued, reductions that were waited for
-_States = dict[_Place, list[_State]]
+_Progress = tuple[int, int]  # gathers that were issued, reductions that were waited for
+_States = dict[_Progress, list[_State]]
 
 
 class Optimum:
@@ -198,9 +198,9 @@ class Optimum:
         reduced = [reduction.fqn for reduction in self._reductions]
         return Found(exposed, tuple(gathers[::-1]), tuple(zip(reduced, in_flight[::-1], strict=True)))
 
-    def _live(self, place: _Place, arrived: int, freed: int, reduced: int) -> int:
+    def _live(self, progress: _Progress, arrived: int, freed: int, reduced: int) -> int:
         """Live bytes: weights of issued gathers, less those freed, landing buffers and reductions in flight."""
-        issued, settled = place
+        issued, settled = progress
         arrived = min(issued, arrived)
         return (
             self._weights_up_to[issued]
@@ -209,7 +209,7 @@ class Optimum:
             + (self._reduced_up_to[reduced] - self._reduced_up_to[settled])
         )
 
-    def _begun(self, states: _States, at: int, freed: int, reduced: int) -> Iterator[tuple[_Place, _State]]:
+    def _begun(self, states: _States, at: int, freed: int, reduced: int) -> Iterator[tuple[_Progress, _State]]:
         """An event begins: gather what it needs, wait for that, gather ahead."""
         due = self._events[at].gather
         for start, listed in states.items():
@@ -219,16 +219,16 @@ class Optimum:
                     if start[0] == due:
                         begun = list(self._on_demand(start, state, at, freed, reduced))
                     begun = [(p, _State(max(s.now, s.gathers[0]), s.link, s.gathers[1:], *s[3:])) for p, s in begun]
-                for place, after in begun:
-                    yield from self._choices(place, after, at, freed, reduced)
+                for progress, after in begun:
+                    yield from self._choices(progress, after, at, freed, reduced)
 
     def _on_demand(
-        self, place: _Place, state: _State, at: int, freed: int, reduced: int
-    ) -> Iterator[tuple[_Place, _State]]:
+        self, progress: _Progress, state: _State, at: int, freed: int, reduced: int
+    ) -> Iterator[tuple[_Progress, _State]]:
         """The states after an event has issued the gather that it needs itself."""
-        yield from self._issued(place, state, at, place[0], freed, reduced)
+        yield from self._issued(progress, state, at, progress[0], freed, reduced)
 
-    def _ended(self, states: _States, at: int, freed: int) -> Iterator[tuple[_Place, _State]]:
+    def _ended(self, states: _States, at: int, freed: int) -> Iterator[tuple[_Progress, _State]]:
         """An event's compute is over: weights are given up, and gradients are reduced."""
         event = self._events[at]
         turn = event.reduction
@@ -238,81 +238,81 @@ class Optimum:
                 if turn is None:
                     yield start, state
                     continue
-                for place, last in self._before_reduction(start, state, at, freed, turn):
-                    if self._live(place, event.arrived, freed, turn + 1) <= self._budget:
+                for progress, last in self._before_reduction(start, state, at, freed, turn):
+                    if self._live(progress, event.arrived, freed, turn + 1) <= self._budget:
                         link = max(last.now, last.link) + self._reductions[turn].seconds
                         flying = (*last.reductions, link)
-                        path = last.path, ("reduce", turn + 1 - place[1])
-                        yield place, _State(last.now, link, last.gathers, flying, path)
+                        path = last.path, ("reduce", turn + 1 - progress[1])
+                        yield progress, _State(last.now, link, last.gathers, flying, path)
 
     def _before_reduction(
-        self, place: _Place, state: _State, at: int, freed: int, turn: int
-    ) -> Iterator[tuple[_Place, _State]]:
+        self, progress: _Progress, state: _State, at: int, freed: int, turn: int
+    ) -> Iterator[tuple[_Progress, _State]]:
         """All choices of a number of reductions to wait for before the reduction `turn` is issued."""
-        yield from (each for each in self._settled(place, state, turn) if turn - each[0][1] < MAX_REDUCTIONS)
+        yield from (each for each in self._settled(progress, state, turn) if turn - each[0][1] < MAX_REDUCTIONS)
 
     def _choices(
-        self, place: _Place, state: _State, at: int, freed: int, reduced: int
-    ) -> Iterator[tuple[_Place, _State]]:
+        self, progress: _Progress, state: _State, at: int, freed: int, reduced: int
+    ) -> Iterator[tuple[_Progress, _State]]:
         """All choices of a number of gathers to issue ahead."""
         arrived = self._events[at].arrived
-        following = [(place, state)]
+        following = [(progress, state)]
         while following:
             yield following[0]
             following = list(self._issued(*following[0], at, arrived, freed, reduced))
 
-    def _settled(self, place: _Place, state: _State, reduced: int) -> Iterator[tuple[_Place, _State]]:
-        yield place, state
-        while place[1] < reduced:
-            place = place[0], place[1] + 1
+    def _settled(self, progress: _Progress, state: _State, reduced: int) -> Iterator[tuple[_Progress, _State]]:
+        yield progress, state
+        while progress[1] < reduced:
+            progress = progress[0], progress[1] + 1
             flying = state.reductions
             state = _State(max(state.now, flying[0]), state.link, state.gathers, flying[1:], state.path)
-            yield place, state
+            yield progress, state
 
     def _issued(
-        self, place: _Place, state: _State, at: int, arrived: int, freed: int, reduced: int
-    ) -> Iterator[tuple[_Place, _State]]:
+        self, progress: _Progress, state: _State, at: int, arrived: int, freed: int, reduced: int
+    ) -> Iterator[tuple[_Progress, _State]]:
         """The state with the next gather issued; none if there is none, or it may not be issued here, or does not fit.
 
         Args:
-            place, state: before.
+            progress, state: before.
             at: the event.
             arrived: how many gathers were waited for.
             freed, reduced: bytes that were given up, reductions that were issued.
         """
-        if place[0] == len(self._gathers):
+        if progress[0] == len(self._gathers):
             return
-        gather = self._gathers[place[0]]
-        after = place[0] + 1, place[1]
+        gather = self._gathers[progress[0]]
+        after = progress[0] + 1, progress[1]
         if gather.event >= self._turn > at or self._live(after, arrived, freed, reduced) > self._budget:
             return  # no forward gathers for backward
         link = max(state.now, state.link) + gather.seconds
         path = state.path, ("gather", at)
         yield after, _State(state.now, link, (*state.gathers, link), state.reductions, path)
 
-    def _sifted(self, reached: Iterable[tuple[_Place, _State]], ahead: _Ahead, latest: float) -> _States:
+    def _sifted(self, reached: Iterable[tuple[_Progress, _State]], ahead: _Ahead, latest: float) -> _States:
         """The states without those that must end too late or that another one dominates; at most `width`."""
-        by_place: dict[_Place, dict[tuple[float, ...], tuple[float, _State]]] = {}
-        for place, state in reached:
+        by_progress: dict[_Progress, dict[tuple[float, ...], tuple[float, _State]]] = {}
+        for progress, state in reached:
             self.work += _STATE_WORK
             if self.work > self._most_work:
                 self.is_exact = False
                 return {}
-            soonest = max(state.now + ahead.compute, state.link + ahead.reductions + self._gathers_left[place[0]])
+            soonest = max(state.now + ahead.compute, state.link + ahead.reductions + self._gathers_left[progress[0]])
             if soonest < latest:
                 times = (state.now, state.link, *state.gathers, *state.reductions)
-                by_place.setdefault(place, {}).setdefault(times, (soonest, state))
+                by_progress.setdefault(progress, {}).setdefault(times, (soonest, state))
         left = [
-            (each[times][0], place, times, each[times][1])
-            for place, each in by_place.items()
+            (each[times][0], progress, times, each[times][1])
+            for progress, each in by_progress.items()
             for times in self._undominated(sorted(each))
         ]
         if len(left) > self._width:
             self.is_exact = False
             left = sorted(left, key=lambda one: one[:3])[: int(self._width)]
         states: _States = {}
-        for _, place, _, state in left:
-            states.setdefault(place, []).append(state)
+        for _, progress, _, state in left:
+            states.setdefault(progress, []).append(state)
         return states
 
     def _undominated(self, candidates: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
