@@ -60,7 +60,8 @@ class Options:
         divide_factor: what the sum of gradients over ranks is divided by; ``None`` means the number of ranks.
         only_sums: never let the backend form a mean.
         max_reductions: how many reductions of the engine may be in flight when one of this group is issued; ``None``
-            for few: two on an accelerator, and on a CPU none beside a gather of backward (see `reduces_first`).
+            for few: two on an accelerator, and on a CPU none beside a gather of backward (see
+            `ParamGroup.reduces_first`).
         mp_policy: dtypes of compute, of reduction and of the module's inputs and outputs.
         comms: what takes the place of our own communication.
     """
@@ -82,14 +83,6 @@ class Options:
         """Whether forward gives up the unsharded parameters; by default all but the root's."""
         wanted = self.reshard_after_forward
         return not is_root if wanted is None else bool(wanted)
-
-    def reduces_first(self, streams: bool) -> bool:
-        """Whether reductions are waited for before backward gathers.
-
-        Streams order both, so that one's buffers can follow the other's without a wait. On a CPU only waiting frees
-        memory; and what overlaps there takes the cores of what it overlaps with.
-        """
-        return self.max_reductions is None and not streams
 
     @property
     def outlives_forward(self) -> tuple[bool, bool]:
@@ -253,31 +246,34 @@ class Settings:
 
     Attributes:
         current: the options.
-        outlives: the options' `outlives_forward`, which is asked for at each gather.
+        gives_up, outlives: whether forward gives up the unsharded parameters (`Options.reshards`), and whether they may
+            be there after it (`Options.outlives_forward`): for other groups, and for the root's.
         accumulates: whether gradient sync was ever off, so that unsharded gradients may wait to be reduced.
         stays: whether a plan keeps the unsharded parameters between forward and backward; None where it says of that
             what the options say.
     """
 
-    __slots__ = ("accumulates", "current", "outlives", "stays")
+    __slots__ = ("accumulates", "current", "gives_up", "outlives", "stays")
 
     def __init__(self, current: Options) -> None:
         self.current = current
+        self.gives_up = current.reshards(False), current.reshards(True)
         self.outlives = current.outlives_forward
         self.accumulates = not current.requires_gradient_sync
         self.stays: bool | None = None
 
     def reshards(self, is_root: bool) -> bool:
         """Whether forward gives up the unsharded parameters: by the plan, or else by the options."""
-        return self.current.reshards(is_root) if self.stays is None else not self.stays
+        return self.gives_up[is_root] if self.stays is None else not self.stays
 
     def follow_plan(self, is_root: bool, keeps: bool | None) -> None:
         """A plan says whether the unsharded parameters stay behind forward, or nothing of that (None)."""
-        self.stays = keeps if keeps == self.current.reshards(is_root) else None
+        self.stays = keeps if keeps == self.gives_up[is_root] else None
 
     def change(self, **values: Any) -> None:
         """Put options with these values in the place of the current ones."""
         self.current = replace(self.current, **values)
+        self.gives_up = self.current.reshards(False), self.current.reshards(True)
         self.outlives = self.current.outlives_forward
         self.accumulates |= not self.current.requires_gradient_sync
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from typing import Protocol
 
 import torch
@@ -79,6 +80,9 @@ class Transport(Protocol):
 
     def all_reduce(self, tensor: Tensor, mean: bool = False) -> Awaitable:
         """Set `tensor` to its sum (or mean) over ranks."""
+
+
+_flat = methodcaller("view", -1)
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -168,7 +172,9 @@ class Packed:
         return self._group._allgather_base(whole, piece, self._gather)
 
     def reduce_scatter(self, out: Tensor, bucket: Tensor, scratch: Tensor | None, mean: bool = False) -> Awaitable:
-        return self._group._reduce_scatter_base(_real(out), _real(bucket), self._scatter[mean])
+        if bucket.dtype.is_complex:
+            out, bucket = _real(out), _real(bucket)
+        return self._group._reduce_scatter_base(out, bucket, self._scatter[mean])
 
     def all_reduce(self, tensor: Tensor, mean: bool = False) -> Awaitable:
         return self._group.allreduce([_real(tensor)], self._reduce[mean])
@@ -178,18 +184,20 @@ class Direct(Packed):
     """`Packed`, except that gathers are coalesced: each parameter straight into its memory."""
 
     route = Route("direct", gather_from=0)
+    flattens = False  # whether the backend takes flat pieces only
 
     def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
+        if self.flattens:
+            pieces = list(map(_flat, pieces))
         if wholes[0].dtype not in MOVED:
             wholes, pieces = _movable(wholes), _movable(pieces)
         return self._group.allgather_into_tensor_coalesced(wholes, pieces, self._gather)
 
 
 class OfFakeGroup(Direct):
-    """`Direct` for torch's fake process group, which requires flat pieces."""
+    """`Direct` for torch's fake process group."""
 
-    def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
-        return super().all_gather(wholes, [piece.view(-1) for piece in pieces])
+    flattens = True
 
 
 class RankOrdered:

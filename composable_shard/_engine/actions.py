@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from .._comm.copies import Gradients
 from .._group.group import Entries, ParamGroup, Runtime
-from .._group.param import accumulate, any_gradient
 from .._group.phases import GATHERING, SHARDED, UNSHARDED
 from .._group.reduction import GroupReduced, Reduction
 from .._plan.record import Record
@@ -215,7 +214,8 @@ class Actions:
         Returns:
             whether any parameter was replaced.
         """
-        self._adopt_without_group()
+        if self._without_group:
+            self._adopt_without_group()
         adopted = False
         for group in self.groups:
             entries = group.entries()
@@ -263,7 +263,7 @@ class Actions:
             repeated: groups that get gradients from several uses in it.
         """
         self.repeated = repeated
-        self.pool.enter_backward(True)
+        self.pool.backward = True
         self.order.begin_backward()
         if self.order.forward.budget is not None:
             self.budget.begin_backward()
@@ -272,7 +272,7 @@ class Actions:
         """The pass is over, or has failed."""
         self.staying.clear()
         self.budget.unread.clear()
-        self.pool.enter_backward(False)
+        self.pool.backward = False
 
     def drop_after_backward(self) -> None:
         """A backward is over: drop all weights that no setting keeps; install sharded parameters for the others."""
@@ -378,7 +378,7 @@ class Actions:
             return
         self._gathers_behind = following
         if use.reads > 1:
-            group.buckets[0].call_after(use.reads // 2)
+            group.buckets[0].reads_left = use.reads // 2
         else:
             self.catch_up()
 
@@ -452,12 +452,12 @@ class Actions:
         self.hand_out()
         sums, self._sums = self._sums, {}
         for group, pieces in sums.items():
-            accumulate(group.params, pieces, group.gradients.hooks_taken)
+            group.gradients.add(pieces)
 
     def _settle_oldest(self) -> None:
         group, reduction = self._reductions.popleft()
         reduced = self._act(REDUCED, group, group.gradients.finish_reduce, reduction)
-        first = group not in self._unset and not any_gradient(group.shards)  # else adding at once frees memory
+        first = group not in self._unset and not group.gradients.any_set()  # else adding at once frees memory
         if first and self.pool.backward and reduced.is_uncut and not group.gradients.hooks_taken:
             self._unset[group] = reduced
             if len(self._unset) == _AT_ONCE:
@@ -466,7 +466,7 @@ class Actions:
             self._add_up(group, reduced)
         else:
             self.hand_out()
-            accumulate(group.params, reduced.pieces(), group.gradients.hooks_taken)
+            group.gradients.add(reduced.pieces())
 
     def _add_up(self, group: ParamGroup, reduced: GroupReduced) -> None:
         """Add reduced gradients of one of several uses to the sum that hooks will see."""
@@ -479,7 +479,7 @@ class Actions:
         """Set `.grad` for the groups whose reduction was waited for."""
         unset, self._unset = self._unset, {}
         for group, reduced in unset.items():
-            accumulate(group.params, reduced.pieces(), group.gradients.hooks_taken)
+            group.gradients.add(reduced.pieces())
 
     def discard(self) -> None:
         """Wait for all reductions and throw their results away."""

@@ -307,10 +307,12 @@ class Iterations:
 
     Attributes:
         forward: number of the last forward.
+        was_interrupted: whether an interrupt (Ctrl-C) has ended it.
     """
 
     def __init__(self) -> None:
         self.forward = 0
+        self.was_interrupted = False
         self._thread = 0  # the one in which the last forward began
         self._inside: dict[str, int] = {}  # the thread of the forward that runs now; a dict, as `setdefault` is atomic
         self._awaited = 0  # number of the last forward that a backward can go through
@@ -327,6 +329,7 @@ class Iterations:
         if not waiting:
             self._reached = self.forward
         self.forward += 1
+        self.was_interrupted = False
         self._thread = threading.get_ident()
         return waiting
 
@@ -348,6 +351,10 @@ class Iterations:
         """Raises ShardConfigStateError if the forward began in another thread than this one."""
         if threading.get_ident() != self._thread:
             raise two_threads(f"forward {self.forward} of it, or in its backward")
+
+    def interrupt(self) -> None:
+        """An interrupt (Ctrl-C) has ended the forward."""
+        self.was_interrupted = True
 
     def await_backward(self, forward: int) -> None:
         """A forward, by its number, uses parameters that want gradients, so a backward may follow."""

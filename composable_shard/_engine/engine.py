@@ -37,13 +37,15 @@ from .._group.phases import SHARDED, UNSHARDED, GradPhase
 from .._plan.plan import ShardPlan
 from .._plan.record import Record
 from .._plan.schedule import Kind
-from .._torch.core import Fate, apart_from_checkpoints, current_backward, queue_backward_callback
+from .._torch.core import Fate, apart_from_checkpoints, current_backward, is_profiled, queue_backward_callback
 from .actions import Actions
 from .backward import BackwardPass, Iterations, Passed, Token
 from .gradients import GradientFlow, watch_leaf
 from .node import Keeper, Outputs, Use, Uses, Witness, unshard
 from .order import Order
 from .review import Review
+
+LISTENERS: weakref.WeakSet[Any] = weakref.WeakSet()  # each a `listeners.Listener`
 
 
 def _group_of(bucket: Bucket) -> ParamGroup:
@@ -69,7 +71,8 @@ class Engine:
         plan: the order of the groups, and predictions.
         runtime: pool and lanes that the groups were built with.
         among: the process groups of the meshes, with their devices.
-        look: called with the engine when a forward or a backward begins, to see whether somebody profiles it.
+        look: called with the engine when a forward or a backward begins and there are tools, or were: they may need
+            other classes of the engine and its parts (see `listeners.py`).
         without_group: the entries of sharded modules that have no parameters of their own.
         listener: returns the function to call when the plan or a user's prefetch list has changed, or None.
         is_given: whether the plan is one that a user gave.
@@ -114,7 +117,6 @@ class Engine:
         self.uses = Uses()
         self.is_last_backward, self.ends_by_hand, self.under_hooks = True, False, False
         self.changed_at: torch.Event | None = None
-        self._was_interrupted = False
         self._iterations = Iterations()
         self._depth = 0  # how many forwards of sharded modules are nested now
         self._pass: BackwardPass | None = None
@@ -149,34 +151,38 @@ class Engine:
 
     # ---- forward
 
-    def enter(self) -> None:
-        """A sharded module is called. The outermost call begins a forward."""
-        if self._depth == 0 and current_backward() < 0:
-            self._iterations.claim()
-            try:
-                self._look(self)
-                self._begin_forward()
-            except BaseException:
-                self._iterations.release()
-                raise
-        self._depth += 1
+    def enter(self, is_root: bool) -> None:
+        """A sharded module is called. The outermost call begins a forward.
 
-    def check_thread(self) -> None:
-        """The root is called: raise if another thread runs it. (A checkpoint around the root calls it in backward.)"""
-        if current_backward() < 0:
-            if self._pass is not None and self._pass.alive:
+        Raises:
+            ShardConfigStateError: another thread runs the root. (A checkpoint around the root calls it in backward.)
+        """
+        if (is_root or self._depth == 0) and current_backward() < 0:
+            if is_root and self._pass is not None and self._pass.alive:
                 self._iterations.check_thread()
             self._iterations.claim()
+            if self._depth == 0:
+                try:
+                    self._follow_tools()
+                    self._begin_forward()
+                except BaseException:
+                    self._iterations.release()
+                    raise
+        self._depth += 1
+
+    def _follow_tools(self) -> None:
+        """A forward or a backward begins: if there are tools, or were, the engine gets the classes that they need."""
+        if LISTENERS or is_profiled() or self.profiled or self.pool.owns:
+            self._look(self)
 
     def interrupted(self) -> None:
         """An interrupt (Ctrl-C) has ended a forward. Nothing is waited for now; the next forward clears up."""
-        self._was_interrupted = True
+        self._iterations.interrupt()
 
     @apart_from_checkpoints
     def _begin_forward(self) -> None:
         self._end_abandoned()
-        if self._pass is not None or self._was_interrupted:
-            self._was_interrupted = False
+        if self._pass is not None or self._iterations.was_interrupted:
             self._recover()
         waiting = self._iterations.begin()
         if self.uses.lost:
@@ -205,7 +211,7 @@ class Engine:
     @apart_from_checkpoints
     def _end_forward(self, learn_order: bool) -> None:
         self._end_abandoned()  # as of a group of several modules, not all of which have run
-        if not self._was_interrupted:
+        if not self._iterations.was_interrupted:
             self._do.drop_after_forward()
         if learn_order:
             self.review.end()
@@ -227,7 +233,7 @@ class Engine:
             the use exists already.
         """
         if group.running:
-            group.begin_forward()
+            group.running += 1
             return None
         made_in = current_backward()
         if made_in >= 0:
@@ -235,10 +241,10 @@ class Engine:
             if group in self.active:  # recomputed in its own backward, which has installed the node's outputs
                 if group.away:
                     self._do.gather_again(group)
-                group.begin_forward()
+                group.running += 1
                 return None
         self._do.need(group)
-        group.begin_forward()
+        group.running += 1
         made: tuple[Use, Outputs] | None = None
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             made = self._begin_use(group, made_in)
@@ -271,7 +277,8 @@ class Engine:
         Args:
             copied: views of weights in its outputs, which were replaced by copies and will be dropped.
         """
-        if not group.end_forward():
+        group.running -= 1
+        if group.running:
             return
         if self.uses.end_forward(group) or not torch.is_grad_enabled():
             group.end_use(copied)  # the outputs may hide views of weights in objects that were not searched
@@ -291,7 +298,7 @@ class Engine:
         if self._pass is not None and not self._pass.alive:
             self._recover()
         if self._pass is None:
-            self._look(self)
+            self._follow_tools()
             token = Token()
             self._pass = BackwardPass(number, token, self.uses, weakref.WeakMethod(self.on_pass_gone), use)
             self._iterations.reach(self._pass.newest)
@@ -387,7 +394,7 @@ class Engine:
             del self.active[use.group]
             self._do.budget.unread.pop(use.group, None)
         if use.group.running and not self._depth:  # a recomputation that its checkpoint stopped early
-            use.group.forget_forwards()
+            use.group.running = 0
         self._do.end_use(use.group, now.next_group())
 
     def _end_backward(self, now: BackwardPass, _token: Token) -> None:
@@ -429,7 +436,7 @@ class Engine:
 
     def _forget_running(self) -> None:
         for group in self.groups:
-            group.forget_forwards()
+            group.running = 0  # one that has failed, or was stopped, does not report its end
         self.uses.in_forward.clear()
 
     def _forget_pass(self) -> None:

@@ -46,9 +46,6 @@ class GradientFlow:
     def settle(self) -> None:
         """Wait for all reductions, set `.grad`, call the hooks, and give these back to autograd."""
         self._do.settle()
-        self._give_hooks_back()
-
-    def _give_hooks_back(self) -> None:
         for group in self._do.groups:
             if group.gradients.hooks_taken:
                 group.gradients.give_hooks_back()
@@ -115,7 +112,8 @@ class GradientFlow:
         for group, gradients in self._outside_forward.items():
             self._reduce_or_accumulate(group, gradients)
         for group in groups:
-            if group.gradients.await_reduction or self._wants_zeros(group):
+            options = group.settings.current
+            if group.gradients.await_reduction or (options.reduce_unused and self._wants_zeros(group)):
                 self.take_hooks(group)
                 self._do.reduce(group, group.gradients.take([None] * len(group.params)))
         self._do.gathered.clear()
@@ -128,9 +126,8 @@ class GradientFlow:
             self._do.hand_out()
 
     def _wants_zeros(self, group: ParamGroup) -> bool:
-        """Whether this backward has not used a group where `reduce_unused` wants zeros reduced."""
-        options = group.settings.current
-        if not options.reduce_unused or not options.requires_gradient_sync or group in self._reduced:
+        """Whether this backward has not used a group with `reduce_unused`, which wants zeros reduced."""
+        if not group.settings.current.requires_gradient_sync or group in self._reduced:
             return False
         return group.trains and (group in self._do.gathered or group.phase is not SHARDED)
 
@@ -140,7 +137,7 @@ class GradientFlow:
         self._reduced.clear()
         self._looked.clear()
         self._do.discard()
-        self._give_hooks_back()
+        self.settle()  # of nothing: gives the hooks back
 
 
 class LeafOwner(Protocol):

@@ -17,7 +17,7 @@ from .._group.group import ParamGroup
 from .._torch.core import is_profiled
 from .actions import Actions
 from .backward import BackwardPass
-from .engine import Engine
+from .engine import LISTENERS, Engine
 from .gradients import GradientFlow
 from .node import Outputs, Use
 from .profiling import ProfiledActions, ProfiledEngine, ProfiledFlow
@@ -39,7 +39,6 @@ class Listener(Protocol):
         """
 
 
-LISTENERS: weakref.WeakSet[Listener] = weakref.WeakSet()
 _reduced: weakref.WeakSet[ParamGroup] = weakref.WeakSet()  # groups whose second end is yet to be told
 
 

@@ -67,7 +67,7 @@ class PhaseSchedule:
 
     def reshards(self, group: ParamGroup) -> bool:
         """Whether a group is resharded after forward."""
-        return group.resharding if self.kept is None else group not in self.kept
+        return group.settings.gives_up[group.is_root] if self.kept is None else group not in self.kept
 
 
 class Order:
@@ -293,7 +293,7 @@ def _described(plan: GroupPlan, group: ParamGroup) -> GroupPlan:
     return replace(
         plan,
         params=params,
-        reshard_after_forward=group.resharding,
+        reshard_after_forward=group.settings.gives_up[group.is_root],
         reduces_first=group.reduces_first,
         reduces_last=options.reduce_unused,
     )

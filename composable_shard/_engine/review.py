@@ -82,7 +82,7 @@ class Review:
         if self._changed or self._may_differ:
             self._take_changes()
         groups = self._do.groups
-        self._phase = phase_of(grad, not groups or groups[0].options.requires_gradient_sync, waiting)
+        self._phase = phase_of(grad, not groups or groups[0].settings.current.requires_gradient_sync, waiting)
         self._order.begin(self._phase, grad)
         self._begun = self._do.history.mark()
         if self._vote is not None:
@@ -145,7 +145,7 @@ class Review:
         expected, ran = Counter(planned.order), Counter(seen.order)
         moved = ran == expected
         differing = [group for group in self._do.groups if moved or ran[group.fqn] != expected[group.fqn]]
-        return all(group.options.reduce_unused and not group.resharding for group in differing)
+        return all(group.options.reduce_unused and not group.settings.gives_up[group.is_root] for group in differing)
 
     # If ranks issue different gathers in a forward, these pair up wrongly; where their sizes are equal, each rank reads
     # weights of other modules without an error. So a rank that left the plan checks that all have left it likewise.

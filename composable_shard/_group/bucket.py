@@ -201,10 +201,6 @@ class Bucket:
         """Begin to gather, ordered after the event `after` (the last change of the sharded parameters)."""
         raise NotImplementedError
 
-    def lie_in(self, slot: Slot | None, leaves: Leaves | None) -> None:
-        """The weights are in this slot, or will be when a gather is done; `leaves` are those over that memory."""
-        self.slot, self.here = slot, leaves
-
     def arrived(self) -> None:
         """The gather is done: the weights can be read."""
         self.readable = True
@@ -222,7 +218,13 @@ class Bucket:
         self._give_up(slot, leaves, after, reserve)
 
     def _give_up(self, slot: Slot | None, leaves: Leaves | None, after: torch.Event | None, reserve: bool) -> None:
-        """Give the memory of the weights back, or reserve it; the arguments are as of `lie_in` and `release`."""
+        """Give the memory of the weights back, or reserve it.
+
+        Args:
+            slot: where the weights are; None if in no slot.
+            leaves: those over that memory, if any were made.
+            after, reserve: as of `release`.
+        """
         raise NotImplementedError
 
     def lose(self) -> None:
@@ -239,10 +241,6 @@ class Bucket:
 
     # A handle stands for a weight as it was gathered. A weight that forward edits in place before autograd saves it is
     # saved as a copy, since resharding loses the edit. If it is edited after it was saved, backward raises an error.
-
-    def note_change(self) -> None:
-        """The sharded parameters are about to change, which makes all handles stale."""
-        self.generation += 1
 
     def was_edited(self, index: int, version: int) -> bool:
         """Whether a weight was edited in place since it was gathered.
@@ -270,19 +268,6 @@ class Bucket:
     def end_reads(self) -> None:
         """The backward of a use is over: the next one looks for edits anew."""
         self.unedited = None
-
-    def note_saved(self) -> None:
-        """Count a new handle."""
-        self.saved += 1
-
-    def call_after(self, reads: int) -> None:
-        """Have `note_read` return True at the last of this many reads of handles; 0 for never."""
-        self.reads_left = reads
-
-    def note_read(self) -> bool:
-        """Count the read of a handle; returns whether it was the last that `call_after` has asked for."""
-        self.reads_left -= 1
-        return not self.reads_left
 
 
 class GatherBucket(Bucket):
@@ -354,7 +339,7 @@ class GatherBucket(Bucket):
         else:
             self._pool.resume(slot, self._self)
         assert self._faces is not None
-        self.lie_in(slot, self._faces.leaves.get(slot))
+        self.slot, self.here = slot, self._faces.leaves.get(slot)
         return slot
 
     def start(self, after: torch.Event | None) -> Job[None]:

@@ -233,7 +233,7 @@ class ExtensionBucket(Bucket):
             after.wait()
         with torch.inference_mode(False), torch.no_grad():
             if any([member.ask() for member in self._members]):  # noqa: C419 - all of them
-                self.note_change()  # handles hold views of the former outputs, which are gone
+                self.generation += 1  # handles hold views of the former outputs, which are gone
         inputs = [_bytes(tensor) for member in self._members for tensor in member.inputs]
         outputs = [_bytes(tensor) for member in self._members for tensor in member.outputs]
         gatherer = self._gatherer_of(tuple([tensor.numel() for tensor in inputs]))
@@ -257,7 +257,7 @@ class ExtensionBucket(Bucket):
         by_id = {key: (storage, index) for index, storages in taken for key, storage in storages.items()}
         self._claims = [Outside(storage, self, index) for storage, index in by_id.values()]
         self._pool.claim(self._claims)
-        self.lie_in(None, Leaves([member.leaf for member in self._members if member.leaf is not None]))
+        self.here = Leaves([member.leaf for member in self._members if member.leaf is not None])
         super().arrived()
 
     def _give_up(self, slot: Slot | None, leaves: Leaves | None, after: torch.Event | None, reserve: bool) -> None:
@@ -271,7 +271,7 @@ class ExtensionBucket(Bucket):
     def lose(self) -> None:
         for member in self._members:
             self._abandoned += member.abandon()
-        self.note_change()  # handles hold views of the outputs, which are left to the gather
+        self.generation += 1  # handles hold views of the outputs, which are left to the gather
         self.release(None)
 
     def forget(self) -> None:

@@ -6,8 +6,8 @@ A table in `phases.py` says which phase may follow which; only `_set_phase` chan
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Sequence
-from operator import attrgetter, is_
+from collections.abc import Container, Mapping, Sequence
+from operator import attrgetter, is_, is_not
 
 import torch
 
@@ -19,12 +19,13 @@ from .._errors import ShardConfigStateError
 from .._memory.pool import BufferPool
 from .._policies import Settings
 from .._torch.core import HANDLES, Hook, any_gradient_hooks, without_torch_function
+from .._torch.distributed import new_dtensor, spec_of
 from .accumulation import AccumulatedGradients
-from .param import ShardedParam
+from .param import ShardedParam, run_all
 from .phases import TRANSITIONS, GradPhase, illegal
 from .reduction import GroupReduced, ReduceBucket, Reduced, Reduction, reduce_buckets, unused
 
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _sharded, _grad = map(attrgetter, ("requires_grad", "sharded", "grad"))
 
 
 class GroupGradients:
@@ -117,6 +118,26 @@ class GroupGradients:
     def give_hooks_back(self) -> None:
         """A backward is over: give autograd the users' hooks back."""
         self.hooks_taken = any([param.hooks.give_back(param.sharded) for param in self._params])  # noqa: C419 - of all
+
+    # ---- `.grad`
+
+    def any_set(self) -> bool:
+        """Whether any sharded parameter has a `.grad`."""
+        with without_torch_function():  # else each DTensor is asked for a `__torch_function__`
+            return any(map(is_not, map(_grad, self._shards), itertools.repeat(None)))
+
+    def add(self, pieces: Mapping[int, torch.Tensor]) -> None:
+        """Add this rank's pieces of reduced gradients, by the index of the parameter, to `.grad`; call users' hooks."""
+        params = list(map(self._params.__getitem__, pieces))
+        if not self.hooks_taken:
+            with without_torch_function():
+                shards = list(map(_sharded, params))
+                if all(map(is_, map(_grad, shards), itertools.repeat(None))):
+                    made = map(new_dtensor, pieces.values(), map(spec_of, shards))
+                    run_all(map(setattr, shards, itertools.repeat("grad"), made))
+                    return
+        for param, piece in zip(params, pieces.values(), strict=True):
+            param.accumulate(piece)
 
     # ---- accumulation
 

@@ -23,6 +23,7 @@ from .._memory.pool import BufferPool
 from .._memory.slots import Request
 from .._plan.schedule import ROOT_NAME
 from .._policies import Options, Settings
+from .._torch.distributed import local_tensor
 from .bucket import Bucket, GatherBucket
 from .extension import ExtensionBucket, is_extended
 from .gradients import GroupGradients
@@ -30,7 +31,7 @@ from .param import ShardedParam, lend_attributes
 from .phases import GATHERING, RESIDENT, SHARDED, TRANSITIONS, UNSHARDED, ParamPhase, illegal
 from .resident import Resident
 
-_requires_grad, _slot, _weights = map(attrgetter, ("requires_grad", "slot", "weights"))
+_requires_grad, _sharded, _slot, _weights = map(attrgetter, ("requires_grad", "sharded", "slot", "weights"))
 _weights_for_use, _leaves = methodcaller("weights_for_use"), methodcaller("leaves")
 
 
@@ -116,12 +117,6 @@ class ParamGroup:
         pinned: whether a user asked for the unsharded parameters (`unshard`), so that no forward reshards them.
     """
 
-    __slots__ = (
-        "__weakref__", "_comm", "_gathers", "_runtime", "_versions", "away", "buckets", "companions", "entries", "fqn",
-        "gradients", "is_root", "layout", "params", "phase", "pinned", "residents", "running", "settings", "shards",
-        "used_in",
-    )  # fmt: skip
-
     def __init__(
         self,
         fqn: str,
@@ -189,19 +184,6 @@ class ParamGroup:
 
     # ---- forwards
 
-    def begin_forward(self) -> None:
-        """The forward of one of its modules begins."""
-        self.running += 1
-
-    def end_forward(self) -> bool:
-        """The forward of one of its modules ends; returns whether no other one still runs."""
-        self.running -= 1
-        return not self.running
-
-    def forget_forwards(self) -> None:
-        """Count all forwards as ended: one that has failed, or was stopped, does not report its end."""
-        self.running = 0
-
     def set_companions(self, following: Sequence[ParamGroup]) -> None:
         """Set the groups of the same module that begin right after this one; an empty list changes nothing."""
         self.companions = following or self.companions
@@ -224,18 +206,15 @@ class ParamGroup:
         return self.settings.current
 
     @property
-    def resharding(self) -> bool:
-        """Whether the options have forward reshard the group."""
-        return self.settings.current.reshards(self.is_root)
-
-    @property
     def reduces_first(self) -> bool:
         """Whether backward waits for reductions before it gathers this group.
 
-        Never on a mesh of replicas: there, the wait for a reduction may issue its all-reduce.
+        Streams order both, so that one's buffers can follow the other's without a wait. On a CPU only waiting frees
+        memory; and what overlaps there takes the cores of what it overlaps with. Never on a mesh of replicas: there,
+        the wait for a reduction may issue its all-reduce.
         """
-        streams = self._runtime.gather_lane.streams
-        return self._comm.transports.replicate is None and self.settings.current.reduces_first(streams)
+        waits = not self._runtime.gather_lane.streams and self._comm.transports.replicate is None
+        return waits and self.settings.current.max_reductions is None
 
     @property
     def trains(self) -> bool:
@@ -360,7 +339,9 @@ class ParamGroup:
         return self._versions != self._versions_now()
 
     def _versions_now(self) -> list[int]:
-        return [x for p in self.params for x in (id(p.local), p.local._version, p.sharded._version)]
+        now = list(map(_sharded, self.params))
+        pairs = zip(map(local_tensor, now), now, strict=True)
+        return [x for local, sharded in pairs for x in (id(local), local._version, sharded._version)]
 
     @property
     def slots(self) -> tuple[object, ...]:
@@ -411,7 +392,7 @@ class ParamGroup:
     def stepped(self) -> None:
         """An optimizer or a load is about to change the sharded parameters."""
         for bucket in self.buckets:
-            bucket.note_change()
+            bucket.generation += 1
 
     def rebuild(self, transports: Transports | None = None) -> None:
         """Make all buckets anew, since dtypes or devices of parameters changed, or transports; only while sharded."""

@@ -6,9 +6,7 @@ import copy
 import inspect
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
-from itertools import repeat
-from operator import attrgetter, is_, is_not
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,8 +18,7 @@ from .._comm.mesh import MeshInfo
 from .._errors import ShardConfigStateError
 from .._plan.layout import bucket_layout
 from .._policies import Options
-from .._torch.core import without_torch_function
-from .._torch.distributed import dtensor_like, local_tensor, new_dtensor, spec_of
+from .._torch.distributed import dtensor_like, local_tensor
 from .hooks import ParamHooks
 from .placement import Cut
 
@@ -88,32 +85,6 @@ def _of_the_class(tensor: torch.Tensor) -> set[str]:
 
 # Exhausts an iterator, such as a `map` with side effects: a loop over a group's parameters without bytecode.
 run_all = deque[Any](maxlen=0).extend
-_sharded, _grad = attrgetter("sharded"), attrgetter("grad")
-
-
-def any_gradient(shards: Sequence[torch.Tensor]) -> bool:
-    """Whether any of these sharded parameters has a `.grad`."""
-    with without_torch_function():  # else each DTensor is asked for a `__torch_function__`
-        return any(map(is_not, map(_grad, shards), repeat(None)))
-
-
-def accumulate(params: Sequence[ShardedParam], pieces: Mapping[int, torch.Tensor], hooked: bool) -> None:
-    """Add this rank's pieces of reduced gradients to `.grad`, and call the users' hooks.
-
-    Args:
-        params: all parameters of a group.
-        pieces: the pieces, by the index of the parameter.
-        hooked: whether there may be hooks to call.
-    """
-    reduced = list(map(params.__getitem__, pieces))
-    if not hooked:
-        with without_torch_function():
-            shards = list(map(_sharded, reduced))
-            if all(map(is_, map(_grad, shards), repeat(None))):
-                run_all(map(setattr, shards, repeat("grad"), map(new_dtensor, pieces.values(), map(spec_of, shards))))
-                return
-    for param, piece in zip(reduced, pieces.values(), strict=True):
-        param.accumulate(piece)
 
 
 class ShardedParam:

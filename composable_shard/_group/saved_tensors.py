@@ -202,7 +202,7 @@ class _Hooks:
         if edited or (bucket.is_complex and _is_lazy(tensor)):
             return _copied(tensor)
         if type(place) is Place:
-            bucket.note_saved()
+            bucket.saved += 1
         keeper = self._keepers.get(bucket) if self._keepers else None
         return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation, bucket.shown))
 
@@ -245,8 +245,10 @@ def _weight(handle: Handle) -> torch.Tensor:
         member = bucket.members[place] if type(bucket) is GatherBucket else place[1]  # type: ignore[index]
         if member in edited:
             raise _edited(bucket.fqns[member])
-    if bucket.reads_left and bucket.note_read() and owner is not None:
-        owner.halfway()
+    if bucket.reads_left:
+        bucket.reads_left -= 1
+        if not bucket.reads_left and owner is not None:
+            owner.halfway()
     view: torch.Tensor = bucket.slot.views[place] if type(place) is Place else place[0]  # type: ignore[union-attr, index]
     # With grad mode on (create_graph), backward saves this view again, without hooks: so it needs memory of its own.
     return view.clone() if _is_grad_enabled() else view

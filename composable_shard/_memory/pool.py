@@ -132,10 +132,6 @@ class BufferPool:
         """Set `owns`; only right after `forget`."""
         self.owns = wanted
 
-    def enter_backward(self, runs: bool) -> None:
-        """A backward begins, or is over."""
-        self.backward = runs
-
     def request(self, name: str, nbytes: int, backward: bool = False) -> Request:
         """The request for `nbytes` bytes under a name, all of whose leases get one slot of the arena."""
         key = name, slot_bytes(nbytes), backward
@@ -170,7 +166,7 @@ class BufferPool:
         if self.counted:
             slot.show()
         live.add(request)
-        slot.lease(request, owner)
+        slot.request, slot.owner = request, owner
         self.live_bytes += request.nbytes
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
@@ -206,7 +202,8 @@ class BufferPool:
         self._live.remove(request)
         if _debug.debugging:
             after = self._poisoned(slot, after)
-        slot.free(after)
+        slot.request = slot.owner = None
+        slot.free_after = () if after is None else (after,)
         self.live_bytes -= slot.nbytes
         if slot.resizes:
             if after is not None:

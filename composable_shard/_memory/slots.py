@@ -149,16 +149,6 @@ class Slot:
         self.rivals = tuple(rivals)
         self.reach = max([self.end, *[rival.end for rival in rivals]])
 
-    def lease(self, request: Request, owner: weakref.ref[Any] | None) -> None:
-        """It is leased for a request; weights of `owner`, if there is one, will lie in it."""
-        self.request = request
-        self.owner = owner
-
-    def free(self, after: torch.Event | None) -> None:
-        """Its lease is over; the next writer waits for `after`."""
-        self.request = self.owner = None
-        self.free_after = () if after is None else (after,)
-
     def suspend(self, after: torch.Event | None, lent: bool) -> None:
         """Its weights are given up, though it stays leased; the next writer waits for `after`."""
         self.owner, self.lent = None, lent

@@ -199,7 +199,7 @@ def _above(name: str) -> Iterator[str]:
 
 def _describe(fqn: str, asked: Declaration, is_root: bool, transports: Transports) -> GroupPlan:
     """A group's part of a plan, made from declarations alone, so parameters may be on the meta device."""
-    options = asked.settings.current
+    options, streams = asked.settings.current, has_streams(asked.info.device)
     return GroupPlan(
         fqn=fqn,
         params=tuple(
@@ -219,7 +219,7 @@ def _describe(fqn: str, asked: Declaration, is_root: bool, transports: Transport
         is_root=is_root,
         reshard_after_forward=options.reshards(is_root),
         route=None if transports.gather is None else transports.gather.route,
-        reduces_first=transports.replicate is None and options.reduces_first(has_streams(asked.info.device)),
+        reduces_first=not streams and transports.replicate is None and options.max_reductions is None,
         reduces_last=options.reduce_unused,
         small_size=0 if options.few_ranks == 0 or any(map(is_extended, asked.params)) else options.few_ranks,
     )

@@ -7,6 +7,7 @@ autograd's memory, and leaves the engine even if the forward raises. The rest is
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -35,9 +36,10 @@ from .._torch.compiler import put_rng_states_before_meshes
 from .._torch.core import (
     HANDLES,
     address_of,
-    any_module_hooks,
+    any_global_hook,
     apart_from_checkpoints,
     current_backward,
+    is_traced_by_jit,
     map_tensors,
     plain_parts,
     refuses_saved_tensors_hooks,
@@ -96,7 +98,7 @@ class FSDPModule(Methods):
             _let_engine_surround_compiled_code(self)  # type: ignore[arg-type]
             return _run(self, partial(_call_whole, call), args, kwargs)  # type: ignore[arg-type]
         if _is_plain(call, self):  # type: ignore[arg-type]
-            return _run(self, _call_alone, args, kwargs)  # type: ignore[arg-type]
+            return _run(self, None, args, kwargs)  # type: ignore[arg-type]
         return _run(self, partial(_call_past, call), args, kwargs)  # type: ignore[arg-type]
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,15 +184,8 @@ def _is_plain(call: Any, module: nn.Module) -> bool:
     own = module.__dict__  # faster than `Module.__getattr__`
     if len(own["_forward_hooks"]) != 1 or len(own["_forward_pre_hooks"]) != 1:
         return False
-    return not (own["_backward_hooks"] or own["_backward_pre_hooks"] or any_module_hooks())
-
-
-def _call_alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do what torch's own call does for a module that has our hooks only, at half the cost."""
-    cast = pre_forward(module, args, kwargs)
-    if cast is not None:
-        args, kwargs = cast
-    return post_forward(module, args, module.forward(*args, **kwargs))
+    own_backward = own["_backward_hooks"] or own["_backward_pre_hooks"]
+    return not (own_backward or any_global_hook() or is_traced_by_jit())
 
 
 def _call_whole(call: Callable[..., Any], _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -205,33 +200,35 @@ def _call_past(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...
 
 
 _Call = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+_NO_HOOKS = contextlib.nullcontext()
 
 
-def _run(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One eager call of a sharded module."""
-    bound = _bound(module)
-    engine = bound.engine
+def _run(module: nn.Module, call: _Call | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One eager call of a sharded module.
+
+    Args:
+        module: the module.
+        call: runs it with its hooks; None for a module that has ours alone: then torch's own call, which takes twice
+            the time, would do no more than what is done here.
+        args, kwargs: of the call.
+    """
     state: ShardState = module.__dict__[STATE]
-    asked = state.declaration
-    stays = asked.settings.current.keep_storage
-    if bound.is_root:
-        if asked.modules > 1:
-            check_root(module)
-        engine.check_thread()
-    engine.enter()
+    bound = state.bound or _bound(module)
+    engine = bound.engine
+    if bound.is_root and state.declaration.modules > 1:
+        check_root(module)
+    engine.enter(bound.is_root)
     depth = len(state.open_calls)
+    stays = state.declaration.settings.current.keep_storage
     root_succeeded = False
     try:
-        hooks = None
-        # Where saved-tensor hooks are forbidden, as in `torch.func.grad`, autograd saves the weights and their memory.
-        takes_hooks = torch.is_grad_enabled() and saved_tensors_hooks_are_enabled()
-        if takes_hooks and not (engine.active and _saved_none(engine, bound.group)):
-            hooks = (weights_in_place if stays else saved_weights)(engine)
-        if hooks is None:  # without gradients, or within an enclosing forward, whose hooks serve this one, too
-            output = call(module, args, kwargs)
-        else:
-            with hooks:
+        with _hooks_for(engine, bound.group, stays) or _NO_HOOKS:
+            if call is not None:
                 output = call(module, args, kwargs)
+            else:
+                if (cast := pre_forward(module, args, kwargs)) is not None:
+                    args, kwargs = cast
+                output = post_forward(module, args, module.forward(*args, **kwargs))
         root_succeeded = bound.is_root
         return output
     except BaseException as error:
@@ -243,6 +240,23 @@ def _run(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[str
         raise
     finally:
         engine.leave(root_succeeded)
+
+
+def _hooks_for(engine: Engine, group: ParamGroup | None, stays: bool) -> contextlib.AbstractContextManager[Any] | None:
+    """The saved-tensor hooks of a call; None without gradients, or where those of the forward around it serve it, too.
+
+    Where they are forbidden, as in `torch.func.grad`, there are none: autograd saves the weights and their memory.
+
+    Args:
+        engine: of the module.
+        group: of the module, if it has parameters.
+        stays: whether the weights keep their memory until backward (`set_keep_unsharded_storage`).
+    """
+    if not (torch.is_grad_enabled() and saved_tensors_hooks_are_enabled()):
+        return None
+    if engine.active and _saved_none(engine, group):
+        return None
+    return weights_in_place(engine) if stays else saved_weights(engine)
 
 
 def _needs_storage(module: nn.Module, bound: Bound) -> ShardConfigStateError:

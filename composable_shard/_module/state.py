@@ -337,19 +337,16 @@ class ShardState:
 
     # ---- eager
 
-    def begin(self, module: nn.Module) -> None:
-        """Begin an eager forward of a module of the call."""
-        if self.others or modes_in_force() or is_transforming():
+    def begin(self, module: nn.Module, alone: bool = False) -> None:
+        """Begin an eager forward of a module of the call.
+
+        Args:
+            module: the module.
+            alone: whether to begin it for the group of this state alone, though others of the call may have some.
+        """
+        if not alone and (self.others or modes_in_force() or is_transforming()):
             self._begin_family(module)
-        else:
-            self._begin(module)
-
-    @apart_from_checkpoints
-    def _begin_family(self, module: nn.Module) -> None:
-        for each in self.family:
-            each._begin(module)
-
-    def _begin(self, module: nn.Module) -> None:
+            return
         assert self.bound is not None
         group = self.bound.group
         if group is None:
@@ -366,37 +363,42 @@ class ShardState:
         self.entries.check_kept()
         self.open_calls.append(self.bound.engine.before_forward(group))
 
-    def end(self, module: nn.Module, copied: Sequence[torch.Tensor]) -> Sequence[tuple[Use, Outputs]]:
+    @apart_from_checkpoints
+    def _begin_family(self, module: nn.Module) -> None:
+        for each in self.family:
+            each.begin(module, alone=True)
+
+    def end(
+        self, module: nn.Module, copied: Sequence[torch.Tensor], alone: bool = False
+    ) -> Sequence[tuple[Use, Outputs]]:
         """End an eager forward of a module of the call.
 
         Args:
             module: the module.
             copied: those of its outputs that were views of weights.
+            alone: as of `begin`.
 
         Returns:
             the uses, with the outputs of their nodes, whose backward will pass through the module's outputs.
         """
-        if self.others or modes_in_force() or is_transforming():
+        if not alone and (self.others or modes_in_force() or is_transforming()):
             return self._end_family(module, copied)
-        own = self._end(module, copied)
-        return () if own is None else (own,)
-
-    @apart_from_checkpoints
-    def _end_family(self, module: nn.Module, copied: Sequence[torch.Tensor]) -> list[tuple[Use, Outputs]]:
-        ended = [each._end(module, copied) for each in reversed(list(self.family))]  # last begun, first ended
-        return [call for call in reversed(ended) if call is not None]
-
-    def _end(self, module: nn.Module, copied: Sequence[torch.Tensor]) -> tuple[Use, Outputs] | None:
         assert self.bound is not None
         if self.bound.group is None or not self.open_calls:
-            return None
-        call = self.open_calls[-1]
+            return ()
+        own = self.open_calls[-1]
         if self._to_run:
             self._to_run.discard(module.__dict__[PLACE])
         if not self._to_run:
             self.open_calls.pop()
             self.bound.engine.after_forward(self.bound.group, copied)
-        return call
+        return () if own is None else (own,)
+
+    @apart_from_checkpoints
+    def _end_family(self, module: nn.Module, copied: Sequence[torch.Tensor]) -> list[tuple[Use, Outputs]]:
+        last_begun_first = reversed(list(self.family))
+        ended = [each.end(module, copied, alone=True) for each in last_begun_first]
+        return [use for uses in reversed(ended) for use in uses]
 
     @apart_from_checkpoints
     def abort(self, depth: int) -> None:

@@ -29,7 +29,8 @@ from torch.distributed.tensor import Shard
 from torch.utils.hooks import RemovableHandle
 
 from .._comm.copies import Gradients
-from .._engine.listeners import LISTENERS, POST_BACKWARD, PRE_BACKWARD
+from .._engine.engine import LISTENERS
+from .._engine.listeners import POST_BACKWARD, PRE_BACKWARD
 from .._errors import ShardConfigAssertionError, ShardConfigAttributeError, ShardConfigStateError
 from .._group.group import ParamGroup
 from .._group.param import ShardedParam

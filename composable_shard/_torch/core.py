@@ -18,7 +18,6 @@ import torch
 import torch.utils.checkpoint
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses import FakeTensor
-from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
@@ -184,7 +183,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 def address_of(tensor: torch.Tensor) -> int:
     """Where the data of a tensor begins, made up for a fake one; 0 if nowhere, as of sparse and functorch's tensors."""
-    if not has_memory(tensor):
+    if isinstance(tensor, FakeTensor):
         return (storage_id(tensor) << 48) + int(tensor.storage_offset()) * tensor.element_size()
     try:
         return tensor.data_ptr()
@@ -469,9 +468,10 @@ def forward_hooks(module: torch.nn.Module, before: bool) -> dict[int, Callable[.
     return module._forward_pre_hooks if before else module._forward_hooks
 
 
-def any_module_hooks() -> bool:
-    """Whether hooks listen to the calls of all modules, or `torch.jit` traces them."""
-    return bool(_has_any_global_hook() or torch._C._get_tracing_state())  # type: ignore[no-untyped-call]
+# Whether hooks listen to the calls of all modules.
+any_global_hook: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
+# What `torch.jit` traces now; None if it traces nothing.
+is_traced_by_jit: Callable[[], object] = torch._C._get_tracing_state
 
 
 # Sets grad mode; a tenth of the cost of `torch.no_grad`.

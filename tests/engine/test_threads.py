@@ -209,7 +209,7 @@ class Gate(nn.Module):
 @pytest.mark.parametrize("ran", [False, True], ids=["first forward", "later"])
 @distributed(world=1)
 def test_of_threads_that_enter_a_model_at_the_same_moment_all_but_one_are_told(rank, world, ran):
-    from composable_shard._engine import engine as _engine
+    from composable_shard._engine import backward as _backward
     from composable_shard._module import module as _module
 
     model = cs.fully_shard(Gate())
@@ -219,7 +219,7 @@ def test_of_threads_that_enter_a_model_at_the_same_moment_all_but_one_are_told(r
         model.others_are_out.clear()
     count = 4
     start, told, done = threading.Barrier(count), [], []
-    where = (_engine.Engine, "check_thread") if ran else (_module, "build_engine")
+    where = (_backward.Iterations, "claim") if ran else (_module, "build_engine")
     kept = getattr(*where)
 
     def all_meet_here(*args, **kwargs):  # each has looked, and none has begun
