@@ -1,4 +1,8 @@
-"""Actions on groups: collectives are started and waited for, and weights given up, only here, and all is recorded."""
+"""Actions on groups: gathers, reductions and resharding, and the waits for them. Each action is recorded.
+
+In an eager step, nothing outside of this file starts or awaits a gather or a reduction, or gives weights up. Here, to
+*drop* a group is to reshard it and to install its sharded parameters.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ from .stopwatch import Stopwatch
 T = TypeVar("T")
 LeafHook = Callable[[torch.Tensor, ParamGroup, int], None]
 UNSHARD, WAIT, RESHARD, REDUCE, REDUCED = Kind.UNSHARD, Kind.WAIT, Kind.RESHARD, Kind.REDUCE, Kind.REDUCED
-_AT_ONCE = 4  # for how many reduced groups `.grad` is set in one go, which costs each half as much as one by one
+_AT_ONCE = 4  # set `.grad` for this many reduced groups together: half the host time of setting it group by group
 _NOTHING, _away = object(), attrgetter("away")
 
 
@@ -49,9 +53,10 @@ class Actions:
         budget: which weights are given up when a step that is not the planned one needs memory.
         streams: whether waiting for communication blocks only streams, never the host.
         watch: the stopwatch that times all actions; None if nobody asked for times.
-        history: what was done, and the record of that.
-        staying: groups whose use in backward is over and whose weights stay for their next use.
-        gathered: groups of which a gather was finished since the last backward ended; the same on all ranks.
+        history: the actions so far, from which records are made.
+        staying: groups that were not resharded when the backward of a use ended, because the group's next use, or a
+            forward of it that still runs, needs the weights.
+        gathered: groups that were gathered since the last backward ended; the same on all ranks.
     """
 
     def __init__(
@@ -76,9 +81,11 @@ class Actions:
         self._without_group = list(map(weakref.ref, without_group))
         self._ask_first: Callable[[], None] | None = None  # before anything is reduced
         self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
-        self._gathers_behind: Sequence[ParamGroup] | None = None  # to issue behind all reductions
-        self._unset: dict[ParamGroup, GroupReduced] = {}  # reduced, `.grad` yet to be set
-        self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}  # hooks see one gradient, the sum over all uses
+        # Groups to gather once all reductions in flight were waited for; None if no gathers are held back.
+        self._gathers_behind: Sequence[ParamGroup] | None = None
+        self._unset: dict[ParamGroup, GroupReduced] = {}  # reductions that were waited for; `.grad` is not set yet
+        # For groups with hooks and several uses in a backward: the hooks are called once, with the sum over all uses.
+        self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}
         self.staying: set[ParamGroup] = set()
         self.gathered: set[ParamGroup] = set()
 
@@ -182,7 +189,10 @@ class Actions:
             self._arrive(group)
 
     def _make_room(self, to: ParamGroup, nbytes: int) -> None:
-        """Make `nbytes` of a group fit where a step is not the planned one: end reductions, then give weights up."""
+        """Free memory until `nbytes` more for the group `to` fit in the budget, if they can.
+
+        A step that runs as planned fits anyway. Otherwise reductions are waited for first, then weights are given up.
+        """
         while self._reductions and self.budget.exceeded_by(nbytes):
             self._settle_oldest()
         for group in self.budget.yielding(to, self.staying) if self.budget.exceeded_by(nbytes) else ():
@@ -208,8 +218,9 @@ class Actions:
         """A forward of the root begins: adopt parameters that were replaced, and drop weights that are out of date.
 
         Args:
-            waiting: whether an earlier forward may still get its backward, for which unsharded parameters are kept
-                that were not resharded after forward. Whether a graph lives is not asked, as ranks may differ in that.
+            waiting: whether the backward of an earlier forward may still come. If so, the unsharded parameters that
+                this forward left unsharded are kept for that backward. The caller decides this by the calls of the
+                program and not by which graphs are alive, because ranks may differ in the latter.
 
         Returns:
             whether any parameter was replaced.
@@ -275,7 +286,11 @@ class Actions:
         self.pool.backward = False
 
     def drop_after_backward(self) -> None:
-        """A backward is over: drop all weights that no setting keeps; install sharded parameters for the others."""
+        """A backward is over: drop the groups that are to be resharded after backward, and gathers that nobody used.
+
+        Groups that a user has pinned, or whose forward runs, are left alone. The remaining ones keep their weights, but
+        get their sharded parameters installed.
+        """
         self.staying.clear()
         self.budget.unread.clear()
         for group in self.groups:
@@ -287,7 +302,10 @@ class Actions:
                 self._hide(group)
 
     def reduce(self, group: ParamGroup, gradients: Gradients) -> None:
-        """Issue the reduction of a group's gradients. Some time after it was waited for, `hand_out` sets `.grad`."""
+        """Issue the reduction of a group's gradients, after waiting for the oldest ones if too many are in flight.
+
+        `.grad` is set when this reduction is waited for, or a little later by `hand_out`.
+        """
         if self._reductions:
             schedule, allowed = self.order.backward, group.settings.current.max_reductions
             planned = schedule.in_flight.get(group, schedule.max_reductions)
@@ -322,11 +340,12 @@ class Actions:
             self.watch.begin(Kind.FORWARD, group.fqn)
 
     def end_forward(self, group: ParamGroup, stays: bool) -> None:
-        """The forward of a group is over: reshard it, keep its weights, or keep them cut among a few ranks.
+        """The forward of a group is over: reshard it, keep its weights, or keep pieces of them (`ParamGroup.shrink`).
 
         Args:
             group: the group.
-            stays: whether it was a recomputation in a backward of the group, which needs the weights next.
+            stays: whether the forward was a recomputation in the group's own backward, which needs the weights next;
+                then nothing is done.
         """
         if self.watch is not None:
             self.watch.end(Kind.FORWARD)
@@ -348,14 +367,17 @@ class Actions:
     ) -> None:
         """Backward has reached a use: gather and install its weights, and prefetch the groups that follow.
 
-        Where only waiting for reductions frees their memory (`reduces_first`), gathers are issued behind the reductions
-        in flight. If gathers are due at once, those are waited for here. Prefetches wait until half of the use's saved
-        weights were read: reductions overlap with the first half of its backward, prefetched gathers with the second.
+        Where the memory of a reduction is free for gathers only once the host has waited for it (`reduces_first`), all
+        reductions in flight are waited for before anything is gathered. If the weights of this use, or of `missed`,
+        must be gathered, that wait is here. The prefetches, and otherwise that wait, too, come when half of the use's
+        saved weights were read: reductions overlap with the first half of its backward, prefetched gathers with
+        the second.
 
         Args:
             use: the use.
-            outputs: of its node; they are installed again, for a recomputation.
-            missed: groups that the schedule gathers with earlier uses that backward has not reached; they come first.
+            outputs: those of the use's node; they are installed again, because a checkpoint may recompute the forward.
+            missed: groups that the schedule gathers with earlier uses which backward has skipped; they are gathered
+                first.
             following: the groups to prefetch with this use.
         """
         if self._gathers_behind is not None:
@@ -370,7 +392,8 @@ class Actions:
         if group.settings.current.unshard_in_backward or not group.away:
             self.need(group)
             self._show_again(use, outputs)
-        # If the root returns its last module's output, backward reaches that module first: the compute is its own.
+        # If the root returns its last module's output, backward reaches that module before the root. The compute that
+        # is timed now belongs to the module, so the root must not take it over.
         if self.watch is not None and not (group.is_root and self.watch.runs(Kind.BACKWARD)):
             self.watch.begin(Kind.BACKWARD, group.fqn)
         if not waits:
@@ -383,7 +406,10 @@ class Actions:
             self.catch_up()
 
     def _wait_before(self, group: ParamGroup, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]) -> bool:
-        """Whether prefetches must wait for the reductions in flight; gathers that are due at once do so here."""
+        """Whether prefetches must come after the reductions in flight.
+
+        If this group, or one of `missed`, must be gathered at once, the reductions are waited for here.
+        """
         if not (self.order.backward.reduces_first or group.reduces_first):
             return False
         if group.away or any(map(_away, missed)):
@@ -393,7 +419,11 @@ class Actions:
         return any(map(_away, following))
 
     def gather_again(self, group: ParamGroup) -> None:
-        """Weights of a group are needed that may have been given up for the budget since backward has reached it."""
+        """Make a group's weights readable again, which may have been given up since backward reached the group.
+
+        If they were given up for the budget before a checkpoint has recomputed, the outputs of the use's node are also
+        installed again.
+        """
         self.need(group)
         if (reached := self.budget.unread.get(group)) is not None:
             self._show_again(*reached)
@@ -410,14 +440,18 @@ class Actions:
         self.prefetch(following)
 
     def _settle_for(self, group: ParamGroup, gathers: Sequence[ParamGroup]) -> None:
-        """`catch_up`; and wait for all reductions, if these gathers need the memory that only waiting frees."""
+        """Call `catch_up`, after making it wait for all reductions if these gathers must come after them."""
         first = self.order.backward.reduces_first or group.reduces_first
         if first and any(each.away for each in gathers):
             self._gathers_behind = self._gathers_behind or ()
         self.catch_up()
 
     def end_use(self, group: ParamGroup, following: ParamGroup | None) -> None:
-        """The backward of a use is over: drop its weights, unless a setting keeps them, or its group is `following`."""
+        """The backward of a use is over: drop its group, unless the weights are to stay.
+
+        They stay if a setting says so, if a forward of the group still runs, or (unless the schedule says otherwise) if
+        the group is also `following`, the one whose backward is expected next.
+        """
         if self._gathers_behind is not None:
             self.catch_up()
         stays = group.running or (following is group and self.order.backward.stays_for_next)
@@ -457,7 +491,8 @@ class Actions:
     def _settle_oldest(self) -> None:
         group, reduction = self._reductions.popleft()
         reduced = self._act(REDUCED, group, group.gradients.finish_reduce, reduction)
-        first = group not in self._unset and not group.gradients.any_set()  # else adding at once frees memory
+        # Only a first gradient may wait to be set: adding to an existing one frees the new one's memory at once.
+        first = group not in self._unset and not group.gradients.any_set()
         if first and self.pool.backward and reduced.is_uncut and not group.gradients.hooks_taken:
             self._unset[group] = reduced
             if len(self._unset) == _AT_ONCE:

@@ -1,8 +1,10 @@
-"""A backward pass while it runs: the uses that it will reach, the order of these, and where the pass is now.
+"""A running backward pass (`BackwardPass`), and the boundaries of iterations (`Iterations`).
 
-And where one iteration ends and the next begins. The calls of a program decide that, never which graphs are alive: all
-ranks make the same calls and so find the same iterations, even if one rank alone keeps an output, and with that a
-graph, without running its backward.
+`BackwardPass` knows the uses that the pass will reach, their order, and how far the pass has come.
+
+`Iterations` decides where one iteration ends and the next begins, by the calls that the program makes and never by
+which graphs are alive. All ranks make the same calls and so find the same iterations, even if one rank alone keeps an
+output, and with it a graph whose backward never runs.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from .._group.group import ParamGroup
 from .._torch.core import node_will_run, queue_backward_callback
 from .node import Use
 
-_MOST_WAITING = 256  # forwards that may wait for a backward; with this many, none is expected any more
+_MOST_WAITING = 256  # once this many forwards have had no backward, no backward of them is expected any more
 _FORWARD = "forward"
 _forward_of, _group_of, _last_of, _number_of = map(attrgetter, ("forward", "group", "last", "number"))
 
@@ -42,12 +44,15 @@ def _backward_place(use: Use) -> tuple[int, int]:
 
 
 class Passed(NamedTuple):
-    """A use that backward goes past before, or without, reaching it.
+    """A use that backward goes past: its turn has come, but this rank reaches it only later, or never.
+
+    A use whose node only other ranks may run is reported twice: where its backward would begin, and where it would end.
+    A use that this rank reaches later is reported only where its backward would begin.
 
     Attributes:
         use: the use.
-        begins: whether its backward would begin here; otherwise it would end here.
-        following: where it ends, the group whose backward is next.
+        begins: True where its backward would begin, False where it would end.
+        following: where it would end, the group whose backward comes next; None where it would begin.
     """
 
     use: Use
@@ -82,8 +87,8 @@ class BackwardPass:
         entered: uses that it has reached.
         repeated: groups of which the pass runs the nodes of several uses.
         forwards: numbers of the root's forwards that the pass goes through.
-        newest: the last of these.
-        gone_past: uses whose gathers were issued when backward went past them, and are not issued again.
+        newest: the highest of these numbers; 0 if there are none.
+        gone_past: uses that backward went past. Their gathers were issued then, and are not issued again.
     """
 
     def __init__(
@@ -128,7 +133,10 @@ class BackwardPass:
         self.repeated = frozenset() if len(set(groups)) == len(groups) else _repeated(groups)
 
     def _with_others(self, live: Iterable[tuple[Use, object]]) -> list[Use]:
-        """The uses whose node runs, and others of these forwards whose weights may be needed, as created."""
+        """The uses whose node this pass runs, and other uses of its forwards whose weights may be needed.
+
+        They are in the order of their creation.
+        """
         expected: list[Use] = []
         for use, node in live:
             if use in self._will_fire:
@@ -161,8 +169,9 @@ class BackwardPass:
     def completes(self, use: Use, number: int) -> bool:
         """Whether the gradients that come in the pass `number` are the last ones of `use`.
 
-        They are if the pass is nested directly in the pass that ran the forward, or is the outermost one where the
-        forward ran in no pass. A deeper pass is that of a checkpoint within the module, and others may follow.
+        If the use's forward ran in no backward pass, they are the last ones in the outermost pass. If it was recomputed
+        in a pass, they are so in a pass that is nested directly in that one. A pass nested more deeply belongs to a
+        checkpoint within the module, and more gradients may follow.
         """
         if number == self.number == self.current and len(self._stack) == 1:
             return True
@@ -207,7 +216,7 @@ class BackwardPass:
         Entries may be skipped: if the root returns its last module's output, autograd reaches that module first.
 
         Returns:
-            the groups that skipped entries gather ahead, and those that the entry of `group` does.
+            the groups to gather by the entries that were skipped, and those to gather by the entry of `group`.
         """
         begin = self._edge
         index = next((i for i in range(begin, len(backwards)) if backwards[i][0] is group), -1)
@@ -222,7 +231,7 @@ class BackwardPass:
     def reach(self, use: Use | None) -> Iterable[Passed]:
         """The uses that backward has gone past on its way to `use`, or to its end (None).
 
-        An iterator: each use leaves `next_group` only when it is given out.
+        The result may be lazy: until the iterator has yielded a use, `next_group` still counts it as expected.
         """
         if self._open or (self._upcoming and self._upcoming[0] is not use):
             return self._passed(use)
@@ -231,7 +240,7 @@ class BackwardPass:
         return ()
 
     def leave(self, use: Use) -> Iterable[Passed]:
-        """The backward of `use` is about to end: the uses gone past that began after it in forward."""
+        """The backward of `use` is about to end: the uses that backward goes past, of those that began after `use`."""
         queue = self._upcoming
         return self._passed_before(use) if self._open or (queue and queue[0].number > use.number) else ()
 
@@ -244,7 +253,7 @@ class BackwardPass:
         yield from self._close(use)
 
     def _comes_later(self, outer: Use, use: Use | None) -> bool:
-        """Whether backward, on its way to `use`, goes past one around it that returns the output of that one."""
+        """Whether `outer` encloses `use` and is reached only after it, because `outer` returns the output of `use`."""
         return use is not None and _is_around(outer, use) and outer in self._will_fire and outer not in self.entered
 
     def _passed_before(self, use: Use) -> Iterator[Passed]:

@@ -23,9 +23,10 @@ class Budget:
         order: its forward schedule says how many bytes may be leased.
 
     Attributes:
-        unread: while a backward runs, the groups whose weights may be given up until backward reads one of them. With
-            None: forward has kept the weights, and backward has not reached the group. With a use in a checkpoint and
-            the outputs of its node: backward has, but the checkpoint recomputes first, and gathers them again.
+        unread: while a backward runs, the groups whose weights may be given up because backward has read none of them
+            yet. The value is None if forward has kept the weights and backward has not reached the group. If backward
+            has reached a use of the group in a checkpoint, the value is that use and the outputs of its node: the
+            checkpoint recomputes the forward before anything is read, and that gathers the weights again.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], pool: BufferPool, order: Order) -> None:
@@ -35,7 +36,7 @@ class Budget:
         self.unread: dict[ParamGroup, tuple[Use, Outputs] | None] = {}
 
     def exceeded_by(self, nbytes: int) -> bool:
-        """Whether `nbytes` more would exceed the budget; never without one."""
+        """Whether `nbytes` more would exceed the budget; False if there is no budget."""
         most = self._order.forward.budget
         return most is not None and self._pool.issued_bytes + nbytes > most
 
@@ -62,7 +63,8 @@ class Budget:
         only those of which it has read none), and last weights that stay for another use (`staying`).
 
         Args:
-            to: the group that needs room. Groups around it do not yield: a part of theirs may be running.
+            to: the group that needs room. In backward, groups that enclose it keep their weights, because a part of
+                their backward may be running.
             staying: the groups whose weights stay for their next use.
         """
         around = self._enclosing(to) if self._pool.backward else ()

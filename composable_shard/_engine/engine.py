@@ -85,8 +85,9 @@ class Engine:
         uses: the uses that a backward may still go through.
         pool: the memory of all groups.
         witness: tells nodes what becomes of their gradients.
-        keepers: by bucket of a frozen group whose forward runs, what its handles hold to tell of their end.
-        under_hooks: whether the forward that began last runs under saved-tensor hooks of others, as a checkpoint's.
+        keepers: for each bucket of a frozen group whose forward runs, the object that all its new handles hold; its
+            deletion tells the engine that the last handle is gone.
+        under_hooks: whether the forward that began last runs under saved-tensor hooks of others, as of a checkpoint.
         is_last_backward: whether backward waits, at its end, for the reductions that it has issued.
         ends_by_hand: whether the caller ends backward (`end_backward_by_hand`).
         changed_at: an event that a user recorded behind the last change of the parameters; good for one forward.
@@ -200,7 +201,11 @@ class Engine:
         self.review.begin(torch.is_grad_enabled(), waiting)
 
     def leave(self, learn_order: bool) -> None:
-        """The call has ended; with `learn_order`, it was a whole forward of the root, whose order is learned."""
+        """A call of a sharded module has ended, well or not.
+
+        Args:
+            learn_order: whether it was a call of the root that has succeeded: then the review looks at its order.
+        """
         self._depth -= 1
         if not self._depth and current_backward() < 0:
             try:
@@ -275,7 +280,9 @@ class Engine:
         """A module's forward has ended, well or not.
 
         Args:
-            copied: views of weights in its outputs, which were replaced by copies and will be dropped.
+            group: the module's group.
+            copied: the views of weights that were in the module's outputs. Copies have replaced them there, so the
+                caller is about to drop the views.
         """
         group.running -= 1
         if group.running:
@@ -325,8 +332,8 @@ class Engine:
     def _pass_over(self, now: BackwardPass, passed: Passed) -> None:
         """Backward goes past a use whose node runs later in this pass, or only on other ranks.
 
-        All ranks must issue the same gathers in the same order. So this rank gathers now whatever a rank gathers that
-        reaches the use here, and gives the weights up where that rank ends the use.
+        All ranks must issue the same gathers in the same order, and another rank may reach the use here. So this rank
+        gathers now what that rank gathers, and gives the weights up where that rank ends the use.
         """
         if passed.begins:
             self._do.pass_over(passed.use.group, *self.order.before(passed.use, now))

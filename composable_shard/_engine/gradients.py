@@ -34,7 +34,6 @@ class GradientFlow:
     def __init__(self, actions: Actions) -> None:
         self._do = actions
         self._outside_forward: dict[ParamGroup, Gradients] = {}
-        self._reduced: set[ParamGroup] = set()  # groups, in this pass
         self._looked: set[ParamGroup] = set()  # groups that were searched for hooks, in this pass
 
     def take_hooks(self, group: ParamGroup) -> None:
@@ -69,7 +68,6 @@ class GradientFlow:
         elif options.requires_gradient_sync:
             if group not in self._looked:  # its node did not run
                 self.take_hooks(group)
-            self._reduced.add(group)
             self._do.reduce(group, group.gradients.take(gradients))
         else:
             group.gradients.accumulate(gradients)
@@ -118,7 +116,6 @@ class GradientFlow:
                 self._do.reduce(group, group.gradients.take([None] * len(group.params)))
         self._do.gathered.clear()
         self._outside_forward.clear()
-        self._reduced.clear()
         self._looked.clear()
         if wait:
             self.settle()
@@ -126,15 +123,18 @@ class GradientFlow:
             self._do.hand_out()
 
     def _wants_zeros(self, group: ParamGroup) -> bool:
-        """Whether this backward has not used a group with `reduce_unused`, which wants zeros reduced."""
-        if not group.settings.current.requires_gradient_sync or group in self._reduced:
+        """Whether a group with `reduce_unused` must be reduced without a gradient, as other ranks may have got some.
+
+        It must if gradient sync is on, and the group trains and was gathered since the last backward, or is still
+        unsharded.
+        """
+        if not group.settings.current.requires_gradient_sync:
             return False
         return group.trains and (group in self._do.gathered or group.phase is not SHARDED)
 
     def discard(self) -> None:
         """A backward has failed: throw its gradients away."""
         self._outside_forward.clear()
-        self._reduced.clear()
         self._looked.clear()
         self._do.discard()
         self.settle()  # of nothing: gives the hooks back

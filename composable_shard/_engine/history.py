@@ -14,12 +14,14 @@ Mark = tuple[int, int, int]  # lengths of `done`, `order` and `around` at some t
 
 
 class History:
-    """Lists to which `Actions` appends, as noting an action must cost next to nothing.
+    """What was done in this iteration, as plain lists to which `Actions` appends: noting an action must cost little.
 
     Attributes:
-        done: the actions of this iteration, flat: kind, FQN and live bytes of the first, then of the next.
+        done: the actions of this iteration in one flat list: kind, FQN and live bytes of the first, then of the second,
+            and so on.
         order: FQNs of the groups in the order in which their forwards began in this iteration.
-        around: FQNs of groups whose forward began in that of another group but the root's, each with that group.
+        around: pairs of FQNs: a group whose forward began while that of another group ran, and that enclosing group.
+            The root's own group does not count as enclosing.
     """
 
     def __init__(self) -> None:
@@ -41,7 +43,7 @@ class History:
         begun.append(group)
 
     def lasted(self, nbytes: int) -> None:
-        """`nbytes` more than noted were live during the last action."""
+        """Correct the last action: while it ran, `nbytes` more were live than was noted."""
         self.done[-1] += nbytes
 
     def roll(self, spans: tuple[Span, ...]) -> bool:
@@ -67,7 +69,7 @@ class History:
         return self._so_far
 
     def mark(self) -> Mark:
-        """Now, in this iteration."""
+        """A mark of how far this iteration has come, to be given to `since`."""
         return len(self.done), len(self.order), len(self.around)
 
     def since(self, mark: Mark) -> Record:

@@ -1,8 +1,8 @@
-"""Listeners: tools that replace methods of a group by their own, as torch's `FSDPMemTracker` does with FSDP2.
+"""Listeners, which let tools wrap the backward of a group, as torch's `FSDPMemTracker` does with FSDP2.
 
-An engine and its parts change their classes when a forward or a backward begins, so that without tools nothing is paid.
-While there are listeners, they have the classes below, which call the listener of a group where its backward begins and
-ends. While only a profiler runs, they have those of `profiling.py`; otherwise the plain ones.
+So that steps without tools cost nothing, an engine and its parts change their classes at the beginning of a forward or
+a backward. While there are listeners, they have the classes below, which call a group's listener where its backward
+begins and ends. While only a profiler runs, they have the classes of `profiling.py`, and otherwise the plain ones.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Listener(Protocol):
         """The group that it listens to; None while there is no engine."""
 
     def around(self, moment: str, work: Callable[[], None], gradients: Gradients = ()) -> None:
-        """Call `work` at a moment, `PRE_BACKWARD` or `POST_BACKWARD`, and do before and after it what the tool does.
+        """Call `work`, and around it whatever a tool wants to do at this moment, `PRE_BACKWARD` or `POST_BACKWARD`.
 
-        The end of a backward is told twice: with its unsharded gradients, and again when `.grad` is set.
+        `POST_BACKWARD` comes twice in a backward: with the unsharded gradients, and again when `.grad` is set.
         """
 
 
-_reduced: weakref.WeakSet[ParamGroup] = weakref.WeakSet()  # groups whose second end is yet to be told
+_reduced: weakref.WeakSet[ParamGroup] = weakref.WeakSet()  # groups for which the second `POST_BACKWARD` is to come
 
 
 def _tell(group: ParamGroup, moment: str, work: Callable[[], None], gradients: Gradients = ()) -> None:
@@ -83,7 +83,7 @@ class ListenedActions(ProfiledActions):
 
 
 def _nothing() -> None:
-    """Work that was done before its moment is told."""
+    """No work: what belongs to the second `POST_BACKWARD` was done before listeners are told."""
 
 
 class ListenedEngine(ProfiledEngine):

@@ -51,13 +51,13 @@ class Measuring:
         self._every = self._due_in = CHECK_AFTER  # iterations between two checks; until the next one
 
     def watch(self, on: bool) -> None:
-        """Time for a user what is done, or no longer; while steps are measured, only after that."""
+        """Begin to time all actions for a user, or end it. While steps are measured, this takes effect after that."""
         self._watch = Stopwatch(self._do.pool.memory.device) if on else None
         if not self.is_on:
             self._do.time_by(self._watch)
 
     def _is_due(self, plan: ShardPlan) -> bool:
-        """Whether costs are missing, or it is time to check them. To be asked once an iteration, as it counts these."""
+        """Whether costs are missing, or it is time to check them. Each call counts as one iteration."""
         if plan.prefetch.kind != "auto":
             return False
         if plan.costs is None:

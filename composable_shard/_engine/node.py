@@ -49,8 +49,9 @@ class Use:
         slots: the slots of the weights that the node's outputs show.
         reads: how many handles of weights of the group's first bucket autograd has saved.
         fired: whether its gradients have been complete once.
-        under_hooks: whether its forward ran under saved-tensor hooks, as of a checkpoint, which recomputes it.
-        partial: the sum of the gradients so far, while more are to come from other nested passes; or None.
+        under_hooks: whether its forward ran under saved-tensor hooks of others, such as those of a checkpoint that
+            recomputes the forward.
+        partial: the sum of the gradients so far, while other nested backward passes will bring more; else None.
     """
 
     __slots__ = (
@@ -211,11 +212,12 @@ class Keeper:
 
 
 class Witness:
-    """Tells what becomes of the gradients of a node's leaves, by means of one leaf of its own.
+    """Tells what a backward pass does with the gradients of a node's leaves, by means of one leaf of its own.
 
-    Every node also takes that leaf, which no user can name in `inputs=` or in `torch.autograd.grad`. So if a backward
-    pass will add a gradient to the leaf, it is not restricted to some inputs and adds the gradients of all leaves. Only
-    in other passes is each leaf of a node asked, which takes longer than autograd's own work for these leaves.
+    A pass may add a leaf's gradient to `.grad`, return it (`torch.autograd.grad`) or drop it (`inputs=`). Asking each
+    leaf for this takes longer than autograd's own work for it. So every node also takes the witness's leaf, which no
+    user can name in `inputs=` or in `torch.autograd.grad`. If a pass will add a gradient to that leaf, it is restricted
+    to no inputs and adds the gradients of all leaves. Only in other passes are the leaves asked one by one.
     """
 
     def __init__(self) -> None:
@@ -260,11 +262,13 @@ class _Unshard(torch.autograd.Function):
 
 _apply = plain_apply(_Unshard)
 called_directly(_Unshard)
-outputs_pass_for_leaves(_Unshard)  # forward may assign a parameter to a module, a tracer of torch.fx to its graph
+# A forward may assign an unsharded parameter to a module, and a tracer of torch.fx may assign one to its graph.
+outputs_pass_for_leaves(_Unshard)
 _attributes, _data = attrgetter("__dict__"), attrgetter("data")
 
 
-# Differentiating a reduced gradient must be an error, and not treat it as a constant. This turns grad mode off.
+# Differentiating a reduced gradient again must raise an error, instead of treating the gradient as a constant. While
+# `once_differentiable` runs our backward, grad mode is off.
 _differentiated_once = once_differentiable(_Unshard.backward)
 
 

@@ -81,11 +81,12 @@ class Order:
 
     Attributes:
         plan: the plan in force.
-        forward: its schedule for the forward that runs now or ran last; in backward, the same as `backward`.
-        backward: its schedule for the backward that runs now or comes next.
-        usual: its schedule for phases of which it knows no order.
-        phases: by phase of which it knows the order, its schedule.
-        explicit: lists of users, by (whether for backward, group): the groups to gather ahead instead of the plan's.
+        forward: the plan's schedule for the forward that runs now or ran last; in backward, the same as `backward`.
+        backward: the plan's schedule for the backward that runs now or comes next.
+        usual: the plan's schedule for phases whose order it does not know.
+        phases: for each phase whose order the plan knows, its schedule.
+        explicit: the users' prefetch lists, by (whether for backward, group): the groups to gather ahead instead of the
+            ones in the schedule.
     """
 
     def __init__(
@@ -176,7 +177,11 @@ class Order:
         return self.plan
 
     def for_graphs(self, reductions: bool) -> GraphSchedule:
-        """The schedule for compiled graphs, with the lists of users; if `reductions`, with those in flight, too."""
+        """The schedule that compiled graphs follow, with the users' prefetch lists.
+
+        Args:
+            reductions: whether it also says how many reductions may be in flight; with a memory budget it always does.
+        """
         plan, edges = self.plan, self.plan.edges()
         ahead = self._by_module(edges.forward), self._by_module(edges.backward)
         for (backward, group), listed in self.explicit.items():
@@ -199,7 +204,7 @@ class Order:
         return by_module
 
     def _by_module(self, edges: Iterable[tuple[str, Sequence[str]]]) -> dict[str, tuple[str, ...]]:
-        """For each module, those to gather with it. Groups of a module on several meshes are one in a graph."""
+        """For each module, the modules to gather ahead with it. A graph treats all groups of one module as one."""
         ahead: dict[str, tuple[str, ...]] = {_module_of(fqn): () for fqn in self._by_fqn}
         for fqn, following in edges:
             module, others = _module_of(fqn), map(_module_of, following)
@@ -241,7 +246,8 @@ class Order:
         """What to gather ahead when the backward of a use begins; nothing if backward went past the use before.
 
         Returns:
-            the groups to gather before the use's own, which skipped entries of the schedule list; and those after it.
+            the groups to gather before the use's own group, because entries of the schedule that were skipped list
+            them; and the groups to gather after it.
         """
         if now.gone_past and use in now.gone_past:
             return (), ()

@@ -33,9 +33,10 @@ from .history import Mark
 from .measuring import Measuring, costs_of
 from .order import Order, PhaseSchedule, phase_of
 
-# How many votes one engine may start, as each makes a schedule and asks the store: these, and one more in so many.
+# Each vote (`Ballot`) makes a schedule and asks the store, so votes are limited: an engine may start 16, and one more
+# for every 64 forwards.
 _FREE_BALLOTS, _FORWARDS_A_BALLOT = 16, 64
-# Forwards that gather otherwise than planned are compared among ranks: any of the first ones, then one in so many.
+# Forwards that leave the plan are compared among ranks (by a `Roll`): all among the first 256, then every 16th forward.
 _FREE_ROLLS, _FORWARDS_A_ROLL = 256, 16
 
 
@@ -60,18 +61,20 @@ class Review:
         self.measuring = Measuring(actions)
         self._order = order
         self._do = actions
-        self._linked = among  # with simulated worlds, whose ranks differ in their times alone
+        self._linked = among  # includes simulated process groups: for times, which also differ among simulated ranks
         self._among = real(among)
         self._engine = names_in(self._among)
         self._is_given = given  # whether the plan in force is one that a user gave
         self._forwards = 0  # of the root that have ended well
         self._has_learned = False
         self._phase = ""
-        self._begun: Mark = (0, 0, 0)  # where the forward of now began
-        self._changed = self._may_differ = False  # since the last forward: by a user; perhaps, by a conversion
-        self._vote: tuple[Ballot, Callable[[Ballot, Outcome], None]] | None = None  # with what to do once it is decided
+        self._begun: Mark = (0, 0, 0)  # where in the history the forward that runs now began
+        # Since the last forward: whether a user has changed the plan, and whether a conversion may have changed it.
+        self._changed = self._may_differ = False
+        # The vote that is open, and the function to call with its outcome.
+        self._vote: tuple[Ballot, Callable[[Ballot, Outcome], None]] | None = None
         self._votes = 0
-        self._rolls: list[tuple[Roll, str]] = []  # with an error, should not all ranks have entered
+        self._rolls: list[tuple[Roll, str]] = []  # open rolls, each with the error for when not all ranks enter it
         self._most_bytes = 0
         self._has_warned = False
 
@@ -188,7 +191,8 @@ class Review:
         """Check the rolls and count the votes in whose process group a gather has arrived.
 
         Raises:
-            RankMismatchError: not all ranks have entered a roll, or were given the plan that a user gave this one.
+            RankMismatchError: not all ranks have entered a roll; or a user has given this rank a plan that other ranks
+                were not given.
         """
         called = [each for each in self._rolls if each[0].fqns & arrived]
         self._rolls = [each for each in self._rolls if each not in called]

@@ -52,7 +52,7 @@ class Stopwatch:
         return _clock()
 
     def begin(self, kind: Kind, fqn: str) -> None:
-        """Compute of a group begins; if it is of a backward, that of the backward before ends."""
+        """A group's forward or backward compute begins. A backward that begins ends the one before it."""
         if kind is Kind.BACKWARD:
             self.end(kind)
         self._running.append((kind, fqn, self._read(), self._new_index()))

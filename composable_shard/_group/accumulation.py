@@ -1,6 +1,8 @@
-"""Accumulated gradients: unsharded ones wait for a backward with gradient sync, pieces for an all-reduce over replicas.
+"""Accumulated gradients, which wait for a later backward to reduce them.
 
-Both must vanish with `zero_grad`, in all its forms: `ShardedParam.mark_accumulated` marks `.grad`, so that it tells.
+There are two kinds: unsharded gradients wait for a backward with gradient sync on, and reduced pieces wait for their
+all-reduce over the replicas. `zero_grad` must clear both, whether it sets `.grad` to None or to zero. Nobody tells us
+of it, so `ShardedParam.mark_accumulated` marks `.grad`, and a mark that is gone shows that `zero_grad` was called.
 """
 
 from __future__ import annotations
@@ -12,15 +14,16 @@ import torch
 from .._torch.core import has_memory
 from .param import ShardedParam
 
-Partial = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by index: a piece, and its mark (not 0: some rank had any)
+# By index of the parameter: a reduced piece, and its reduced mark, which is not 0 if any rank had a gradient.
+Partial = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 class AccumulatedGradients:
     """The accumulated gradients of one group, by the index of the parameter.
 
     Attributes:
-        whole: the unsharded gradients; from outside, only to look whether there are any.
-        pieces: the pieces that wait for an all-reduce over replicas; likewise.
+        whole: the unsharded gradients, also those that `zero_grad` has voided since. Other classes only read it.
+        pieces: the reduced pieces that wait for an all-reduce over replicas; likewise.
         wanted: indices of the parameters that required gradients when some were accumulated, the same on all ranks.
             The next reduction includes these parameters even if they are frozen by then.
     """

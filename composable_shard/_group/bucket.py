@@ -51,8 +51,8 @@ class Gatherer:
         begins: offsets of the parameters in a slot, in elements, if other than the layout's.
 
     Attributes:
-        copies: the same.
-        for_landing: likewise.
+        copies: as given.
+        for_landing: as given; None if no parameters share a landing buffer.
     """
 
     def __init__(
@@ -130,12 +130,13 @@ class Bucket:
         generation: how often the sharded parameters have changed; handles of an earlier generation are stale.
         shown: the outputs of the node of the use that runs forward now, by index; empty outside of a forward, or if
             modules have leaves installed.
-        here: the leaves over the memory in which the weights are now; None if none were made.
-        edited: whether one of these leaves had been edited in place when the node of the last use was made.
-        unedited: the outputs of a use, once the backward that runs now has found that none was edited; else None.
+        here: the leaf Parameters over the memory in which the weights are now; None if none were made there.
+        edited: whether one of the leaves `here` had been edited in place when the node of the last use was made.
+        unedited: if the running backward has checked the weights of a use and found no edit, the outputs of that use's
+            node, so that it need not check again; else None.
         saved: how many handles were made so far.
-        reads_left: how many reads of handles remain until the engine must be told that half of a use's were read; 0 if
-            it need not be told.
+        reads_left: after how many more reads of handles the engine must be told that half of a use's handles were read;
+            0 if it need not be told.
         gather_bytes: bytes that a gather leases from the pool.
     """
 
@@ -228,7 +229,7 @@ class Bucket:
         raise NotImplementedError
 
     def lose(self) -> None:
-        """Give the weights up but not their memory, to which a gather that nobody waits for may still write."""
+        """Give the weights up, but do not let their memory be reused: an abandoned gather may still write to it."""
         self.slot, self.readable = None, False
 
     def forget(self) -> None:

@@ -1,7 +1,8 @@
-"""Faces: tensors over a slot by which modules read the unsharded parameters, and by which we notice who keeps views.
+"""Faces: tensors over a slot, through which modules read the unsharded parameters and we notice who keeps views.
 
-A view that outlives its forward (in a cache, say, or on a function's ``ctx``) must stay true, so its slot must not be
-reused. Views share the storage of what they view, so the use counts of a face's storages tell whether there are any.
+If a view of a weight outlives its forward (in a cache, say, or on a function's ``ctx``), the slot must not be reused,
+as the view would then show other data. A view shares the storage of the tensor that it was made from, so the use counts
+of the storages of a face tell whether such views exist.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from .._plan.layout import BucketLayout
 from .._torch.core import alias, has_memory, plainly, storage_id, storage_uses
 from .param import ShardedParam
 
-LEAF_OF = "_unsharded_copy_of"  # attribute of a leaf: its parameter's name, for errors where it is taken for that
+# Attribute of a leaf: the name of its parameter. It shows, and lets errors name, a leaf that was taken for a parameter.
+LEAF_OF = "_unsharded_copy_of"
 _version = attrgetter("_version")
 
 
@@ -39,8 +41,8 @@ class Face:
 
     Attributes:
         weights: the unsharded parameters, without autograd history.
-        at_rest: the use count of each storage while only the face and the outputs (or leaves) that a module has
-            installed share it; empty until these are made for the first time.
+        at_rest: for each storage, its use count when nobody keeps extra views: then only the face and the installed
+            outputs (or leaves) share it. Empty until such outputs or leaves are made for the first time.
     """
 
     __slots__ = ("_alone", "_storages", "at_rest", "weights")
@@ -48,7 +50,8 @@ class Face:
     def __init__(self, slot: Slot, dtype: torch.dtype, layout: BucketLayout) -> None:
         with plainly():
             self.weights = _weights_in(slot, dtype, layout)
-        # Where memory resizes, nothing is counted: kept views see the memory of the next gather, wherever that lies.
+        # If the slot's memory resizes, use counts do not matter: views share its storage, and a kept view sees whatever
+        # is gathered into the slot next, wherever its memory lies then.
         counts = not slot.resizes and all(map(has_memory, self.weights[:1]))  # all are fake, or none
         self._storages = list(map(storage_id, self.weights)) if counts else []
         self._alone = self._users()  # the use counts while nobody uses the face
@@ -110,7 +113,10 @@ class Leaves:
         return {index for index, version in enumerate(versions) if version != self.versions[index]}
 
     def give_up(self) -> None:
-        """Move the leaves' versions, so that autograd refuses leaves that it has saved itself, not as handles."""
+        """Increase the version counters of the leaves, as their memory is about to hold something else.
+
+        If autograd has saved a leaf itself, and not as a handle, it then raises an error and does not read the memory.
+        """
         torch.autograd.graph.increment_version(self.params)
         self.versions = list(map(_version, self.params))
 
@@ -120,7 +126,7 @@ class Faces:
 
     Attributes:
         leaves: by slot, the leaves that were made there.
-        in_use: the face that the forward that runs now reads, or else the last one did.
+        in_use: the face that the running forward reads; if none runs, the one that the last forward read.
         lent: the faces of which somebody kept views after a forward.
     """
 
@@ -133,7 +139,7 @@ class Faces:
         self._dropped: list[weakref.ref[torch.Tensor]] = []  # views of leaves that the last forward was about to drop
 
     def idle(self, slot: Slot, for_use: bool = False) -> list[torch.Tensor]:
-        """The weights of a face in this slot of which nobody has views.
+        """The weights of a face in this slot that has no outputs of a node and no kept views; made if there is none.
 
         Args:
             slot: where the weights lie.

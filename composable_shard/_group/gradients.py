@@ -72,8 +72,8 @@ class GroupGradients:
         self._accumulated = AccumulatedGradients(params)
         self._in_flight = 0  # reductions
         self.hooks_taken = False
-        # How many handles of hooks torch had given to others when no parameter had a hook: while that number stays,
-        # none has one. -1: unknown.
+        # Torch counts the handles of all hooks. This is how many it had given out, besides ours, when no parameter of
+        # the group had a hook: while that number is the same, there is still none. -1 if it is unknown.
         self._handles_seen = min([p.hooks.handles_seen for p in params], default=-1)
         self._on_nodes: list[dict[int, Hook]] | None = None
         self.buckets_of: dict[tuple[object, ...], list[ReduceBucket]] = {}

@@ -1,4 +1,6 @@
-"""`ParamGroup`: parameters that share their collectives. A group knows no module and no other group.
+"""`ParamGroup`: parameters that share their collectives.
+
+A group installs tensors in modules only through its `entries`, and knows no other groups but its `companions`.
 
 A table in `phases.py` says which phase of the parameters may follow which; only `_set_phase` changes the phase. The
 gradients have an object and phases of their own (`gradients.py`).
@@ -114,7 +116,8 @@ class ParamGroup:
         running: how many forwards of its modules have begun and not ended.
         used_in: number of the last forward of the root in which a node was made for this group.
         companions: groups of the same module on other meshes, whose forwards begin right after this one's.
-        pinned: whether a user asked for the unsharded parameters (`unshard`), so that no forward reshards them.
+        pinned: whether a user has called `unshard`. Then the weights stay until `reshard`, until the group's own next
+            use reshards them, or until its parameters change, whatever forwards or backwards of other groups end.
     """
 
     def __init__(
@@ -173,7 +176,11 @@ class ParamGroup:
         return [bucket.nbytes for bucket in self._in_slots()]
 
     def requests(self) -> Iterator[tuple[str, bool, list[Request]]]:
-        """What it leases from the pool: a purpose, whether backward alone has it, and the requests of all buckets."""
+        """What the group leases from the pool.
+
+        Yields:
+            a purpose; whether these are backward's requests for it, while forward has its own; and the requests.
+        """
         yield "small", False, [resident.for_pieces for resident in self.residents]
         yield "landing", False, [resident.for_landing for resident in self.residents]
         for buckets in self.gradients.buckets_of.values():
@@ -307,7 +314,10 @@ class ParamGroup:
         return self._comm.small is not None and self.settings.current.few_ranks > 0 and not self.layout.extended
 
     def shrink(self) -> None:
-        """Give the unsharded parameters up, but keep pieces of them, such that a few ranks together have them whole."""
+        """Give the unsharded parameters up, except for a piece of each: a few ranks together keep all pieces.
+
+        Backward then gathers among these few ranks alone (``reshard_after_forward=n``).
+        """
         small, transport, run = self._comm.small, self._comm.transports.small, self._runtime
         assert small is not None
         assert transport is not None
@@ -331,7 +341,7 @@ class ParamGroup:
             self._versions = self._versions_now()
 
     def pin(self) -> None:
-        """Keep the unsharded parameters, for which a user has asked, until `reshard`."""
+        """A user has asked for the unsharded parameters (`unshard`); see `pinned`."""
         self.pinned = True
 
     def is_stale(self) -> bool:

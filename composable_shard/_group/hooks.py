@@ -3,7 +3,7 @@
 Autograd calls the hooks of a leaf when a gradient reaches the leaf. Here that is too early: the gradient is not reduced
 yet. So the hooks are taken from autograd before it can call them, and called with the reduced gradient. After the
 backward pass they are given back, since in a compiled step autograd passes reduced gradients itself. Hooks on the
-leaf's autograd node cannot be taken: each is replaced by one that ignores what is no reduced gradient.
+leaf's autograd node cannot be taken: each is wrapped, and the wrapper ignores calls without a reduced gradient.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ParamHooks:
         return any(left)
 
     def on_tensor(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A reduced gradient, a DTensor, after the tensor hooks."""
+        """Call the tensor hooks with a reduced gradient (a DTensor), and return it as they have changed it."""
         for hooks in self._on_tensor:
             for hook in tuple(hooks.values()):
                 changed = hook(gradient)
@@ -93,7 +93,7 @@ class ParamHooks:
         return gradient
 
     def before(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A reduced gradient after all hooks that run before it is added to `.grad`."""
+        """Call all hooks that run before a gradient is added to `.grad`, and return the gradient as they changed it."""
         gradient = self.on_tensor(gradient)
         if self._node:
             (gradient,) = _call_before(self._node.before, (gradient,))

@@ -22,7 +22,8 @@ from .._torch.distributed import dtensor_like, local_tensor
 from .hooks import ParamHooks
 from .placement import Cut
 
-SHARDED_IN = "_sharded_in"  # the attribute with its name, of a parameter that was sharded and of the DTensor it became
+# Attribute of a parameter that was sharded, and of the DTensor that replaced it: the parameter's name.
+SHARDED_IN = "_sharded_in"
 
 
 def _cut(whole: torch.Tensor, info: MeshInfo, dim: int) -> torch.Tensor:

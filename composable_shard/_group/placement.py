@@ -1,7 +1,8 @@
-"""How each parameter of a call was placed before, and how it is sharded: as users ask, with errors for what cannot be.
+"""Decides how each parameter of a call of `fully_shard` is sharded, and raises errors for what cannot be sharded.
 
-A parameter may be a DTensor already: on the mesh of another parallelism (tensor or expert parallel), or on a mesh of
-all kinds of parallelism, where it is replicated over our axes (`dp_mesh_dims`). Its local tensor is then sharded over
+A parameter may be a DTensor already: on the mesh of another parallelism (tensor or expert parallel), or on a *full
+mesh*, which has the axes of all kinds of parallelism. On a full mesh it must be replicated over *our axes*, the
+data-parallel ones (`dp_mesh_dims`). Its local tensor is then sharded over
 the data-parallel mesh. What users see as the sharded parameter is a DTensor on both meshes, or on the full one; in
 forward they find the DTensor that they had.
 """
@@ -61,10 +62,10 @@ class Parallel:
         return self.around(local) if self.wrapper is None or not torch.is_grad_enabled() else self.wrapper(local)
 
     def around(self, local: torch.Tensor) -> DTensor:
-        """The DTensor whose local tensor this is, by torch's own function; on a full mesh, `wrap` is to be used.
+        """The DTensor whose local tensor this is, made by `DTensor.from_local`; on a full mesh, call `wrap` instead.
 
-        Torch's function gives each gradient the placement of the DTensor, and so would sum up what is partial over our
-        axes of a full mesh; the reduction to come is to do that.
+        The backward of `DTensor.from_local` gives a gradient the placements of the DTensor. On a full mesh it would so
+        sum up gradients that are partial over our axes, which is the task of the reduction that follows.
         """
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
@@ -94,7 +95,7 @@ class Parallel:
         return concatenated_mesh([info.mesh, self.mesh]), (*own[:-1], self._cut(dim, 0), *self.placements)
 
     def _cut(self, dim: int, first: int) -> Placement:
-        """The placement of an axis that cuts `dim` of pieces that the mesh axes from `first` on have already cut."""
+        """The placement of our axis, which cuts `dim` further after the mesh axes from `first` on have cut it."""
         factor = 1
         for axis, placement in enumerate(self.placements):
             if axis >= first and isinstance(placement, Shard) and placement.dim % len(self.shape) == dim:
@@ -331,7 +332,8 @@ def _dim_of(name: str, param: nn.Parameter, placement: Any, info: MeshInfo) -> i
 
     Raises:
         ShardConfigTypeError: the placement is no `Shard`.
-        ShardConfigValueError: the parameter has no such dim; or it is not 0, and does not divide by the ranks.
+        ShardConfigValueError: the parameter has no such dim; or the dim is not 0, and its size is no multiple of the
+            number of ranks.
     """
     if placement is None:
         return 0

@@ -1,7 +1,7 @@
-"""Reduce buckets: the gradients of one dtype that one reduction moves, with a mark of those that this rank has.
+"""Reduce buckets: the gradients of one dtype that one reduction moves, each with a mark.
 
-The marks, 1 or 0, stand at the end of each rank's chunk. They are reduced with the gradients, and so tell without
-another collective which parameters had a gradient on any rank.
+A parameter's mark is 1 if this rank has a gradient for it, else 0. The marks stand at the end of each rank's chunk and
+are reduced with the gradients. So they tell without another collective which parameters had a gradient on any rank.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Reduced:
     Args:
         copies: cut the result.
         out: this rank's chunk of the reduced bucket, with the marks.
-        divisor: by which `out` is still to be divided; None if it is averaged.
-        others: `out` in the other dtypes in which members are stored.
+        divisor: what `out` is still to be divided by; None if nothing is left to divide.
+        others: copies of `out` in the dtypes of members that are not stored in the dtype of reduction.
 
     Attributes:
         is_uncut: whether `parts` was not called yet.
@@ -140,8 +140,9 @@ class ReduceBucket:
         self._copies = GradientCopies(layout.result, dtype, stored, info.shard_rank, info.device)
         self._others = {*stored} - {dtype}
         self._hook = _on_stream(options.comms)
-        # If both hold, the reduce-scatter is the only step, to be launched as such; a CPU divides the result as it is
-        # cut. On an accelerator a division makes a job of several steps, so that the lane divides beside the compute.
+        # If both conditions below hold, the reduce-scatter is the only step, and is launched without the machinery for
+        # several steps. A division after it needs no step on a CPU, which divides when it cuts the result. On an
+        # accelerator it is a step of its own, so that it runs on the lane's stream, beside the compute.
         scatters = self._shard is not None and self._replicate is None and self._hook is None
         kept = not self._others and not info.offloads and (self._divide_after is None or not lane.streams)
         self._is_launched = scatters and kept

@@ -52,7 +52,8 @@ class Resident:
         itemsize, name = bucket.dtype.itemsize, bucket.fqns[0]
         self.for_pieces = pool.request(f"pieces {name}", layout.numel * itemsize)
         self.for_landing = landing = pool.request(f"landing {name}", layout.total * itemsize)
-        # The number of few ranks divides that of all, so their padded pieces fit where those of all ranks do.
+        # The number of the few ranks (`info.shard_size`) divides the number of all ranks. So their padded pieces take
+        # no more room in a slot than the padded pieces of all ranks.
         together = GatherLayout(layout, (), tuple(range(len(shapes))), layout, 0, landing.nbytes)
         copies = GatherCopies(together, info.shard_rank, transport)
         self._gatherer = Gatherer(copies, bucket.dtype, (landing, landing), pool, lane, bucket.begins)

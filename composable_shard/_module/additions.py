@@ -1,4 +1,8 @@
-"""Parameters that are added to modules after `fully_shard`: found if they have only moved, else refused."""
+"""Parameters that are added to modules after `fully_shard`.
+
+A sharded parameter that has only moved to another module is followed there. A new parameter is refused if a forward
+would train it, because nobody would average its gradients.
+"""
 
 from __future__ import annotations
 
@@ -107,10 +111,10 @@ class WatchedEntries(ModuleEntries):
         self._allows_unmanaged = True
 
     def adopt(self) -> bool:
-        """Find parameters that have moved, refuse those that nobody shards, and then do as `ModuleEntries`.
+        """Follow parameters that have moved, refuse new ones that would train, then do what `ModuleEntries.adopt` does.
 
-        Accepted are parameters that do not train, and those with post-accumulate hooks, which may average their
-        gradients. That may change, so they are looked at each time.
+        A new parameter is accepted if it does not train, or has post-accumulate hooks, which may average its gradients.
+        Either may change, so accepted parameters are looked at again in each forward.
 
         Raises:
             ShardConfigStateError: parameters were added that nobody shards, and this forward trains them; or one has
@@ -140,7 +144,11 @@ class WatchedEntries(ModuleEntries):
     def _new_places(
         self, family: Sequence[ModuleEntries]
     ) -> Iterator[tuple[str, nn.Module | None, dict[str, Any], str]]:
-        """The places of parameters that are new, or were only accepted: as `_below` gives them, with the name."""
+        """The places of parameters that are new, or that no call has sharded and an earlier look has accepted.
+
+        Yields:
+            the prefix of the names of a module's parameters, the module, its `_parameters`, and the parameter's name.
+        """
         places = {(id(params), name) for entries in family for params, name, _ in entries.places}
         idle = {*map(id, self._idle)}
         seen = self._seen.names()

@@ -78,7 +78,7 @@ class _Tree:
         return plan if own is None else own.asked.applied(plan)
 
     def _around(self) -> tuple[tuple[str, str], ...]:
-        """Pairs of FQNs: each group nested in the modules of another one, the innermost enclosing group behind it.
+        """Pairs of FQNs: a group, and the innermost other group whose modules enclose the modules of the first.
 
         The root's own groups enclose all others and are left out.
         """

@@ -73,7 +73,10 @@ class ModuleEntries:
         ]
 
     def follow(self) -> None:
-        """`adopt`, while Dynamo traces; `converted` tells the eager engine of the change at its next forward."""
+        """Do what `adopt` does, while Dynamo traces.
+
+        If parameters were replaced, `converted` is set, and `adopt` reports it to the engine in the next eager forward.
+        """
         if self.shown:
             return
         if any([names.get(name) is not self._shards[index] for names, name, index in self.places]):  # noqa: C419

@@ -60,8 +60,8 @@ class Methods(TorchFSDPModule):
         """Set whether backward reduces gradients.
 
         While this is off, backward accumulates unsharded gradients, in the dtype of reduction. A later backward with
-        this setting on adds its own and reduces the sum. `zero_grad` clears accumulated gradients. The value is also
-        that of `set_requires_all_reduce`.
+        this setting on adds its own and reduces the sum. `zero_grad` clears accumulated gradients. This call also sets
+        `set_requires_all_reduce` to the same value.
 
         Raises:
             ShardConfigValueError: the value is no bool.
@@ -144,7 +144,8 @@ class Methods(TorchFSDPModule):
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Set whether parameters that got no gradient in backward are given one of zeros.
 
-        Then every backward reduces every group, so that the losses of ranks may depend on different modules in a step.
+        Then a backward reduces every group that was gathered since the last one (or is still unsharded), also without a
+        gradient of its own, so that the losses of ranks may depend on different modules in a step.
         (Ranks on which only different parameters of one group get gradients need no setting.) Without this setting, as
         in FSDP2, a rank does not reduce a group of which it got no gradient at all, and ranks that got one wait for
         that rank for ever. So set it where a rank may use none of a group's experts, and on the module of the experts

@@ -459,7 +459,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """The hook after forward: put the sharded parameters back, listen for backward, cast the outputs."""
+    """The hook after forward: let the engine reshard (if it is to), have it watch for backward, cast the outputs."""
     state: ShardState = module.__dict__[STATE]
     way = state.way
     if way is TRACED:

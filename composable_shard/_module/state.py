@@ -141,7 +141,8 @@ class ShardState:
         others: on the first state, the states of the other meshes.
         bound: the part in an engine; None until the engine is built.
         way: how the call that runs now runs.
-        open_calls: for each forward that runs, its use and the outputs of its node; None if no backward may follow.
+        open_calls: for each forward that runs, its use and the outputs of its node; None if it made no use, because no
+            backward can follow or because a use exists already (see `Engine.before_forward`).
         calls: how many calls run that `counted` has handed to the class's own call.
         lists: on the root, once its engine is built: the states below that several modules share.
         asked: what users want of the plan, if this is the root's state.
@@ -179,7 +180,7 @@ class ShardState:
         declaration = replace(self.declaration, params=params, settings=Settings(self.declaration.settings.current))
         asked = replace(self.asked, schedule="")  # its own engine will set that
         made = memo[id(self)] = ShardState(declaration, ModuleEntries((), params), (), asked)
-        # With the entries modules are copied, which refer to the state.
+        # Copying the entries copies modules that refer to this state, so the copy must be in `memo` before.
         made.entries, made.others = copy.deepcopy((self.entries, self.others), memo)
         made._prefetch = copy.deepcopy(self._prefetch, memo)
         return made

@@ -29,7 +29,7 @@ def watch_state_dict(owner: nn.Module, state: ShardState) -> None:
 
 
 class StateDictOwner:
-    """A weak reference to a state that is copied with the module. As a callable it is `ModuleEntries.claim`."""
+    """A weak reference to a state, copied with the module; the function that `WatchedEntries.claim` is set to."""
 
     def __init__(self, state: ShardState) -> None:
         self.state = weakref.ref(state)

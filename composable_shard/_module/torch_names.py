@@ -1,10 +1,10 @@
 """Facades of a sharded module's state, under the private names of torch's FSDP2, for code that was written for these.
 
-A *facade* stores nothing: it computes each attribute from our own state when asked, most of them by a table of how each
-name is read. Its readers are `torch.distributed.pipelining`, which runs backward without `Tensor.backward`, calls
-`post_backward` of each group after the last micro-batch and then ends the backward by hand, and tools, which look at a
-group's parameters, phases and meshes. Attributes are read-only; the error of an attempt to set one names the module's
-method that sets it, if any.
+A *facade* holds no facts of its own: it computes each attribute from our own state when it is read, mostly by the table
+`_names` of its class. Facades have two kinds of readers. `torch.distributed.pipelining` runs backward without
+`Tensor.backward`, calls `post_backward` of each group after the last micro-batch, and then ends the backward by hand.
+Tools look at a group's parameters, phases and meshes. Most attributes are read-only; an attempt to set one raises an
+error, which names the module's method for that setting, if there is one.
 
 Torch's `FSDPMemTracker` also wraps what happens: it removes the forward hooks of a state, registers hooks of its own,
 which call `_pre_forward` and `_post_forward`, and replaces `pre_backward` and `post_backward` of a group. So these can
