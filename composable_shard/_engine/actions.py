@@ -334,12 +334,10 @@ class Actions:
         return self._act(REDUCED, group, group.gradients.finish_reduce, reduction).pieces()
 
     def begin_forward(self, group: ParamGroup) -> None:
-        """The forward of a group begins, outside of any backward: prefetch the groups that follow."""
+        """The forward of a group begins, outside of any backward."""
         self.history.begins(group)
         if self.watch is not None:
             self.watch.begin(Kind.FORWARD, group.fqn)
-        if following := self.order.after(group):
-            self.prefetch(following)
 
     def end_forward(self, group: ParamGroup, stays: bool) -> None:
         """The forward of a group is over: reshard it, keep its weights, or keep pieces of them (`ParamGroup.shrink`).

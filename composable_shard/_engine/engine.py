@@ -257,6 +257,8 @@ class Engine:
             self._do.show_leaves(group)
         if made_in < 0:
             self._do.begin_forward(group)
+            if following := self.order.after(group):
+                self._do.prefetch(following)
         return made
 
     def _begin_use(self, group: ParamGroup, made_in: int) -> tuple[Use, Outputs]:
