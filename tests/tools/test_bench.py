@@ -192,10 +192,19 @@ def test_the_house_is_measured_beside_fsdp2(tmp_path: Path) -> None:
     file = tmp_path / "house.json"
     assert "step functions" in bench("house.py", f"--json={file}")
     ours, fsdp2 = read(file)["results"]
-    assert ours["code"] > fsdp2["code"] > 1000
-    assert ours["step_functions"] > fsdp2["step_functions"] > 10
-    assert (ours["names_on_top"], ours["readme_lines"]) < (27, 151)
-    assert ours["most_complexity"] < fsdp2["most_complexity"]
+    assert fsdp2["code"] > 1000  # it measures something
+    assert fsdp2["step_functions"] > 10
+    most = {
+        "names_on_top": 26,
+        "writes_to_others": 65,
+        "outside_constructors": 12,
+        "most_attributes": 20,
+        "functions_above_10": 55,
+        "most_complexity": 20,
+        "step_depth": 15,
+        "readme_lines": 150,
+    }
+    assert {name: ours[name] for name in most if ours[name] > most[name]} == {}
 
 
 @pytest.mark.matrix
