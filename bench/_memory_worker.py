@@ -106,11 +106,11 @@ def noting(engine: str) -> Iterator[None]:
         with replaced(_fsdp_param_group, "foreach_reduce", note_gradients):
             yield
         return
-    from composable_shard._group.group import ParamGroup
+    from composable_shard._group.gradients import GroupGradients
     from composable_shard._memory.pool import BufferPool
 
     with (
-        replaced(ParamGroup, "start_reduce", note_gradients),
+        replaced(GroupGradients, "start_reduce", note_gradients),
         replaced(BufferPool, "lease_for", note_lease),
         replaced(BufferPool, "release", note_release),
     ):

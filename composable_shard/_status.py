@@ -62,8 +62,11 @@ def watch(model: nn.Module, on: bool = True) -> None:
     states = states_below(model)
     if not states:
         raise ShardConfigValueError(f"model: {type(model).__name__} holds no sharded module; call fully_shard first")
+    for engine in _engines(model):
+        engine.watched = on
     for state in states:
-        state.set_for_root(watched=on)
+        if state.bound is None:
+            state.set_for_root(watched=on)
 
 
 def empty_pool(model: nn.Module) -> int:

@@ -521,9 +521,9 @@ class Actions:
         self._sums.clear()
         self._unset.clear()
         self._gathers_behind = None
-        for group, reduction in self._reductions:
+        while self._reductions:  # each is taken before it is waited for: one that fails must not be waited for again
+            group, reduction = self._reductions.popleft()
             self._act(REDUCED, group, group.gradients.finish_reduce, reduction)
-        self._reductions.clear()
 
     def rebuild(self, groups: Sequence[ParamGroup]) -> None:
         """Make the buckets of the sharded ones of these groups anew, and free all memory that is not leased."""

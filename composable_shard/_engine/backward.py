@@ -317,11 +317,12 @@ class Iterations:
     Attributes:
         forward: number of the last forward.
         was_interrupted: whether an interrupt (Ctrl-C) has ended it.
+        has_run: whether a forward of any group has begun.
     """
 
     def __init__(self) -> None:
         self.forward = 0
-        self.was_interrupted = False
+        self.was_interrupted = self.has_run = False
         self._thread = 0  # the one in which the last forward began
         self._inside: dict[str, int] = {}  # the thread of the forward that runs now; a dict, as `setdefault` is atomic
         self._awaited = 0  # number of the last forward that a backward can go through

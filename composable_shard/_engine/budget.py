@@ -47,14 +47,15 @@ class Budget:
     def reached(self, use: Use, outputs: Outputs) -> None:
         """Backward has reached a use; `outputs` are those of its node.
 
-        With `reduce_unused`, ranks that do not run the use gather for those that do, and read nothing: they could not
-        tell when the weights may be given up.
+        In a checkpoint its weights may still be given up, as the recomputation gathers them again. Not those of the
+        root: checkpoints within it read them at any time. Nor with `reduce_unused`: ranks that do not run the use
+        gather for those that do, and read nothing, so they could not tell when the weights may be given up.
         """
-        options = use.group.settings.current
-        if use.under_hooks and options.unshard_in_backward and not options.reduce_unused:
-            self.unread[use.group] = use, outputs
+        group, options = use.group, use.group.settings.current
+        if use.under_hooks and options.unshard_in_backward and not (options.reduce_unused or group.is_root):
+            self.unread[group] = use, outputs
         else:
-            self.unread.pop(use.group, None)
+            self.unread.pop(group, None)
 
     def yielding(self, to: ParamGroup, staying: Container[ParamGroup]) -> list[ParamGroup]:
         """The groups whose weights may be given up for those of a group, in the order in which to do so.

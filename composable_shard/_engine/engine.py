@@ -131,8 +131,8 @@ class Engine:
 
     @property
     def has_run(self) -> bool:
-        """Whether any module has run forward."""
-        return self._iterations.forward > 0
+        """Whether a forward of any group has begun."""
+        return self._iterations.has_run
 
     @property
     def in_forward(self) -> bool:
@@ -244,11 +244,12 @@ class Engine:
         if made_in >= 0:
             self._open_pass(made_in)
             if group in self.active:  # recomputed in its own backward, which has installed the node's outputs
-                if group.away:
+                if group.phase is not UNSHARDED:
                     self._do.gather_again(group)
                 group.running += 1
                 return None
         self._do.need(group)
+        self._iterations.has_run = True
         group.running += 1
         made: tuple[Use, Outputs] | None = None
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():

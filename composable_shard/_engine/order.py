@@ -183,7 +183,9 @@ class Order:
             reductions: whether it also says how many reductions may be in flight; with a memory budget it always does.
         """
         plan, edges = self.plan, self.plan.edges()
-        ahead = self._by_module(edges.forward), self._by_module(edges.backward)
+        ahead: tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]] = ({}, {})  # in forward, in backward
+        if reductions or not plan.is_default:  # by default graphs gather one module ahead, in the order of their own
+            ahead = self._by_module(edges.forward), self._by_module(edges.backward)
         for (backward, group), listed in self.explicit.items():
             ahead[backward][_module_of(group.fqn)] = tuple(_module_of(each.fqn) for each in listed)
         budget = plan.pool.budget

@@ -233,18 +233,19 @@ class GroupGradients:
         """
         on_host = self._offloads and reduction.whole
         done: list[tuple[list[int], Reduced]] = []
-        for bucket, job in reduction.jobs:
-            done.append((bucket.indices, job.finish(on_host)))
-        if not reduction.whole:
-            self._accumulate_pieces(done)
-            done = []
+        try:
+            for bucket, job in reduction.jobs:
+                done.append((bucket.indices, job.finish(on_host)))
+            if not reduction.whole:
+                self._accumulate_pieces(done)
+                done = []
+        finally:  # a reduction whose wait has failed is not in flight any more, either
+            self._in_flight -= 1
+            if self._in_flight == 0:
+                waits = self._accumulated.whole or self._accumulated.pieces
+                self._set_phase(GradPhase.ACCUMULATED if waits else GradPhase.NONE)
         asked = reduction.missing and not self._settings.current.reduce_unused
-        result = GroupReduced(done, unused(done, reduction.missing) if asked else ())
-        self._in_flight -= 1
-        if self._in_flight == 0:
-            waits = self._accumulated.whole or self._accumulated.pieces
-            self._set_phase(GradPhase.ACCUMULATED if waits else GradPhase.NONE)
-        return result
+        return GroupReduced(done, unused(done, reduction.missing) if asked else ())
 
     def _accumulate_pieces(self, done: Sequence[tuple[list[int], Reduced]]) -> None:
         """Keep the pieces of a reduction that waits for its all-reduce over replicas."""

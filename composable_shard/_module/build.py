@@ -53,11 +53,10 @@ class _Tree:
         self.of_root = set(family_of(root))
 
     def name_params(self) -> None:
-        """Give each parameter the first name that it has in the root."""
+        """Give each parameter the first name that it has in the root, which may name them as it likes."""
         first: dict[int, str] = {}
-        for name, module in self.modules:
-            for own, param in module._parameters.items():
-                first.setdefault(id(param), f"{name}.{own}" if name else own)
+        for name, param in self.root.named_parameters(remove_duplicate=False):
+            first.setdefault(id(param), name)
         for state in self.states:
             for held in state.declaration.params:
                 held.fqn = first.get(id(held.sharded), held.fqn)

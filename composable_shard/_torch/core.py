@@ -435,6 +435,14 @@ def carry_gradient_hooks(leaf: torch.Tensor, to: torch.Tensor) -> None:
             setattr(to, name, hooks)
 
 
+def _is_below_autograd() -> bool:
+    """Whether autograd sees no operations now, not even to count versions, as in the body of a custom operator."""
+    return any(map(torch._C._dispatch_tls_is_dispatch_key_excluded, _AUTOGRAD_KEYS))
+
+
+_AUTOGRAD_KEYS = torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView
+
+
 @contextlib.contextmanager
 def _all_set_aside() -> Iterator[None]:
     with transforms_set_aside(), _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
@@ -447,7 +455,7 @@ def plainly() -> contextlib.AbstractContextManager[None]:
     Inference mode, transforms of `torch.func` and all dispatch modes are set aside; a view of a fake tensor is fake.
     """
     modes = modes_in_force() or _pre_dispatch_modes_in_force()
-    if modes or is_transforming() or torch.is_inference_mode_enabled():
+    if modes or is_transforming() or torch.is_inference_mode_enabled() or _is_below_autograd():
         return _all_set_aside()
     return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
 

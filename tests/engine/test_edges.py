@@ -231,3 +231,52 @@ def test_a_list_group_with_one_member_in_a_reentrant_checkpoint_is_exact(rank, w
             each(x).square().sum().backward()
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=lambda m, name=name: f"{name}: {m}")
+
+
+_to_call = []
+
+
+@torch.library.custom_op("composable_shard_tests::call", mutates_args=())
+def _call(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return _to_call[-1](x).clone()
+
+
+@distributed(world=2)
+def test_the_first_forward_may_run_in_a_custom_operator_and_steps_follow(rank, world):
+    torch.manual_seed(0)
+    plain, model = Stack(), Stack()
+    model.load_state_dict(plain.state_dict())
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    _to_call.append(model)
+    assert torch.equal(torch.ops.composable_shard_tests.call(*vectors(0, 0)), plain(*vectors(0, 0)))
+    for each in (plain, model):
+        each(*vectors(0, 1)).square().mean().backward()
+    for name, param in plain.named_parameters():
+        assert torch.equal(model.get_parameter(name).grad.full_tensor(), param.grad), name
+
+
+@distributed(world=2)
+def test_a_module_without_parameters_may_run_before_its_root(rank, world):
+    own = fully_shard(nn.Identity())
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8), own))
+    own(torch.ones(2, 8))
+    model(torch.ones(2, 8)).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+@distributed(world=2)
+def test_a_module_whose_call_has_failed_before_its_forward_may_run_in_its_root(rank, world):
+    def refuse(module, args):
+        raise ValueError("refused")
+
+    layer = fully_shard(nn.Linear(8, 8))
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8), layer))
+    hook = layer.register_forward_pre_hook(refuse, prepend=True)
+    with pytest.raises(ValueError, match="refused"):
+        layer(torch.ones(2, 8))
+    hook.remove()
+    model(torch.ones(2, 8)).sum().backward()
+    assert layer.weight.grad is not None

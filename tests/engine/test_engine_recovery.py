@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import composable_shard
 from _models import Stack, vectors
 from _pool import distributed
-from _stepping import assert_at_rest, assert_same_gradients, kinds, loss_of, resident, train_step, twins
+from _stepping import assert_at_rest, assert_same_gradients, engine_of, kinds, loss_of, resident, train_step, twins
 from composable_shard import last_record, make_plan
 
 # ---- recovery
@@ -238,3 +239,41 @@ def test_a_stale_raw_read_of_such_a_weight_raises_once_its_slot_was_given_away(r
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
         penalty.backward()
     train_step(model, 1)
+
+
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("boom")
+
+
+@distributed(world=2)
+def test_an_interrupt_while_a_failed_step_is_cleared_up_leaves_the_next_step_exact(rank, world):
+    model, plain = twins(Stack)
+    model.set_reduce_scatter_max_input_buffers(4)
+    train_step(model)
+    hook = model.blocks[0].register_forward_hook(lambda module, args, out: _Failing.apply(out))
+    with pytest.raises(RuntimeError, match="boom"):
+        train_step(model, 1)
+    hook.remove()
+    in_flight = [reduction for _, reduction in engine_of(model)._do._reductions]
+    assert len(in_flight) > 1
+    bucket, job = in_flight[1].jobs[0]
+
+    def finish(*args):
+        job.finish(*args)
+        raise KeyboardInterrupt
+
+    in_flight[1].jobs[0] = bucket, mock.Mock(finish=finish)
+    with pytest.raises(KeyboardInterrupt):
+        train_step(model, 1)
+    for step in (2, 3):
+        for each in (model, plain):
+            each.zero_grad()
+            train_step(each, step)
+        assert_same_gradients(model, plain)
+    assert_at_rest(model)

@@ -57,8 +57,8 @@ def test_a_group_of_two_dtypes_has_a_collective_for_each():
     assert_expected_inline(
         graphs_of(two_dtypes),
         """\
-forward GGwwmm, saves 360 bytes
-backward GGwmmmwRRww
+forward GwGwmm, saves 360 bytes
+backward GwGmmmwRRww
 """,
     )
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import composable_shard
 from _engines import fully_shard, mesh_of
 from _gpt import GPT, SIZES
 from _gpt import Block as GPTBlock
 from _models import Block, Stack, shard_blocks, shard_lists, shard_nested, shard_root, vectors
-from _pool import POOL, distributed
+from _pool import POOL, distributed, simulated
 from composable_shard import MixedPrecisionPolicy, Record, last_record, make_plan, shard_by_class
 from composable_shard._plan.plan import replan
 
@@ -374,3 +375,10 @@ def test_there_is_no_plan_without_a_sharded_module_and_no_record_before_the_firs
     assert first is last_record(model)
     train_step(model, rank)
     assert last_record(model) is not first
+
+
+@simulated(world=2)
+def test_parameters_have_the_names_that_their_root_gives_them(rank, world):
+    model = fully_shard(checkpoint_wrapper(nn.Linear(4, 4)))
+    assert [name for name, _ in model.named_parameters()] == ["weight", "bias"]
+    assert [param.fqn for group in make_plan(model).groups for param in group.params] == ["weight", "bias"]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import composable_shard as cs
-from _models import Stack, shard_blocks, shard_lists
+from _models import Stack, shard_blocks, shard_lists, vectors
 from _nests import POLICIES, shard_nests, with_checkpoints
 from _pool import simulated
 from _stepping import assert_same_gradients, loss_of, train_step, twins
@@ -220,3 +220,48 @@ def test_compiled_code_in_a_checkpoint_inside_of_another_one_keeps_to_a_budget(r
     for step in range(2):
         step_of_both(model, plain, step)
     assert cs.last_record(model).peak_bytes <= least
+
+
+class PartOfRoot(Stack):
+    """The root's own parameter is read in a checkpoint alone, and all blocks are in another one."""
+
+    def __init__(self):
+        super().__init__()
+        del self.inp, self.head
+        self.weight = nn.Parameter(torch.randn(6, 6) / 3)
+
+    def first(self, x):
+        return (x @ self.weight).tanh() @ self.weight
+
+    def rest(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x):
+        x = checkpoint(self.first, nn.functional.pad(x, (0, 2)), use_reentrant=False)
+        return checkpoint(self.rest, x, use_reentrant=False) * 2
+
+
+def in_a_checkpoint(model, x):
+    return checkpoint(model, x, use_reentrant=False)
+
+
+def with_saved_tensors_elsewhere(model, x):
+    with torch.autograd.graph.save_on_cpu():
+        return model(x)
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("call", [in_a_checkpoint, with_saved_tensors_elsewhere])
+@simulated(world=2)
+def test_weights_of_the_root_stay_for_checkpoints_within_it(rank, world, call, reshard):
+    model, plain = twins(PartOfRoot, functools.partial(shard_blocks, reshard_after_forward=reshard))
+    for limited in (False, True):
+        least = within_least_budget(model) if limited else None
+        for step in range(2):
+            for each in (model, plain):
+                each.zero_grad()
+                call(each, *vectors(0, step)).square().mean().backward()
+            assert_same_gradients(model, plain)
+        assert least is None or cs.last_record(model).peak_bytes <= least
