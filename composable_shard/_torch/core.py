@@ -440,7 +440,7 @@ def _is_below_autograd() -> bool:
     return any(map(torch._C._dispatch_tls_is_dispatch_key_excluded, _AUTOGRAD_KEYS))
 
 
-_AUTOGRAD_KEYS = torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView
+_AUTOGRAD_KEYS = torch._C.DispatchKey.AutogradOther, torch._C.DispatchKey.ADInplaceOrView
 
 
 @contextlib.contextmanager
