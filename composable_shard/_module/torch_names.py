@@ -89,6 +89,9 @@ class _View:
             "have in common; composable_shard.stats and last_record tell more"
         )
 
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._names]
+
     def __setattr__(self, name: str, value: Any) -> None:
         known = getattr(type(self), name, None)
         if isinstance(known, property) and known.fset is not None:

@@ -540,3 +540,12 @@ def test_a_module_of_a_list_that_was_unsharded_is_no_root_all_the_same(rank, wor
         model.inp.unshard()
         with pytest.raises(RuntimeError, match="requires a single root module"):
             model.inp(vectors(0, 0)[0])
+
+
+@distributed(world=2)
+def test_the_names_that_a_view_shows_are_listed(rank, world):
+    model = composable_shard.fully_shard(nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    for view in (model._get_fsdp_state(), model._get_fsdp_state()._fsdp_param_group):
+        assert set(type(view)._names) <= set(dir(view))
+        assert type(view)._names
