@@ -188,6 +188,11 @@ def test_an_error_within_a_module_has_its_frames_alone(run, tmp_path):
         assert files == [str(tmp_path / file)], done.stderr
 
 
+def heed_interrupts():
+    """A shell has what it runs in the background, the tests perhaps, ignore Ctrl-C; so do their children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_ends_it_as_it_ends_a_script(tmp_path):
     script = write(
         tmp_path / "script.py",
@@ -206,6 +211,7 @@ def test_ctrl_c_ends_it_as_it_ends_a_script(tmp_path):
             stdout=-1,
             stderr=-1,
             text=True,
+            preexec_fn=heed_interrupts,
         )
         try:
             assert process.stdout.readline() == "ready\n"
