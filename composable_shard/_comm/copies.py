@@ -1,8 +1,6 @@
 """The copies around collectives: shards into a bucket, a gathered bucket into parameters, gradients likewise.
 
-An eager step reuses views that were made once (`GatherCopies`, `GradientCopies`). A graph has one operator for all
-parameters of a bucket (`pack`, `unpack`, `pack_gradients`, `unpack_pieces`), opaque to the compiler. The compiler would
-else compile a copy for each parameter, and might fuse copies of several groups, which would all be in memory at once.
+Views are made once for each slot, and every step replays the copies between them, whether it is eager or compiled.
 """
 
 from __future__ import annotations
@@ -248,78 +246,3 @@ class GradientCopies:
         for index, shaped in self._shaped.items():
             pieces[index] = pieces[index].view_as(shaped)
         return Parts(pieces, used)
-
-
-# ---- a graph's operators
-
-
-def pack(shards: Sequence[torch.Tensor], layout: BucketLayout, rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """This rank's pieces, padded and cast, as its chunk of a bucket: (numel,)."""
-    even = all(param.even for param in layout.params)
-    chunk = (shards[0].new_empty if even else shards[0].new_zeros)(layout.numel, dtype=dtype)
-    torch._foreach_copy_(own_pieces(chunk, layout, rank), list(shards))
-    return chunk
-
-
-def unpack(bucket: torch.Tensor, layout: BucketLayout) -> list[torch.Tensor]:
-    """The parameters of a gathered bucket, (world * numel,), each in memory of its own."""
-    wholes = room_for_wholes(bucket, layout)
-    chunks = bucket.view(layout.world, layout.numel)
-    pairs = [
-        pair
-        for whole, at in zip(wholes, layout.params, strict=True)
-        for pair in paired(chunks[:, at.offset : at.offset + at.piece], whole, at)
-    ]
-    torch._foreach_copy_([whole for _, whole in pairs], [piece for piece, _ in pairs])
-    return wholes
-
-
-def room_for_wholes(like: torch.Tensor, layout: BucketLayout) -> list[torch.Tensor]:
-    """Tensors for the parameters."""
-    return [like.new_empty(at.shape) for at in layout.params]
-
-
-def pack_gradients(
-    gradients: Gradients, used: Gradients, like: torch.Tensor, layout: BucketLayout, dtype: torch.dtype
-) -> torch.Tensor:
-    """Gradients as a bucket with a mark for each, which says whether this rank has that gradient; zeros for None.
-
-    Args:
-        gradients: the unsharded ones.
-        used: marks, 1 or 0, for gradients of which only the running graph knows whether they exist; None for others.
-        like: a tensor on their device.
-        layout: of the gradients; a chunk has ``numel + len(params)`` elements.
-        dtype: of the bucket.
-
-    Returns:
-        (world, numel + len(params)).
-    """
-    bucket = room_for_bucket(like, layout, dtype)
-    copy_gradients(bucket, gradients, layout)
-    for column, mark in enumerate(used, layout.numel):
-        if mark is not None:
-            bucket[:, column] = mark
-    return bucket
-
-
-def room_for_bucket(like: torch.Tensor, layout: BucketLayout, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor for gradients and their marks."""
-    return like.new_empty((layout.world, layout.numel + len(layout.params)), dtype=dtype)
-
-
-def unpack_pieces(
-    chunk: torch.Tensor, layout: BucketLayout, rank: int, dtypes: Sequence[torch.dtype]
-) -> list[torch.Tensor]:
-    """This rank's pieces of reduced gradients in `dtypes`, without padding; behind them the marks, (len(params),)."""
-    out = room_for_pieces(chunk, layout, rank, dtypes)
-    torch._foreach_copy_(out, [*own_pieces(chunk, layout, rank), chunk[layout.numel :]])
-    return out
-
-
-def room_for_pieces(
-    like: torch.Tensor, layout: BucketLayout, rank: int, dtypes: Sequence[torch.dtype]
-) -> list[torch.Tensor]:
-    """Tensors for the pieces and the marks."""
-    shapes = [at.local_shape(rank) for at in layout.params]
-    pieces = [like.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    return [*pieces, like.new_empty(len(shapes))]

@@ -95,6 +95,11 @@ class Job(Generic[T]):
             if grad:
                 set_grad_enabled(True)
 
+    def advance(self) -> None:
+        """Wait for the collective in flight and issue the next one, if there is one; on a stream all are issued."""
+        if self._handle is not None:
+            self._advance()
+
     def finish(self, on_host: bool = False) -> T:
         """Wait for the end and return the result; on a stream, the host waits only with `on_host`."""
         try:

@@ -511,6 +511,11 @@ class Engine:
         self._do.rebuild(self.groups)
         self.pool.own(wanted)
 
+    def between_graphs(self) -> None:
+        """A compiled step begins, and no memory is leased: lay the pool's slots out in an arena if that is due."""
+        if not self._depth and self._pass is None and self.pool.wants_arena and self.uses.all_fired():
+            self._do.plan_memory()
+
     def _watch(self, on: bool) -> None:
         self.review.measuring.watch(on)
 

@@ -19,7 +19,14 @@ from torch import fx
 from .._plan.schedule import ROOT_NAME
 from .._torch.core import size_hint
 
+GATHER = "composable_shard.all_gather_into_tensor"
+REDUCES = frozenset(("composable_shard.reduce_scatter_tensor", "composable_shard.all_reduce"))
+WAITS = frozenset(("composable_shard.wait_weights", "composable_shard.wait_gradients"))
 _LETTERS = {
+    GATHER: "G",
+    "composable_shard.reduce_scatter_tensor": "R",
+    "composable_shard.all_reduce": "A",
+    **dict.fromkeys(WAITS, "w"),
     "_c10d_functional.all_gather_into_tensor": "G",
     "_c10d_functional.reduce_scatter_tensor": "R",
     "_c10d_functional.all_reduce": "A",
@@ -56,13 +63,16 @@ _MOVES = frozenset(
         "cat",
         "_to_copy",
     ]
-) | {"_c10d_functional.wait_tensor", "composable_shard.unpack", "prims.convert_element_type", "prims.view_of"}
+) | {"_c10d_functional.wait_tensor", "composable_shard.wait_weights", "prims.convert_element_type", "prims.view_of"}
 _COMMUNICATES = ("_c10d_functional.", "composable_shard.")
 
 
 def letter_of(node: fx.Node) -> str:
     """The letter of a node in a sequence; empty if it does not count."""
-    return _LETTERS.get(name_of(node), "") if node.op == "call_function" else ""
+    name = name_of(node)
+    if name in WAITS and isinstance(launch := node.args[0], fx.Node) and not letter_of(launch):
+        return ""  # one rank has copied, and nothing was communicated
+    return _LETTERS.get(name, "")
 
 
 def name_of(node: fx.Node) -> str:
@@ -130,7 +140,7 @@ def report_graph(graph: fx.Graph, outputs: int | None) -> GraphReport:
     backward = is_backward(graph)
     direction = "backward" if backward else "inference" if outputs is None else "forward"
     saved = _saved(graph, outputs) if outputs is not None and not backward else []
-    gathers = [n for n in graph.nodes if letter_of(n) == "G" and _is_of_weights(n)]
+    gathers = [n for n in graph.nodes if name_of(n) == GATHER]
     gathered = tuple(_gather(node, saved) for node in gathers)
     return GraphReport(direction, sequence(graph), gathered, sum(map(bytes_of, saved)))
 
@@ -145,13 +155,22 @@ def outputs_of(graph: fx.Graph) -> list[Any]:
 
 def _saved(graph: fx.Graph, outputs: int) -> list[fx.Node]:
     behind = dict.fromkeys(outputs_of(graph)[outputs:])
-    return [n for n in behind if isinstance(n, fx.Node) and n.op != "placeholder"]
+    return [n for n in behind if isinstance(n, fx.Node) and not _is_input(n)]
+
+
+def _is_input(node: fx.Node) -> bool:
+    """Whether a node is an input of its graph, or a view of one."""
+    while name_of(node) in ("aten.view", "aten.detach", "aten.alias"):
+        (node, *_) = node.all_input_nodes  # behind it may stand sizes
+    return node.op == "placeholder"
 
 
 def bytes_of(node: fx.Node) -> int:
-    """Bytes of the tensor that a node gives, of sizes as they were when the graph was made."""
+    """Bytes of the tensors that a node gives, of sizes as they were when the graph was made."""
     value = node.meta.get("val")
-    return math.prod(map(size_hint, value.shape)) * value.itemsize if isinstance(value, torch.Tensor) else 0
+    tensors = value if isinstance(value, (list, tuple)) else [value]
+    sizes = [math.prod(map(size_hint, t.shape)) * t.itemsize for t in tensors if isinstance(t, torch.Tensor)]
+    return sum(sizes)
 
 
 def is_backward(graph: fx.Graph) -> bool:
@@ -169,11 +188,6 @@ def _gather(node: fx.Node, saved: list[fx.Node]) -> Gather:
     policy = str(node.meta.get("recompute"))
     kept = set(weights_of(node)) & set(saved)
     return Gather(module_of(node), "RECOMPUTE" in policy, sum(map(bytes_of, kept)))
-
-
-def _is_of_weights(gather: fx.Node) -> bool:
-    """Whether it is ours, and not one of tensor parallelism, say."""
-    return any(name_of(node) == "composable_shard.unpack" for node in weights_of(gather))
 
 
 def _fqn(path: str) -> str:

@@ -1,15 +1,23 @@
 """A group's gather and reduction as operators of a graph.
 
-Dynamo records one call of `unshard`. AOTAutograd traces through its autograd kernel, down to functional collectives,
-which stay visible in the graph. An operator takes no Python object: what it must know of a group is a frozen `Layout`,
-found by a digest of all that decides the graph, so that equal groups share compiled code and a compile cache never
-hands out code that was made for another layout.
+Dynamo records one call of `unshard`. AOTAutograd traces through its autograd kernel, down to operators in two halves,
+which stay visible in the graph: a launch gives a token, and the wait for that token gives the result.
 
-The other operators are for what cannot be decided when a graph is made. They stand in the graph as they are, and act on
-the group when it runs, which they find by the memory of one of its shards, the `anchor`:
+    all_gather_into_tensor(shards) -> token     wait_weights(token, shards) -> unsharded parameters
+    reduce_scatter_tensor(gradients) -> token   wait_gradients(token) -> this rank's pieces of the averages
+
+On a mesh of replicas `all_reduce` takes the token of a reduce-scatter and gives that of the all-reduce which follows it.
+The halves are functional: no result shares memory with an argument, and a wait reads what its launch has sent, so that
+the compiler keeps that alive. When a graph runs, they do what eager steps do, by the transports, the copies and the
+pool of the group (`Exchange`), which they find by the memory of one of its shards, the `anchor`.
+
+An operator takes no Python object: what it must know of a group when it is traced is a frozen `Layout`, found by a
+digest of all that decides the graph. So equal groups share compiled code, on all ranks if their shards are equal, and a
+compile cache never hands out code that was made for another layout.
+
+The other operators are for what cannot be decided when a graph is made:
 
     keep     keep unsharded gradients for a later backward (gradient sync is off)
-    take     add the kept ones to these
     settle   a parameter got no gradient on this rank; if another rank had one, add the reduced one to `.grad`
 
 and `touch` does nothing: it needs a weight in backward, so that this rank gathers again whether or not its own graph
@@ -20,26 +28,26 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from .._comm import copies, functional
-from .._comm.copies import Gradients
-from .._comm.functional import Axis
-from .._plan.layout import BucketLayout, bucket_layout
-from .._policies import Options, division
+from .._group.exchange import Gather, Reduction
+from .._plan import layout as layouts
+from .._plan.layout import ParamLayout, bucket_layout
+from .._policies import Options
 from .._torch import compiler
 from .._torch.core import has_side_effect
+from . import registry
 
 _CODE = hashlib.sha256(
-    b"".join(Path(f).read_bytes() for f in (__file__, copies.__file__, functional.__file__, compiler.__file__))
+    b"".join(Path(f).read_bytes() for f in (__file__, layouts.__file__, compiler.__file__))
 ).hexdigest()
-ByIndex = Mapping[int, torch.Tensor]  # index of a parameter
 REDUCE, KEEP, TAKE = 0, 1, 2  # what becomes of the gradients; the last: reduce them with those that were kept
 
 
@@ -51,23 +59,21 @@ class Layout:
         shapes: the unsharded shapes.
         dims: along which dim each is cut.
         keeps: whether each is gathered in the dtype in which it is stored.
-        rank: this rank's place on the shard axis.
-        shard, replicate: the axes, None where they have one rank.
+        world: number of pieces of each parameter.
+        rank: this rank's index among them; 0 where all ranks have equal pieces, so that they share compiled code.
+        replicates: whether gradients are averaged over replicas, too.
+        device: where weights are gathered, if shards are kept elsewhere; else empty.
         options: of which only the dtypes count here.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     dims: tuple[int, ...]
     keeps: tuple[bool, ...]
+    world: int
     rank: int
-    shard: Axis | None
-    replicate: Axis | None
+    replicates: bool
+    device: str
     options: Options
-
-    @property
-    def world(self) -> int:
-        """Number of pieces of each parameter."""
-        return self.shard.size if self.shard is not None else 1
 
     def register(self) -> str:
         """Make it known to the operators; returns its key."""
@@ -79,54 +85,64 @@ class Layout:
         """A digest of all that decides the graph: equal for equal layouts, and in every process."""
         return hashlib.sha256(f"{_CODE} {self!r}".encode()).hexdigest()[:16]
 
-    def bucket(self, members: Sequence[int]) -> BucketLayout:
-        """Where some of the parameters, by index, lie in a bucket."""
-        return bucket_layout([self.shapes[i] for i in members], self.world, dims=[self.dims[i] for i in members])
+    @functools.cached_property
+    def params(self) -> tuple[ParamLayout, ...]:
+        """Where the parameters would lie in one bucket."""
+        return bucket_layout(self.shapes, self.world, dims=self.dims).params
 
-    # ---- what is traced
+    def room_for_weights(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors for the unsharded parameters."""
+        pairs = zip(shards, self.keeps, strict=True)
+        dtypes = [s.dtype if keeps else self.options.compute_dtype(s.dtype) for s, keeps in pairs]
+        device = self.device or shards[0].device
+        return [
+            torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(self.shapes, dtypes, strict=True)
+        ]
 
-    def gather(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """All-gather, one collective per dtype."""
-        out: dict[int, torch.Tensor] = {}
-        stored = [shard.dtype for shard in shards]
-        dtypes = [d if keep else self.options.compute_dtype(d) for d, keep in zip(stored, self.keeps, strict=True)]
-        for dtype, members in _by_dtype(enumerate(dtypes)).items():
-            flat = torch.ops.composable_shard.pack([shards[i] for i in members], self.key, members, dtype)
-            if self.shard is not None:
-                flat = functional.all_gather(flat, self.shard)
-            out.update(zip(members, torch.ops.composable_shard.unpack(flat, self.key, members), strict=True))
-        return [out[i] for i in range(len(shards))]
+    def room_for_pieces(
+        self, like: torch.Tensor, wanted: Sequence[int], dtypes: Sequence[torch.dtype]
+    ) -> list[torch.Tensor]:
+        """Tensors for this rank's pieces of gradients, each with the offset in memory that the reduction gives it.
 
-    def reduced(self, flat: torch.Tensor, factor: float | None, only_sums: bool) -> torch.Tensor:
-        """Reduce-scatter, and all-reduce over replicas; the options are `divide_factor` and `only_sums`."""
-        axes = [(axis.size, axis.averages) for axis in (self.shard, self.replicate) if axis is not None]
-        mean, before, after = division(factor, only_sums, flat.dtype, axes)
-        flat = flat / before if before != 1 else flat
-        if self.shard is not None:
-            flat = functional.reduce_scatter(flat, self.shard, mean and self.shard.averages)
-        if self.replicate is not None:
-            flat = functional.all_reduce(flat, self.replicate, mean and self.replicate.averages)
-        return flat / after if after != 1 else flat
+        Compilers rely on the alignment that follows from it.
+        """
+        offsets: dict[int, int] = {}
+        reduced = {index: self.options.reduce_dtype(dtype) for index, dtype in zip(wanted, dtypes, strict=True)}
+        for bucket in {*reduced.values()}:
+            members = [index for index in wanted if reduced[index] is bucket]
+            placed = bucket_layout([self.shapes[i] for i in members], self.world, dims=[self.dims[i] for i in members])
+            offsets.update(zip(members, (param.offset for param in placed.params), strict=True))
+        pieces: list[torch.Tensor] = []
+        for index, dtype in zip(wanted, dtypes, strict=True):
+            at = self.params[index]
+            shape, offset = at.local_shape(self.rank), offsets[index]
+            memory = like.new_empty(offset + at.rows_of(self.rank) * at.row, dtype=dtype)
+            pieces.append(memory[offset:].view(shape))
+        return pieces
 
 
 _layouts: dict[str, Layout] = {}
 
 
-def _by_dtype(dtypes: Iterable[tuple[int, torch.dtype]]) -> dict[torch.dtype, list[int]]:
-    """Indices of parameters by the dtype of their bucket."""
-    members: dict[torch.dtype, list[int]] = {}
-    for index, dtype in dtypes:
-        members.setdefault(dtype, []).append(index)
-    return members
-
-
-def _names(dtypes: Iterable[torch.dtype]) -> str:
+def _names(dtypes: Sequence[torch.dtype]) -> str:
     """Dtypes as operators take them."""
     return " ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def _dtypes(names: str) -> list[torch.dtype]:
     return [getattr(torch, name) for name in names.split()]
+
+
+# ---- what is traced
+
+
+def _gather(layout: Layout, shards: Sequence[torch.Tensor], anchor: torch.Tensor) -> list[torch.Tensor]:
+    """All-gather the parameters of a group."""
+    ops = torch.ops.composable_shard
+    launch = ops.all_gather_into_tensor if layout.world > 1 else ops.copy_weights
+    token = launch(shards, anchor, layout.key)
+    weights: list[torch.Tensor] = ops.wait_weights(token, shards, anchor, layout.key)
+    return weights
 
 
 @dataclass(frozen=True)
@@ -146,36 +162,27 @@ class _Use:
     only_sums: bool
     stored: Mapping[int, torch.dtype]
 
-    def totals(self, given: ByIndex, anchor: torch.Tensor) -> tuple[ByIndex, ByIndex]:
-        """The gradients to reduce; and 1 or 0 where it is known only when the graph runs whether one exists."""
-        if self.fate != TAKE:
-            return given, {}
-        wanted = list(self.stored)
-        names = _names(map(self.layout.options.reduce_dtype, self.stored.values()))
-        *totals, marks = torch.ops.composable_shard.take(
-            list(given.values()), anchor, list(given), wanted, self.layout.key, names
-        )
-        return dict(zip(wanted, totals, strict=True)), {i: marks[position] for position, i in enumerate(wanted)}
-
-    def reduce(self, given: ByIndex, anchor: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Reduce, one collective per dtype; zeros stand for missing gradients.
-
-        Returns:
-            by index, this rank's piece, and how much of the gradient exists, over all ranks (positive if any does).
-        """
+    def reduce(self, given: Mapping[int, torch.Tensor], anchor: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Reduce, by index; zeros stand for missing gradients. Behind the pieces come marks, if any are missing."""
         layout, ops = self.layout, torch.ops.composable_shard
-        totals, used = self.totals(given, anchor)
-        like = next(iter(totals.values()))
-        reduced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        dtypes = [(i, layout.options.reduce_dtype(dtype)) for i, dtype in self.stored.items()]
-        for dtype, members in _by_dtype(dtypes).items():
-            bucket = ops.pack_gradients(
-                list(map(totals.get, members)), list(map(used.get, members)), like, layout.key, members, dtype
-            )
-            own = layout.reduced(bucket.view(-1), self.factor, self.only_sums)
-            names = _names(self.stored[i] for i in members)
-            *pieces, existing = ops.unpack_pieces(own, layout.key, members, names)
-            reduced |= {i: (pieces[position], existing[position]) for position, i in enumerate(members)}
+        launch = (
+            ops.reduce_scatter_tensor
+            if layout.world > 1
+            else ops.all_reduce
+            if layout.replicates
+            else ops.copy_gradients
+        )
+        wanted, gradients, indices = list(self.stored), list(given.values()), list(given)
+        how = wanted, self.fate == TAKE, self.factor, self.only_sums
+        token = launch(gradients, anchor, layout.key, indices, *how)
+        if layout.world > 1 and layout.replicates:
+            token = ops.all_reduce.scattered(token, anchor)
+        missing = [index for index in wanted if index not in given]
+        dtypes = _names(list(self.stored.values()))
+        results = ops.wait_gradients(token, anchor, layout.key, wanted, missing, dtypes)
+        reduced = dict(zip(wanted, results, strict=False))
+        if missing:
+            ops.settle([reduced[index] for index in missing], results[-1], anchor, missing)
         return reduced
 
 
@@ -184,14 +191,15 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, how: tuple[str, int, bool, float | None, bool], anchor: torch.Tensor, *shards: torch.Tensor
+        ctx: Any, how: tuple[str, int, bool, float | None, bool], tag: torch.Tensor | None, *shards: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         key, fate, again, factor, only_sums = how
+        anchor = _anchor(shards, tag)
         stored = {i: shard.dtype for i, shard in enumerate(shards) if shard.requires_grad}
         ctx.use = _Use(_layouts[key], fate, factor, only_sums, stored)
         ctx.set_materialize_grads(False)
-        outputs = tuple(_layouts[key].gather(shards))
-        ctx.save_for_backward(anchor, *({out.dtype: out for out in outputs}.values() if again else ()))
+        outputs = tuple(_gather(_layouts[key], shards, anchor))
+        ctx.save_for_backward(anchor, *(outputs[:1] if again else ()))
         ctx.mark_non_differentiable(*[out for i, out in enumerate(outputs) if i not in stored])
         return outputs
 
@@ -202,14 +210,10 @@ class _Unshard(torch.autograd.Function):
         for weight in weights:
             ops.touch(weight, next(iter(given.values())))
         if use.fate == KEEP:
-            ops.keep(list(given.values()), anchor, list(given))
+            ops.keep(list(given.values()), anchor, list(given), len(gradients))
             return (None,) * (2 + len(gradients))
         reduced = use.reduce(given, anchor)
-        missing = sorted(reduced.keys() - given.keys())
-        if missing:
-            pieces, existing = zip(*(reduced[i] for i in missing), strict=True)
-            ops.settle(list(pieces), list(existing), anchor, missing)
-        return (None, None, *(reduced[i][0] if i in given else None for i in range(len(gradients))))
+        return (None, None, *(reduced[i] if i in given else None for i in range(len(gradients))))
 
 
 def _anchor(shards: Sequence[torch.Tensor], tag: torch.Tensor | None) -> torch.Tensor:
@@ -217,174 +221,202 @@ def _anchor(shards: Sequence[torch.Tensor], tag: torch.Tensor | None) -> torch.T
 
 
 def _with_gradients(shards: list[torch.Tensor], tag: torch.Tensor | None, *how: Any) -> list[torch.Tensor]:
-    return list(_Unshard.apply(how, _anchor(shards, tag).detach(), *shards))  # type: ignore[no-untyped-call]
+    return list(_Unshard.apply(how, tag, *shards))  # type: ignore[no-untyped-call]
 
 
 def _without_gradients(shards: list[torch.Tensor], tag: torch.Tensor | None, key: str, *how: Any) -> list[torch.Tensor]:
-    return _layouts[key].gather(shards)
+    return _gather(_layouts[key], shards, _anchor(shards, tag))
 
 
-# ---- what acts on a group when the graph runs
+# ---- what is on its way while a graph runs
 
 
-class Owner(Protocol):
-    """A group, as the operators find it."""
-
-    def anchors(self) -> list[int]:
-        """Addresses of the memory that stands for it."""
-
-    def keep(self, gradients: Gradients) -> None:
-        """Keep these for a later backward."""
-
-    def take(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        """These and those that were kept, added; the latter are kept no longer."""
-
-    def settle(self, index: int, piece: torch.Tensor) -> None:
-        """Add a reduced gradient to `.grad`."""
-
-    @property
-    def zeros_for_unused(self) -> bool:
-        """Whether a parameter that got no gradient on any rank gets zeros."""
+class _Work(Protocol):
+    def drop(self) -> None:
+        """Wait for a result that nobody wants any more."""
 
 
-owners: weakref.WeakSet[Owner] = weakref.WeakSet()
-_by_address: dict[int, weakref.ref[Owner]] = {}
+W = TypeVar("W", bound=_Work)
 
 
-def _owner_of(anchor: torch.Tensor) -> Owner | None:
-    """The group whose memory this is; None if it is gone."""
-    address = anchor.data_ptr()
-    if (owner := _known_owner(address)) is None:
-        _by_address.clear()
-        _by_address.update((start, weakref.ref(each)) for each in owners for start in each.anchors())
-        owner = _known_owner(address)
-    return owner
+class _Flights(Generic[W]):
+    """Launched work by its token, a tensor of one number, until somebody waits for it."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._flying: dict[int, tuple[W, weakref.ref[torch.Tensor]]] = {}
+        self._lost: list[W] = []
+
+    def launch(self, start: Callable[[], W]) -> torch.Tensor:
+        """Start work, and return its token. Work whose token is gone, since a graph has failed, is ended before."""
+        while self._lost:
+            self._lost.pop().drop()
+        number, work = next(self._numbers), start()
+        token = torch.tensor(number)
+        self._flying[number] = work, weakref.ref(token, functools.partial(self._lose, number))
+        return token
+
+    def _lose(self, number: int, _token: object) -> None:
+        if number in self._flying:
+            self._lost.append(self._flying.pop(number)[0])
+
+    def at(self, token: torch.Tensor) -> W | None:
+        """The work of a token; None if it was waited for before."""
+        entry = self._flying.get(int(token.item()))
+        return None if entry is None else entry[0]
+
+    def take(self, token: torch.Tensor) -> W | None:
+        """The work of a token, to be waited for now; None if it was waited for before."""
+        entry = self._flying.pop(int(token.item()), None)
+        return None if entry is None else entry[0]
 
 
-def _known_owner(address: int) -> Owner | None:
-    owner = _by_address[address]() if address in _by_address else None
-    return owner if owner is not None and address in owner.anchors() else None
+_gathers: _Flights[Gather] = _Flights()
+_reductions: _Flights[Reduction] = _Flights()
 
 
-def _spread(gradients: Sequence[torch.Tensor], indices: Sequence[int]) -> list[torch.Tensor | None]:
-    out: list[torch.Tensor | None] = [None] * (max(indices, default=-1) + 1)
+def _launch_gather(shards: list[torch.Tensor], anchor: torch.Tensor, key: str) -> torch.Tensor:
+    known = registry.known(anchor)
+    if (owner := known.owner()) is not None:
+        owner.before_gather()
+    return _gathers.launch(functools.partial(known.exchange().gather, shards))
+
+
+def _wait_weights(
+    token: torch.Tensor, shards: list[torch.Tensor], anchor: torch.Tensor, key: str
+) -> list[torch.Tensor]:
+    gather = _gathers.take(token)
+    if gather is None:  # the compiler has kept the token for backward, and waits for it a second time there
+        gather = registry.known(anchor).exchange().gather(shards)
+    return gather.finish()
+
+
+def _launch_reduction(
+    gradients: list[torch.Tensor],
+    anchor: torch.Tensor,
+    key: str,
+    indices: list[int],
+    wanted: list[int],
+    takes: bool,
+    factor: float | None,
+    only_sums: bool,
+) -> torch.Tensor:
+    known = registry.known(anchor)
+    given: list[torch.Tensor | None] = [None] * len(_layouts[key].shapes)
     for index, gradient in zip(indices, gradients, strict=True):
-        out[index] = gradient
-    return out
+        given[index] = gradient
+    if takes and (owner := known.owner()) is not None:
+        given = owner.take(given)
+    return _reductions.launch(functools.partial(known.exchange().reduce, given, wanted, factor, only_sums))
 
 
-def _keep(gradients: list[torch.Tensor], anchor: torch.Tensor, indices: list[int]) -> None:
-    owner = _owner_of(anchor)
-    if owner is not None:
-        with torch.no_grad():  # the graph may reuse the memory of its own tensors
-            owner.keep(_spread([gradient.clone() for gradient in gradients], indices))
+def _go_on(token: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    reduction = _reductions.take(token)
+    assert reduction is not None, "a compiled graph goes on twice with one reduction"
+
+    def advanced() -> Reduction:
+        reduction.advance()
+        return reduction
+
+    return _reductions.launch(advanced)
 
 
-def _take(
-    gradients: list[torch.Tensor], anchor: torch.Tensor, indices: list[int], wanted: list[int], key: str, dtypes: str
+def _wait_gradients(
+    token: torch.Tensor, anchor: torch.Tensor, key: str, wanted: list[int], missing: list[int], dtypes: str
 ) -> list[torch.Tensor]:
-    owner = _owner_of(anchor)
-    given = _spread(gradients, indices) + [None] * (wanted[-1] - max(indices, default=-1))
-    with torch.no_grad():
-        totals = given if owner is None else owner.take(given)
-        fresh = _room_for_totals(gradients, anchor, indices, wanted, key, dtypes)
-        for position, index in enumerate(wanted):
-            total = totals[index]
-            _ = fresh[position].zero_() if total is None else fresh[position].copy_(total)
-            fresh[-1][position] = total is not None
-    return fresh
+    reduction = _reductions.take(token)
+    assert reduction is not None, "a compiled graph waits twice for one reduction"
+    done = reduction.finish()
+    pieces = [done[index][0] for index in wanted]
+    return [*pieces, torch.stack([done[index][1].to(torch.float32) for index in missing])] if missing else pieces
 
 
-def _room_for_totals(
-    gradients: list[torch.Tensor], anchor: torch.Tensor, indices: list[int], wanted: list[int], key: str, dtypes: str
+def _room_for_gradients(
+    token: torch.Tensor, anchor: torch.Tensor, key: str, wanted: list[int], missing: list[int], dtypes: str
 ) -> list[torch.Tensor]:
-    """Tensors for the totals of the wanted gradients, and one for which of them exist."""
-    pairs = zip(wanted, _dtypes(dtypes), strict=True)
-    out = [anchor.new_empty(_layouts[key].shapes[i], dtype=dtype) for i, dtype in pairs]
-    return [*out, anchor.new_empty(len(wanted), dtype=torch.float32)]
+    pieces = _layouts[key].room_for_pieces(anchor, wanted, _dtypes(dtypes))
+    return [*pieces, anchor.new_empty(len(missing), dtype=torch.float32)] if missing else pieces
 
 
-def _settle(pieces: list[torch.Tensor], used: list[torch.Tensor], anchor: torch.Tensor, indices: list[int]) -> None:
-    owner = _owner_of(anchor)
-    if owner is not None:
-        with torch.no_grad():
-            for piece, mark, index in zip(pieces, used, indices, strict=True):
-                if owner.zeros_for_unused or mark.item() > 0:
-                    owner.settle(index, piece.clone())
+def _keep(gradients: list[torch.Tensor], anchor: torch.Tensor, indices: list[int], count: int) -> None:
+    if (owner := registry.known(anchor).owner()) is not None:
+        kept: list[torch.Tensor | None] = [None] * count
+        for index, gradient in zip(indices, gradients, strict=True):
+            kept[index] = gradient.clone()  # the graph may reuse the memory of its own tensors
+        owner.keep(kept)
 
 
-def _bucket(key: str, members: Sequence[int]) -> BucketLayout:
-    return _layouts[key].bucket(members)
+def _settle(pieces: list[torch.Tensor], marks: torch.Tensor, anchor: torch.Tensor, indices: list[int]) -> None:
+    if (owner := registry.known(anchor).owner()) is not None:
+        for piece, mark, index in zip(pieces, marks.tolist(), indices, strict=True):
+            if owner.zeros_for_unused or mark > 0:
+                owner.settle(index, piece.clone())
 
 
-def _pieces(key: str, members: Sequence[int], dtypes: str) -> tuple[BucketLayout, int, list[torch.dtype]]:
-    return _bucket(key, members), _layouts[key].rank, _dtypes(dtypes)
-
+# ---- the operators
 
 _library = torch.library.Library("composable_shard", "DEF")  # type: ignore[no-untyped-call]
 
 
-def _define(schema: str, kernels: dict[str, Any], fake: Any = None) -> None:
-    _library.define(schema)  # type: ignore[no-untyped-call]
+def _outside_autograd(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(kernel)
+    def run(*args: Any) -> Any:
+        with torch.no_grad():
+            return kernel(*args)
+
+    return run
+
+
+def _define(schema: str, kernel: Any, fake: Any, autograd: Any = None) -> None:
+    """Define an operator.
+
+    Every kernel acts beyond its arguments, on collectives or slots, so none may be captured in a CUDA graph.
+    """
+    _library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))  # type: ignore[no-untyped-call]
     name = schema.partition("(")[0]
-    for key, kernel in kernels.items():
-        _library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
+    _library.impl(name, kernel if autograd is not None else _outside_autograd(kernel), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    if autograd is not None:
+        _library.impl(name, autograd, "Autograd")  # type: ignore[no-untyped-call]
     if fake is not None:
         torch.library.register_fake(f"composable_shard::{name}", fake, lib=_library)
 
 
+def _token(*_: object) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64)
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
 _define(
     "unshard(Tensor[] shards, Tensor? tag, str key, int fate, bool again, float? factor, bool only_sums) -> Tensor[]",
-    {"Autograd": _with_gradients, "CompositeExplicitAutograd": _without_gradients},
+    _without_gradients,
+    None,
+    autograd=_with_gradients,
 )
+for _name in ("all_gather_into_tensor", "copy_weights"):
+    _define(f"{_name}(Tensor[] shards, Tensor anchor, str key) -> Tensor", _launch_gather, _token)
 _define(
-    "pack(Tensor[] shards, str key, int[] members, ScalarType dtype) -> Tensor",
-    {
-        "CompositeExplicitAutograd": lambda shards, key, at, dtype: copies.pack(
-            shards, _bucket(key, at), _layouts[key].rank, dtype
-        )
-    },
-    lambda shards, key, at, dtype: shards[0].new_empty(_bucket(key, at).numel, dtype=dtype),
+    "wait_weights(Tensor token, Tensor[] shards, Tensor anchor, str key) -> Tensor[]",
+    _wait_weights,
+    lambda token, shards, anchor, key: _layouts[key].room_for_weights(shards),
 )
+for _name in ("reduce_scatter_tensor", "all_reduce", "copy_gradients"):
+    _define(
+        f"{_name}(Tensor[] gradients, Tensor anchor, str key, int[] indices, int[] wanted, bool takes, float? factor, "
+        "bool only_sums) -> Tensor",
+        _launch_reduction,
+        _token,
+    )
+_define("all_reduce.scattered(Tensor token, Tensor anchor) -> Tensor", _go_on, _token)
 _define(
-    "unpack(Tensor bucket, str key, int[] members) -> Tensor[]",
-    {"CompositeExplicitAutograd": lambda bucket, key, at: copies.unpack(bucket, _bucket(key, at))},
-    lambda bucket, key, at: copies.room_for_wholes(bucket, _bucket(key, at)),
+    "wait_gradients(Tensor token, Tensor anchor, str key, int[] wanted, int[] missing, str dtypes) -> Tensor[]",
+    _wait_gradients,
+    _room_for_gradients,
 )
-_define(
-    "pack_gradients(Tensor?[] gradients, Tensor?[] used, Tensor like, str key, int[] members, ScalarType dtype)"
-    " -> Tensor",
-    {
-        "CompositeExplicitAutograd": lambda g, used, like, key, at, dtype: copies.pack_gradients(
-            g, used, like, _bucket(key, at), dtype
-        )
-    },
-    lambda g, used, like, key, at, dtype: copies.room_for_bucket(like, _bucket(key, at), dtype),
-)
-_define(
-    "unpack_pieces(Tensor chunk, str key, int[] members, str dtypes) -> Tensor[]",
-    {"CompositeExplicitAutograd": lambda chunk, *how: copies.unpack_pieces(chunk, *_pieces(*how))},
-    lambda chunk, *how: copies.room_for_pieces(chunk, *_pieces(*how)),
-)
-_define(
-    "keep(Tensor[] gradients, Tensor anchor, int[] indices) -> ()",
-    {"CompositeExplicitAutograd": _keep},
-    lambda gradients, anchor, indices: None,
-)
-_define(
-    "take(Tensor[] gradients, Tensor anchor, int[] indices, int[] wanted, str key, str dtypes) -> Tensor[]",
-    {"CompositeExplicitAutograd": _take},
-    _room_for_totals,
-)
-_define(
-    "settle(Tensor[] pieces, Tensor[] used, Tensor anchor, int[] indices) -> ()",
-    {"CompositeExplicitAutograd": _settle},
-    lambda pieces, used, anchor, indices: None,
-)
-_define(
-    "touch(Tensor weight, Tensor gradient) -> ()",
-    {"CompositeExplicitAutograd": lambda weight, gradient: None},
-    lambda weight, gradient: None,
-)
-for _name in ("keep", "take", "settle", "touch"):
+_define("keep(Tensor[] gradients, Tensor anchor, int[] indices, int count) -> ()", _keep, _nothing)
+_define("settle(Tensor[] pieces, Tensor marks, Tensor anchor, int[] indices) -> ()", _settle, _nothing)
+_define("touch(Tensor weight, Tensor gradient) -> ()", _nothing, _nothing)
+for _name in ("keep", "settle", "touch"):
     has_side_effect(getattr(torch.ops.composable_shard, _name).default)

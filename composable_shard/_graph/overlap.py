@@ -21,10 +21,7 @@ from torch import fx
 
 from .._plan.graph_schedule import NOTHING_SAID, GraphSchedule
 from .._plan.schedule import ROOT_NAME
-from .graphs import bytes_of, computes, is_backward, letter_of, module_of, name_of, weights_of
-
-_PACK_SHARDS, _UNPACK = "composable_shard.pack", "composable_shard.unpack"
-_PACK_GRADIENTS = "composable_shard.pack_gradients"
+from .graphs import GATHER, REDUCES, bytes_of, computes, is_backward, letter_of, module_of, name_of, weights_of
 
 
 def place(graph: fx.Graph, schedule: GraphSchedule = NOTHING_SAID) -> None:
@@ -51,44 +48,58 @@ class _Gather:
     """A gather of weights.
 
     Attributes:
-        pack, launch: the packing of what it sends, and the collective.
-        arrival: the node behind which all its weights lie in their places.
-        moves: the nodes that move with its launch: the packing and the views of inputs for that; empty if it must stay.
+        launch, wait: its two halves.
+        arrival: the last of the nodes that take the weights from the wait.
+        moves: the nodes that move with its launch: itself and the views of inputs for it; empty if it must stay.
+        nbytes: of the weights.
     """
 
-    pack: fx.Node
     launch: fx.Node
+    wait: fx.Node
     arrival: fx.Node
     moves: tuple[fx.Node, ...]
+    nbytes: int
 
     @classmethod
     def of(cls, launch: fx.Node) -> _Gather | None:
-        """That of a node; None if it is no gather of a group's shards."""
-        pack = launch.args[0] if letter_of(launch) == "G" else None
-        if not isinstance(pack, fx.Node) or name_of(pack) != _PACK_SHARDS:
+        """That of a node; None if it is no gather of a group's shards, or if nobody waits for it."""
+        wait = _wait_of(launch) if name_of(launch) == GATHER else None
+        if wait is None:
             return None
-        return cls(pack, launch, _arrival_of(launch), _moves_of(launch, pack))
+        return cls(launch, wait, max([wait, *wait.users]), _moves_of(launch), bytes_of(wait))
 
 
 @dataclass(frozen=True)
 class _Reduction:
-    """A reduction that can be waited for later: the bucket of its gradients, its launch, and what comes of it.
+    """A reduction that can be waited for later: its launch, and what comes of it.
 
     Attributes:
-        ends: the wait, and all that comes of it; nothing of it computes.
+        launch: takes the gradients.
+        ends: the wait, and all that comes of it; nothing of it computes. An all-reduce that follows a reduce-scatter is
+            one of them, as it is issued when the reduce-scatter was waited for.
+        nbytes: of the gradients.
     """
 
-    pack: fx.Node
     launch: fx.Node
     ends: frozenset[fx.Node]
+    nbytes: int
 
     @classmethod
-    def of(cls, pack: fx.Node) -> _Reduction | None:
-        """That of a bucket; None if there is none, or if it cannot be waited for later."""
-        launch = _launch_of(pack) if name_of(pack) == _PACK_GRADIENTS else None
-        wait = _wait_of(launch) if launch is not None else None
-        ends = _ends_of(wait) if wait is not None else None
-        return None if launch is None or ends is None else cls(pack, launch, ends)
+    def of(cls, launch: fx.Node) -> _Reduction | None:
+        """That of a node; None if it launches none, or one that cannot be waited for later."""
+        if not _takes_gradients(launch):
+            return None
+        (following,) = launch.users
+        ends = _ends_of(following)
+        gradients = launch.args[0]
+        assert isinstance(gradients, (list, tuple))
+        nbytes = sum(bytes_of(each) for each in gradients if isinstance(each, fx.Node))
+        return None if ends is None else cls(launch, ends, nbytes)
+
+
+def _takes_gradients(node: fx.Node) -> bool:
+    """Whether a node launches the reduction of a group's gradients."""
+    return name_of(node) in REDUCES and not isinstance(node.args[0], fx.Node)
 
 
 class _Names:
@@ -140,8 +151,8 @@ class _Order:
         self.last = len(self._nodes) - 1
         self.gathers = list(filter(None, map(_Gather.of, self._nodes)))
         self.reductions = list(filter(None, map(_Reduction.of, self._nodes)))
-        packs = [node for node in self._nodes if name_of(node) == _PACK_GRADIENTS]
-        self.names = _Names([*(gather.launch for gather in self.gathers), *packs], schedule.modules)
+        reduces = filter(_takes_gradients, self._nodes)
+        self.names = _Names([*(gather.launch for gather in self.gathers), *reduces], schedule.modules)
         moves = [each.moves for each in self.gathers] + [tuple(each.ends) for each in self.reductions]
         self._moving = {node for nodes in moves for node in nodes}
         self._computes: dict[str, list[int]] = {}
@@ -226,14 +237,14 @@ class _Flight:
 
     def launch(self, reduction: _Reduction) -> None:
         """One more is launched."""
-        module = self._order.names.of(reduction.pack)
+        module = self._order.names.of(reduction.launch)
         if module not in self._most:
             self.settle(self._order.at[reduction.launch] + 1)
         elif self._flying and self._flying[-1][0] == module:
             self._flying[-1][1].append(reduction)
             return
         else:
-            self.settle(self._order.at[reduction.pack], self._most[module] - 1)
+            self.settle(self._order.at[reduction.launch], self._most[module] - 1)
         self._flying.append((module, [reduction]))
 
     def __bool__(self) -> bool:
@@ -244,7 +255,7 @@ def _follow(order: _Order, launches: list[_Launch], schedule: GraphSchedule) -> 
     """The waits for reductions; launches of gathers that come behind them move."""
     flight = _Flight(order, schedule)
     events: list[tuple[int, int | _Reduction]] = [(launch.at, k) for k, launch in enumerate(launches)]
-    events += [(order.at[reduction.pack], reduction) for reduction in order.reductions]
+    events += [(order.at[reduction.launch], reduction) for reduction in order.reductions]
     for at, event in sorted(events, key=lambda event: event[0]):
         if isinstance(event, _Reduction):
             flight.launch(event)
@@ -270,14 +281,14 @@ def _within(
         live[begin:end] = [each + nbytes for each in live[begin:end]]
 
     for gather in order.gathers:
-        hold(order.at[gather.launch], order.last_use(gather) + 1, bytes_of(gather.launch))
+        hold(order.at[gather.launch], order.last_use(gather) + 1, gather.nbytes)
     for reduction, at in waits.items():
-        hold(order.at[reduction.pack], at, bytes_of(reduction.pack))
+        hold(order.at[reduction.launch], at, reduction.nbytes)
     for module, nbytes in kept.items() if order.backward else ():
         hold(0, order.end(module), nbytes)
     bounded: list[int] = []
     for gather, wanted in zip(order.gathers, launches, strict=True):
-        needed, nbytes = order.at[gather.launch], bytes_of(gather.launch)
+        needed, nbytes = order.at[gather.launch], gather.nbytes
         at = max([wanted, *bounded[-1:]])
         if max(live[at:needed], default=0) + nbytes > budget:
             at = needed
@@ -289,7 +300,7 @@ def _within(
 def _launch_earlier(gather: _Gather, target: fx.Node) -> None:
     """Move a gather, and what it needs, before `target`, which is no later than its wait."""
     for node in gather.moves:
-        if target < node or node in (gather.launch, gather.pack):
+        if target < node or node is gather.launch:
             target.prepend(node)
 
 
@@ -299,20 +310,13 @@ def _finish_later(ends: Iterable[fx.Node], target: fx.Node) -> None:
         target.prepend(node)
 
 
-def _arrival_of(gather: fx.Node) -> fx.Node:
-    """The node behind which all weights of a gather lie in their places, and its buffer is not needed any more."""
-    wait = _wait_of(gather)
-    unpacks = [node for node in wait.users if name_of(node) == _UNPACK] if wait is not None else []
-    return max([wait or gather, *(node for unpack in unpacks for node in (unpack, *unpack.users))])
-
-
 def _wait_of(collective: fx.Node) -> fx.Node | None:
     return next((user for user in collective.users if letter_of(user) == "w"), None)
 
 
-def _moves_of(launch: fx.Node, pack: fx.Node) -> tuple[fx.Node, ...]:
-    """A gather, its packing, and the views of inputs for that; empty if it needs more."""
-    moves, to_do = {launch, pack}, list(pack.all_input_nodes)
+def _moves_of(launch: fx.Node) -> tuple[fx.Node, ...]:
+    """A gather, and the views of inputs for it; empty if it needs more."""
+    moves, to_do = {launch}, list(launch.all_input_nodes)
     while to_do:
         node = to_do.pop()
         if node.op != "placeholder" and node not in moves:
@@ -323,22 +327,12 @@ def _moves_of(launch: fx.Node, pack: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(sorted(moves))
 
 
-def _launch_of(pack: fx.Node) -> fx.Node | None:
-    """The collective that begins the reduction of packed gradients; None if there is none."""
-    node = pack
-    while len(node.users) == 1:
-        (node,) = node.users
-        if letter_of(node):
-            return node
-    return None
-
-
 def _ends_of(wait: fx.Node) -> frozenset[fx.Node] | None:
     """A wait and all that comes of it, without the output; None if some of it computes, or is reduced."""
     ends, to_do = {wait}, [wait]
     while to_do:
         for user in to_do.pop().users:
-            if letter_of(user) == "m" or name_of(user) == _PACK_GRADIENTS:
+            if letter_of(user) == "m" or _takes_gradients(user):
                 return None
             if user.op != "output" and user not in ends:
                 ends.add(user)

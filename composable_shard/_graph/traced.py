@@ -8,7 +8,7 @@ it may differ between equal layers, or they would not share code.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -17,15 +17,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from .._comm.copies import Gradients
-from .._comm.functional import axis_of
 from .._comm.mesh import MeshInfo
 from .._errors import ShardConfigStateError
+from .._group.exchange import Exchange
 from .._group.group import ParamGroup
 from .._group.optimizers import watch_steps
 from .._group.param import ShardedParam
+from .._group.phases import SHARDED
 from .._policies import Comms, Options, Settings
 from .._torch.core import GRAPHS_GIVE_NONE, any_gradient_hooks, queue_backward_callback, with_side_effects
-from .operators import KEEP, REDUCE, TAKE, Layout, owners
+from . import registry
+from .operators import KEEP, REDUCE, TAKE, Layout
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -60,28 +62,37 @@ class TracedGroup:
         self._params = params
         self._settings = settings
         self._group: weakref.ref[ParamGroup] | None = None
+        self._between_steps: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._replicated = info.replicate_size > 1
         layout = Layout(
             shapes=tuple(param.shape for param in params),
             dims=tuple(param.dim for param in params),
             keeps=tuple(param.keeps_dtype for param in params),
-            rank=info.shard_rank,
-            shard=axis_of(info.shard_group, info.shard_size, info.device),
-            replicate=axis_of(info.replicate_group, info.replicate_size, info.device),
+            world=info.shard_size,
+            rank=0 if all(p.shape[p.dim] % info.shard_size == 0 for p in params) else info.shard_rank,
+            replicates=self._replicated,
+            device=str(info.device) if info.offloads else "",
             options=Options(mp_policy=settings.current.mp_policy),
         )
         self._key = layout.register()
-        self._replicated = layout.replicate is not None
         self.compiled = False
         self._extended = False
         # Memory that stands for the group when a graph runs, if this rank holds no element of it.
         self._tag = (
             None if any(p.sharded.is_meta or p.local.numel() for p in params) else torch.empty(1, device=info.device)
         )
-        owners.add(self)
+        registry.add(self)
         watch_steps(self)
 
-    def bind(self, group: ParamGroup | None, is_root: bool) -> None:
-        """The root is known: this is the group of the eager runtime."""
+    def bind(self, group: ParamGroup | None, is_root: bool, between_steps: Callable[[], None]) -> None:
+        """The root is known: this is the group of the eager runtime.
+
+        Args:
+            group: None if there are no parameters.
+            is_root: whether it is the root's own.
+            between_steps: a method of the engine, to be called before a graph gathers while no memory is leased.
+        """
+        self._between_steps = weakref.WeakMethod(between_steps)
         self.unknown = ""
         self.is_root = is_root
         self._group = weakref.ref(group) if group is not None else None
@@ -141,22 +152,40 @@ class TracedGroup:
 
     # ---- when a graph runs
 
-    def anchors(self) -> list[int]:
-        """Addresses of the memory that stands for the group."""
-        if self._tag is not None:
-            return [self._tag.data_ptr()]
-        return [param.local.data_ptr() for param in self._params]
+    def anchors(self) -> list[torch.Tensor]:
+        """The tensors whose memory stands for the group, after it has taken over what users put into its modules."""
+        group = self._of_runtime()
+        entries = None if group is None else group.entries()
+        if group is not None and entries is not None and group.phase is SHARDED:
+            entries.follow()
+            if any(param.sharded is not shard for param, shard in zip(self._params, group.shards, strict=True)):
+                group.rebuild()
+        return [self._tag] if self._tag is not None else [param.local for param in self._params]
+
+    def exchange(self) -> Exchange | None:
+        """The gathers and reductions of the group; None if that of the eager runtime is gone."""
+        group = self._of_runtime()
+        return None if group is None else group.exchange()
+
+    def before_gather(self) -> None:
+        """A graph is about to gather the group: between two steps, let the engine lay its memory out anew."""
+        group, between_steps = self._of_runtime(), self._between_steps and self._between_steps()
+        if group is not None and between_steps is not None and group.exchange().pool.wants_arena:
+            between_steps()
+
+    def _of_runtime(self) -> ParamGroup | None:
+        return self._group() if self._group is not None else None
 
     def keep(self, gradients: Gradients) -> None:
         """Keep these for a later backward."""
-        group = self._group() if self._group is not None else None
+        group = self._of_runtime()
         if group is not None:
             self._set_hooks_aside()
             group.gradients.accumulate(gradients)
 
     def take(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """These and those that were kept, added; the latter are kept no longer."""
-        group = self._group() if self._group is not None else None
+        group = self._of_runtime()
         return list(gradients) if group is None else group.gradients.take(gradients)
 
     def settle(self, index: int, piece: torch.Tensor) -> None:
@@ -166,7 +195,7 @@ class TracedGroup:
 
     def _set_hooks_aside(self) -> None:
         """Until this pass is over: autograd has no gradients for the parameters, and would call hooks with none."""
-        group = self._group() if self._group is not None else None
+        group = self._of_runtime()
         if group is None:
             return
         if any_gradient_hooks(group.shards) or (not group.gradients.hooks_taken and group.gradients.may_have_hooks):

@@ -275,6 +275,8 @@ class GatherBucket(Bucket):
     """Parameters that are gathered as they are, cast to one dtype, into a slot of the pool.
 
     Attributes:
+        copies: the copies and the collective of a gather.
+        places: where the parameters lie in a slot.
         begins: offset of each parameter in a slot, in elements.
         for_weights, for_landing: the pool's requests, in forward and in backward, for the weights and for the landing
             buffer that small parameters share (None if there is none).
@@ -283,8 +285,8 @@ class GatherBucket(Bucket):
     """
 
     __slots__ = (
-        "_gatherer", "_pool", "_reserved", "_self", "_sharded", "_sum", "begins", "for_landing",
-        "for_weights", "members", "nbytes",
+        "_gatherer", "_pool", "_reserved", "_self", "_sharded", "_sum", "begins", "copies", "for_landing",
+        "for_weights", "members", "nbytes", "places",
     )  # fmt: skip
 
     def __init__(
@@ -306,7 +308,7 @@ class GatherBucket(Bucket):
         pieces = list(map(local_tensor, self._sharded))
         as_they_are = [not offloads and local.dtype == dtype and local.is_contiguous() for local in pieces]
         converted = [index for index, as_it_is in enumerate(as_they_are) if not as_it_is]
-        copies = GatherCopies(layout, info.shard_rank, transport, converted, non_blocking=offloads)
+        self.copies = copies = GatherCopies(layout, info.shard_rank, transport, converted, non_blocking=offloads)
         self.for_weights = pool.requests(f"weights {self.fqns[0]}", layout.nbytes)
         landing = f"landing {self.fqns[0]}"
         self.for_landing = None if layout.landing is None else pool.requests(landing, layout.landing_bytes)
@@ -318,7 +320,7 @@ class GatherBucket(Bucket):
         self.nbytes = layout.nbytes
         requests = (self.for_weights, self.for_landing)
         self.gather_bytes = sum(forward.nbytes for forward, _ in filter(None, requests))
-        self.begins = layout.places.begins
+        self.places, self.begins = layout.places, layout.places.begins
         self.members = _Members([begin * dtype.itemsize for begin in self.begins])
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
+from operator import attrgetter, ne
 
 import torch
 
@@ -76,7 +76,7 @@ class Face:
 
     def is_used(self) -> bool:
         """Whether anything but the face itself (and its leaves) shares its storages."""
-        return self._users() != self._alone
+        return any(map(ne, map(storage_uses, self._storages), self._alone))
 
     def is_at_rest(self) -> bool:
         """Whether nothing but the installed outputs or leaves shares its storages."""

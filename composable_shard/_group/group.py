@@ -27,6 +27,7 @@ from .._plan.schedule import ROOT_NAME
 from .._policies import Options, Settings
 from .._torch.distributed import local_tensor
 from .bucket import Bucket, GatherBucket
+from .exchange import Exchange
 from .extension import ExtensionBucket, is_extended
 from .gradients import GroupGradients
 from .param import ShardedParam, lend_attributes
@@ -91,6 +92,9 @@ class Entries(Protocol):
     def adopt(self) -> bool:
         """Take over parameters that users have assigned over sharded ones; True if there were any."""
 
+    def follow(self) -> None:
+        """Do what `adopt` does; the next call of that returns True, too, if there were any."""
+
 
 class ParamGroup:
     """Parameters that are gathered together and whose gradients are reduced together.
@@ -141,6 +145,7 @@ class ParamGroup:
         self._comm, self._runtime = comm, runtime
         self.phase, self.away = SHARDED, True
         self._gathers: list[tuple[Bucket, Job[None]]] = []
+        self._exchange: Exchange | None = None
         self._versions: list[int] = []
         self.residents: list[Resident] = []
         self.shards = [p.sharded for p in self.params]
@@ -413,15 +418,27 @@ class ParamGroup:
             bucket.forget()
         self.shards = [p.sharded for p in self.params]
         self.buckets, self.layout = self._laid_out()
-        self.residents = []
+        self.residents, self._exchange = [], None
         self.gradients.rebuild(self.shards, self._comm.transports, self._slot_bytes())
 
     def leave_slots(self) -> None:
         """Drop all views of slots, since the pool is about to replace its slots; only while sharded."""
         self.gradients.leave_slots()
+        if self._exchange is not None:
+            self._exchange.leave_slots()
         self.residents = []
         for bucket in self.buckets:
             bucket.leave_slots()
+
+    def exchange(self) -> Exchange:
+        """Its gathers and reductions for compiled graphs, made when a graph first runs, and anew after `rebuild`."""
+        if self._exchange is None:
+            assert not self.layout.extended
+            members = dict(zip(self._in_slots(), self.layout.members, strict=True))
+            comm, run = self._comm, self._runtime
+            how = comm.info, comm.transports, self.options, run.pool, run.gather_lane, run.reduce_lane
+            self._exchange = Exchange(self.params, members, *how)
+        return self._exchange
 
     def __repr__(self) -> str:
         return f"ParamGroup({self.name}, {len(self.params)} parameters, {self.phase.value})"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,7 +23,22 @@ from .._plan.layout import reduce_layout
 from .._policies import AllReduceHook, Comms, Options, division
 from .._torch.core import has_memory, plainly
 from .accumulation import Partial
-from .param import ShardedParam
+
+
+class Reducible(Protocol):
+    """What a reduction must know of a parameter, such as a `ShardedParam`; it is not held."""
+
+    @property
+    def fqn(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dim(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 class Reduced:
@@ -119,7 +134,7 @@ class ReduceBucket:
     def __init__(
         self,
         indices: list[int],
-        params: Sequence[ShardedParam],
+        params: Sequence[Reducible],
         dtype: torch.dtype,
         info: MeshInfo,
         transports: Transports,
@@ -325,7 +340,7 @@ def unused(done: Sequence[tuple[list[int], Reduced]], asked: Sequence[int]) -> l
 
 
 def reduce_buckets(
-    params: Sequence[ShardedParam],
+    params: Sequence[Reducible],
     trains: Sequence[bool],
     info: MeshInfo,
     transports: Transports,

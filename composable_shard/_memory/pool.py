@@ -14,7 +14,7 @@ none, falls back to the free lists; it is counted, and the next arena has room f
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -107,6 +107,7 @@ class BufferPool:
         self._arena: list[Slot] = []
         self._lacks = True
         self._free: dict[int, list[Slot]] = {}
+        self._counted_out: list[tuple[Slot, Callable[[], bool]]] = []
         self.places = Places()
         self.counted = self.owns = False
         self._own: dict[tuple[str, int], Slot] = {}
@@ -155,6 +156,8 @@ class BufferPool:
             request: for which it is leased; if that is leased already, a request of its name with a ``'`` behind it.
             owner: a weak reference to the bucket whose weights will lie in the slot; None for other purposes.
         """
+        if self._counted_out:
+            self.reclaim()
         live = self._live
         while request in live:
             request = self.request(request.name + "'", request.nbytes, request.backward)
@@ -230,6 +233,28 @@ class BufferPool:
         self.lent_bytes -= slot.nbytes if slot.lent else 0
         slot.resume(owner)
 
+    def release_unused(self, slot: Slot, is_used: Callable[[], bool]) -> None:
+        """Release a slot as soon as nobody uses it any more; nobody tells, so each lease looks (`reclaim`).
+
+        Args:
+            slot: that stays leased until then. How long that is may differ between ranks, so it counts as lent.
+            is_used: whether anybody refers to its memory.
+        """
+        self.suspend(slot, None, lent=True)
+        self._counted_out.append((slot, is_used))
+
+    def reclaim(self) -> None:
+        """Release the slots of `release_unused` that nobody uses any more."""
+        remaining: list[tuple[Slot, Callable[[], bool]]] = []
+        for each in self._counted_out:
+            slot, is_used = each
+            if is_used():
+                remaining.append(each)
+            else:
+                self.resume(slot)
+                self.release(slot, *self.memory.queued())
+        self._counted_out = remaining
+
     def release_all(self, slots: Sequence[Slot], after: torch.Event | None) -> None:
         """`release` each of these."""
         for slot in slots:
@@ -250,6 +275,8 @@ class BufferPool:
     @property
     def wants_arena(self) -> bool:
         """Whether a new arena would know more than the present one, and can be made now, since nothing is leased."""
+        if self._lacks and self._counted_out:
+            self.reclaim()
         return self._lacks and bool(self._known) and not self.live_bytes and not self.owns
 
     def make_arena(self) -> None:
@@ -287,6 +314,7 @@ class BufferPool:
 
     def empty(self) -> None:
         """Give the memory of all free slots back to the allocator, and the arena unless some of it is leased."""
+        self.reclaim()
         freed = [slot for slots in self._free.values() for slot in slots]
         self._free.clear()
         self._own.clear()

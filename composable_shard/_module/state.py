@@ -199,7 +199,7 @@ class ShardState:
     def bind(self, bound: Bound, lists: tuple[ShardState, ...]) -> None:
         """Note the part in a new engine and, on the root, `lists`; pass on what users have set for the root before."""
         self.bound, self.lists = bound, lists
-        self.traced.bind(bound.group, bound.is_root)
+        self.traced.bind(bound.group, bound.is_root, bound.engine.between_graphs)
         if bound.is_root:
             self.set_for_root(**self._for_root)
 

@@ -74,7 +74,7 @@ def test_four_ranks_on_gloo_add_in_the_order_of_the_ranks():
         graphs_of(plain, world=4),
         """\
 forward GwGmwGmmwmmm, saves 2288 bytes
-backward GmmwGmmmmXwmmmmXwmXww
+backward GmmwGmmmmRwmmmmRwmRww
 """,
     )
 
@@ -88,7 +88,7 @@ def test_replicas_of_shards_reduce_scatter_and_then_all_reduce():
         graphs_of(hybrid, world=4),
         """\
 forward GwGmwmmm, saves 1288 bytes
-backward GmmwmmmmRmRwAwwAw
+backward GmmwmmmmRmRAwAw
 """,
     )
 

@@ -57,8 +57,8 @@ def test_a_group_of_two_dtypes_has_a_collective_for_each():
     assert_expected_inline(
         graphs_of(two_dtypes),
         """\
-forward GwGwmm, saves 360 bytes
-backward GwGmmmwRRww
+forward Gwmm, saves 360 bytes
+backward GwmmmRw
 """,
     )
 
@@ -215,7 +215,7 @@ def test_weights_that_eager_keeps_among_few_ranks_are_gathered_among_all():
         graphs_of(few_ranks, world=4),
         """\
 forward GwGmwmmm, saves 1160 bytes
-backward GwGmmwmmmmXmXww
+backward GwGmmwmmmmRmRww
 """,
     )
 

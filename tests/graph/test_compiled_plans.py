@@ -16,13 +16,12 @@ import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import composable_shard as cs
 from _compiling import text_of
+from _stepping import pool_of
 from composable_shard import testing
-from composable_shard._comm import copies
 from composable_shard.report import watch_graphs
 
 with warnings.catch_warnings():  # imports of its own warn
@@ -163,50 +162,6 @@ backward GmmmmmRwmmmmmwRmmwGmmmRwmmmmmwRwRw
     )
 
 
-class Live:
-    """Bytes of weights, of gathers on their way and of packed gradients, as memory is taken and given back."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.most = 0
-        self._flying: list[int] = []
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        pack, unpack, pack_gradients = copies.pack, copies.unpack, copies.pack_gradients
-
-        def packing(*args):
-            chunk = pack(*args)
-            self._flying.append(WORLD * chunk.nbytes)
-            self._look()
-            return chunk
-
-        def unpacking(*args):
-            wholes = unpack(*args)
-            self._flying.pop(0)
-            self._hold(*wholes)
-            return wholes
-
-        def packing_gradients(*args):
-            bucket = pack_gradients(*args)
-            self._hold(bucket)
-            return bucket
-
-        patch.setattr(copies, "pack", packing)
-        patch.setattr(copies, "unpack", unpacking)
-        patch.setattr(copies, "pack_gradients", packing_gradients)
-
-    def now(self) -> int:
-        alive = {key: each for key, each in self._storages.items() if not each[0].expired()}
-        self._storages = alive
-        return sum(self._flying) + sum(nbytes for _, nbytes in alive.values())
-
-    def _hold(self, *tensors):
-        for tensor in tensors:
-            self._storages[len(self._storages), id(tensor)] = StorageWeakRef(tensor.untyped_storage()), tensor.nbytes
-        self._look()
-
-    def _look(self):
-        self.most = max(self.most, self.now())
-
-
 COSTS = {
     "fast compute": (1e-6, 2e-6),
     "slow compute": (1e-4, 2e-4),
@@ -221,8 +176,8 @@ def timed(model, budget, seconds):
 
 
 @pytest.mark.parametrize(("blocks", "stay"), [(2.25, 2), pytest.param(4, 3, marks=pytest.mark.matrix)])
-def test_a_graph_holds_no_more_than_the_budget_with_what_it_keeps(blocks, stay, monkeypatch):
-    live, budget = Live(monkeypatch), int(blocks * WEIGHTS)
+def test_a_graph_holds_no_more_than_the_budget_with_what_it_keeps(blocks, stay):
+    budget = int(blocks * WEIGHTS)
     most, kept = [], []
     for name, seconds in COSTS.items():
         with network():
@@ -230,11 +185,12 @@ def test_a_graph_holds_no_more_than_the_budget_with_what_it_keeps(blocks, stay, 
             plan = timed(model, budget, seconds)
             model.set_plan(plan)
             run = cs.compile(model, backend="aot_eager")
-            live.most = 0
             steps(run, model, 1)
-            most.append(live.most)
+            pool = pool_of(model)
+            most.append(pool.peak_bytes)
             loss = run(torch.randn(3, WIDTH)).sum()
-            kept.append(live.now() // WEIGHTS)
+            pool.reclaim()
+            kept.append(pool.live_bytes // WEIGHTS)
             assert kept[-1] == len(plan.edges().kept) - 1, name
             del loss
     assert budget - 1.5 * WEIGHTS < max(most) <= budget, most

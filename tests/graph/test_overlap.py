@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from expecttest import assert_expected_inline
 from torch import fx
@@ -32,19 +34,19 @@ class Builder:
         return node
 
     def gather(self, shard):
-        flat = self.call(cs.pack, [shard], "key", [0], torch.float32)
-        waited = self.call(c10d.wait_tensor, self.call(c10d.all_gather_into_tensor, flat, 2, "group"))
-        unpacked = self.call(cs.unpack, waited, "key", [0])
-        return self.graph.call_function(torch.ops.aten.select.int, (unpacked, 0, 0))
+        token = self.call(cs.all_gather_into_tensor, [shard], shard, "key")
+        weights = self.call(cs.wait_weights, token, [shard], shard, "key")
+        return self.graph.call_function(operator.getitem, (weights, 0))
 
     def multiply(self, weight):
         self.x = self.call(aten.mm, self.x, weight)
         return self.x
 
     def reduce(self, gradient, *after):
-        bucket = self.call(cs.pack_gradients, [gradient], [None], gradient, "key", [0], torch.float32)
-        sent = self.call(aten.view, bucket, [-1])
-        waited = self.call(c10d.wait_tensor, self.call(c10d.reduce_scatter_tensor, sent, "sum", 2, "group"))
+        how = [0], [0], False, None, False
+        token = self.call(cs.reduce_scatter_tensor, [gradient], self.x, "key", *how)
+        pieces = self.call(cs.wait_gradients, token, self.x, "key", [0], [], "float32")
+        waited = self.graph.call_function(operator.getitem, (pieces, 0))
         for op in after:
             waited = self.call(op, waited)
         self.ends.append(waited)
@@ -53,8 +55,10 @@ class Builder:
     def tell_sizes(self):
         """Weights and gradients have 64 bytes each."""
         for node in self.graph.nodes:
-            if node.target in (c10d.all_gather_into_tensor.default, cs.pack_gradients.default):
-                node.meta["val"] = torch.empty(16, device="meta")
+            if node.target is cs.wait_weights.default:
+                node.meta["val"] = [torch.empty(16, device="meta")]
+            elif node.target is cs.reduce_scatter_tensor.default:
+                node.args[0][0].meta["val"] = torch.empty(16, device="meta")
 
     def placed(self, *schedule):
         before = {node.name: [each.name for each in node.all_input_nodes] for node in self.graph.nodes}

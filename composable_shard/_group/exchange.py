@@ -1,0 +1,258 @@
+"""`Exchange`: the gathers and reductions of a group for compiled graphs, by its copies, transports and slots.
+
+A graph hands shards or gradients in and gets weights or pieces back. It tells nobody when it reads a weight last: the
+compiler decides that, and may save a weight for backward, return it, or reuse its memory for something else. So weights
+lie in slots that the pool takes back when nobody refers to their storages any more.
+
+An exchange holds no parameter, module or engine, so that the backward of a graph can run after the model is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from .._comm.collectives import Transports
+from .._comm.copies import Gradients, regions_in
+from .._comm.lanes import Job, Lane
+from .._comm.mesh import MeshInfo
+from .._memory.pool import BufferPool
+from .._memory.slots import Slot
+from .._policies import Options
+from .._torch.core import plainly
+from .bucket import GatherBucket, Gatherer
+from .faces import Face
+from .param import ShardedParam
+from .reduction import ReduceBucket, Reduced
+
+
+class _Facts(NamedTuple):
+    """What a reduction must know of a parameter."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dim: int
+    dtype: torch.dtype
+
+
+class _Gathers:
+    """The gathers of one bucket of parameters.
+
+    Args:
+        bucket: whose copies, transport and requests are used. It is not held.
+        members: indices of its parameters in the group.
+        pool, lane: where memory comes from, and where gathers are queued.
+    """
+
+    def __init__(self, bucket: GatherBucket, members: Sequence[int], pool: BufferPool, lane: Lane) -> None:
+        self.members = members
+        self._dtype = bucket.dtype
+        self._layout = bucket.places
+        self._requests = bucket.for_weights
+        self._gatherer = Gatherer(bucket.copies, bucket.dtype, bucket.for_landing, pool, lane)
+        self._pool, self._lane = pool, lane
+        self._faces: dict[Slot, Face] = {}
+
+    def start(self, shards: list[torch.Tensor]) -> _Gathering:
+        """Begin to gather `shards`, those of the members."""
+        pool, after = self._pool, (self._lane.mark(),)
+        if pool.owns:  # a slot has no memory once it is released, whoever still refers to it
+            memory = pool.memory.allocate(self._requests[0].nbytes)
+            flat = memory.view(self._dtype)
+            with plainly():
+                wholes = self._gatherer.copies.into(regions_in(flat, self._layout, self._layout.begins))
+            return _Gathering(self, self._gatherer.start_into(wholes, shards, after), None, flat)
+        slot = pool.lease_for(self._requests[pool.backward])
+        try:
+            return _Gathering(self, self._gatherer.start(slot, shards, (*after, *slot.free_after)), slot, None)
+        except BaseException:
+            pool.give_up([slot])
+            raise
+
+    def finish(self, gathering: _Gathering) -> list[torch.Tensor]:
+        """Wait for the weights. Each has a storage of its own."""
+        slot = gathering.slot
+        try:
+            gathering.job.finish()
+        except Exception:  # not after an interrupt: then the gather may still write to the slot, which stays leased
+            if slot is not None:
+                self._pool.give_up([slot])
+            raise
+        if slot is None:
+            assert gathering.memory is not None
+            regions = regions_in(gathering.memory, self._layout, self._layout.begins)
+            return [r[: at.numel].view(at.shape) for r, at in zip(regions, self._layout.params, strict=True)]
+        face = self._faces.get(slot)
+        if face is None:
+            face = self._faces[slot] = Face(slot, self._dtype, self._layout)
+        weights = [weight.detach() for weight in face.weights]
+        self._pool.release_unused(slot, face.is_used)
+        return weights
+
+    def drop(self, gathering: _Gathering) -> None:
+        """Wait for weights that nobody wants any more."""
+        gathering.job.finish()
+        if gathering.slot is not None:
+            self._pool.release(gathering.slot, self._lane.mark())
+
+    def leave_slots(self) -> None:
+        """Drop all views of slots."""
+        self._gatherer.leave_slots()
+        self._faces.clear()
+
+
+@dataclass(frozen=True)
+class _Gathering:
+    """A gather on its way.
+
+    Attributes:
+        gathers: who has begun it.
+        job: the gather.
+        slot: where its weights will lie; None if in no slot.
+        memory: where they will lie else, as a 1D tensor of their dtype.
+    """
+
+    gathers: _Gathers
+    job: Job[None]
+    slot: Slot | None
+    memory: torch.Tensor | None
+
+
+class Gather:
+    """The gathers of all buckets of a group on their way."""
+
+    def __init__(self, parts: list[_Gathering]) -> None:
+        self._parts = parts
+
+    def finish(self) -> list[torch.Tensor]:
+        """Wait for the weights, in the order of the group's parameters."""
+        parts, self._parts = self._parts, []
+        if len(parts) == 1:
+            return parts[0].gathers.finish(parts[0])
+        weights: dict[int, torch.Tensor] = {}
+        for part in parts:
+            weights.update(zip(part.gathers.members, part.gathers.finish(part), strict=True))
+        return [weights[index] for index in range(len(weights))]
+
+    def drop(self) -> None:
+        """Wait for weights that nobody wants any more, and give their memory back."""
+        parts, self._parts = self._parts, []
+        for part in parts:
+            part.gathers.drop(part)
+
+
+class Reduction:
+    """The reductions of all buckets of a group on their way.
+
+    Args:
+        jobs: of each bucket.
+        on_host: whether the host waits for results, since it reads them.
+    """
+
+    def __init__(self, jobs: list[tuple[ReduceBucket, Job[Reduced]]], on_host: bool) -> None:
+        self._jobs, self._on_host = jobs, on_host
+
+    def advance(self) -> None:
+        """Wait for the reduce-scatters, and issue the all-reduces over the replicas."""
+        for _, job in self._jobs:
+            job.advance()
+
+    def finish(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Wait for this rank's pieces, and marks that are positive if any rank had that gradient, by index."""
+        jobs, self._jobs = self._jobs, []
+        done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for bucket, job in jobs:
+            pieces, used = job.finish(self._on_host).parts()
+            done.update(zip(bucket.indices, zip(pieces, used.unbind(), strict=True), strict=True))
+        return done
+
+    def drop(self) -> None:
+        """Wait for pieces that nobody wants any more."""
+        jobs, self._jobs = self._jobs, []
+        for _, job in jobs:
+            job.finish()
+
+
+class Exchange:
+    """The gathers and reductions of a group for compiled graphs.
+
+    Args:
+        params: the group's parameters; they are not held.
+        buckets: its gather buckets, and for each the indices of its parameters in the group.
+        info, transports: with whom it communicates, and how.
+        options: of which only the dtypes count here.
+        pool: memory of its engine.
+        gather_lane, reduce_lane: of its engine.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        buckets: Mapping[GatherBucket, Sequence[int]],
+        info: MeshInfo,
+        transports: Transports,
+        options: Options,
+        pool: BufferPool,
+        gather_lane: Lane,
+        reduce_lane: Lane,
+    ) -> None:
+        self._facts = [_Facts(p.fqn, p.shape, p.dim, p.dtype) for p in params]
+        self._gathers = [_Gathers(bucket, members, pool, gather_lane) for bucket, members in buckets.items()]
+        self._slots = [bucket.nbytes for bucket in buckets]
+        self._info, self._transports, self._options = info, transports, options
+        self._lane = reduce_lane
+        self._reduces: dict[tuple[object, ...], list[ReduceBucket]] = {}
+        self.pool = pool
+
+    @property
+    def name(self) -> str:
+        """The first parameter, for messages."""
+        return self._facts[0].fqn
+
+    def gather(self, shards: Sequence[torch.Tensor]) -> Gather:
+        """Begin to gather shards, in the order of the group's parameters."""
+        started: list[_Gathering] = []
+        try:
+            for gathers in self._gathers:
+                started.append(gathers.start([shards[index] for index in gathers.members]))
+        except BaseException:
+            Gather(started).drop()
+            raise
+        return Gather(started)
+
+    def reduce(self, gradients: Gradients, wanted: Sequence[int], factor: float | None, only_sums: bool) -> Reduction:
+        """Begin to average unsharded gradients over the ranks.
+
+        Args:
+            gradients: in the order of the group's parameters; None counts as zeros.
+            wanted: indices of the parameters that want one, the same on all ranks.
+            factor, only_sums: the options `divide_factor` and `only_sums`.
+        """
+        jobs: list[tuple[ReduceBucket, Job[Reduced]]] = []
+        for bucket in self._reduce_buckets(tuple(wanted), factor, only_sums):
+            jobs.append((bucket, bucket.start(gradients)))
+        return Reduction(jobs, self._info.offloads)
+
+    def _reduce_buckets(self, wanted: tuple[int, ...], factor: float | None, only_sums: bool) -> list[ReduceBucket]:
+        key = wanted, factor, only_sums
+        buckets = self._reduces.get(key)
+        if buckets is None:
+            options = replace(self._options, divide_factor=factor, only_sums=only_sums)
+            members: dict[torch.dtype, list[int]] = {}
+            for index in wanted:
+                members.setdefault(options.reduce_dtype(self._facts[index].dtype), []).append(index)
+            how = self._info, self._transports, options, self.pool, self._lane, self._slots
+            buckets = self._reduces[key] = [
+                ReduceBucket(indices, [self._facts[i] for i in indices], dtype, *how)
+                for dtype, indices in members.items()
+            ]
+        return buckets
+
+    def leave_slots(self) -> None:
+        """Drop all views of slots, since the pool is about to replace its slots."""
+        self._reduces.clear()
+        for gathers in self._gathers:
+            gathers.leave_slots()
