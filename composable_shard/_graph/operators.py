@@ -6,7 +6,7 @@ which stay visible in the graph: a launch gives a token, and the wait for that t
     all_gather_into_tensor(shards) -> token     wait_weights(token, shards) -> unsharded parameters
     reduce_scatter_tensor(gradients) -> token   wait_gradients(token) -> this rank's pieces of the averages
 
-On a mesh of replicas `all_reduce` takes the token of a reduce-scatter and gives that of the all-reduce which follows it.
+On a mesh of replicas `all_reduce` takes the token of a reduce-scatter and gives that of the all-reduce that follows.
 The halves are functional: no result shares memory with an argument, and a wait reads what its launch has sent, so that
 the compiler keeps that alive. When a graph runs, they do what eager steps do, by the transports, the copies and the
 pool of the group (`Exchange`), which they find by the memory of one of its shards, the `anchor`.
