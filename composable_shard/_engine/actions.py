@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from .._comm.copies import Gradients
 from .._group.group import Entries, ParamGroup, Runtime
-from .._group.phases import GATHERING, SHARDED, UNSHARDED
+from .._group.phases import AWAY, GATHERING, SHARDED, UNSHARDED
 from .._group.reduction import GroupReduced, Reduction
 from .._plan.record import Record
 from .._plan.schedule import MAX_REDUCTIONS, Kind
@@ -33,7 +32,7 @@ T = TypeVar("T")
 LeafHook = Callable[[torch.Tensor, ParamGroup, int], None]
 UNSHARD, WAIT, RESHARD, REDUCE, REDUCED = Kind.UNSHARD, Kind.WAIT, Kind.RESHARD, Kind.REDUCE, Kind.REDUCED
 _AT_ONCE = 4  # set `.grad` for this many reduced groups together: half the host time of setting it group by group
-_NOTHING, _away = object(), attrgetter("away")
+_NOTHING = object()
 
 
 class Actions:
@@ -166,7 +165,7 @@ class Actions:
 
     def ahead(self, group: ParamGroup | None) -> None:
         """Issue the gather of a group without waiting for it, if it is not issued or gathered already."""
-        if group is not None and group.away:
+        if group is not None and group.phase in AWAY:
             if self.order.forward.kept and group in self.order.forward.kept:
                 group.note_versions()
             self._act(UNSHARD, group, group.start_gather, self.changed)
@@ -176,12 +175,13 @@ class Actions:
     def prefetch(self, groups: Sequence[ParamGroup]) -> None:
         """Gather these groups ahead; those that do not fit in the budget are left until they are needed."""
         for group in groups:
-            if group.away and not (self.order.forward.budget is not None and self.budget.exceeded_by(gathering(group))):
+            bounded = self.order.forward.budget is not None
+            if group.phase in AWAY and not (bounded and self.budget.exceeded_by(gathering(group))):
                 self.ahead(group)
 
     def need(self, group: ParamGroup) -> None:
         """Make the weights of a group readable: gather them if necessary, and wait for that."""
-        if group.away:
+        if group.phase in AWAY:
             if self.order.forward.budget is not None:
                 self._make_room(group, gathering(group))
             self.ahead(group)
@@ -259,7 +259,7 @@ class Actions:
 
     def pin(self, group: ParamGroup, wait: bool) -> None:
         """Gather a group and keep it until `reshard`, its next use, or a change of its parameters."""
-        if group.away:
+        if group.phase in AWAY:
             self.parameters_changed()
         group.pin()
         self.ahead(group)
@@ -389,7 +389,7 @@ class Actions:
         waits = bool(self._reductions) and self._wait_before(group, missed, following)
         if missed:
             self.prefetch(missed)
-        if group.settings.current.unshard_in_backward or not group.away:
+        if group.settings.current.unshard_in_backward or group.phase not in AWAY:
             self.need(group)
             self._show_again(use, outputs)
         # If the root returns its last module's output, backward reaches that module before the root. The compute that
@@ -412,11 +412,11 @@ class Actions:
         """
         if not (self.order.backward.reduces_first or group.reduces_first):
             return False
-        if group.away or any(map(_away, missed)):
+        if group.phase in AWAY or any(each.phase in AWAY for each in missed):
             self._gathers_behind = ()
             self.catch_up()
             return True
-        return any(map(_away, following))
+        return any(each.phase in AWAY for each in following)
 
     def gather_again(self, group: ParamGroup) -> None:
         """Make a group's weights readable again, which may have been given up since backward reached the group.
@@ -442,7 +442,7 @@ class Actions:
     def _settle_for(self, group: ParamGroup, gathers: Sequence[ParamGroup]) -> None:
         """Call `catch_up`, after making it wait for all reductions if these gathers must come after them."""
         first = self.order.backward.reduces_first or group.reduces_first
-        if first and any(each.away for each in gathers):
+        if first and any(each.phase in AWAY for each in gathers):
             self._gathers_behind = self._gathers_behind or ()
         self.catch_up()
 

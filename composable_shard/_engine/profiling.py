@@ -14,6 +14,7 @@ import torch
 
 from .._comm.copies import Gradients
 from .._group.group import ParamGroup
+from .._group.phases import AWAY
 from .._plan.schedule import Kind
 from .._torch.core import current_backward
 from .actions import _NOTHING, Actions
@@ -52,7 +53,7 @@ class ProfiledActions(Actions):
     def prefetch(self, groups: Sequence[ParamGroup]) -> None:
         direction = "backward" if current_backward() >= 0 else "forward"
         for group in groups:
-            if group.away:
+            if group.phase in AWAY:
                 with record(f"FSDP::{direction}_prefetch for {group.fqn}"):
                     super().prefetch((group,))
 

@@ -31,7 +31,7 @@ from .exchange import Exchange
 from .extension import ExtensionBucket, is_extended
 from .gradients import GroupGradients
 from .param import ShardedParam, lend_attributes
-from .phases import GATHERING, RESIDENT, SHARDED, TRANSITIONS, UNSHARDED, ParamPhase, illegal
+from .phases import AWAY, GATHERING, RESIDENT, SHARDED, TRANSITIONS, UNSHARDED, ParamPhase, illegal
 from .resident import Resident
 
 _requires_grad, _sharded, _slot, _weights = map(attrgetter, ("requires_grad", "sharded", "slot", "weights"))
@@ -115,7 +115,6 @@ class ParamGroup:
         layout: facts of these buckets.
         residents: for each gather bucket, the pieces that a few ranks keep of it; empty until `shrink` is called.
         phase: where the parameters are: sharded, gathering, unsharded or resident.
-        away: whether `phase` is sharded or resident: a gather must be issued before the weights can be read.
         gradients: its gradients, accumulated or being reduced.
         running: how many forwards of its modules have begun and not ended.
         used_in: number of the last forward of the root in which a node was made for this group.
@@ -143,7 +142,7 @@ class ParamGroup:
         self.pinned = False
         self.settings = settings
         self._comm, self._runtime = comm, runtime
-        self.phase, self.away = SHARDED, True
+        self.phase: ParamPhase = SHARDED
         self._gathers: list[tuple[Bucket, Job[None]]] = []
         self._exchange: Exchange | None = None
         self._versions: list[int] = []
@@ -238,11 +237,11 @@ class ParamGroup:
     def _set_phase(self, new: ParamPhase) -> None:
         if new not in TRANSITIONS[self.phase]:
             raise illegal(self.name, self.phase, new)
-        self.phase, self.away = new, new is SHARDED or new is RESIDENT
+        self.phase = new
 
     def start_gather(self, after: torch.Event | None) -> None:
         """Issue the all-gather, ordered after the event `after` (the last change of the sharded parameters)."""
-        if not self.away:
+        if self.phase not in AWAY:
             raise illegal(self.name, self.phase, GATHERING)
         if self.phase is RESIDENT:
             self._gathers = [(b, resident.start()) for b, resident in zip(self.buckets, self.residents, strict=True)]

@@ -27,6 +27,7 @@ class GradPhase(StrEnum):
 
 # For code that runs many times in a step: looking a member up in its enumeration takes as long as three calls.
 SHARDED, GATHERING, UNSHARDED, RESIDENT = ParamPhase
+AWAY = (SHARDED, RESIDENT)  # a gather must be issued before the weights can be read
 
 PARAM_TRANSITIONS = {
     ParamPhase.SHARDED: {ParamPhase.GATHERING},

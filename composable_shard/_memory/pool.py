@@ -83,7 +83,6 @@ class BufferPool:
         live_bytes: bytes leased now, and bytes of weights outside of the pool that it was told of (`claim`).
         peak_bytes: the highest `live_bytes` so far.
         held_bytes: bytes of the arena and of all other slots, leased or free.
-        arena_bytes: bytes of the arena; 0 while there is none.
         allocations: how often memory was allocated; steady once the order of a step has settled.
         lent_bytes: those of `live_bytes` that stay leased only because users of this rank keep views of them.
         backward: whether a backward runs: it has requests of its own, which may have other slots than forward's.
@@ -97,7 +96,7 @@ class BufferPool:
     def __init__(self, device: torch.device, lane: Lane) -> None:
         self.memory = DeviceMemory(device, lane)
         self.addresses = Addresses()
-        self.live_bytes = self.peak_bytes = self.held_bytes = self.allocations = self.arena_bytes = 0
+        self.live_bytes = self.peak_bytes = self.held_bytes = self.allocations = 0
         self.fallbacks: dict[str, int] = {}
         self.backward = False
         self.lent_bytes = 0
@@ -111,6 +110,11 @@ class BufferPool:
         self.places = Places()
         self.counted = self.owns = False
         self._own: dict[tuple[str, int], Slot] = {}
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the arena; 0 while there is none."""
+        return max(slot.end for slot in self._arena) - self._arena[0].begin if self._arena else 0
 
     @property
     def issued_bytes(self) -> int:
@@ -284,9 +288,8 @@ class BufferPool:
         self.empty()
         known = list(self._known)
         spans = _packed(known)
-        self.arena_bytes = max(offset + size for offset, size in spans)
         queued = self.memory.queued()
-        memory = self._allocate(self.arena_bytes)
+        memory = self._allocate(max(offset + size for offset, size in spans))
         with plainly():
             slots = {(offset, size): Slot(memory[offset : offset + size], queued) for offset, size in {*spans}}
         self._arena = sorted(slots.values())
@@ -321,7 +324,7 @@ class BufferPool:
         if all(slot.request is None for slot in self._arena):
             freed += self._arena
             self._lacks |= bool(self._arena)
-            self._arena, self.arena_bytes = [], 0
+            self._arena = []
             for request in self._known:
                 request.give_slot(None)
         for event in [event for slot in freed for event in slot.free_after]:

@@ -18,6 +18,7 @@ from _pool import distributed
 from _stepping import assert_at_rest, engine_of
 from composable_shard import StaleStateError
 from composable_shard._group.extension import ExtensionBucket
+from composable_shard._group.phases import GATHERING
 
 
 class Coded(Wrapping):
@@ -213,7 +214,7 @@ def test_memory_that_an_interrupted_gather_may_still_write_stays(rank, world, ki
     models = {side: shard(make(kind), engine) for side, engine in ENGINES.items()}
     train(models, rank, steps=1)
     models["ours"].blocks[0].unshard(async_op=True)
-    (group,) = [group for group in engine_of(models["ours"]).groups if not group.away]
+    (group,) = [group for group in engine_of(models["ours"]).groups if group.phase is GATHERING]
     jobs = [job for _, job in group._gathers]
     (extension,) = [bucket for bucket in group.buckets if isinstance(bucket, ExtensionBucket)]
     arriving = [storage for member in extension._members for storage in member._arriving.storages.values()]
