@@ -1,7 +1,9 @@
-"""One rank of `compile.py`: the time until a model is compiled, or the most memory that a step holds."""
+"""One rank of `compile.py`: the time until a model is compiled, or the memory that a step holds and what it copies."""
 
+import math
 import os
 import random
+import resource
 import time
 from typing import Any
 
@@ -19,6 +21,8 @@ import _process
 from _step_worker import Side, batch, build, run
 
 WARM_STEPS = 3
+COUNTED_STEPS = 8
+ELEMENT_SIZES = {"float": 4, "double": 8, "long int": 8, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "bool": 1}
 
 
 def cpu_seconds() -> float:
@@ -63,23 +67,55 @@ def memory(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
 
     `live` adds up what torch's allocator gave out and took back since before the model was made, less the rank's
     parameters. It is taken with collectives that do nothing: memory that is freed by a thread of gloo goes unseen.
-    `resident` is how far the process grows, with gloo, beyond what it holds between steps. On a card `live` is what
-    torch's CUDA allocator tells, with collectives as they are, and the process is not looked at.
+    `resident` is how far the process grows, with gloo, beyond what it holds between steps. `copied` are the bytes that
+    torch's operators copy in a step, and `faults` the pages that the system gives anew. On a card `live` is what
+    torch's CUDA allocator tells, with collectives as they are, and the others are not looked at.
     """
     ids = batch(settings["size"], settings["batch"], rank, step=0).to(settings["device"])
     if _launch.on_card():
         model, live = live_on_card(settings, ids, world)
-        return {"model": model, "live": int(_launch.everyone(torch.tensor(live)).max()), "resident": None}
+        live = int(_launch.everyone(torch.tensor(live)).max())
+        return {"model": model, "live": live, "resident": None, "copied": None, "faults": None}
     model, live = live_bytes(settings, ids)
     torch._dynamo.reset()
     side = build(settings["engine"], settings, init_device_mesh("cpu", (world,)))
     for _ in range(WARM_STEPS):
         side.gradients(ids)
+    faults, copied = page_faults(side, ids), copied_bytes(side, ids)
     side.optimizer.zero_grad(set_to_none=True)
     dist.barrier()
     grown = growth(lambda: side.gradients(ids))
-    live, resident = _launch.everyone(torch.tensor([live, grown or 0])).amax(0).tolist()
-    return {"model": model, "live": live, "resident": resident if grown is not None else None}
+    figures = torch.tensor([live, grown or 0, copied, faults])
+    live, resident, copied, faults = _launch.everyone(figures).amax(0).tolist()
+    resident = resident if grown is not None else None
+    return {"model": model, "live": live, "resident": resident, "copied": copied, "faults": faults}
+
+
+def page_faults(side: Side, ids: torch.Tensor) -> int:
+    """Pages that the system gives anew in a step; the median of some steps."""
+    found = []
+    for _ in range(COUNTED_STEPS):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        side.gradients(ids)
+        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return sorted(found)[COUNTED_STEPS // 2]
+
+
+def copied_bytes(side: Side, ids: torch.Tensor) -> int:
+    """Bytes that operators write in a step by copying alone: on a CPU all of them call `copy_`, or `cat`.
+
+    What a compiler has fused with other work is not among them, nor is what a collective copies.
+    """
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as watched:
+        side.gradients(ids)
+    size = next(side.model.parameters()).element_size()  # also of what is in a list, of which no dtype is told
+    found = 0
+    for event in watched.profiler.kineto_results.events():
+        if event.name() == "aten::copy_":
+            found += math.prod(event.shapes()[0]) * ELEMENT_SIZES.get(event.dtypes()[0], size)
+        elif event.name() == "aten::cat":
+            found += sum(map(math.prod, event.structured_input_shapes()[0])) * size
+    return found
 
 
 def live_bytes(settings: dict[str, Any], ids: torch.Tensor) -> tuple[int, int]:

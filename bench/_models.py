@@ -8,6 +8,7 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class TinyBlock(nn.Module):
@@ -71,4 +72,21 @@ def _tutorial_gpt() -> ModuleType:
 _gpt = _tutorial_gpt()
 GPT: type[nn.Module] = _gpt.GPT
 GPTBlock: type[nn.Module] = _gpt.Block
+GPTConfig = _gpt.GPTConfig
+
+
+class _CheckpointedBlock(_gpt.Block):  # type: ignore[name-defined, misc]
+    """A block that keeps its inputs alone until backward, and computes the rest again there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Let every block of a GPT be an activation checkpoint, inside of what shards it."""
+    for module in model.modules():
+        if isinstance(module, GPTBlock):
+            module.__class__ = _CheckpointedBlock
+
+
 SIZES = _gpt.SIZES

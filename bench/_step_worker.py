@@ -19,7 +19,7 @@ import _communication
 import _device
 import _engines
 import _launch
-from _models import GPT, SIZES, GPTBlock
+from _models import GPT, SIZES, GPTBlock, checkpoint_blocks
 
 LEARNING_RATE = 0.1
 CHECK_STEPS = 3
@@ -87,6 +87,8 @@ def build(name: str, settings: dict[str, Any], mesh: DeviceMesh, **changes: Any)
     torch.manual_seed(0)  # every engine and rank starts from the same weights
     with torch.device(settings["device"]):
         model = GPT(replace(SIZES[settings["size"]], **changes)).to(_device.DTYPES[settings["dtype"]])
+    if settings.get("checkpoint"):
+        checkpoint_blocks(model)
     if name == _communication.NAME:
         return Communication(model, mesh.size())
     model = _engines.build(name, model, GPTBlock, mesh, settings["backend"])

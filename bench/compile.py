@@ -1,4 +1,4 @@
-"""Compiled models on gloo or NCCL: step time, time to compile, memory; ours beside torch's FSDP2.
+"""Compiled models on gloo or NCCL: step time, time to compile, memory, copies; ours beside torch's FSDP2.
 
     python bench/compile.py --sizes 10m,50m
 
@@ -7,7 +7,8 @@ whole (`torch.compile(model, fullgraph=True)`), per block, and eager; torch's FS
 eager; `compute-whole` is the unsharded model, compiled whole, stepping by itself. The time to compile
 is that of the first forward and backward with empty caches. Memory is measured in processes that run
 one engine each: what torch's allocator has given out, with collectives that do nothing, and how far the
-process grows with gloo; on a card, what torch's CUDA allocator tells.
+process grows with gloo; on a card, what torch's CUDA allocator tells. The same processes count the
+bytes that a step copies and the pages that the system gives it.
 """
 
 import argparse
@@ -24,12 +25,13 @@ import step
 WORKER = Path(__file__).with_name("_compile_worker.py")
 REFERENCE = "fsdp2-blocks"
 PLAIN = "compute-whole"
+EAGER = "ours"
 WHOLE = "ours-whole"
 SIDES = {
-    WHOLE: "gloo's all-gather and reduce-scatter, in one graph each way",
+    WHOLE: "those of ours, in one graph each way",
     "ours-placed-whole": "the same, launched ahead and waited for later",
-    "ours-blocks": "the same, in a graph a block; the root as in ours",
-    "ours": "broadcasts, and all-to-all with a local sum, in hooks",
+    "ours-blocks": "those of ours, in a graph a block",
+    EAGER: "broadcasts, and all-to-all with a local sum, in hooks",
     REFERENCE: "gloo's all-gather and reduce-scatter, in hooks around a graph a block",
     "fsdp2": "the same, eager",
     PLAIN: "none, in one graph each way",
@@ -55,16 +57,34 @@ class CompileResult:
 
 
 @dataclass(frozen=True)
+class RatioResult:
+    """How long a step takes over one of each eager engine, formed within each round."""
+
+    size: str
+    engine: str
+    over: dict[str, _report.Spread]
+
+
+@dataclass(frozen=True)
 class MemoryResult:
-    """Bytes that a rank holds at most during a step, beyond its parameters; see `_compile_worker.memory`."""
+    """What a rank holds, copies and asks the system for in a step; see `_compile_worker.memory`.
+
+    Attributes:
+        model: bytes of its parameters.
+        live, resident: the most bytes beyond them.
+        copied: bytes that operators copy in a step.
+        faults: pages that the system gives anew in a step.
+        over: these figures, by name, over those of `REFERENCE` and of `EAGER`, where both sides have them.
+    """
 
     size: str
     engine: str
     model: int
     live: int
     resident: int | None
-    live_ratio: float | None
-    resident_ratio: float | None
+    copied: int | None
+    faults: int | None
+    over: dict[str, dict[str, float]]
 
 
 def compiling(size: str, options: argparse.Namespace) -> list[CompileResult]:
@@ -111,50 +131,85 @@ def _rounded(figure: float | None) -> str:
 
 
 def remembering(size: str, options: argparse.Namespace) -> list[MemoryResult]:
-    """The most memory of a step, an engine at a time in processes of its own."""
+    """The most memory of a step, an engine at a time in processes of its own; what it copies there."""
     found = {
         name: step.measure(WORKER, {"size": size, "engine": name}, options)
-        for name in dict.fromkeys([REFERENCE, *options.engines])
+        for name in dict.fromkeys([REFERENCE, EAGER, *options.engines])
     }
 
-    def ratio(name: str, key: str) -> float | None:
-        ours, theirs = found[name][key], found[REFERENCE][key]
-        return ours / theirs if ours is not None and theirs else None
+    def over(name: str, other: str) -> dict[str, float]:
+        ours, theirs = found[name], found[other]
+        return {key: ours[key] / theirs[key] for key in theirs if key != "model" and theirs[key] and ours[key]}
 
     results = [
-        MemoryResult(size, name, **found[name], live_ratio=ratio(name, "live"), resident_ratio=ratio(name, "resident"))
+        MemoryResult(size, name, **found[name], over={other: over(name, other) for other in (REFERENCE, EAGER)})
         for name in options.engines
     ]
+    show_memory(size, results, options)
+    return results
+
+
+def show_memory(size: str, results: list[MemoryResult], options: argparse.Namespace) -> None:
+    """Prints one size's tables."""
+    where = f"{size}, {step.where(options)}{'; every block is a checkpoint' if options.checkpoint else ''}"
     _report.table(
-        f"Most memory during a step: {size}, {step.where(options)}",
-        ("engine", "parameters, MB", "live beyond them, MB", f"/ {REFERENCE}", "growth, MB", f"/ {REFERENCE}"),
+        f"Most memory during a step: {where}",
+        (
+            "engine",
+            "parameters, MB",
+            "live beyond them, MB",
+            f"/ {REFERENCE}",
+            f"/ {EAGER}",
+            "growth, MB",
+            f"/ {REFERENCE}",
+        ),
         [
             (
                 r.engine,
                 *(_megabytes(count) for count in (r.model, r.live)),
-                _rounded(r.live_ratio),
+                *(_rounded(r.over[other].get("live")) for other in (REFERENCE, EAGER)),
                 _megabytes(r.resident),
-                _rounded(r.resident_ratio),
+                _rounded(r.over[REFERENCE].get("resident")),
             )
             for r in results
         ],
         "of one rank; live: what torch's allocator has given out, gradients included; growth: of the resident size, "
         "from between steps to its highest, what gloo allocates included",
     )
-    return results
+    if all(r.copied is not None for r in results):
+        _report.table(
+            f"Copies and page faults of a step: {where}",
+            ("engine", "copied, MB", f"/ {EAGER}", "page faults"),
+            [(r.engine, _megabytes(r.copied), _rounded(r.over[EAGER].get("copied")), str(r.faults)) for r in results],
+            "of one rank; copied: written by operators that do nothing else; page faults: those that need no disk",
+        )
 
 
 def _megabytes(count: int | None) -> str:
     return "-" if count is None else f"{count / 1e6:.1f}"
 
 
-def stepping(size: str, options: argparse.Namespace) -> list[step.EngineResult]:
-    """Step times, as in `step.py`."""
+def stepping(size: str, options: argparse.Namespace) -> list[Any]:
+    """Step times, as in `step.py`; also over those of the eager engines."""
     found = step.measure(step.WORKER, {"size": size, "engines": options.engines}, options)
     results = step.evaluate(size, found, REFERENCE, PLAIN)
     sides = "".join(f"\n{name}: {SIDES[name]}" for name in options.engines if name in SIDES)
     on_gloo = options.world == 2 and options.device == _device.CPU and not options.echo
     step.show(results, options, REFERENCE, f"\nCollectives{sides}" if on_gloo else "")
+    return [*results, *over_eager(size, found["wall_s"], options)]
+
+
+def over_eager(size: str, wall: dict[str, list[float]], options: argparse.Namespace) -> list[RatioResult]:
+    """Every engine's step over those of the eager engines."""
+    eager = [name for name in (EAGER, "fsdp2") if name in wall]
+    results = [
+        RatioResult(size, engine, {name: spread for name in eager if (spread := step.ratio(wall[engine], wall[name]))})
+        for engine in wall
+    ]
+    if eager:
+        rows = [(r.engine, *(str(r.over[name]) for name in eager)) for r in results]
+        columns = ("engine", *(f"/ {name}" for name in eager))
+        _report.table(f"Steps over eager ones: {size}, {step.where(options)}", columns, rows, "of the same rounds")
     return results
 
 

@@ -10,7 +10,10 @@ the root).
 
     python bench/overhead.py --per-group 1,4,16         # what each parameter of a module costs
     python bench/overhead.py --blocks 48,200,1000       # whether a module costs more among many
+    python bench/overhead.py --model gpt --engines ours,ours-placed-whole,fsdp2    # compiled steps, too
     python bench/overhead.py --device cuda              # host time of steps on a card, and how long they take there
+
+What is compiled as a whole is compared with the plain model compiled as a whole (`compute-whole`).
 """
 
 import argparse
@@ -33,26 +36,42 @@ import _device
 import _engines
 import _noop
 import _report
-from _models import ChainBlock, TinyBlock, TinyStack
+from _models import GPT, ChainBlock, GPTBlock, GPTConfig, TinyBlock, TinyStack
 from _profile import print_profile
 
+PLAIN, PLAIN_COMPILED = "plain", "compute-whole"
 CLOCKS = {"thread": time.thread_time, "process": time.process_time}
 WARM_STEPS = 4
+GPT_CONTEXT, GPT_HEADS = 16, 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """A stack of blocks: so many, and the parameters of each (None: the six of a `TinyBlock`)."""
+    """A stack of blocks: so many, and the parameters of each (None: the six of a `TinyBlock` or of a GPT's block)."""
 
     blocks: int
     per_group: int | None
+    gpt: bool = False
 
     @property
     def modules(self) -> int:
         return self.blocks + 1
 
+    @property
+    def params(self) -> int:
+        return self.blocks * (self.per_group or 6) + (3 if self.gpt else 2)
+
     def __str__(self) -> str:
-        return f"{self.blocks} blocks of {self.per_group or 6} and the root"
+        kind = "GPT of " if self.gpt else ""
+        return f"{kind}{self.blocks} blocks of {self.per_group or 6} and the root"
+
+    def build(self, width: int) -> tuple[nn.Module, type[nn.Module], torch.Tensor]:
+        """The model, the class of its blocks, and inputs."""
+        if self.gpt:
+            config = GPTConfig(self.blocks, width, GPT_HEADS, GPT_CONTEXT)
+            return GPT(config), GPTBlock, torch.randint(config.vocabulary, (2, GPT_CONTEXT))
+        block = TinyBlock if self.per_group is None else ChainBlock
+        return TinyStack(self.blocks, width, self.per_group), block, torch.randn(2, width)
 
 
 @dataclass(frozen=True)
@@ -123,11 +142,9 @@ def build(name: str, world: int, case: Case, options: argparse.Namespace) -> Sid
     """The stack under one engine, warmed up."""
     torch.manual_seed(0)
     mesh = init_device_mesh(options.device, (world,))
-    width = options.width or max(64, world)
-    block = TinyBlock if case.per_group is None else ChainBlock
-    stack = TinyStack(case.blocks, width, case.per_group).to(options.device)
-    model = _engines.build(name, stack, block, mesh)
-    side = Side(name, case, model, torch.randn(2, width).to(options.device))
+    plain, block, inputs = case.build(options.width or max(64, world))
+    model = _engines.build(name, plain.to(options.device), block, mesh)
+    side = Side(name, case, model, inputs.to(options.device))
     side.warm()
     return side
 
@@ -211,6 +228,11 @@ def prepare(options: argparse.Namespace) -> None:
     torch.set_flush_denormal(True)  # outputs of no-op collectives hold whatever was in memory
 
 
+def plain_of(name: str) -> str:
+    """The unsharded model with which an engine is compared."""
+    return PLAIN_COMPILED if name.endswith(_engines.WHOLE) else PLAIN
+
+
 def run(world: int, names: list[str], cases: list[Case], options: argparse.Namespace) -> list[EngineResult]:
     """Measures the engines at one world size, with every stack, all in turns."""
     with ExitStack() as stack:
@@ -232,12 +254,12 @@ def _results(world: int, sides: list[Figures]) -> list[EngineResult]:
 
     def added(case: Case, name: str) -> list[float]:
         """Seconds per module, round by round."""
-        side, plain = found[case, name], found[case, "plain"].step_s
+        side, plain = found[case, name], found[case, plain_of(name)].step_s
         rounds = zip(side.step_s, plain, side.bare_s, strict=True)
         return [(step - base - bare) / case.modules for step, base, bare in rounds]
 
     def over(case: Case, name: str, other_case: Case, other: str) -> _report.Spread | None:
-        if name == "plain" or (other_case, other) not in found:
+        if name in (PLAIN, PLAIN_COMPILED) or (other_case, other) not in found:
             return None
         rounds = zip(added(case, name), added(other_case, other), strict=True)
         return _report.Spread.of([a / b for a, b in rounds])
@@ -248,8 +270,8 @@ def _results(world: int, sides: list[Figures]) -> list[EngineResult]:
     results: list[EngineResult] = []
     for (case, name), side in found.items():
         first = next(each for each, _ in found if each.per_group == case.per_group)
-        per_group, alone = case.per_group or 6, name == "plain"
-        of_module = (case.blocks * per_group + 2) / case.modules  # parameters; the root has two
+        per_group, alone = case.per_group or 6, name in (PLAIN, PLAIN_COMPILED)
+        of_module = case.params / case.modules
         results.append(
             EngineResult(
                 world=world,
@@ -333,6 +355,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=_report.integers,
         help="parameters of a block, all small: the time for each of them (default: a norm and two layers, six)",
     )
+    parser.add_argument(
+        "--model",
+        choices=("stack", "gpt"),
+        default="stack",
+        help="blocks of a norm and two layers, or of a GPT with attention (default: %(default)s)",
+    )
     parser.add_argument("--rounds", type=int, default=100, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--width", type=int, help="dim 0 of every parameter (default: 64, or the world if larger)")
     parser.add_argument(
@@ -356,6 +384,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sort", choices=("own", "total"), default="own", help="order of the profile")
     parser.add_argument("--lines", type=int, default=40, help="lines of the profile (default: %(default)s)")
     options = parser.parse_args(argv)
+    if options.model == "gpt" and options.per_group:
+        parser.error("--per-group: the blocks of a GPT have six parameters")
     options.clock = options.clock or ("thread" if options.device == _device.CPU else "process")
     return options
 
@@ -366,7 +396,7 @@ def main() -> None:
         prepare(options)
         profile(options.profile, options.world[0], options)
         return
-    names = list(dict.fromkeys(["plain", *options.engines]))
+    names = list(dict.fromkeys([PLAIN, *map(plain_of, options.engines), *options.engines]))
     cases = all_cases(options)
     results: list[EngineResult] = []
     for world in options.world:
@@ -375,14 +405,15 @@ def main() -> None:
             show(world, case, found[at * len(names) :][: len(names)], options)
         results += found
     if options.json:
-        kept = ("device", "world", "blocks", "per_group", "rounds", "width", "engines", "clock")
+        kept = ("device", "world", "model", "blocks", "per_group", "rounds", "width", "engines", "clock")
         settings = {key: getattr(options, key) for key in kept}
         _report.write_json(options.json, "overhead", settings, results, options.device)
 
 
 def all_cases(options: argparse.Namespace) -> list[Case]:
     """Every number of blocks with every number of parameters."""
-    return [Case(blocks, count) for count in options.per_group or [None] for blocks in options.blocks]
+    counts = options.per_group or [None]
+    return [Case(blocks, count, options.model == "gpt") for count in counts for blocks in options.blocks]
 
 
 def profile(name: str, world: int, options: argparse.Namespace) -> None:

@@ -135,7 +135,8 @@ def show(results: list[EngineResult], options: argparse.Namespace, reference: st
         ),
         rows,
         f"{what} {options.rounds} interleaved rounds; "
-        f"optimizer in the step: {options.optimizer}; malloc: {options.malloc}{notes}",
+        f"optimizer in the step: {options.optimizer}; malloc: {options.malloc}"
+        f"{'; every block is a checkpoint' if options.checkpoint else ''}{notes}",
     )
     agree = first.loss_difference <= options.tolerance
     print(
@@ -182,6 +183,7 @@ def options_of_steps(
     parser.add_argument("--batch", type=int, default=1, help="sequences a rank (default: %(default)s)")
     parser.add_argument("--engines", type=parse, default=engines, help="default: %(default)s")
     parser.add_argument("--optimizer", choices=("sgd", "none"), default="sgd", help="default: %(default)s")
+    parser.add_argument("--checkpoint", action="store_true", help="every block is an activation checkpoint")
     parser.add_argument("--malloc", choices=("default", "tuned"), default="default", help="tuned: glibc keeps pages")
     parser.add_argument(
         "--tolerance",
@@ -211,7 +213,7 @@ def where(options: argparse.Namespace) -> str:
 
 def measure(worker: Path, settings: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """What the ranks that run `worker` found. Raises _launch.WorkerError."""
-    kept = ("rounds", "batch", "optimizer", "backend", "device", "dtype")
+    kept = ("rounds", "batch", "optimizer", "backend", "device", "dtype", "checkpoint")
     common = {key: getattr(options, key) for key in kept}
     text = _launch.launch(
         worker,
