@@ -105,6 +105,7 @@ def stats(model: nn.Module) -> dict[str, float]:
 
     for engine in _engines(model):
         pool, record = engine.pool, engine.last_record
+        pool.reclaim()
         for name in ("live_bytes", "peak_bytes", "held_bytes", "arena_bytes", "allocations"):
             add(f"pool/{name}", getattr(pool, name))
         add("pool/fallbacks", sum(pool.fallbacks.values()))

@@ -232,8 +232,8 @@ def _without_gradients(shards: list[torch.Tensor], tag: torch.Tensor | None, key
 
 
 class _Work(Protocol):
-    def drop(self) -> None:
-        """Wait for a result that nobody wants any more."""
+    def abandon(self) -> None:
+        """Nobody wants the result any more."""
 
 
 W = TypeVar("W", bound=_Work)
@@ -245,25 +245,17 @@ class _Flights(Generic[W]):
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._flying: dict[int, tuple[W, weakref.ref[torch.Tensor]]] = {}
-        self._lost: list[W] = []
 
-    def launch(self, start: Callable[[], W]) -> torch.Tensor:
-        """Start work, and return its token. Work whose token is gone, since a graph has failed, is ended before."""
-        while self._lost:
-            self._lost.pop().drop()
-        number, work = next(self._numbers), start()
-        token = torch.tensor(number)
+    def launch(self, work: W) -> torch.Tensor:
+        """The token of work that was started; if it is gone before anybody waits, the work is abandoned."""
+        number = next(self._numbers)
+        token = torch.tensor(number, device="cpu")
         self._flying[number] = work, weakref.ref(token, functools.partial(self._lose, number))
         return token
 
     def _lose(self, number: int, _token: object) -> None:
-        if number in self._flying:
-            self._lost.append(self._flying.pop(number)[0])
-
-    def at(self, token: torch.Tensor) -> W | None:
-        """The work of a token; None if it was waited for before."""
-        entry = self._flying.get(int(token.item()))
-        return None if entry is None else entry[0]
+        if (entry := self._flying.pop(number, None)) is not None:
+            entry[0].abandon()
 
     def take(self, token: torch.Tensor) -> W | None:
         """The work of a token, to be waited for now; None if it was waited for before."""
@@ -279,7 +271,7 @@ def _launch_gather(shards: list[torch.Tensor], anchor: torch.Tensor, key: str) -
     known = registry.known(anchor)
     if (owner := known.owner()) is not None:
         owner.before_gather()
-    return _gathers.launch(functools.partial(known.exchange().gather, shards))
+    return _gathers.launch(known.exchange().gather(shards))
 
 
 def _wait_weights(
@@ -307,18 +299,14 @@ def _launch_reduction(
         given[index] = gradient
     if takes and (owner := known.owner()) is not None:
         given = owner.take(given)
-    return _reductions.launch(functools.partial(known.exchange().reduce, given, wanted, factor, only_sums))
+    return _reductions.launch(known.exchange().reduce(given, wanted, factor, only_sums))
 
 
 def _go_on(token: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     reduction = _reductions.take(token)
     assert reduction is not None, "a compiled graph goes on twice with one reduction"
-
-    def advanced() -> Reduction:
-        reduction.advance()
-        return reduction
-
-    return _reductions.launch(advanced)
+    reduction.advance()
+    return _reductions.launch(reduction)
 
 
 def _wait_gradients(
@@ -342,7 +330,7 @@ def _keep(gradients: list[torch.Tensor], anchor: torch.Tensor, indices: list[int
     if (owner := registry.known(anchor).owner()) is not None:
         kept: list[torch.Tensor | None] = [None] * count
         for index, gradient in zip(indices, gradients, strict=True):
-            kept[index] = gradient.clone()  # the graph may reuse the memory of its own tensors
+            kept[index] = gradient
         owner.keep(kept)
 
 
@@ -382,7 +370,7 @@ def _define(schema: str, kernel: Any, fake: Any, autograd: Any = None) -> None:
 
 
 def _token(*_: object) -> torch.Tensor:
-    return torch.empty((), dtype=torch.int64)
+    return torch.empty((), dtype=torch.int64, device="cpu")  # whatever the default device is: the host reads it
 
 
 def _nothing(*_: object) -> None:

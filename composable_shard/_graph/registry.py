@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Protocol
@@ -26,7 +27,7 @@ class Owner(Protocol):
         """A graph is about to gather it."""
 
     def keep(self, gradients: Gradients) -> None:
-        """Keep these for a later backward."""
+        """Keep these, or rather what is in them now, for a later backward; the graph may reuse their memory."""
 
     def take(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """These and those that were kept, added; the latter are kept no longer."""
@@ -53,7 +54,7 @@ class Known:
     __slots__ = ("_anchor", "_exchange", "owner")
 
     def __init__(self, anchor: torch.Tensor, owner: Owner) -> None:
-        self._anchor = weakref.ref(anchor)
+        self._anchor = weakref.ref(anchor, functools.partial(_forget, anchor.data_ptr()))
         self.owner = weakref.ref(owner)
         self._exchange: Exchange | None = None
 
@@ -65,6 +66,10 @@ class Known:
         assert self._exchange is not None
         return self._exchange
 
+    def has(self, anchor: object) -> bool:
+        """Whether this is the weak reference to its tensor."""
+        return anchor is self._anchor
+
     def is_at(self, address: int) -> bool:
         """Whether the memory at an address is still that of the group."""
         anchor = self._anchor()
@@ -74,6 +79,13 @@ class Known:
 # By id, and no WeakSet: its references can be listed at once while another thread adds an owner.
 _owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
 _by_address: dict[int, Known] = {}
+
+
+def _forget(address: int, anchor: object) -> None:
+    """A tensor is gone: nothing may stand for its group's memory any more, so that the pool can be freed."""
+    entry = _by_address.get(address)
+    if entry is not None and entry.has(anchor):
+        _by_address.pop(address, None)
 
 
 def add(owner: Owner) -> None:

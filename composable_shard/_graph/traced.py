@@ -177,11 +177,11 @@ class TracedGroup:
         return self._group() if self._group is not None else None
 
     def keep(self, gradients: Gradients) -> None:
-        """Keep these for a later backward."""
+        """Keep these, or rather what is in them now, for a later backward."""
         group = self._of_runtime()
         if group is not None:
             self._set_hooks_aside()
-            group.gradients.accumulate(gradients)
+            group.gradients.accumulate(gradients, lent=True)
 
     def take(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """These and those that were kept, added; the latter are kept no longer."""

@@ -39,12 +39,19 @@ class AccumulatedGradients:
         """Gradients are about to be accumulated: note which parameters require them."""
         self.wanted.update(index for index, param in enumerate(self._params) if param.sharded.requires_grad)
 
-    def add(self, index: int, gradient: torch.Tensor, dtype: torch.dtype) -> None:
-        """Add an unsharded gradient to the accumulated one of its parameter, in the dtype of reduction."""
+    def add(self, index: int, gradient: torch.Tensor, dtype: torch.dtype, lent: bool = False) -> None:
+        """Add an unsharded gradient to the accumulated one of its parameter, in the dtype of reduction.
+
+        Args:
+            index: of the parameter.
+            gradient: the gradient.
+            dtype: of the reduction.
+            lent: whether its memory may be written to after this call, as that of a graph's own tensors is.
+        """
         kept = self._surviving(index)
         if kept is None:
-            self.whole[index] = gradient.to(dtype)
-            self._owned.discard(index)
+            self.whole[index] = gradient.to(dtype, copy=lent)
+            (self._owned.add if lent else self._owned.discard)(index)
         elif index in self._owned:
             self.whole[index] = kept.add_(gradient)
         else:  # not in place: the first one is autograd's, and others may hold it

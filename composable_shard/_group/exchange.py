@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -72,15 +73,18 @@ class _Gathers:
             pool.give_up([slot])
             raise
 
-    def finish(self, gathering: _Gathering) -> list[torch.Tensor]:
-        """Wait for the weights. Each has a storage of its own."""
-        slot = gathering.slot
+    def _wait(self, gathering: _Gathering) -> None:
         try:
             gathering.job.finish()
         except Exception:  # not after an interrupt: then the gather may still write to the slot, which stays leased
-            if slot is not None:
-                self._pool.give_up([slot])
+            if gathering.slot is not None:
+                self._pool.give_up([gathering.slot])
             raise
+
+    def finish(self, gathering: _Gathering) -> list[torch.Tensor]:
+        """Wait for the weights. Each has a storage of its own."""
+        self._wait(gathering)
+        slot = gathering.slot
         if slot is None:
             assert gathering.memory is not None
             regions = regions_in(gathering.memory, self._layout, self._layout.begins)
@@ -92,9 +96,12 @@ class _Gathers:
         self._pool.release_unused(slot, face.is_used)
         return weights
 
-    def drop(self, gathering: _Gathering) -> None:
-        """Wait for weights that nobody wants any more."""
-        gathering.job.finish()
+    def abandon(self, gathering: _Gathering) -> None:
+        """Nobody wants the weights any more: the pool waits for them, and gets their memory back."""
+        self._pool.abandon(partial(self._drop, gathering))
+
+    def _drop(self, gathering: _Gathering) -> None:
+        self._wait(gathering)
         if gathering.slot is not None:
             self._pool.release(gathering.slot, self._lane.mark())
 
@@ -129,19 +136,21 @@ class Gather:
 
     def finish(self) -> list[torch.Tensor]:
         """Wait for the weights, in the order of the group's parameters."""
-        parts, self._parts = self._parts, []
-        if len(parts) == 1:
-            return parts[0].gathers.finish(parts[0])
         weights: dict[int, torch.Tensor] = {}
-        for part in parts:
-            weights.update(zip(part.gathers.members, part.gathers.finish(part), strict=True))
+        try:
+            while self._parts:
+                part = self._parts.pop(0)
+                weights.update(zip(part.gathers.members, part.gathers.finish(part), strict=True))
+        except BaseException:
+            self.abandon()
+            raise
         return [weights[index] for index in range(len(weights))]
 
-    def drop(self) -> None:
-        """Wait for weights that nobody wants any more, and give their memory back."""
-        parts, self._parts = self._parts, []
-        for part in parts:
-            part.gathers.drop(part)
+    def abandon(self) -> None:
+        """Nobody wants the weights any more."""
+        while self._parts:
+            part = self._parts.pop(0)
+            part.gathers.abandon(part)
 
 
 class Reduction:
@@ -150,30 +159,38 @@ class Reduction:
     Args:
         jobs: of each bucket.
         on_host: whether the host waits for results, since it reads them.
+        pool: memory of the reductions.
     """
 
-    def __init__(self, jobs: list[tuple[ReduceBucket, Job[Reduced]]], on_host: bool) -> None:
-        self._jobs, self._on_host = jobs, on_host
+    def __init__(self, jobs: list[tuple[ReduceBucket, Job[Reduced]]], on_host: bool, pool: BufferPool) -> None:
+        self._jobs, self._on_host, self._pool = jobs, on_host, pool
 
     def advance(self) -> None:
         """Wait for the reduce-scatters, and issue the all-reduces over the replicas."""
-        for _, job in self._jobs:
-            job.advance()
+        try:
+            for _, job in self._jobs:
+                job.advance()
+        except BaseException:
+            self.abandon()
+            raise
 
     def finish(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Wait for this rank's pieces, and marks that are positive if any rank had that gradient, by index."""
-        jobs, self._jobs = self._jobs, []
         done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for bucket, job in jobs:
-            pieces, used = job.finish(self._on_host).parts()
-            done.update(zip(bucket.indices, zip(pieces, used.unbind(), strict=True), strict=True))
+        try:
+            while self._jobs:
+                bucket, job = self._jobs.pop(0)
+                pieces, used = job.finish(self._on_host).parts()
+                done.update(zip(bucket.indices, zip(pieces, used.unbind(), strict=True), strict=True))
+        except BaseException:
+            self.abandon()
+            raise
         return done
 
-    def drop(self) -> None:
-        """Wait for pieces that nobody wants any more."""
-        jobs, self._jobs = self._jobs, []
-        for _, job in jobs:
-            job.finish()
+    def abandon(self) -> None:
+        """Nobody wants the pieces any more: the pool waits for them, and gets the memory of the reductions back."""
+        while self._jobs:
+            self._pool.abandon(self._jobs.pop(0)[1].finish)
 
 
 class Exchange:
@@ -219,7 +236,7 @@ class Exchange:
             for gathers in self._gathers:
                 started.append(gathers.start([shards[index] for index in gathers.members]))
         except BaseException:
-            Gather(started).drop()
+            Gather(started).abandon()
             raise
         return Gather(started)
 
@@ -232,9 +249,14 @@ class Exchange:
             factor, only_sums: the options `divide_factor` and `only_sums`.
         """
         jobs: list[tuple[ReduceBucket, Job[Reduced]]] = []
-        for bucket in self._reduce_buckets(tuple(wanted), factor, only_sums):
-            jobs.append((bucket, bucket.start(gradients)))
-        return Reduction(jobs, self._info.offloads)
+        reduction = Reduction(jobs, self._info.offloads, self.pool)
+        try:
+            for bucket in self._reduce_buckets(tuple(wanted), factor, only_sums):
+                jobs.append((bucket, bucket.start(gradients)))
+        except BaseException:
+            reduction.abandon()
+            raise
+        return reduction
 
     def _reduce_buckets(self, wanted: tuple[int, ...], factor: float | None, only_sums: bool) -> list[ReduceBucket]:
         key = wanted, factor, only_sums

@@ -141,13 +141,18 @@ class GroupGradients:
 
     # ---- accumulation
 
-    def accumulate(self, gradients: Gradients) -> None:
-        """Add unsharded gradients to the accumulated ones, which wait for a backward with gradient sync."""
+    def accumulate(self, gradients: Gradients, lent: bool = False) -> None:
+        """Add unsharded gradients to the accumulated ones, which wait for a backward with gradient sync.
+
+        Args:
+            gradients: in the order of the parameters; None for those that have none.
+            lent: whether their memory may be written to after this call.
+        """
         options = self._settings.current
         self._accumulated.note_wanted()
         for index, gradient in enumerate(gradients):
             if gradient is not None:
-                self._accumulated.add(index, gradient, options.reduce_dtype(self._params[index].dtype))
+                self._accumulated.add(index, gradient, options.reduce_dtype(self._params[index].dtype), lent)
         if self._accumulated.whole:
             self._set_phase(GradPhase.ACCUMULATED)
 

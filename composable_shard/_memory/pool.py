@@ -14,8 +14,10 @@ none, falls back to the free lists; it is counted, and the next arena has room f
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,7 +108,7 @@ class BufferPool:
         self._arena: list[Slot] = []
         self._lacks = True
         self._free: dict[int, list[Slot]] = {}
-        self._counted_out: list[tuple[Slot, Callable[[], bool]]] = []
+        self._counted_out: deque[tuple[Slot | None, Callable[[], bool]]] = deque()
         self.places = Places()
         self.counted = self.owns = False
         self._own: dict[tuple[str, int], Slot] = {}
@@ -247,17 +249,26 @@ class BufferPool:
         self.suspend(slot, None, lent=True)
         self._counted_out.append((slot, is_used))
 
+    def abandon(self, end: Callable[[], object]) -> None:
+        """Nobody will take the result of some work: it is ended before memory is leased next (`reclaim`).
+
+        To be called at any time, also by the garbage collector in the middle of another method.
+
+        Args:
+            end: waits for the work and gives its memory back; its errors have no place to go.
+        """
+        self._counted_out.append((None, partial(_ended, end)))
+
     def reclaim(self) -> None:
-        """Release the slots of `release_unused` that nobody uses any more."""
-        remaining: list[tuple[Slot, Callable[[], bool]]] = []
-        for each in self._counted_out:
-            slot, is_used = each
+        """Release the slots of `release_unused` that nobody uses any more, and end abandoned work."""
+        counted = self._counted_out
+        for _ in range(len(counted)):
+            slot, is_used = each = counted.popleft()
             if is_used():
-                remaining.append(each)
-            else:
+                counted.append(each)
+            elif slot is not None:
                 self.resume(slot)
                 self.release(slot, *self.memory.queued())
-        self._counted_out = remaining
 
     def release_all(self, slots: Sequence[Slot], after: torch.Event | None) -> None:
         """`release` each of these."""
@@ -371,6 +382,13 @@ def _packed(known: Sequence[Request]) -> list[tuple[int, int]]:
     meets = [sorted([index[other] for other in request.met or () if other in index]) for request in known]
     sizes = [request.nbytes for request in known]
     return list(zip(pack(sizes, meets, [request.name for request in known]), sizes, strict=True))
+
+
+def _ended(end: Callable[[], object]) -> bool:
+    """End abandoned work; returns that its memory is not used any more."""
+    with suppress(Exception):
+        end()
+    return False
 
 
 def _is_taken(slot: Slot) -> bool:

@@ -46,8 +46,13 @@ def as_it_is(module: fx.GraphModule, inputs: Any) -> Any:
 
 
 def aot_backend(compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """A backend for `torch.compile` that hands graphs, partitioned as for Inductor, to `compiler`."""
+    """A backend for `torch.compile` that hands graphs, partitioned as for Inductor, to `compiler`; to be made once.
+
+    Dynamo knows it by a name: only after a backend that it knows does it drop its references to parameters, which would
+    keep `Module.to` from converting them.
+    """
     from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.registry import register_backend
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     backend: Callable[..., Any] = aot_autograd(
@@ -55,6 +60,7 @@ def aot_backend(compiler: Callable[..., Any]) -> Callable[..., Any]:
         partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )
+    register_backend(backend, name="composable_shard_aot")
     return backend
 
 

@@ -1,0 +1,287 @@
+"""Compiled steps use the memory that eager steps use, copy no more than these do, and give all of it back.
+
+Whatever becomes of a graph: it may fail midway, never run backward, run it twice, or outlive its model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import threading
+import warnings
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn as nn
+
+import composable_shard as cs
+from _blocks import Transformer, next_token_loss, token_batch
+from _compiling import LIMIT_S, Sides, local, make_twins, same_gradients, under_inductor
+from _engines import fully_shard
+from _models import Stack, shard_blocks, vectors
+from _pool import distributed
+from _stepping import engine_of, pool_of
+from composable_shard._comm.lanes import Lost
+
+with warnings.catch_warnings():  # Inductor's own imports warn
+    warnings.simplefilter("ignore")
+    import torch._inductor.compile_fx
+
+
+def loss_of(model, rank, step):
+    return model(*vectors(rank, step)).square().mean()
+
+
+def leased(model):
+    """Bytes that the pool has leased, of which nothing is in use between two steps."""
+    gc.collect()
+    pool_of(model).reclaim()
+    return pool_of(model).live_bytes
+
+
+@contextlib.contextmanager
+def poisoned():
+    """Memory that is given up is filled with NaN, so that whoever reads it too late or too early gives no number."""
+    before = cs.set_debug(True)
+    try:
+        yield
+    finally:
+        cs.set_debug(before)
+
+
+# ---- what a step takes
+
+
+def peak_of(model, step):
+    """Bytes that are leased at once while `step` runs."""
+    pool = pool_of(model)
+    pool.reclaim()
+    pool.peak_bytes = pool.live_bytes
+    step()
+    return pool.peak_bytes
+
+
+def copies_of(step):
+    """The copies that `step` makes, by shape; `_chunk_cat` packs gradients."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as seen:
+        step()
+    events = seen.profiler.kineto_results.events()
+    copies = ("aten::copy_", "aten::_foreach_copy_", "aten::clone", "aten::_chunk_cat")
+    return Counter((event.name(), str(event.shapes())) for event in events if event.name() in copies)
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_a_compiled_step_takes_the_slots_and_makes_the_copies_of_an_eager_one(rank, world):
+    sides = Sides(*make_twins(Transformer(layers=3), shard_blocks))
+    for each in (sides.eager, sides.model):
+        each.set_reduce_scatter_max_input_buffers(
+            2
+        )  # else an eager step on a CPU waits for reductions before it gathers
+    plain = Transformer(layers=3)
+    models = {
+        "plain": plain,
+        "plain compiled": torch.compile(plain, backend="aot_eager", fullgraph=True),
+        "eager": sides.eager,
+        "compiled": sides.run,
+    }
+
+    def step_of(name, step):
+        return lambda: next_token_loss(models[name], *token_batch(rank, step)).backward()
+
+    for step in range(4):
+        for name in models:
+            step_of(name, step)()
+        sides.update()
+        plain.zero_grad()
+    made = pool_of(sides.model).allocations
+    peaks = [peak_of(model, step_of(name, 4)) for name, model in (("eager", sides.eager), ("compiled", sides.model))]
+    for optimizer in sides.optimizers:
+        optimizer.zero_grad()
+    plain.zero_grad()
+    copies = {name: copies_of(step_of(name, 5)) for name in models}
+    assert copies["compiled"] - copies["plain compiled"] == copies["eager"] - copies["plain"]
+    assert pool_of(sides.model).allocations == made
+    assert pool_of(sides.model).fallbacks == {}
+    assert leased(sides.model) == 0
+    assert peaks[1] <= peaks[0]
+
+
+@pytest.mark.matrix
+@distributed(world=2, limit_s=LIMIT_S)
+def test_inductor_puts_nothing_that_it_saves_into_gathered_memory(rank, world):
+    """Activations have the size of weights here, whose memory Inductor likes to use again."""
+    sides = Sides(*make_twins(Stack(3, dim=8, hidden=8), shard_blocks, reshard_after_forward=True), backend="inductor")
+    held = []
+    for step in range(4):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step + 10 * rank))
+        losses = [each(x).square().mean() for each in sides.both]
+        held.append(leased(sides.model))
+        for loss in losses:
+            loss.backward()
+        with under_inductor(1e-5):
+            same_gradients(sides.eager, sides.model, f"in step {step}")
+            sides.update()
+    with open(f"/tmp/held{rank}", "w") as f:
+        f.write(str(held))
+    assert held == [0] * 4
+
+
+# ---- whatever becomes of a graph
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_a_forward_that_fails_midway_gives_back_what_it_has_gathered_ahead(rank, world):
+    sides = Sides(*make_twins(Transformer(), shard_blocks))
+
+    def loss_of(each, step):
+        return next_token_loss(each, *token_batch(rank, step))
+
+    with poisoned():
+        sides.train(loss_of)
+        made = pool_of(sides.model).allocations
+        (tokens,) = token_batch(rank, 0)
+        for each in sides.both:
+            with pytest.raises(IndexError):
+                each(tokens + 1000)
+        gc.collect()
+        live = pool_of(sides.model).live_bytes
+        assert live > 0  # of the block after the embedding
+        assert leased(sides.model) == 0
+        for each in sides.both:  # neither does an error elsewhere
+            with contextlib.suppress(ZeroDivisionError):
+                loss_of(each, 0) / (1 // 0)
+        assert leased(sides.model) == 0
+        sides.train(loss_of)
+        assert leased(sides.model) == 0
+        assert pool_of(sides.model).allocations == made
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_graphs_run_twice_or_never_in_other_threads_and_under_another_default_device(rank, world):
+    sides = Sides(*make_twins(Stack(1, dim=8, hidden=16), shard_blocks))
+
+    def again():
+        for each in sides.both:
+            loss = loss_of(each, rank, 0)
+            loss.backward(retain_graph=True)
+            loss.backward()
+
+    def never():
+        for each in sides.both:
+            loss_of(each, rank, 1)
+            loss_of(each, rank, 2).backward()
+
+    def elsewhere():
+        def run():
+            for each in sides.both:
+                loss_of(each, rank, 3).backward()
+                done.append(each)
+
+        done = []
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(LIMIT_S)
+        assert len(done) == 2
+
+    def on_meta():
+        (x,) = vectors(rank, 4)
+        for each in sides.both:
+            with torch.device("meta"):
+                each(x).square().mean().backward()
+
+    with poisoned(), torch._functorch.config.patch(donated_buffer=False):  # which torch wants for a second backward
+        for way in (again, never, elsewhere, on_meta):
+            way()
+            same_gradients(sides.eager, sides.model, way.__name__)
+            sides.update()
+            assert leased(sides.model) == 0, way.__name__
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_a_backward_runs_when_its_model_is_gone_and_then_the_memory_goes_too(rank, world):
+    sides = Sides(*make_twins(Stack(2, dim=8, hidden=16), shard_blocks, reshard_after_forward=True))
+    sides.model.cycle = [sides.model]  # which the garbage collector has to find
+    sides.train(lambda each, step: loss_of(each, rank, step), 2)
+    pool, shard = weakref.ref(pool_of(sides.model)), weakref.ref(local(sides.model.head.weight))
+    inputs = [vectors(rank, 3)[0].requires_grad_() for _ in range(2)]
+    losses = [each(x).square().mean() for each, x in zip(sides.both, inputs, strict=True)]
+    sides.run = sides.model = sides.optimizers = None
+    gc.collect()
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(inputs[0].grad, inputs[1].grad)
+    del loss, losses
+    gc.collect()
+    assert shard() is None
+    assert pool() is None
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_a_compiled_model_is_converted_emptied_and_loaded(rank, world):
+    sides = Sides(*make_twins(Stack(1, dim=8, hidden=16), shard_blocks))
+
+    def train(dtype):
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (sides.eager, sides.model)]
+        sides.optimizers = optimizers
+        sides.train(lambda each, step: each(vectors(rank, step)[0].to(dtype)).square().mean(), 2)
+        assert leased(sides.model) == 0
+
+    train(torch.float32)
+    saved = [copy.deepcopy(each.state_dict()) for each in (sides.eager, sides.model)]
+    for each in (sides.eager, sides.model):
+        each.to(torch.float64)
+    train(torch.float64)
+    for each, state in zip((sides.eager, sides.model), saved, strict=True):
+        each.to_empty(device="cpu")
+        each.to(torch.float32).load_state_dict(state)
+    train(torch.float32)
+
+
+# ---- collectives that fail
+
+
+class Mixed(nn.Module):
+    """Parameters of two dtypes: each gather and each reduction has two collectives."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.b(self.a(x).double())
+
+
+def failing(job):
+    """Let the wait for a job fail, as if a peer had gone."""
+    job._handle.wait()
+    job._handle = Lost("as told")
+    return job
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_a_collective_that_fails_leaves_nothing_leased(rank, world):
+    model = Mixed()
+    fully_shard(model)
+    model(*vectors(rank, 0)).sum().backward()
+    (group,) = engine_of(model).groups
+    exchange, shards = group.exchange(), [param.local for param in group.params]
+    want = [param.full_tensor() for param in model.parameters()]
+    for which in (0, 1):
+        gather = exchange.gather(shards)
+        failing(gather._parts[which].job)
+        with pytest.raises(RuntimeError, match="as told"):
+            gather.finish()
+        assert leased(model) == 0
+        assert all(map(torch.equal, exchange.gather(shards).finish(), want))
+        for abandon in (False, True):
+            reduction = exchange.reduce([torch.ones_like(each) for each in want], range(len(want)), None, False)
+            failing(reduction._jobs[which][1])
+            if abandon:
+                reduction.abandon()
+            else:
+                with pytest.raises(RuntimeError, match="as told"):
+                    reduction.finish()
+            assert leased(model) == 0
