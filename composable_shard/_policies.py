@@ -264,7 +264,7 @@ class Settings:
 
     def reshards(self, is_root: bool) -> bool:
         """Whether forward gives up the unsharded parameters: by the plan, or else by the options."""
-        return self.gives_up[is_root] if self.stays is None else not self.stays
+        return self.gives_up[int(is_root)] if self.stays is None else not self.stays
 
     def follow_plan(self, is_root: bool, keeps: bool | None) -> None:
         """A plan says whether the unsharded parameters stay behind forward, or nothing of that (None)."""
