@@ -42,7 +42,7 @@ from .._plan import layout as layouts
 from .._plan.layout import ParamLayout, bucket_layout
 from .._policies import Options
 from .._torch import compiler
-from .._torch.core import has_side_effect
+from .._torch.core import alias, has_side_effect
 from . import registry
 
 _CODE = hashlib.sha256(
@@ -316,6 +316,8 @@ def _wait_gradients(
     assert reduction is not None, "a compiled graph waits twice for one reduction"
     done = reduction.finish()
     pieces = [done[index][0] for index in wanted]
+    if compiler.results_are_checked():  # as of the graph of a whole step
+        pieces = list(map(alias, pieces))
     return [*pieces, torch.stack([done[index][1].to(torch.float32) for index in missing])] if missing else pieces
 
 

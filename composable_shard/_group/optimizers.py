@@ -1,4 +1,8 @@
-"""A hook before the step of every optimizer: it checks what is stepped, and tells the engines."""
+"""A hook before the step of every optimizer: it checks what is stepped, and tells the engines.
+
+Where `torch.compile` traces a step, the hook is traced, too, and leaves an operator in the graph that tells the engines
+when the graph runs. So what we listen for breaks no graph.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .._errors import ShardConfigStateError
-from .._torch.core import HANDLES, never_trace
+from .._torch.core import HANDLES, has_side_effect
 from .faces import LEAF_OF
 from .param import SHARDED_IN
 
@@ -28,6 +32,8 @@ class StepWatcher(Protocol):
         """An optimizer is about to read the gradients of these parameters: none may still wait for its reduction."""
 
 
+REDUCED, STEPPED, REDUCED_AND_STEPPED = 1, 2, 3  # what watchers are told of: each a method of theirs, and both
+
 # By id, and no WeakSet: the weak references can be listed at once while another thread adds a watcher.
 _watchers: weakref.WeakValueDictionary[int, StepWatcher] = weakref.WeakValueDictionary()
 
@@ -37,7 +43,6 @@ def watch_steps(watcher: StepWatcher) -> None:
     _watchers[id(watcher)] = watcher
 
 
-@never_trace
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     params: list[torch.Tensor] = []
     for group in optimizer.param_groups:
@@ -45,29 +50,43 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     _check_are_of_the_model(params)
     for group in optimizer.param_groups:
         _avoid_mixed_lists(group)
-    stepped = set(map(id, params))
-    watchers = _living_watchers()
-    changed = None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if callable(closure):  # it makes the gradients, so it checks them
-        checked = partial(_run_closure, closure, stepped)
-        changed = ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": checked})
-    else:
+    if not callable(closure):
+        _tell(params, REDUCED_AND_STEPPED)
+        return None
+    checked = partial(_run_closure, closure, params)  # it makes the gradients, so it checks them
+    _tell(params, STEPPED)
+    return ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": checked})
+
+
+def _tell(params: Sequence[torch.Tensor], what: int) -> None:
+    """Tell the watchers of a step of these parameters; while Dynamo traces, let the graph do so."""
+    if not torch.compiler.is_compiling():
+        _tell_watchers(set(map(id, params)), what)
+        return
+    ours = [param for param in params if hasattr(param, SHARDED_IN)]
+    if ours:
+        torch.ops.composable_shard.before_step([p._local_tensor for p in ours], [id(p) for p in ours], what)
+
+
+def _tell_watchers(stepped: set[int], what: int) -> None:
+    watchers = _living_watchers()
+    if what & REDUCED:
         for watcher in watchers:
             watcher.check_reduced(stepped)
-    for watcher in watchers:
-        watcher.before_optimizer_step(stepped)
-    return changed
+    if what & STEPPED:
+        for watcher in watchers:
+            watcher.before_optimizer_step(stepped)
 
 
 def _check_are_of_the_model(params: Sequence[torch.Tensor]) -> None:
     """Raise ShardConfigStateError for parameters that are not, or no longer, those of the model."""
     copies, old = [], []
     for param in params:
-        if LEAF_OF in param.__dict__:
-            copies.append(param.__dict__[LEAF_OF])
-        elif SHARDED_IN in param.__dict__ and not isinstance(param, DTensor):
-            old.append(param.__dict__[SHARDED_IN])
+        if hasattr(param, LEAF_OF):
+            copies.append(getattr(param, LEAF_OF))
+        elif hasattr(param, SHARDED_IN) and not isinstance(param, DTensor):
+            old.append(getattr(param, SHARDED_IN))
     if copies:
         raise ShardConfigStateError(
             f"the optimizer holds unsharded copies of {', '.join(copies)}, which get no gradients; "
@@ -93,15 +112,14 @@ def _avoid_mixed_lists(group: dict[str, Any]) -> None:
     for param in group["params"]:
         if param.requires_grad:
             meshes.add(param.device_mesh if isinstance(param, DTensor) else None)
-            has_ours = has_ours or SHARDED_IN in param.__dict__
+            has_ours = has_ours or hasattr(param, SHARDED_IN)
     if len(meshes) > 1 and has_ours:
         group.update(foreach=False, **({"fused": False} if fused else {}))
 
 
-def _run_closure(closure: Callable[[], Any], stepped: set[int]) -> Any:
+def _run_closure(closure: Callable[[], Any], params: Sequence[torch.Tensor]) -> Any:
     loss = closure()
-    for watcher in _living_watchers():
-        watcher.check_reduced(stepped)
+    _tell(params, REDUCED)
     return loss
 
 
@@ -109,5 +127,11 @@ def _living_watchers() -> list[StepWatcher]:
     return list(filter(None, map(call, _watchers.valuerefs())))
 
 
+_library = torch.library.Library("composable_shard", "FRAGMENT")  # type: ignore[no-untyped-call]
+# It takes the shards so that no compiler moves it behind their change, and says which they are by the parameters' ids.
+_library.define("before_step(Tensor[] shards, int[] ids, int what) -> ()", tags=(torch.Tag.cudagraph_unsafe,))  # type: ignore[no-untyped-call]
+_library.impl("before_step", lambda shards, ids, what: _tell_watchers(set(ids), what), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("composable_shard::before_step", lambda shards, ids, what: None, lib=_library)
+has_side_effect(torch.ops.composable_shard.before_step.default)
 register_optimizer_step_pre_hook(_before_step)
 HANDLES.ours += 1

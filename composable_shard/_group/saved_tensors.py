@@ -26,6 +26,7 @@ from .._torch.core import (
     active_saved_tensors_hooks,
     address_of,
     give_way_to_transforms,
+    never_trace,
     passed_by_checkpoints,
     saved_tensors_hooks_set_aside,
 )
@@ -162,6 +163,7 @@ class _Hooks:
         version = tensor._version
         return (tensor, version) if version else tensor
 
+    @never_trace  # compiled autograd would trace it, and not see that it gathers
     def unpack(self, packed: Any) -> torch.Tensor:
         kind = type(packed)
         if kind is Handle:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from .core import current_backward
+
 
 def last_graph_break() -> str:
     """In words, why and where Dynamo broke a graph last; empty if it never did."""
@@ -23,6 +25,14 @@ def last_graph_break() -> str:
     reason = reasons[-1]
     frames = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reason.user_stack[-1:]]
     return " ".join([*frames, reason.reason.strip().splitlines()[0]])
+
+
+def results_are_checked() -> bool:
+    """Whether torch may check that the results of an operator in the graph that runs now share no storage.
+
+    It does so in the first run of every graph that is not called by autograd itself.
+    """
+    return current_backward() < 0 or bool(torch._dynamo.compiled_autograd.in_compiled_autograd_region)
 
 
 def mode_options(mode: str, dynamic: bool | None) -> dict[str, Any]:

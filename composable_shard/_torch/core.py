@@ -159,6 +159,18 @@ def called_directly(function: type[torch.autograd.Function]) -> None:
     function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
 
 
+def refuse_compiled_autograd(function: type[torch.autograd.Function], refusal: Callable[[Any], Exception]) -> None:
+    """Have compiled autograd raise what `refusal` makes of a node of this function, when it is about to trace the node.
+
+    It asks each node for a key of its cache first, and for none outside of its own passes.
+    """
+
+    def refuse(node: Any) -> Any:
+        raise refusal(node)
+
+    function._compiled_autograd_key = staticmethod(refuse)  # type: ignore[attr-defined]
+
+
 def outputs_pass_for_leaves(function: type[torch.autograd.Function]) -> None:
     """Let `nn.Module` register outputs of the function as parameters; it asks by `if tensor.grad_fn:` for leaves."""
     function._backward_cls.__bool__ = lambda _: False  # type: ignore[attr-defined]

@@ -1,0 +1,153 @@
+"""The whole step in one compiled function: forward, loss, backward, clipping; and compiled autograd around eager steps."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from expecttest import assert_expected_inline
+from torch.distributed.tensor import DTensor
+
+import composable_shard as cs
+from _compiling import LIMIT_S, graphs_of, same_gradients, text_of
+from _engines import fully_shard
+from _models import Stack, shard_blocks, vectors
+from _pool import distributed
+from _stepping import assert_at_rest, assert_same_gradients, loss_of, twins
+from composable_shard.report import watch_graphs
+
+CAN_TRACE_BACKWARD = hasattr(torch._dynamo.config, "trace_autograd_ops")  # from torch 2.13 on
+CLIPS = {"torch": torch.nn.utils.clip_grad_norm_, "ours": cs.clip_grad_norm_}
+
+
+def step(model: nn.Module, clip: str, *batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Forward, loss, backward and clipping, as `torch.compile` takes them: the loss is returned detached."""
+    loss = model(*batch).square().mean()
+    loss.backward()
+    norm = CLIPS[clip](model.parameters(), 0.1)
+    return loss.detach(), norm
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def close(model: nn.Module, plain: nn.Module) -> None:
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(whole(model.get_parameter(name).grad), param.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def train(rank: int, world: int, clip: str, uneven: bool = False, **options: Any) -> str:
+    """Three steps of which the second accumulates, evaluations between, and an eager step at the end."""
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    plain = Stack(2, dim=6, hidden=10) if uneven else Stack(2, dim=8, hidden=16)
+    eager, model = copy.deepcopy(plain), copy.deepcopy(plain)
+    for each in (eager, model):
+        shard_blocks(each, fully_shard, **options)
+    run = torch.compile(step, fullgraph=True, backend=cs._compile.aot_eager())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, eager, model)]
+    with watch_graphs() as found:
+        for number in range(4):
+            batch = vectors(0, number)
+            results = [step(plain, clip, *batch), step(eager, clip, *batch)]
+            with torch._dynamo.config.patch(trace_autograd_ops=True):
+                results.append((step if number == 3 else run)(model, clip, *batch))
+            assert len({type(norm) for _, norm in results[1:]}) == 1
+            losses, norms = zip(*results, strict=True)
+            for values in (losses, list(map(whole, norms))):
+                assert torch.equal(values[1], values[2]), f"{values} in step {number}"
+                torch.testing.assert_close(values[2], values[0])
+            assert not losses[2].requires_grad
+            same_gradients(eager, model, f"in step {number}")
+            close(model, plain)
+            if number != 1:  # else the next step adds to these gradients
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            with torch.no_grad():
+                evaluated = [each(*batch) for each in (plain, eager, model)]
+            assert torch.equal(evaluated[1], evaluated[2])
+            torch.testing.assert_close(evaluated[2], evaluated[0])
+    assert_at_rest(model)
+    return text_of(found)
+
+
+@pytest.mark.skipif(not CAN_TRACE_BACKWARD, reason="torch cannot trace backward before 2.13; see the test below")
+@pytest.mark.parametrize(
+    ("clip", "world", "options"),
+    [
+        ("ours", 2, {}),
+        pytest.param("torch", 2, {"uneven": True}, marks=pytest.mark.matrix),
+        pytest.param("torch", 4, {}, marks=pytest.mark.matrix),
+        pytest.param("ours", 2, {"reshard_after_forward": False}, marks=pytest.mark.matrix),
+    ],
+)
+def test_a_whole_step_is_one_graph_that_gathers_again_and_reduces(clip, world, options):
+    """One graph without `.grad`, and one that adds to it; A is the all-reduce of the norm."""
+    text = graphs_of(train, world, clip=clip, **options)
+    assert text.count("inference") == text.count("\n") == 2
+    if not options and world == 2:
+        assert_expected_inline(
+            text,
+            """\
+inference GwGmwGmmwGmmmmmmmmmwGRmmmmwRwmRwwAw
+inference GwGmwGmmwGmmmmmmmmmwGRmmmmwRwmRwwAw
+""",
+        )
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_without_the_flag_of_torch_a_whole_step_is_its_own_error(rank, world):
+    torch._dynamo.reset()
+    model, plain = twins()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="backward"):
+        torch.compile(step, fullgraph=True, backend="aot_eager")(model, "ours", *vectors(0, 0))
+    for each in (model, plain):
+        loss_of(each).backward()
+    assert_same_gradients(model, plain)
+
+
+# ---- compiled autograd
+
+
+def compiled_autograd() -> Any:
+    return torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager"))
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_compiled_autograd_over_an_eager_forward_is_an_error_and_over_a_compiled_one_works(rank, world):
+    torch._dynamo.reset()
+    warnings.simplefilter("ignore")  # torch reads `.grad` of tensors that are no leaves
+    model, plain = twins()
+    loss_of(plain).backward()
+    loss = loss_of(model)
+    with pytest.raises(cs.ShardConfigStateError, match=r"group blocks\.\d: compiled autograd cannot trace"), compiled_autograd():
+        loss.backward()
+    loss.backward()  # the error has changed nothing
+    assert_same_gradients(model, plain)
+    assert_at_rest(model)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        model.zero_grad()
+        with compiled_autograd():
+            loss_of(run).backward()
+        close(model, plain)
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_compiled_autograd_goes_through_frozen_sharded_modules(rank, world):
+    torch._dynamo.reset()
+    warnings.simplefilter("ignore")
+    model, plain = (each.requires_grad_(False) for each in twins())
+    inputs = [vectors(0, 0)[0].requires_grad_() for _ in range(2)]
+    plain(inputs[0]).square().mean().backward()
+    loss = model(inputs[1]).square().mean()
+    with compiled_autograd():
+        loss.backward()
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+    assert_at_rest(model)
