@@ -35,7 +35,8 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE
 
 
-_save_gathered = partial(create_selective_checkpoint_contexts, _policy)
+_save_gathered: Any = partial(create_selective_checkpoint_contexts, _policy)
+_save_gathered.cache_hash = "composable_shard saves gathered weights"  # without it AOTAutograd caches no such graph
 
 
 NO_COMMS = Comms()
