@@ -12,12 +12,12 @@ from composable_shard import testing
 
 
 def model_of(*shapes: tuple[int, int], gathers_again: bool = True, **options: object) -> torch.nn.Module:
-    """Linear layers of these shapes, or the two that are compiled; each is a group."""
+    """Linear layers of these shapes, or the two that are compiled; the last one belongs to the root, which keeps it."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(*shape) for shape in shapes or [(8, 8), (8, 6)]])
-    for layer in model:
+    for layer in model[:-1]:
         cs.fully_shard(layer, reshard_after_forward=gathers_again, **options)
-    cs.fully_shard(model)
+    cs.fully_shard(model, **options)
     return model
 
 

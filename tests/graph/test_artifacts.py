@@ -25,7 +25,7 @@ with warnings.catch_warnings():  # Inductor's own imports warn
     from torch._inductor.utils import fresh_cache
 
 SCRIPT = Path(__file__).parents[1] / "_cached_process.py"
-LIMIT_S = 240
+LIMIT_S = 500
 
 
 @contextlib.contextmanager
@@ -55,8 +55,8 @@ def with_other_modules():
 
 
 OTHERS = {
-    "plan, from there to here: group 1: bytes a rank": lambda: model_of((8, 8), (8, 4)),
-    "plan, from there to here: group 2: added": lambda: model_of((8, 8), (8, 6), (6, 6)),
+    "plan, from there to here: group (root): bytes a rank": lambda: model_of((8, 8), (8, 4)),
+    "plan, from there to here: group 1: added": lambda: model_of((8, 8), (8, 8), (8, 6)),
     "plan, from there to here: group 0: reshards after forward": lambda: model_of(gathers_again=False),
     "schedule: policies": two_ahead,
     "modules: (2): Tanh() here, ) there": with_other_modules,
@@ -86,6 +86,7 @@ def steps_warm(rank, world, path):
 def test_all_ranks_start_warm_with_what_one_process_has_compiled_alone(tmp_path):
     path = tmp_path / "compiled"
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "caches"), "OMP_NUM_THREADS": "1"}
+    environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # so many processes that import torch, too
     done = subprocess.run(
         [sys.executable, SCRIPT, path], env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
