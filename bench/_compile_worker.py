@@ -1,4 +1,4 @@
-"""One rank of `compile.py`: the time until a model is compiled, or the memory that a step holds and what it copies."""
+"""One rank of `compile.py`: the time until a model is compiled, cold or from a cache, or what a step holds and copies."""
 
 import math
 import os
@@ -60,6 +60,29 @@ def compile_times(settings: dict[str, Any], rank: int, world: int) -> dict[str, 
         for case in shuffle.sample(cases, len(cases)):
             found[case].append(first(*case))
     return {"seconds": [(name, depth, *zip(*found[name, depth], strict=True)) for name, depth in cases]}
+
+
+def first_step(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
+    """Seconds of the first forward and backward of this process, with the caches in a given folder.
+
+    The compiler is loaded within. Wall time of the slowest rank; CPU time and what AOTAutograd's cache had are of all.
+    """
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = settings["cache"]
+    ids = batch(settings["size"], settings["batch"], rank, step=0).to(settings["device"])
+    mesh = init_device_mesh(settings["device"], (world,))
+    side = build(settings["first"], settings, mesh, depth=settings["depth"])
+    dist.barrier()
+    cpu, wall = cpu_seconds(), time.perf_counter()
+    side.gradients(ids)
+    _device.synchronize(settings["device"])
+    took = time.perf_counter() - wall, cpu_seconds() - cpu
+    counted = torch._dynamo.utils.counters["aot_autograd"]
+    figures = *took, counted["autograd_cache_hit"], counted["autograd_cache_miss"]
+    every = _launch.everyone(torch.tensor(figures, dtype=torch.float64))
+    return {
+        "wall": every[:, 0].max().item(),
+        **dict(zip(("cpu", "hits", "misses"), every.sum(0)[1:].tolist(), strict=True)),
+    }
 
 
 def memory(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
@@ -169,6 +192,8 @@ def growth(step: Any) -> int | None:
 
 
 def measure(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
+    if "first" in settings:
+        return first_step(settings, rank, world)
     return memory(settings, rank, world) if "engine" in settings else compile_times(settings, rank, world)
 
 

@@ -5,7 +5,8 @@
 Steps are measured as in `step.py`, all engines in the same processes and in turns. Ours is compiled
 whole (`torch.compile(model, fullgraph=True)`), per block, and eager; torch's FSDP2 per block, and
 eager; `compute-whole` is the unsharded model, compiled whole, stepping by itself. The time to compile
-is that of the first forward and backward with empty caches. Memory is measured in processes that run
+is that of the first forward and backward with empty caches, and in `warm` that of new processes whose
+caches an earlier one has filled. Memory is measured in processes that run
 one engine each: what torch's allocator has given out, with collectives that do nothing, and how far the
 process grows with gloo; on a card, what torch's CUDA allocator tells. The same processes count the
 bytes that a step copies and the pages that the system gives it.
@@ -13,6 +14,7 @@ bytes that a step copies and the pages that the system gives it.
 
 import argparse
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,10 @@ REFERENCE = "fsdp2-blocks"
 PLAIN = "compute-whole"
 EAGER = "ours"
 WHOLE = "ours-whole"
+PLACED = "ours-placed-whole"
 SIDES = {
     WHOLE: "those of ours, in one graph each way",
-    "ours-placed-whole": "the same, launched ahead and waited for later",
+    PLACED: "the same, launched ahead and waited for later",
     "ours-blocks": "those of ours, in a graph a block",
     EAGER: "broadcasts, and all-to-all with a local sum, in hooks",
     REFERENCE: "gloo's all-gather and reduce-scatter, in hooks around a graph a block",
@@ -66,6 +69,24 @@ class RatioResult:
 
 
 @dataclass(frozen=True)
+class WarmResult:
+    """Seconds of the first forward and backward of a process, the compiler's loading included.
+
+    `cold_s` is that of one process with empty caches, of the slowest rank; `warm_s` and `cpu_s` (of all ranks) those of
+    later ones. `hits` and `misses` of AOTAutograd's cache are of all ranks of the last one.
+    """
+
+    size: str
+    layers: int
+    engine: str
+    cold_s: float
+    warm_s: _report.Spread
+    cpu_s: _report.Spread
+    hits: int
+    misses: int
+
+
+@dataclass(frozen=True)
 class MemoryResult:
     """What a rank holds, copies and asks the system for in a step; see `_compile_worker.memory`.
 
@@ -91,7 +112,7 @@ def compiling(size: str, options: argparse.Namespace) -> list[CompileResult]:
     """How long it takes to compile ours and the unsharded model, by number of layers."""
     settings = {
         "size": size,
-        "engines": [PLAIN, WHOLE],
+        "engines": [PLAIN, WHOLE, PLACED],
         "layers": options.layers,
         "compile_rounds": options.compile_rounds,
     }
@@ -122,6 +143,35 @@ def compiling(size: str, options: argparse.Namespace) -> list[CompileResult]:
             for r in results
         ],
         f"first forward and backward, caches empty; {options.compile_rounds} rounds, in turns; CPU time of all ranks",
+    )
+    return results
+
+
+def warming(size: str, options: argparse.Namespace) -> list[WarmResult]:
+    """How long the first step takes in new processes that find what an earlier one has compiled."""
+    engines = [PLAIN, WHOLE, PLACED]
+    results: list[WarmResult] = []
+    for depth in options.layers:
+        with tempfile.TemporaryDirectory(prefix="composable_shard_bench_") as folder:
+
+            def first(name: str, depth: int = depth, folder: str = folder) -> dict[str, Any]:
+                return step.measure(WORKER, {"size": size, "first": name, "depth": depth, "cache": folder}, options)
+
+            cold = {name: first(name)["wall"] for name in engines}
+            rounds = [{name: first(name) for name in engines} for _ in range(options.compile_rounds)]
+        for name in engines:
+            wall, cpu = (_report.Spread.of([found[name][key] for found in rounds]) for key in ("wall", "cpu"))
+            hits, misses = (int(rounds[-1][name][key]) for key in ("hits", "misses"))
+            results.append(WarmResult(size, depth, name, cold[name], wall, cpu, hits, misses))
+    _report.table(
+        f"First step of a process: {size}, {step.where(options)}",
+        ("engine", "layers", "caches empty, s", "filled, s", "filled, CPU s", "hits", "misses"),
+        [
+            (r.engine, str(r.layers), f"{r.cold_s:.2f}", *map(str, (r.warm_s, r.cpu_s, r.hits, r.misses)))
+            for r in results
+        ],
+        f"first forward and backward; one process a rank and figure, {options.compile_rounds} with caches filled, in "
+        "turns; CPU time, and what AOTAutograd's cache had, of all ranks",
     )
     return results
 
@@ -218,13 +268,13 @@ def parse() -> argparse.Namespace:
     parser = step.options_of_steps(__doc__, ",".join(SIDES))
     parser.add_argument("--layers", type=_report.integers, default="2,4,8", help="to compile (default: %(default)s)")
     parser.add_argument("--compile-rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--parts", default="steps,compile,memory", help="what to measure (default: %(default)s)")
+    parser.add_argument("--parts", default="steps,compile,warm,memory", help="what to measure (default: %(default)s)")
     return step.parsed(parser)
 
 
 def main() -> int:
     options = parse()
-    parts = {"steps": stepping, "compile": compiling, "memory": remembering}
+    parts = {"steps": stepping, "compile": compiling, "warm": warming, "memory": remembering}
     results: list[Any] = []
     for size in options.sizes:
         for part in options.parts.split(","):

@@ -7,10 +7,13 @@ from importlib.metadata import version as _version
 from ._api import fully_shard as fully_shard
 from ._api import last_record as last_record
 from ._api import make_plan as make_plan
+from ._artifacts import load_cache_artifacts as load_cache_artifacts
+from ._artifacts import save_cache_artifacts as save_cache_artifacts
 from ._clip import clip_grad_norm_ as clip_grad_norm_
 from ._compile import compile as compile  # noqa: A004 - for torch.compile
 from ._compile import keep_from_dynamo as _keep_from_dynamo
 from ._debug import set_debug as set_debug
+from ._errors import ArtifactMismatchError as ArtifactMismatchError
 from ._errors import CompiledGraphWarning as CompiledGraphWarning
 from ._errors import ComposableShardError as ComposableShardError
 from ._errors import MixedShardingError as MixedShardingError

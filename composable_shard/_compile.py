@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from ._errors import ShardConfigTypeError
+from ._errors import ShardConfigTypeError, ShardConfigUnsupportedError
 from ._graph.guard import guard_pass, guarded
 from ._module.module import FSDPModule
 from ._torch.compiler import aot_backend, as_it_is, inductor, mode_options
@@ -18,9 +18,21 @@ from ._torch.core import never_compile
 
 M = TypeVar("M", bound=nn.Module)
 
+_WHY_NO_REGIONS = (
+    "torch.compiler.nested_compile_region, by which alike blocks would be compiled once, cannot hold a sharded module: "
+    "within one, weights that the graph has gathered fail with 'Freevar has no source', and a region around the whole "
+    "module cannot read its shards. Besides, under Inductor of torch 2.13 gradients of regions are silently wrong, "
+    "unless the options have allow_buffer_reuse=False"
+)
+
 
 def compile(  # noqa: A001 - the name of the function in torch that it stands for
-    model: M, *, fullgraph: bool = True, backend: str | Callable[..., Any] = "inductor", **torch_compile_kwargs: Any
+    model: M,
+    *,
+    fullgraph: bool = True,
+    backend: str | Callable[..., Any] = "inductor",
+    regions: bool = False,
+    **torch_compile_kwargs: Any,
 ) -> M:
     """`torch.compile` for a sharded model: one whole graph by default, and read by the guard under every backend.
 
@@ -40,6 +52,8 @@ def compile(  # noqa: A001 - the name of the function in torch that it stands fo
             they are.
         fullgraph: see `torch.compile`. With False a graph may break: results stay right, a warning names the frame.
         backend: ``inductor``, ``aot_eager``, or another backend, which is then used as it is.
+        regions: whether blocks that are alike are to be compiled once (`torch.compiler.nested_compile_region`). True is
+            refused now; the error says why.
         torch_compile_kwargs: the other arguments of `torch.compile`: ``dynamic``, ``mode``, ``options``. Under Inductor
             a ``post_grad_custom_post_pass`` among the options runs before the guard.
 
@@ -48,6 +62,7 @@ def compile(  # noqa: A001 - the name of the function in torch that it stands fo
 
     Raises:
         ShardConfigTypeError: `model` is no module.
+        ShardConfigUnsupportedError: `regions` is true.
 
     Warns:
         CompiledGraphWarning: a graph, once compiled, keeps gathered weights that should be gathered again, gathers some
@@ -60,6 +75,10 @@ def compile(  # noqa: A001 - the name of the function in torch that it stands fo
     """
     if not isinstance(model, nn.Module):
         raise ShardConfigTypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if regions:
+        raise ShardConfigUnsupportedError(
+            f"regions: {_WHY_NO_REGIONS}. This is torch {torch.__version__}; leave regions out"
+        )
     if backend == "inductor":
         torch_compile_kwargs["options"] = _options(torch_compile_kwargs)
     elif backend == "aot_eager":

@@ -8,6 +8,7 @@
     │   ├── ShardConfigAttributeError ... of a view that can only be read    (also an AttributeError)
     │   ├── MixedShardingError      modules of torch's FSDP2 and of ours inside of each other     (also a ValueError)
     │   ├── PoolBudgetError         a budget of memory that a group does not fit into    (also a ValueError)
+    │   ├── ArtifactMismatchError   compiled code in a file that was made for something else (also a ValueError)
     │   └── ...                     kinds of these that are also what torch's FSDP2 raises for the same mistake
     ├── RankMismatchError           ranks have different plans                               (also a RuntimeError)
     ├── StaleStateError             weights were changed between forward and backward        (also a RuntimeError)
@@ -100,6 +101,18 @@ class StaleStateError(ComposableShardError, RuntimeError):
 
 class SavedTensorModifiedError(ComposableShardError, RuntimeError):
     """An activation that backward needs was modified in place after it had been saved."""
+
+
+class ArtifactMismatchError(ShardConfigValueError):
+    """Compiled code in a file does not fit to this model on this rank; compile anew.
+
+    Attributes:
+        differences: what is not as it was where the file was written, a statement each.
+    """
+
+    def __init__(self, path: str, differences: tuple[str, ...]) -> None:
+        super().__init__(f"path: {path} holds code that was compiled for something else. {'; '.join(differences)}")
+        self.differences = differences
 
 
 class WorldError(ComposableShardError, RuntimeError):

@@ -1,41 +1,51 @@
-"""Compiles a sharded model under Inductor in a simulated world of two and prints what came of it; run by a test."""
+"""Compiles a sharded model as one rank of a simulated world of two, saves what came of it, and prints what it found."""
 
 import json
+import os
 import sys
 import warnings
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import composable_shard as cs
+from composable_shard import testing
 
 
-def main() -> None:
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+def model_of(*shapes: tuple[int, int], gathers_again: bool = True, **options: object) -> torch.nn.Module:
+    """Linear layers of these shapes, or the two that are compiled; the last one belongs to the root, which keeps it."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
-    for layer in model:
-        cs.fully_shard(layer, reshard_after_forward=True)
-    cs.fully_shard(model)
-    run = torch.compile(model, fullgraph=True)
-    x = torch.randn(4, 8)
-    run(x).sum().backward()
-    with torch.profiler.profile() as seen:
-        run(x).sum().backward()
-    names = [event.name for event in seen.events()]
-    counters = torch._dynamo.utils.counters
-    found = {
-        "hits": counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"],
-        "gathers": names.count("_c10d_functional::all_gather_into_tensor"),
-        "reductions": names.count("_c10d_functional::reduce_scatter_tensor"),
-        "gradients": sum(param.grad is not None for param in model.parameters()),
-        "guarded": hasattr(torch._inductor.config.post_grad_custom_post_pass, "chained"),
+    model = torch.nn.Sequential(*[torch.nn.Linear(*shape) for shape in shapes or [(8, 8), (8, 6)]])
+    for layer in model[:-1]:
+        cs.fully_shard(layer, reshard_after_forward=gathers_again, **options)
+    cs.fully_shard(model, **options)
+    return model
+
+
+def step(run: torch.nn.Module, rank: int) -> torch.Tensor:
+    """Forward and backward on inputs of the rank's own; returns the loss."""
+    loss = run(torch.arange(32.0).view(4, 8).sin() * (rank + 1)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def cache_counts() -> dict[str, int]:
+    """What AOTAutograd's cache, and below it Inductor's, had, had not, and was not asked for."""
+    counted = torch._dynamo.utils.counters
+    of_both = {"misses": "miss", "bypassed": "bypass"}
+    return {"hits": counted["aot_autograd"]["autograd_cache_hit"]} | {
+        name: counted["aot_autograd"][f"autograd_cache_{key}"] + counted["inductor"][f"fxgraph_cache_{key}"]
+        for name, key in of_both.items()
     }
+
+
+def main(path: str) -> None:
+    with testing.fake(2):
+        model = model_of()
+        step(cs.compile(model), 0)
+        found = {"bytes": cs.save_cache_artifacts(model, path), "size": os.path.getsize(path), **cache_counts()}
     sys.stdout.write(json.dumps(found))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    main()
+    main(sys.argv[1])

@@ -45,7 +45,7 @@ from .._torch import compiler
 from .._torch.core import alias, has_side_effect
 from . import registry
 
-_CODE = hashlib.sha256(
+CODE = hashlib.sha256(
     b"".join(Path(f).read_bytes() for f in (__file__, layouts.__file__, compiler.__file__))
 ).hexdigest()
 REDUCE, KEEP, TAKE = 0, 1, 2  # what becomes of the gradients; the last: reduce them with those that were kept
@@ -60,7 +60,7 @@ class Layout:
         dims: along which dim each is cut.
         keeps: whether each is gathered in the dtype in which it is stored.
         world: number of pieces of each parameter.
-        rank: this rank's index among them; 0 where all ranks have equal pieces, so that they share compiled code.
+        rank: the first rank that has pieces of the shapes of this rank's: such ranks share compiled code.
         replicates: whether gradients are averaged over replicas, too.
         device: where weights are gathered, if shards are kept elsewhere; else empty.
         options: of which only the dtypes count here.
@@ -83,7 +83,7 @@ class Layout:
     @functools.cached_property
     def key(self) -> str:
         """A digest of all that decides the graph: equal for equal layouts, and in every process."""
-        return hashlib.sha256(f"{_CODE} {self!r}".encode()).hexdigest()[:16]
+        return hashlib.sha256(f"{CODE} {self!r}".encode()).hexdigest()[:16]
 
     @functools.cached_property
     def params(self) -> tuple[ParamLayout, ...]:

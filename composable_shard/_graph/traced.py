@@ -24,6 +24,7 @@ from .._group.group import ParamGroup
 from .._group.optimizers import watch_steps
 from .._group.param import ShardedParam
 from .._group.phases import SHARDED
+from .._plan.layout import first_alike
 from .._policies import Comms, Options, Settings
 from .._torch.core import GRAPHS_GIVE_NONE, any_gradient_hooks, queue_backward_callback, with_side_effects
 from . import registry
@@ -34,7 +35,8 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE
 
 
-_save_gathered = partial(create_selective_checkpoint_contexts, _policy)
+_save_gathered: Any = partial(create_selective_checkpoint_contexts, _policy)
+_save_gathered.cache_hash = "composable_shard saves gathered weights"  # without it AOTAutograd caches no such graph
 
 
 NO_COMMS = Comms()
@@ -51,6 +53,7 @@ class TracedGroup:
     """A group as traced code sees it.
 
     Attributes:
+        key: of its layout; equal on ranks that can share compiled code.
         unknown: number of a module of the group while its root is not known; empty once it is.
         is_root: whether the group is the root's own.
         compiled: whether a graph gathers it.
@@ -69,12 +72,12 @@ class TracedGroup:
             dims=tuple(param.dim for param in params),
             keeps=tuple(param.keeps_dtype for param in params),
             world=info.shard_size,
-            rank=0 if all(p.shape[p.dim] % info.shard_size == 0 for p in params) else info.shard_rank,
+            rank=first_alike([p.shape[p.dim] for p in params], info.shard_size, info.shard_rank),
             replicates=self._replicated,
             device=str(info.device) if info.offloads else "",
             options=Options(mp_policy=settings.current.mp_policy),
         )
-        self._key = layout.register()
+        self.key = layout.register()
         self.compiled = False
         self._extended = False
         # Memory that stands for the group when a graph runs, if this rank holds no element of it.
@@ -135,7 +138,7 @@ class TracedGroup:
 
     def _call(self, shards: Sequence[torch.Tensor], again: bool) -> tuple[torch.Tensor, ...]:
         options = self._settings.current
-        how = self._key, self._fate(), again, options.divide_factor, options.only_sums
+        how = self.key, self._fate(), again, options.divide_factor, options.only_sums
         return tuple(
             torch.ops.composable_shard.unshard([cast(DTensor, shard).to_local() for shard in shards], self._tag, *how)
         )

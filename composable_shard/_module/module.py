@@ -70,7 +70,8 @@ class UnshardHandle(TorchUnshardHandle):
                 self._engine.unshard(group, wait=True)
 
 
-def _bound(module: nn.Module, agrees: bool = True, runs: bool = True) -> Bound:
+def bound_of(module: nn.Module, agrees: bool = True, runs: bool = True) -> Bound:
+    """What a module has of its engine, which is made now if there is none; the arguments are `build_engine`'s."""
     state: ShardState = module.__dict__[STATE]
     if state.bound is None:
         here = threading.get_ident()
@@ -162,7 +163,7 @@ class FSDPModule(Methods):
         Args:
             async_op: return at once, with a handle whose `wait()` makes the parameters readable.
         """
-        engine = _bound(self, runs=False).engine  # type: ignore[arg-type]
+        engine = bound_of(self, runs=False).engine  # type: ignore[arg-type]
         groups = self._own_state().groups
         for group in groups:
             engine.unshard(group, wait=not async_op)
@@ -213,7 +214,7 @@ def _run(module: nn.Module, call: _Call | None, args: tuple[Any, ...], kwargs: d
         args, kwargs: of the call.
     """
     state: ShardState = module.__dict__[STATE]
-    bound = state.bound or _bound(module)
+    bound = state.bound or bound_of(module)
     engine = bound.engine
     if bound.is_root and state.declaration.modules > 1:
         check_root(module)
@@ -383,7 +384,7 @@ def _find_root(unknown: str) -> bool:
     """
     put_rng_states_before_meshes()
     if unknown:
-        _bound(_modules[unknown], agrees=False)  # no collective while Dynamo traces
+        bound_of(_modules[unknown], agrees=False)  # no collective while Dynamo traces
     return True
 
 

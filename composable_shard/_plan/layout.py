@@ -100,6 +100,15 @@ def piece_numel(shape: tuple[int, ...], world: int, dim: int) -> int:
     return -(-shape[dim] // world) * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
 
 
+def first_alike(sizes: Sequence[int], world: int, rank: int) -> int:
+    """The first rank that holds as many rows as `rank` of each parameter, whose sizes along the cut dim these are."""
+
+    def rows(of: int) -> list[int]:
+        return [max(0, min(chunk, size - of * chunk)) for size in sizes for chunk in [-(-size // world)]]
+
+    return next(other for other in range(world) if other == rank or rows(other) == rows(rank))
+
+
 def bucket_layout(
     shapes: Sequence[tuple[int, ...]], world: int, itemsize: int | None = None, dims: Sequence[int] | None = None
 ) -> BucketLayout:

@@ -203,6 +203,25 @@ backward GmwRw
     )
 
 
+class InRegion(nn.Linear):
+    forward = torch.compiler.nested_compile_region(nn.Linear.forward)
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_regions_are_refused_for_the_reason_that_torch_gives(rank, world):
+    model = nn.Sequential(InRegion(4, 4), InRegion(4, 4))
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=True)
+    fully_shard(model)
+    with pytest.raises(cs.ShardConfigValueError, match=r"regions: .*'Freevar has no source'") as caught:
+        cs.compile(model, regions=True)
+    assert isinstance(caught.value, NotImplementedError)
+    if GRAPHS_GIVE_NONE:  # torch 2.11 was not looked at
+        with pytest.raises(AssertionError, match="Freevar has no source"):
+            cs.compile(model, backend="aot_eager")(torch.ones(2, 4))
+    torch._dynamo.reset()
+
+
 # ---- the guard
 
 

@@ -8,13 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import json
-import os
-import subprocess
-import sys
 import warnings
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,23 +158,6 @@ def test_every_case_has_the_collectives_and_the_numbers_that_it_has_without_indu
     given = {"module": module, "body": body, "kwargs": kwargs}
     for plain, inductor in POOL.run("test_inductor:in_both_ways", world, given, 2 * LIMIT_S):
         assert collectives(inductor) == collectives(plain)
-
-
-@pytest.mark.matrix
-def test_a_second_process_that_takes_its_code_from_the_cache_gathers_and_is_guarded_as_well(tmp_path):
-    script = Path(__file__).parents[1] / "_cached_process.py"
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    found = []
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=240, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        found.append(json.loads(done.stdout))
-    first, second = found
-    assert first.pop("hits") == 0
-    assert second.pop("hits") > 0
-    assert first == second == {"gathers": 6, "reductions": 3, "gradients": 6, "guarded": True}
 
 
 def by_name(model):

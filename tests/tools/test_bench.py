@@ -406,22 +406,24 @@ def test_step_ends_ranks_that_take_too_long_and_says_so() -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.matrix
-def test_compile_prints_its_three_tables_and_writes_json(tmp_path: Path) -> None:
+def test_compile_prints_its_four_tables_and_writes_json(tmp_path: Path) -> None:
     file = tmp_path / "compile.json"
     engines = "ours-whole,ours,fsdp2-blocks,compute-whole"
     few = ["--sizes=tiny", f"--engines={engines}", "--rounds=2", "--layers=1,2", "--compile-rounds=1", "--timeout=100"]
     shown = bench("compile.py", *few, "--backend=aot_eager", f"--json={file}", limit_s=200.0)
     assert "agree over all steps" in shown
     assert "Time to compile" in shown
+    assert "First step of a process" in shown
     assert "Most memory during a step" in shown
     results = read(file)["results"]
     steps = {result["engine"]: result for result in results if "wall_ms" in result}
     assert ",".join(steps) == engines
     assert steps["fsdp2-blocks"]["wall_ratio"]["median"] == 1
-    compiled = [result for result in results if "layers" in result]
-    assert {(result["layers"], result["engine"]) for result in compiled} == {
-        (layers, engine) for layers in (1, 2) for engine in ("compute-whole", "ours-whole")
-    }
+    for part in ("wall_ratio", "warm_s"):
+        compiled = [result for result in results if "layers" in result and part in result]
+        assert {(result["layers"], result["engine"]) for result in compiled} == {
+            (layers, engine) for layers in (1, 2) for engine in ("compute-whole", "ours-whole", "ours-placed-whole")
+        }
     memory = {result["engine"]: result for result in results if "live" in result}
     assert ",".join(memory) == engines
     assert memory["compute-whole"]["model"] >= 2 * memory["ours-whole"]["model"] > 0

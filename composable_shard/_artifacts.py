@@ -1,0 +1,144 @@
+"""Compiled code in a file: one process compiles, and others load what it made, if it was made for the same model."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import platform
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._errors import ArtifactMismatchError, ShardConfigStateError, ShardConfigValueError
+from ._graph.operators import CODE
+from ._module.module import FSDPModule, bound_of
+from ._module.state import states_below
+from ._plan.group_plan import GroupPlan
+from ._plan.plan import ShardPlan
+from ._plan.text import group_changes
+from ._status import current_plan
+
+_BEGIN = b"composable_shard cache artifacts 1\n"
+
+
+def save_cache_artifacts(model: nn.Module, path: str | os.PathLike[str]) -> int:
+    """Write what this process has compiled to a file from which ranks of other processes fill their compile caches.
+
+    To be called after a forward and a backward of the compiled model. No collective is issued: one rank may do it
+    alone. The process can be one rank of a simulated world (`composable_shard.testing.fake`), so that nothing but one
+    process need ever compile. The file holds `torch.compiler.save_cache_artifacts`, that is all that the process has
+    compiled, below a header by which `load_cache_artifacts` checks that it fits.
+
+    Args:
+        model: the sharded model, compiled or not.
+        path: of the file; one that exists is replaced as a whole.
+
+    Returns:
+        bytes of the file.
+
+    Raises:
+        ShardConfigValueError: the model holds no sharded module.
+        ShardConfigStateError: nothing was compiled, or nothing of it can be cached.
+    """
+    made = torch.compiler.save_cache_artifacts()
+    if made is None:
+        raise ShardConfigStateError(
+            "save_cache_artifacts: this process has compiled nothing that can be cached; run a forward and a backward "
+            "of the compiled model before, with a backend that caches (inductor, and not aot_eager) and caches on"
+        )
+    payload = made[0]
+    header = json.dumps(_about(model) | {"payload": hashlib.sha256(payload).hexdigest()}).encode()
+    whole = b"".join((_BEGIN, len(header).to_bytes(8, "big"), header, payload))
+    beside = Path(f"{os.fspath(path)}.{uuid.uuid4().hex}")
+    beside.write_bytes(whole)
+    beside.replace(path)
+    return len(whole)
+
+
+def load_cache_artifacts(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Fill the compile caches of this process from a file of `save_cache_artifacts`, if it was made for this model.
+
+    To be called when the model is sharded and materialised and all policies are set, before it is compiled. Its first
+    step then traces the model and takes the code from the caches. The file holds pickled code: load none that you do
+    not trust.
+
+    Args:
+        model: the sharded model, compiled or not.
+        path: of the file.
+
+    Raises:
+        ShardConfigValueError: the model holds no sharded module, or the file is none of `save_cache_artifacts`, or
+            incomplete.
+        ArtifactMismatchError: it was made under other versions of torch, of Python or of this library, on another
+            device, or for another model, another plan or other pieces of the parameters; nothing is loaded then. It
+            names all that differs. The model can be compiled as ever.
+    """
+    content = Path(path).read_bytes()
+    begin, size = len(_BEGIN), len(_BEGIN) + 8
+    end = size + int.from_bytes(content[begin:size], "big")
+    header, payload = content[size:end], content[end:]
+    there = json.loads(header) if content.startswith(_BEGIN) and len(header) == end - size else {}
+    if there.get("payload") != hashlib.sha256(payload).hexdigest():
+        raise ShardConfigValueError(
+            f"path: {os.fspath(path)} is no file of save_cache_artifacts, or not a complete one"
+        )
+    if differences := tuple(_differences(_about(model), there)):
+        raise ArtifactMismatchError(os.fspath(path), differences)
+    if torch.compiler.load_cache_artifacts(payload) is None:
+        raise ShardConfigValueError(f"path: torch cannot read the artifacts in {os.fspath(path)}; save them anew")
+
+
+def _about(model: nn.Module) -> dict[str, Any]:
+    """All that code which is compiled for a model on this rank depends on."""
+    model = getattr(model, "_orig_mod", model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            bound_of(module, agrees=False, runs=False)  # its graphs follow the schedule of its engine
+    states = states_below(model)
+    if not states:
+        raise ShardConfigValueError(f"model: {type(model).__name__} holds no sharded module; call fully_shard first")
+    device = states[0].declaration.info.device
+    on_card = device.type == "cuda"
+    return {
+        "torch": torch.__version__,
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "composable_shard": CODE,
+        "device": torch.cuda.get_device_name(device) if on_card else f"{device.type} {platform.machine()}",
+        "modules": str(model),
+        "plan": current_plan(model).to_json(),
+        "schedule": " ".join(state.asked.schedule for state in states if state.asked.schedule),
+        "pieces": {", ".join(param.fqn for param in state.declaration.params): state.traced.key for state in states},
+        "rank": states[0].declaration.info.shard_rank,
+    }
+
+
+def _differences(here: dict[str, Any], there: dict[str, Any]) -> Iterator[str]:
+    """What of two descriptions differs, in words; of the model only the first difference."""
+    for name in ("torch", "Python", "composable_shard", "device"):
+        if here[name] != there[name]:
+            yield f"{name}: {here[name]} here, {there[name]} there"
+    if changes := group_changes(*(_groups(each["plan"]) for each in (there, here))):
+        yield f"plan, from there to here: {changes[0]}"
+    elif here["schedule"] != there["schedule"]:
+        yield "schedule: policies, budgets or lists of modules to prefetch are not as they were there"
+    elif here["modules"] != there["modules"]:
+        lines = (each["modules"].splitlines() for each in (here, there))
+        one, two = next((one, two) for one, two in itertools.zip_longest(*lines, fillvalue="nothing") if one != two)
+        yield f"modules: {one.strip()} here, {two.strip()} there"
+    elif strange := [names for names, key in here["pieces"].items() if there["pieces"].get(names) != key]:
+        yield (
+            f"pieces of {strange[0]}: those of rank {here['rank']} here have other shapes or dtypes than those of rank "
+            f"{there['rank']}, which compiled; ranks with uneven pieces need files of their own"
+        )
+
+
+def _groups(plan: str) -> list[GroupPlan]:
+    """The groups of a plan without how their transports take them, which graphs do not know."""
+    return [replace(group, route=None, reduces_first=False) for group in ShardPlan.from_json(plan).groups]

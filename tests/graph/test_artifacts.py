@@ -1,0 +1,118 @@
+"""Code that another process has compiled: which models and ranks it fits, and that they start warm with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import composable_shard as cs
+from _cached_process import cache_counts, model_of, step
+from _compiling import same_gradients, under_inductor
+from _pool import POOL, simulated
+from composable_shard._plan.layout import first_alike
+
+with warnings.catch_warnings():  # Inductor's own imports warn
+    warnings.simplefilter("ignore")
+    import torch._inductor.compile_fx
+    from torch._inductor.utils import fresh_cache
+
+SCRIPT = Path(__file__).parents[1] / "_cached_process.py"
+LIMIT_S = 500
+
+
+@contextlib.contextmanager
+def empty_caches():
+    """Compile caches of this process's own, and counters at zero."""
+    with fresh_cache():
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        yield
+        torch._dynamo.reset()
+
+
+def two_ahead():
+    model = model_of()
+    model.set_prefetch_policy(cs.PrefetchPolicy.depth(2))
+    return model
+
+
+def in_double():
+    return model_of(mp_policy=cs.MixedPrecisionPolicy(param_dtype=torch.float64))
+
+
+def with_other_modules():
+    model = model_of()
+    model.append(torch.nn.Tanh())
+    return model
+
+
+OTHERS = {
+    "plan, from there to here: group (root): bytes a rank": lambda: model_of((8, 8), (8, 4)),
+    "plan, from there to here: group 1: added": lambda: model_of((8, 8), (8, 8), (8, 6)),
+    "plan, from there to here: group 0: reshards after forward": lambda: model_of(gathers_again=False),
+    "schedule: policies": two_ahead,
+    "modules: (2): Tanh() here, ) there": with_other_modules,
+    "pieces of 0.weight, 0.bias: those of rank": in_double,
+}
+
+
+def steps_warm(rank, world, path):
+    """On gloo, with what another process has compiled for a world of which it was the only rank."""
+    eager, model = model_of(), model_of()
+    with empty_caches():
+        cs.load_cache_artifacts(model, path)
+        run = cs.compile(model)
+        losses = step(eager, rank), step(run, rank)
+        counts = cache_counts()
+    torch.testing.assert_close(*losses)
+    with under_inductor(1e-5):
+        same_gradients(eager, model)
+    refusals = []
+    for make in OTHERS.values():
+        with pytest.raises(cs.ArtifactMismatchError) as caught:
+            cs.load_cache_artifacts(make(), path)
+        refusals.append(caught.value.differences)
+    return counts, refusals
+
+
+def test_all_ranks_start_warm_with_what_one_process_has_compiled_alone(tmp_path):
+    path = tmp_path / "compiled"
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "caches"), "OMP_NUM_THREADS": "1"}
+    environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # so many processes that import torch, too
+    done = subprocess.run(
+        [sys.executable, SCRIPT, path], env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.pop("bytes") == found.pop("size") == path.stat().st_size
+    assert found == {"hits": 0, "misses": 3, "bypassed": 0}  # an entry of AOTAutograd's, and a graph each way
+    for counts, refusals in POOL.run("test_artifacts:steps_warm", 2, {"path": str(path)}, LIMIT_S):
+        assert counts == {"hits": 1, "misses": 0, "bypassed": 0}
+        for expected, differences in zip(OTHERS, refusals, strict=True):
+            assert len(differences) == 1, differences
+            assert differences[0].startswith(expected), (expected, differences)
+
+
+@simulated(world=2)
+def test_a_file_that_is_none_or_not_complete_is_refused(rank, world):
+    model = model_of()
+    with pytest.raises(cs.ShardConfigValueError, match=r"is no file of save_cache_artifacts"):
+        cs.load_cache_artifacts(model, SCRIPT)
+    with pytest.raises(cs.ShardConfigValueError, match="holds no sharded module"):
+        cs.load_cache_artifacts(torch.nn.Linear(2, 2), SCRIPT)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "expected"),
+    [([8, 4], 2, [0, 0]), ([7], 2, [0, 1]), ([9], 4, [0, 0, 0, 3]), ([9, 4], 4, [0, 0, 0, 3]), ([1], 3, [0, 1, 1])],
+)
+def test_ranks_whose_pieces_have_the_same_shapes_share_compiled_code(sizes, world, expected):
+    assert [first_alike(sizes, world, rank) for rank in range(world)] == expected
