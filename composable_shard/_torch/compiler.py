@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -23,6 +25,13 @@ def last_graph_break() -> str:
     reason = reasons[-1]
     frames = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reason.user_stack[-1:]]
     return " ".join([*frames, reason.reason.strip().splitlines()[0]])
+
+
+def failed_guards() -> Mapping[CodeType, Sequence[str]]:
+    """By code, the guards that have failed so that it was compiled again, in words; none if nothing was compiled."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    failures: Mapping[CodeType, Sequence[str]] = getattr(utils, "guard_failures", {})
+    return failures
 
 
 def mode_options(mode: str, dynamic: bool | None) -> dict[str, Any]:
