@@ -16,7 +16,7 @@ from .._plan.arena import ArenaSlot, Placed
 from .._plan.course import module_of
 from .._plan.graph_schedule import GraphSchedule
 from .._plan.plan import GroupPlan, ShardPlan
-from .._plan.schedule import AGAIN, NO_GRAD, NO_SYNC, ROOT_NAME, TRAIN, Action, Kind, Schedule
+from .._plan.schedule import AGAIN, NO_GRAD, NO_SYNC, TRAIN, Action, Kind, Schedule
 from .backward import BackwardPass
 from .node import Use
 

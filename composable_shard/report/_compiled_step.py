@@ -70,8 +70,8 @@ class CompiledStep:
                 yield direction, list(flights_of(compiled, self.times)), list(flights_of(planned, self.times))
 
     def __str__(self) -> str:
-        peaks = [max(live_bytes([*forward, *backward]), default=0) for forward, backward in (self.compiled, self.planned)]
-        lines = ["live bytes of weights and of gradients in flight, at most: {:,}; planned {:,}".format(*peaks)]
+        peak, planned_peak = (max(live_bytes([*one, *two]), default=0) for one, two in (self.compiled, self.planned))
+        lines = [f"live bytes of weights and of gradients in flight, at most: {peak:,}; planned {planned_peak:,}"]
         for direction, compiled, planned in self._directions():
             at = _DIRECTIONS.index(direction)
             lines.append(f"{direction}: {sequence_of(self.compiled[at])}; planned {sequence_of(self.planned[at])}")
@@ -91,22 +91,8 @@ class CompiledStep:
         """
         sides = {"compiled": [*self.compiled[0], *self.compiled[1]], "planned": [*self.planned[0], *self.planned[1]]}
         with figure(path, width=10.0, height=7.0, rows=2) as (above, below):
-            scale = 1.0 if self.times is None else 1e3
-            tracks = [track for name, course in sides.items() for track in _tracks(name, course, self.times)]
-            for height, (label, color, bars) in enumerate(reversed(tracks)):
-                spans = [(scale * begin, scale * (end - begin)) for begin, end in bars]
-                above.broken_barh(spans, (height - 0.4, 0.8), facecolor=color, edgecolor="white", linewidth=0.6)
-            above.set_yticks(range(len(tracks)), [label for label, *_ in reversed(tracks)])
-            above.set_title("A compiled step beside its plan")
-            for (name, course), color in zip(sides.items(), (_COLORS["compute"], _PLANNED), strict=True):
-                ends = [scale * span.end for span in spans_of(course, self.times)]
-                live = [nbytes / MIB for nbytes in live_bytes(course)]
-                label = f"{name}, at most {max(live, default=0.0):.2f} MiB"
-                below.step([0.0, *ends], [0.0, *live], where="post", color=color, label=label)
-            below.set_ylim(bottom=0)
-            below.set_xlabel("steps of the course" if self.times is None else "ms")
-            below.set_ylabel("weights and gradients\nin flight (MiB)")
-            below.legend(frameon=False)
+            _draw_tracks(above, sides, self.times)
+            _draw_bytes(below, sides, self.times)
 
 
 def compiled_step(model: nn.Module) -> CompiledStep:
@@ -142,8 +128,15 @@ def compiled_step(model: nn.Module) -> CompiledStep:
             "is neither Inductor nor one of cs.compile's. Enter report.watch_graphs() around the first compiled step"
         )
     step = step_of(reports, current_plan(model))
-    for text in step.exposed:
-        warnings.warn(f"{text}. Results are right, but the step takes longer", CompiledGraphWarning, stacklevel=2)
+    if step.exposed:
+        first, *others = step.exposed
+        text = f"{first}; likewise of {len(others)} more, which str of the compiled step lists" if others else first
+        warnings.warn(
+            f"{text}. Results are right, but the step takes longer. Compile by cs.compile, which has communication "
+            "where the plan has it",
+            CompiledGraphWarning,
+            stacklevel=2,
+        )
     return step
 
 
@@ -214,7 +207,7 @@ def _closed(forward: list[CourseStep], backward: list[CourseStep]) -> tuple[Cour
 def _exposure(direction: str, mine: Flight, plan: Flight) -> str:
     behind = ", ".join(plan.behind) or "nothing"
     if mine.waited is not None and plan.waited is not None:
-        waits = f"is waited for {1e3 * mine.waited:.3f} ms in the compiled {direction}, {1e3 * plan.waited:.3f} ms planned"
+        waits = f"is waited for {_ms(mine.waited)} ms in the compiled {direction}, {_ms(plan.waited)} ms planned"
     else:
         waits = f"nothing is computed while it is on its way in the compiled {direction}"
     return f"{mine}: {waits}; the plan hides it behind {behind}"
@@ -230,8 +223,9 @@ def _rows(compiled: Iterable[Flight], planned: Iterable[Flight]) -> Iterator[tup
         one, two = mine.get(key), plans.get(key)
         either = one or two
         assert either is not None
-        row = (str(either), f"{one.nbytes:,}" if one else "-", _behind(one), _behind(two))
-        yield (*row, *(_ms(each) for each in (either.seconds, one and one.waited, two and two.waited))) if timed else row
+        row = str(either), f"{one.nbytes:,}" if one else "-", _behind(one), _behind(two)
+        seconds = either.seconds, one and one.waited, two and two.waited
+        yield (*row, *map(_ms, seconds)) if timed else row
 
 
 def _behind(flight: Flight | None) -> str:
@@ -242,17 +236,40 @@ def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.3f}"
 
 
-def _tracks(
-    name: str, course: Course, times: Mapping[str, Times] | None
-) -> Iterator[tuple[str, str, list[tuple[float, float]]]]:
-    """The tracks of one side: a label, a color, and the beginnings and ends of bars."""
+def _draw_tracks(axes: Any, sides: Mapping[str, Course], times: Mapping[str, Times] | None) -> None:
+    """A track for each kind of what happens on each side, from the top."""
+    tracks = [(f"{name}: {kind}", kind, bars) for name, c in sides.items() for kind, bars in _bars(c, times).items()]
+    scale = _scale(times)
+    for height, (_, kind, bars) in enumerate(reversed(tracks)):
+        spans = [(scale * begin, scale * (end - begin)) for begin, end in bars]
+        axes.broken_barh(spans, (height - 0.4, 0.8), facecolor=_COLORS[kind], edgecolor="white", linewidth=0.6)
+    axes.set_yticks(range(len(tracks)), [label for label, *_ in reversed(tracks)])
+    axes.set_title("A compiled step beside its plan")
+
+
+def _bars(course: Course, times: Mapping[str, Times] | None) -> dict[str, list[tuple[float, float]]]:
+    """By kind of track, the beginnings and ends of what happens."""
     spans = list(zip(course, spans_of(course, times), strict=True))
     flights = list(flights_of(course, times))
-    bars: dict[str, list[tuple[float, float]]] = {
+    return {
         "compute": [span for step, span in spans if step.kind in COMPUTE],
         "gathers": [(each.begin, each.end) for each in flights if each.kind is Kind.UNSHARD],
         "reductions": [(each.begin, each.end) for each in flights if each.kind is Kind.REDUCE],
         "waits": [span for step, span in spans if step.kind in (Kind.WAIT, Kind.REDUCED)],
     }
-    for label, those in bars.items():
-        yield f"{name}: {label}", _COLORS[label], those
+
+
+def _draw_bytes(axes: Any, sides: Mapping[str, Course], times: Mapping[str, Times] | None) -> None:
+    for (name, course), color in zip(sides.items(), (_COLORS["compute"], _PLANNED), strict=True):
+        ends = [_scale(times) * span.end for span in spans_of(course, times)]
+        live = [nbytes / MIB for nbytes in live_bytes(course)]
+        label = f"{name}, at most {max(live, default=0.0):.2f} MiB"
+        axes.step([0.0, *ends], [0.0, *live], where="post", color=color, label=label)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("steps of the course" if times is None else "ms")
+    axes.set_ylabel("weights and gradients\nin flight (MiB)")
+    axes.legend(frameon=False)
+
+
+def _scale(times: Mapping[str, Times] | None) -> float:
+    return 1.0 if times is None else 1e3
