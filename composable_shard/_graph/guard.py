@@ -84,6 +84,7 @@ class WatchedGraphs(list[GraphReport]):
 
 
 def _failed(code: CodeType, guard: str) -> FailedGuard:
+    guard = guard.partition("\nUser stack trace:")[0]
     return FailedGuard(code.co_name, f"{code.co_filename}:{code.co_firstlineno}", " ".join(guard.split()))
 
 

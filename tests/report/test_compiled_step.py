@@ -162,20 +162,26 @@ def test_a_collective_that_is_exposed_and_that_the_plan_hides_is_named():
         str(warning.message),
         """gather of 1: nothing is computed while it is on its way in the compiled forward; the plan hides it behind 0; likewise of 5 more, which str of the compiled step lists. Results are right, but the step takes longer. Compile by cs.compile, which has communication where the plan has it""",
     )
-    assert_expected_inline("\n".join(step.exposed), """\
+    assert_expected_inline(
+        "\n".join(step.exposed),
+        """\
 gather of 1: nothing is computed while it is on its way in the compiled forward; the plan hides it behind 0
 gather of 2: nothing is computed while it is on its way in the compiled forward; the plan hides it behind 1
 reduction of 2: nothing is computed while it is on its way in the compiled backward; the plan hides it behind 1
 gather of 1: nothing is computed while it is on its way in the compiled backward; the plan hides it behind 2
 reduction of 1: nothing is computed while it is on its way in the compiled backward; the plan hides it behind 0
-gather of 0: nothing is computed while it is on its way in the compiled backward; the plan hides it behind 1""")
-    assert_expected_inline("\n".join(with_times.exposed), """\
+gather of 0: nothing is computed while it is on its way in the compiled backward; the plan hides it behind 1""",
+    )
+    assert_expected_inline(
+        "\n".join(with_times.exposed),
+        """\
 gather of 1: is waited for 0.036 ms in the compiled forward, 0.016 ms planned; the plan hides it behind 0
 gather of 2: is waited for 0.036 ms in the compiled forward, 0.016 ms planned; the plan hides it behind 1
 reduction of 2: is waited for 0.036 ms in the compiled backward, 0.016 ms planned; the plan hides it behind 1
 gather of 1: is waited for 0.036 ms in the compiled backward, 0.000 ms planned; the plan hides it behind 2
 reduction of 1: is waited for 0.036 ms in the compiled backward, 0.000 ms planned; the plan hides it behind 0
-gather of 0: is waited for 0.036 ms in the compiled backward, 0.016 ms planned; the plan hides it behind 1""")
+gather of 0: is waited for 0.036 ms in the compiled backward, 0.016 ms planned; the plan hides it behind 1""",
+    )
 
 
 def test_what_cannot_be_shown_is_an_error_that_says_what_to_do():
