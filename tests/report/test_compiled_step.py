@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import textwrap
 import warnings
 from collections.abc import Iterator
 
@@ -159,8 +160,11 @@ def test_a_collective_that_is_exposed_and_that_the_plan_hides_is_named():
         assert waited(with_times) == pytest.approx(net.exposed_s)
     (warning,) = warned
     assert_expected_inline(
-        str(warning.message),
-        """gather of 1: nothing is computed while it is on its way in the compiled forward; the plan hides it behind 0; likewise of 5 more, which str of the compiled step lists. Results are right, but the step takes longer. Compile by cs.compile, which has communication where the plan has it""",
+        "\n".join(textwrap.wrap(str(warning.message), 100)),
+        """\
+gather of 1: nothing is computed while it is on its way in the compiled forward; the plan hides it
+behind 0; likewise of 5 more, which str of the compiled step lists. Results are right, but the step
+takes longer. Compile by cs.compile, which has communication where the plan has it""",
     )
     assert_expected_inline(
         "\n".join(step.exposed),
