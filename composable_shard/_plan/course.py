@@ -79,7 +79,7 @@ def module_of(fqn: str) -> str:
 
 
 def by_module(times: Mapping[str, Times]) -> dict[str, Times]:
-    """The seconds of each module. Its groups, on several meshes, compute together; a collective is that of the first."""
+    """The seconds of each module: of all its groups compute, of the first one a collective."""
     modules: dict[str, list[Times]] = {}
     for fqn, each in times.items():
         modules.setdefault(module_of(fqn), []).append(each)
