@@ -1,4 +1,4 @@
-"""One rank of `compile.py`: the time until a model is compiled, cold or from a cache, or what a step holds and copies."""
+"""One rank of `compile.py`: the time until a model is compiled, cold or warm, or what a step holds and copies."""
 
 import math
 import os

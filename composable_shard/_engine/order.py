@@ -13,9 +13,10 @@ from .._errors import ShardConfigValueError
 from .._group.group import ParamGroup
 from .._memory.pool import BufferPool
 from .._plan.arena import ArenaSlot, Placed
+from .._plan.course import module_of
 from .._plan.graph_schedule import GraphSchedule
 from .._plan.plan import GroupPlan, ShardPlan
-from .._plan.schedule import AGAIN, NO_GRAD, NO_SYNC, ROOT_NAME, TRAIN, Action, Kind, Schedule
+from .._plan.schedule import AGAIN, NO_GRAD, NO_SYNC, TRAIN, Action, Kind, Schedule
 from .backward import BackwardPass
 from .node import Use
 
@@ -187,29 +188,29 @@ class Order:
         if reductions or not plan.is_default:  # by default graphs gather one module ahead, in the order of their own
             ahead = self._by_module(edges.forward), self._by_module(edges.backward)
         for (backward, group), listed in self.explicit.items():
-            ahead[backward][_module_of(group.fqn)] = tuple(_module_of(each.fqn) for each in listed)
+            ahead[backward][module_of(group.fqn)] = tuple(module_of(each.fqn) for each in listed)
         budget = plan.pool.budget
         if not reductions and budget is None:
             return GraphSchedule(*ahead)
         kept: Counter[str] = Counter()
         for fqn in edges.kept if budget is not None else ():
-            kept[_module_of(fqn)] += plan.group(fqn).unsharded_bytes
-        first = [_module_of(each.fqn) for each in plan.groups if edges.reduces_first or each.reduces_first]
+            kept[module_of(fqn)] += plan.group(fqn).unsharded_bytes
+        first = [module_of(each.fqn) for each in plan.groups if edges.reduces_first or each.reduces_first]
         return GraphSchedule(*ahead, self._in_flight(edges), tuple(dict.fromkeys(first)), budget, dict(kept))
 
     def _in_flight(self, edges: Schedule) -> dict[str, int]:
         """By module, how many reductions may be in flight."""
         numbers, by_module = dict(edges.in_flight), dict[str, int]()
         for fqn in self._by_fqn:
-            module, most = _module_of(fqn), numbers.get(fqn, edges.max_reductions)
+            module, most = module_of(fqn), numbers.get(fqn, edges.max_reductions)
             by_module[module] = min(most, by_module.get(module, most))
         return by_module
 
     def _by_module(self, edges: Iterable[tuple[str, Sequence[str]]]) -> dict[str, tuple[str, ...]]:
         """For each module, the modules to gather ahead with it. A graph treats all groups of one module as one."""
-        ahead: dict[str, tuple[str, ...]] = {_module_of(fqn): () for fqn in self._by_fqn}
+        ahead: dict[str, tuple[str, ...]] = {module_of(fqn): () for fqn in self._by_fqn}
         for fqn, following in edges:
-            module, others = _module_of(fqn), map(_module_of, following)
+            module, others = module_of(fqn), map(module_of, following)
             ahead[module] = tuple(dict.fromkeys([*ahead[module], *(each for each in others if each != module)]))
         return ahead
 
@@ -270,11 +271,6 @@ def _index_of(group: ParamGroup, forwards: Ahead, begin: int) -> int:
     """The index of the next forward of a group, from `begin` on or else from the first; -1 if it has none."""
     indices = [index for index, (planned, _) in enumerate(forwards) if planned is group]
     return next((index for index in indices if index >= begin), indices[0] if indices else -1)
-
-
-def _module_of(fqn: str) -> str:
-    """The module of a group, as a graph names it: the first one of a list of modules, without the mesh."""
-    return fqn.partition(" on ")[0].partition(", ")[0] or ROOT_NAME
 
 
 def _placed(group: ParamGroup, pool: BufferPool) -> Iterator[Placed]:

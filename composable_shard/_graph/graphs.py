@@ -9,19 +9,20 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from .._plan.schedule import ROOT_NAME
+from .._plan.course import CourseStep
+from .._plan.schedule import ROOT_NAME, Kind
 from .._torch.core import size_hint
 
 GATHER = "composable_shard.all_gather_into_tensor"
 REDUCES = frozenset(("composable_shard.reduce_scatter_tensor", "composable_shard.all_reduce"))
-WAITS = frozenset(("composable_shard.wait_weights", "composable_shard.wait_gradients"))
+WAITS = {"composable_shard.wait_weights": Kind.WAIT, "composable_shard.wait_gradients": Kind.REDUCED}
 _LETTERS = {
     GATHER: "G",
     "composable_shard.reduce_scatter_tensor": "R",
@@ -118,12 +119,15 @@ class GraphReport:
         sequence: its letters.
         gathers: its all-gathers of weights, in order.
         saved: bytes of the tensors that a forward graph saves for backward and that are not its inputs.
+        course: its launches, waits and compute in order, by the paths of modules in the graph; the shares of compute
+            are numbers of multiplications.
     """
 
     direction: str
     sequence: str
     gathers: tuple[Gather, ...]
     saved: int
+    course: tuple[CourseStep, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.direction} {self.sequence}"
@@ -142,7 +146,7 @@ def report_graph(graph: fx.Graph, outputs: int | None) -> GraphReport:
     saved = _saved(graph, outputs) if outputs is not None and not backward else []
     gathers = [n for n in graph.nodes if name_of(n) == GATHER]
     gathered = tuple(_gather(node, saved) for node in gathers)
-    return GraphReport(direction, sequence(graph), gathered, sum(map(bytes_of, saved)))
+    return GraphReport(direction, sequence(graph), gathered, sum(map(bytes_of, saved)), course_in(graph))
 
 
 def outputs_of(graph: fx.Graph) -> list[Any]:
@@ -182,6 +186,93 @@ def module_of(node: fx.Node) -> str:
     """FQN of the module whose forward a node comes from."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return _fqn(next(reversed(list(stack.values())))[0] if stack else "")
+
+
+class Names:
+    """The names that a schedule has for the modules of a graph.
+
+    The sharded root, below which schedules name modules, may be within other modules of the graph, which does not say
+    where: it is where most of the names are known.
+
+    Args:
+        communicate: paths of the modules that gather or reduce, see `module_of`.
+        scheduled: the names of the schedule.
+    """
+
+    def __init__(self, communicate: Iterable[str], scheduled: Set[str]) -> None:
+        paths = list(communicate)
+        parts = [path.split(".") for path in paths]
+        roots = {"", *(".".join(path[:depth]) for path in parts for depth in range(len(path)))}
+        self._root = max(sorted(roots), key=lambda root: sum(_below(root, path) in scheduled for path in paths))
+        self._known = {*scheduled, *(_below(self._root, path) for path in paths)}
+
+    def of(self, path: str) -> str:
+        """The innermost module that has a name, around the one with this path or that one itself."""
+        path = _below(self._root, path)
+        while path and path not in self._known:
+            path = path.rpartition(".")[0]
+        return path or ROOT_NAME
+
+
+def _below(root: str, path: str) -> str:
+    return ROOT_NAME if path == root else path.removeprefix(f"{root}.")
+
+
+def takes_gradients(node: fx.Node) -> bool:
+    """Whether a node launches the reduction of a group's gradients."""
+    return name_of(node) in REDUCES and not isinstance(node.args[0], fx.Node)
+
+
+def course_in(graph: fx.Graph) -> tuple[CourseStep, ...]:
+    """The course of a graph, see `GraphReport`."""
+    read_last: dict[fx.Node, list[str]] = {}  # the modules whose weights a node is the last one to read
+    for gather in [node for node in graph.nodes if name_of(node) == GATHER]:
+        read_last.setdefault(_last_read(gather), []).append(module_of(gather))
+    compute = Kind.BACKWARD if is_backward(graph) else Kind.FORWARD
+    course: list[CourseStep] = []
+    for node in graph.nodes:
+        step = _step(node, compute)
+        if step is not None and course and step.kind is compute and course[-1][:2] == step[:2]:
+            course[-1] = step._replace(share=course[-1].share + step.share)
+        elif step is not None:
+            course.append(step)
+        if node.op != "output":  # what is saved stays
+            course += [CourseStep(Kind.RESHARD, module) for module in read_last.get(node, ())]
+    return tuple(course)
+
+
+def _step(node: fx.Node, compute: Kind) -> CourseStep | None:
+    """What a node is in the course of its graph; None if it is nothing."""
+    name = name_of(node)
+    if name == GATHER:
+        return CourseStep(Kind.UNSHARD, module_of(node), nbytes=sum(map(bytes_of, node.users)))
+    if takes_gradients(node):
+        return CourseStep(Kind.REDUCE, module_of(node), nbytes=_bytes_of_all(node.args[0]))
+    if name in WAITS and letter_of(node):
+        launch = node
+        while launch.args and isinstance(launch.args[0], fx.Node):
+            launch = launch.args[0]
+        return CourseStep(WAITS[name], module_of(launch))
+    return CourseStep(compute, module_of(node), _multiplications(node)) if computes(node) else None
+
+
+def _last_read(gather: fx.Node) -> fx.Node:
+    """The last node that reads the weights of a gather."""
+    return max([gather, *(user for node in weights_of(gather) for user in node.users)])
+
+
+def _bytes_of_all(nodes: Any) -> int:
+    return sum(bytes_of(node) for node in nodes if isinstance(node, fx.Node))
+
+
+def _multiplications(node: fx.Node) -> float:
+    """About how many a node does: of a matrix product its own, of all else one for each number that it gives."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 1.0
+    matrix = node.args[0 if "linear" in name_of(node) else -2] if letter_of(node) == "m" else None
+    inner = matrix.meta["val"].shape[-1] if isinstance(matrix, fx.Node) and "val" in matrix.meta else 1
+    return float(math.prod(map(size_hint, (*value.shape, inner))))
 
 
 def _gather(node: fx.Node, saved: list[fx.Node]) -> Gather:

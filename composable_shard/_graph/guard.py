@@ -11,9 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -21,7 +26,7 @@ from torch import fx
 
 from .._errors import CompiledGraphWarning
 from .._plan.graph_schedule import NOTHING_SAID, GraphSchedule
-from .._torch.compiler import graph_pass, last_graph_break, last_pass, set_last_pass
+from .._torch.compiler import failed_guards, graph_pass, last_graph_break, last_pass, set_last_pass
 from .._torch.core import (
     compilation,
     current_compilation,
@@ -34,26 +39,79 @@ from .graphs import GraphReport, faults, outputs_of, repeated_gathers, report_gr
 from .overlap import place
 
 _VERSION = "composable_shard guard 5"
-_listeners: list[list[GraphReport]] = []
+_listeners: list[WatchedGraphs] = []
 _forwards: weakref.WeakKeyDictionary[Any, GraphReport] = weakref.WeakKeyDictionary()
 
 
+@dataclass(frozen=True)
+class FailedGuard:
+    """Why a function was compiled again: a guard of its compiled code did not hold.
+
+    Attributes:
+        function: its name.
+        place: the file and the line in which it begins.
+        guard: in torch's words, behind the number of the compilation whose guard it is; a function that was compiled
+            several times has one for each.
+    """
+
+    function: str
+    place: str
+    guard: str
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.place}) was compiled again, for a guard failed: {self.guard}"
+
+
+class WatchedGraphs(list[GraphReport]):
+    """The reports of graphs, in the order of their compilation, and why there were recompilations."""
+
+    def __init__(self) -> None:
+        self._before = Counter({code: len(guards) for code, guards in failed_guards().items()})
+        self._failed: list[FailedGuard] = []
+
+    @property
+    def failed_guards(self) -> Sequence[FailedGuard]:
+        """The guards that failed so that something was compiled again, sharded or not, function by function."""
+        self.note_failures()
+        return tuple(self._failed)
+
+    def note_failures(self) -> None:
+        """Take over the guards that have failed since the last time."""
+        for code, guards in failed_guards().items():
+            seen = self._before[code] if self._before[code] <= len(guards) else 0  # torch has forgotten the others
+            self._failed += [_failed(code, guard) for guard in guards[seen:]]
+            self._before[code] = len(guards)
+
+
+def _failed(code: CodeType, guard: str) -> FailedGuard:
+    guard = guard.partition("\nUser stack trace:")[0]
+    return FailedGuard(code.co_name, f"{code.co_filename}:{code.co_firstlineno}", " ".join(guard.split()))
+
+
 @contextlib.contextmanager
-def watch_graphs() -> Iterator[list[GraphReport]]:
-    """Collect a report of each graph that the guard reads within the context, in the order of their compilation."""
-    reports: list[GraphReport] = []
-    _listeners.append(reports)
+def watch_graphs() -> Iterator[WatchedGraphs]:
+    """Collect a report of each graph that the guard reads within the context, and the guards for whose failure
+    something was compiled again (`WatchedGraphs.failed_guards`).
+
+    What a compile cache has is compiled anew within the context, since the cache holds no graphs.
+    """
+    watched = WatchedGraphs()
+    _listeners.append(watched)
     try:
-        yield reports
+        yield watched
     finally:
-        _listeners.remove(reports)
+        watched.note_failures()
+        _listeners[:] = [each for each in _listeners if each is not watched]  # equal lists are others
 
 
 def read(graph: fx.Graph) -> list[str]:
     """Read one graph; returns what is wrong with it, in words."""
     report = report_graph(graph, forward_outputs(len(outputs_of(graph))))
-    for reports in _listeners:
-        reports.append(report)
+    for watched in _listeners:
+        watched.append(report)
+        watched.note_failures()
+    if (number := _number_now()) is not None:
+        _reports.setdefault(number, []).append(report)
     if not report.gathers:
         return []
     context = tracing_context()
@@ -121,6 +179,7 @@ def guard_pass(before: Any, places: bool = False) -> Any:
 
         def uuid(self) -> Any:
             now = f"{version}, {_schedule_now()}" if places else version
+            now += f", watched {uuid.uuid4()}" if _listeners else ""
             return (now, before.uuid()) if isinstance(before, base) else (now, before)
 
     return Guard()
@@ -165,19 +224,39 @@ def _schedule_now() -> GraphSchedule:
     return NOTHING_SAID if now is None else _schedules.get(now, NOTHING_SAID)
 
 
+_count = itertools.count()
+_numbers: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()  # by compilation
+_reports: dict[int, list[GraphReport]] = {}  # by number of compilation
+
+
+def _number_now() -> int | None:
+    """The number of the compilation that runs now; None if no sharded module was traced in it."""
+    now = compilation()
+    return None if now is None else _numbers.get(now)
+
+
+def graphs_compiled(number: int) -> Sequence[GraphReport]:
+    """The graphs that the guard has read in a compilation, see `begin_trace`; none if they came from a cache."""
+    return _reports.get(number, ())
+
+
 @run_while_tracing
-def begin_trace(schedule: str) -> bool:
+def begin_trace(schedule: str) -> int:
     """A sharded module is about to be traced; the graphs of a compilation follow the schedule of the outermost one.
 
     Args:
         schedule: text of its `GraphSchedule`.
+
+    Returns:
+        a number of the compilation.
     """
     global _begun_in
     _begun_in = current_compilation()
-    if (now := compilation()) is not None:
-        _schedules.setdefault(now, GraphSchedule.of_text(schedule))
     install()
-    return True
+    if (now := compilation()) is None:
+        return -1
+    _schedules.setdefault(now, GraphSchedule.of_text(schedule))
+    return _numbers.setdefault(now, next(_count))
 
 
 @run_while_tracing

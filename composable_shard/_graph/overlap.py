@@ -13,7 +13,7 @@ next one. Every rank has the same graph, so collectives keep one order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,18 @@ from torch import fx
 
 from .._plan.graph_schedule import NOTHING_SAID, GraphSchedule
 from .._plan.schedule import ROOT_NAME
-from .graphs import GATHER, REDUCES, bytes_of, computes, is_backward, letter_of, module_of, name_of, weights_of
+from .graphs import (
+    GATHER,
+    Names,
+    bytes_of,
+    computes,
+    is_backward,
+    letter_of,
+    module_of,
+    name_of,
+    takes_gradients,
+    weights_of,
+)
 
 
 def place(graph: fx.Graph, schedule: GraphSchedule = NOTHING_SAID) -> None:
@@ -87,7 +98,7 @@ class _Reduction:
     @classmethod
     def of(cls, launch: fx.Node) -> _Reduction | None:
         """That of a node; None if it launches none, or one that cannot be waited for later."""
-        if not _takes_gradients(launch):
+        if not takes_gradients(launch):
             return None
         (following,) = launch.users
         ends = _ends_of(following)
@@ -95,41 +106,6 @@ class _Reduction:
         assert isinstance(gradients, (list, tuple))
         nbytes = sum(bytes_of(each) for each in gradients if isinstance(each, fx.Node))
         return None if ends is None else cls(launch, ends, nbytes)
-
-
-def _takes_gradients(node: fx.Node) -> bool:
-    """Whether a node launches the reduction of a group's gradients."""
-    return name_of(node) in REDUCES and not isinstance(node.args[0], fx.Node)
-
-
-class _Names:
-    """The names that a schedule has for the modules of a graph.
-
-    The sharded root, below which schedules name modules, may be within other modules of the graph, which does not say
-    where: it is where most of the names are known.
-
-    Args:
-        communicate: nodes that gather or reduce.
-        scheduled: the names of the schedule.
-    """
-
-    def __init__(self, communicate: Iterable[fx.Node], scheduled: Set[str]) -> None:
-        paths = [module_of(node) for node in communicate]
-        parts = [path.split(".") for path in paths]
-        roots = {"", *(".".join(path[:depth]) for path in parts for depth in range(len(path)))}
-        self._root = max(sorted(roots), key=lambda root: sum(_below(root, path) in scheduled for path in paths))
-        self._known = {*scheduled, *(_below(self._root, path) for path in paths)}
-
-    def of(self, node: fx.Node) -> str:
-        """The innermost module around a node that has a name."""
-        path = _below(self._root, module_of(node))
-        while path and path not in self._known:
-            path = path.rpartition(".")[0]
-        return path or ROOT_NAME
-
-
-def _below(root: str, path: str) -> str:
-    return ROOT_NAME if path == root else path.removeprefix(f"{root}.")
 
 
 class _Order:
@@ -151,16 +127,21 @@ class _Order:
         self.last = len(self._nodes) - 1
         self.gathers = list(filter(None, map(_Gather.of, self._nodes)))
         self.reductions = list(filter(None, map(_Reduction.of, self._nodes)))
-        reduces = filter(_takes_gradients, self._nodes)
-        self.names = _Names([*(gather.launch for gather in self.gathers), *reduces], schedule.modules)
+        reduces = filter(takes_gradients, self._nodes)
+        communicate = [*(gather.launch for gather in self.gathers), *reduces]
+        self.names = Names(map(module_of, communicate), schedule.modules)
         moves = [each.moves for each in self.gathers] + [tuple(each.ends) for each in self.reductions]
         self._moving = {node for nodes in moves for node in nodes}
         self._computes: dict[str, list[int]] = {}
         for node in self._nodes:
             if computes(node) and node not in self._moving:
-                self._computes.setdefault(self.names.of(node), []).append(self.at[node])
+                self._computes.setdefault(self.name(node), []).append(self.at[node])
         self.backward = is_backward(graph)
-        self._arrivals = {self.names.of(each.launch): self.arrival(each) for each in reversed(self.gathers)}
+        self._arrivals = {self.name(each.launch): self.arrival(each) for each in reversed(self.gathers)}
+
+    def name(self, node: fx.Node) -> str:
+        """The innermost module around a node that has a name."""
+        return self.names.of(module_of(node))
 
     def arrival(self, gather: _Gather) -> int:
         """The index of the node at which all weights of a gather have come."""
@@ -205,7 +186,7 @@ def _launches(order: _Order, schedule: GraphSchedule) -> list[_Launch]:
     launches: list[_Launch] = []
     one_ahead = _Launch(order.first, ROOT_NAME)  # where the weights of the gather before have come
     for gather in order.gathers:
-        module = order.names.of(gather.launch)
+        module = order.name(gather.launch)
         wanted = [_Launch(order.at[gather.launch], module)]  # where it is needed
         if module in gathered_by:
             wanted.append(_Launch(order.begin(module), module))
@@ -237,7 +218,7 @@ class _Flight:
 
     def launch(self, reduction: _Reduction) -> None:
         """One more is launched."""
-        module = self._order.names.of(reduction.launch)
+        module = self._order.name(reduction.launch)
         if module not in self._most:
             self.settle(self._order.at[reduction.launch] + 1)
         elif self._flying and self._flying[-1][0] == module:
@@ -261,7 +242,7 @@ def _follow(order: _Order, launches: list[_Launch], schedule: GraphSchedule) -> 
             flight.launch(event)
         elif flight and (module := launches[event].module) in schedule.reduces_first:
             gather = order.gathers[event].launch
-            if module != order.names.of(gather):  # as in eager: when half of what the module saved was read
+            if module != order.name(gather):  # as in eager: when half of what the module saved was read
                 launches[event] = _Launch(max(at, min(order.middle(module), order.at[gather])), module)
             flight.settle(launches[event].at)
     return flight
@@ -332,7 +313,7 @@ def _ends_of(wait: fx.Node) -> frozenset[fx.Node] | None:
     ends, to_do = {wait}, [wait]
     while to_do:
         for user in to_do.pop().users:
-            if letter_of(user) == "m" or _takes_gradients(user):
+            if letter_of(user) == "m" or takes_gradients(user):
                 return None
             if user.op != "output" and user not in ends:
                 ends.add(user)

@@ -18,6 +18,7 @@ from .._comm.mesh import MeshInfo
 from .._errors import ShardConfigStateError
 from .._plan.layout import bucket_layout
 from .._policies import Options
+from .._torch.core import fix_sizes
 from .._torch.distributed import dtensor_like, local_tensor
 from .hooks import ParamHooks
 from .placement import Cut
@@ -115,6 +116,7 @@ class ShardedParam:
         self.module: weakref.ref[nn.Module] | None = None
         self._accumulated_in: weakref.ref[torch.Tensor] | None = None
         self.hooks = ParamHooks()
+        self.fix_sizes()
         _all.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
@@ -134,6 +136,11 @@ class ShardedParam:
         made = ShardedParam(self.fqn, memo[id(sharded)], self._cut, self.shape)
         memo[id(self)] = made
         return made
+
+    def fix_sizes(self) -> None:
+        """A graph is made for the sizes that the parameter has."""
+        for tensor in (self.sharded, self.local):
+            fix_sizes(tensor)
 
     @property
     def local(self) -> torch.Tensor:

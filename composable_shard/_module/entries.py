@@ -155,6 +155,8 @@ class ModuleEntries:
         replaced = self._replaced()
         for index, param in replaced.items():
             self.params[index].sharded = self._shards[index] = param
+            if not torch.compiler.is_compiling():
+                self.params[index].fix_sizes()
         self._install_anew()
         changed, self.converted = self.converted or tied or len(replaced) > 0, False
         return changed

@@ -392,7 +392,7 @@ def _trace(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[s
     """One call of a sharded module while Dynamo traces."""
     state: ShardState = module.__dict__[STATE]
     _find_root(state.traced.unknown)
-    begin_trace(state.asked.schedule)
+    with_side_effects(partial(setattr, state, "compiled_as", begin_trace(state.asked.schedule)))
     with_side_effects(partial(setattr, state, "way", Way.TRACED))
     output = call(module, args, kwargs)
     with_side_effects(partial(setattr, state, "way", Way.EAGER))

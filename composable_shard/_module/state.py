@@ -148,6 +148,7 @@ class ShardState:
         asked: what users want of the plan, if this is the root's state.
         left: while Dynamo traces a list: the indices of its modules that have not run yet.
         traced: the group as traced code sees it.
+        compiled_as: number of the compilation whose graph has run last with the module (`graphs_compiled`), or -1.
         lanes: the lanes of gathers and of reductions, if several roots share theirs.
     """
 
@@ -161,6 +162,7 @@ class ShardState:
         self.declaration = declaration
         self.entries = entries
         self.others = others
+        self.compiled_as = -1
         self.traced = TracedGroup(declaration.params, declaration.info, declaration.settings)
         self.bound: Bound | None = None
         self.open_calls: list[tuple[Use, Outputs] | None] = []

@@ -17,6 +17,7 @@ from .._errors import ShardConfigValueError
 from .._policies import ONE_AHEAD, PoolPolicy, PrefetchPolicy
 from .arena import Arena, Lifetime, Placed, as_placed, peak_bytes, solve
 from .codec import read, written
+from .course import CourseStep, courses_of
 from .group_plan import GroupPlan as GroupPlan
 from .group_plan import ParamPlan as ParamPlan
 from .record import Record
@@ -215,6 +216,11 @@ class ShardPlan:
         forward = itertools.takewhile(lambda action: action.kind is not Kind.BACKWARD, timed)
         turn = sum(action.kind not in MARKS for action in forward)
         return (as_placed(lives, turn, self.places) if self.places else None) or solve(lives)
+
+    def courses(self) -> tuple[list[CourseStep], list[CourseStep]]:
+        """The launches, waits and compute of a step, in forward and in backward."""
+        nbytes = {fqn: (self.group(fqn).unsharded_bytes, self.group(fqn).reduce_bytes) for fqn in self._sizes()}
+        return courses_of(self._timed(), nbytes)
 
     def _streamed(self) -> Arena | None:
         """The arena, if streams wait for communication: only then does memory that is shared cost time."""

@@ -41,7 +41,7 @@ def plan_text(
     """
     params = sum(p.numel for g in groups for p in g.params)
     title = f"plan: {len(groups)} groups, {params:,} parameters, {joined(g.mesh for g in groups)}"
-    lines = [title, *_table(_rows(groups, schedule, predicted))]
+    lines = [title, *table(_rows(groups, schedule, predicted))]
     lines.append(f"peak of unsharded parameters and communication in a training step: {mib(predicted.peak)}")
     lines += [] if schedule is None else _memory_lines(predicted)
     if predicted.exposed is not None and predicted.seconds is not None:
@@ -88,11 +88,12 @@ def _reshard(group: GroupPlan, schedule: Schedule) -> str:
     return group.reshard if group.reshard_after_forward else "after forward (budget)"
 
 
-def _table(rows: Iterable[Sequence[str]]) -> list[str]:
+def table(rows: Iterable[Sequence[str]], left: Sequence[int] = _LEFT) -> list[str]:
+    """Rows as lines; the columns of these numbers begin at the left, the others end at the right."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        "  ".join(c.ljust(w) if i in _LEFT else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
         for row in rows
     ]
     return [line.rstrip() for line in lines]

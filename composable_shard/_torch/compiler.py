@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -33,6 +35,13 @@ def results_are_checked() -> bool:
     It does so in the first run of every graph that is not called by autograd itself.
     """
     return current_backward() < 0 or bool(torch._dynamo.compiled_autograd.in_compiled_autograd_region)
+
+
+def failed_guards() -> Mapping[CodeType, Sequence[str]]:
+    """By code, the guards that have failed so that it was compiled again, in words; none if nothing was compiled."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    failures: Mapping[CodeType, Sequence[str]] = getattr(utils, "guard_failures", {})
+    return failures
 
 
 def mode_options(mode: str, dynamic: bool | None) -> dict[str, Any]:

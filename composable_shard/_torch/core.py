@@ -96,6 +96,15 @@ def size_hint(size: int | torch.SymInt) -> int:
     return size if isinstance(size, int) else int(size.node.hint or 0)
 
 
+def fix_sizes(tensor: torch.Tensor) -> None:
+    """Have Dynamo take the sizes of a tensor for constants, as it does with parameters that are no tensor subclass.
+
+    This is `torch._dynamo.mark_static`, which would load all of Dynamo. With ``dynamic=True`` the sizes of a parameter
+    would else be symbols, shared with inputs that happen to be as large: these were bound to the parameter's size then.
+    """
+    tensor._dynamo_static_indices = set(range(tensor.dim()))  # type: ignore[attr-defined]
+
+
 def current_compilation() -> str:
     """Name of the compilation that runs now, the same for all that becomes one graph; empty if there is none."""
     compile_id = torch._guards.CompileContext.current_compile_id()

@@ -7,7 +7,11 @@ from composable_shard._graph.graphs import Gather as Gather
 from composable_shard._graph.graphs import GraphReport as GraphReport
 from composable_shard._graph.graphs import report_graph as report_graph
 from composable_shard._graph.graphs import sequence as sequence
+from composable_shard._graph.guard import FailedGuard as FailedGuard
+from composable_shard._graph.guard import WatchedGraphs as WatchedGraphs
 from composable_shard._graph.guard import watch_graphs as watch_graphs
+from composable_shard.report._compiled_step import CompiledStep as CompiledStep
+from composable_shard.report._compiled_step import compiled_step as compiled_step
 from composable_shard.report._plan_memory import memory as memory
 from composable_shard.report._plots import plot_loss as plot_loss
 from composable_shard.report._plots import plot_memory as plot_memory
@@ -16,8 +20,12 @@ from composable_shard.report._plots import read_metrics as read_metrics
 from composable_shard.report._timeline import timeline as timeline
 
 __all__ = [
+    "CompiledStep",
+    "FailedGuard",
     "Gather",
     "GraphReport",
+    "WatchedGraphs",
+    "compiled_step",
     "memory",
     "plot_loss",
     "plot_memory",

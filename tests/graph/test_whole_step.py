@@ -126,7 +126,10 @@ def test_compiled_autograd_over_an_eager_forward_is_an_error_and_over_a_compiled
     model, plain = twins()
     loss_of(plain).backward()
     loss = loss_of(model)
-    with pytest.raises(cs.ShardConfigStateError, match=r"group blocks\.\d: compiled autograd cannot trace"), compiled_autograd():
+    with (
+        pytest.raises(cs.ShardConfigStateError, match=r"group blocks\.\d: compiled autograd cannot trace"),
+        compiled_autograd(),
+    ):
         loss.backward()
     loss.backward()  # the error has changed nothing
     assert_same_gradients(model, plain)

@@ -28,23 +28,6 @@ class FakeRecord:
 RECORD = FakeRecord(("UNSHARD a", "UNSHARD b", "RESHARD a", "REDUCE b"), (1 << 20, 3 << 20, 2 << 20, 2 << 20))
 
 
-@pytest.fixture
-def texts(monkeypatch):
-    """Every text of the figures drawn in this test: labels, legends, tick labels."""
-    from matplotlib.figure import Figure
-    from matplotlib.text import Text
-
-    found = []
-    save = Figure.savefig
-
-    def note(figure, *args, **kwargs):
-        save(figure, *args, **kwargs)
-        found.extend(text.get_text() for text in figure.findobj(Text))
-
-    monkeypatch.setattr(Figure, "savefig", note)
-    return found
-
-
 def is_picture(path):
     return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
 

@@ -1,0 +1,275 @@
+"""A compiled step beside its plan: its collectives as a table, its course and its memory as a picture, and warnings."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from composable_shard._errors import CompiledGraphWarning, ShardConfigStateError, ShardConfigValueError
+from composable_shard._graph.graphs import GraphReport, Names
+from composable_shard._graph.guard import graphs_compiled
+from composable_shard._module.state import states_below
+from composable_shard._plan.costs import Times
+from composable_shard._plan.course import (
+    COMPUTE,
+    LAUNCHES,
+    Course,
+    CourseStep,
+    Flight,
+    by_module,
+    exposed,
+    flights_of,
+    live_bytes,
+    sequence_of,
+    spans_of,
+)
+from composable_shard._plan.plan import ShardPlan
+from composable_shard._plan.schedule import NO_GRAD, ROOT_NAME, Kind
+from composable_shard._plan.text import table
+from composable_shard._status import current_plan
+from composable_shard.report._plots import MIB, figure
+
+_DIRECTIONS = ("forward", "backward")
+_COLORS = {"compute": "#1f3d57", "gathers": "#9cc3e0", "reductions": "#e3a15f", "waits": "#d1495b"}
+_PLANNED = "#6b7280"
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A compiled step beside the plan that it follows; `str` of it is a table of its collectives.
+
+    Attributes:
+        compiled: the course of the forward graph, and that of the backward graph; the latter is empty without one.
+        planned: those of the plan.
+        times: by module, seconds of a use of it, where the plan knows them; those of compute are shared out by the
+            numbers of multiplications.
+    """
+
+    compiled: tuple[Course, Course]
+    planned: tuple[Course, Course]
+    times: Mapping[str, Times] | None
+
+    @property
+    def exposed(self) -> tuple[str, ...]:
+        """The collectives that are exposed in the graphs and that the plan hides, a statement each."""
+        return tuple(
+            _exposure(direction, mine, plan)
+            for direction, compiled, planned in self._directions()
+            for mine, plan in exposed(compiled, planned)
+        )
+
+    def _directions(self) -> Iterator[tuple[str, list[Flight], list[Flight]]]:
+        for direction, compiled, planned in zip(_DIRECTIONS, self.compiled, self.planned, strict=True):
+            if compiled:
+                yield direction, list(flights_of(compiled, self.times)), list(flights_of(planned, self.times))
+
+    def __str__(self) -> str:
+        peak, planned_peak = (max(live_bytes([*one, *two]), default=0) for one, two in (self.compiled, self.planned))
+        lines = [f"live bytes of weights and of gradients in flight, at most: {peak:,}; planned {planned_peak:,}"]
+        for direction, compiled, planned in self._directions():
+            at = _DIRECTIONS.index(direction)
+            lines.append(f"{direction}: {sequence_of(self.compiled[at])}; planned {sequence_of(self.planned[at])}")
+            lines += [f"  {line}" for line in table(_rows(compiled, planned), left=(0, 2, 3))]
+        return "\n".join([*lines, *(f"exposed: {text}" for text in self.exposed)])
+
+    def draw(self, path: str | Path) -> None:
+        """Draw what happens over time, in the graphs and as planned, above the bytes that are live.
+
+        Without times in the plan each launch, each wait and each piece of compute is drawn as long as any other.
+
+        Arguments:
+            path: the picture to write; its ending gives the kind.
+
+        Raises:
+            ImportError: matplotlib is missing.
+        """
+        sides = {"compiled": [*self.compiled[0], *self.compiled[1]], "planned": [*self.planned[0], *self.planned[1]]}
+        with figure(path, width=10.0, height=7.0, rows=2) as (above, below):
+            _draw_tracks(above, sides, self.times)
+            _draw_bytes(below, sides, self.times)
+
+
+def compiled_step(model: nn.Module) -> CompiledStep:
+    """The compiled step that a sharded model has run last, beside its plan: gathers, reductions, waits and compute in
+    the order of the graphs, what each collective is hidden behind, and the bytes that are live.
+
+    Arguments:
+        model: compiled by `composable_shard.compile`, or under Inductor.
+
+    Returns:
+        what can be printed, and drawn by its method `draw`.
+
+    Raises:
+        ShardConfigValueError: the model holds no sharded module.
+        ShardConfigStateError: it has run no compiled graph with communication, or none that was read.
+
+    Warns:
+        CompiledGraphWarning: a collective is exposed in the graphs, and the plan hides it.
+    """
+    states = states_below(model)
+    if not states:
+        raise ShardConfigValueError(f"model: {type(model).__name__} holds no sharded module; call fully_shard first")
+    number = next((state.compiled_as for state in states if state.compiled_as >= 0), None)
+    if number is None:
+        raise ShardConfigStateError(
+            "compiled_step: the model has run no compiled graph that gathers. Run one step of cs.compile(model) first; "
+            "with block.compile() the engine gathers outside of the graphs, and cs.last_record(model) has the step"
+        )
+    reports = graphs_compiled(number)
+    if not reports:
+        raise ShardConfigStateError(
+            "compiled_step: nothing has read the graphs of this model: they came from a compile cache, or the backend "
+            "is neither Inductor nor one of cs.compile's. Enter report.watch_graphs() around the first compiled step"
+        )
+    step = step_of(reports, current_plan(model))
+    if step.exposed:
+        first, *others = step.exposed
+        text = f"{first}; likewise of {len(others)} more, which str of the compiled step lists" if others else first
+        warnings.warn(
+            f"{text}. Results are right, but the step takes longer. Compile by cs.compile, which has communication "
+            "where the plan has it",
+            CompiledGraphWarning,
+            stacklevel=2,
+        )
+    return step
+
+
+def step_of(reports: Sequence[GraphReport], plan: ShardPlan) -> CompiledStep:
+    """The last of these graphs beside a plan."""
+    backward = next((report.course for report in reversed(reports) if report.direction == "backward"), ())
+    forward = next((report for report in reversed(reports) if report.direction != "backward"), None)
+    if forward is not None and forward.direction == "inference":
+        plan, backward = plan.in_phase(NO_GRAD), ()
+    times = plan.times()
+    if times is not None:
+        times = by_module(times)
+    planned = plan.courses()
+    both = (() if forward is None else forward.course, backward)
+    names = Names(
+        (step.module for course in both for step in course if step.kind in LAUNCHES),
+        {step.module for course in planned for step in course},
+    )
+    compiled = tuple(_named(course, names, other, times) for course, other in zip(both, planned, strict=True))
+    return CompiledStep(_closed(*compiled), planned, times)
+
+
+def _named(course: Course, names: Names, planned: Course, times: Mapping[str, Times] | None) -> list[CourseStep]:
+    """A graph's course by the plan's names of modules, with the compute of each module as in the plan in all."""
+    steps: list[CourseStep] = []
+    for step in course:
+        step = step._replace(module=names.of(step.module))
+        if steps and step.kind in COMPUTE and steps[-1][:2] == step[:2]:
+            step = step._replace(share=step.share + steps.pop().share)
+        steps.append(step)
+    whole, uses = _computes(steps), _computes(planned)
+    steps = [
+        step._replace(share=step.share / whole[step.module] * (uses[step.module] or 1)) if step.share else step
+        for step in steps
+    ]
+    return steps if times is None else _root_first(steps)
+
+
+def _computes(course: Course) -> Counter[str]:
+    shares: Counter[str] = Counter()
+    for step in course:
+        shares[step.module] += step.share  # type: ignore[assignment]
+    return shares
+
+
+def _root_first(course: list[CourseStep]) -> list[CourseStep]:
+    """The course with all compute of the root at its beginning, which is where a plan that knows times counts it."""
+    of_root = [step for step in course if step.module == ROOT_NAME and step.kind in COMPUTE]
+    others = [step for step in course if step not in of_root]
+    if not of_root:
+        return course
+    begins = (at for at, step in enumerate(others) if step.module != ROOT_NAME and step.kind not in LAUNCHES)
+    at = next(begins, len(others))
+    return [*others[:at], of_root[0]._replace(share=sum(step.share for step in of_root)), *others[at:]]
+
+
+def _closed(forward: list[CourseStep], backward: list[CourseStep]) -> tuple[Course, Course]:
+    """The same with the ends of weights that are saved in forward: behind the last compute of their module."""
+    kept = Counter(step.module for step in (*forward, *backward) if step.kind is Kind.UNSHARD)
+    kept.subtract(step.module for step in (*forward, *backward) if step.kind is Kind.RESHARD)
+    for module in (module for module, number in kept.items() if number > 0):
+        computes = [at for at, step in enumerate(backward) if step.module == module and step.kind in COMPUTE]
+        at = len(backward) if module == ROOT_NAME or not computes else computes[-1] + 1
+        backward[at:at] = [CourseStep(Kind.RESHARD, module)] * kept[module]
+    return forward, backward
+
+
+def _exposure(direction: str, mine: Flight, plan: Flight) -> str:
+    behind = ", ".join(plan.behind) or "nothing"
+    if mine.waited is not None and plan.waited is not None:
+        waits = f"is waited for {_ms(mine.waited)} ms in the compiled {direction}, {_ms(plan.waited)} ms planned"
+    else:
+        waits = f"nothing is computed while it is on its way in the compiled {direction}"
+    return f"{mine}: {waits}; the plan hides it behind {behind}"
+
+
+def _rows(compiled: Iterable[Flight], planned: Iterable[Flight]) -> Iterator[tuple[str, ...]]:
+    """The rows of a table of collectives, its head first."""
+    mine, plans = {each.key: each for each in compiled}, {each.key: each for each in planned}
+    timed = any(each.seconds is not None for each in (*mine.values(), *plans.values()))
+    head = ("", "bytes", "behind", "planned behind")
+    yield (*head, "takes ms", "waited ms", "planned ms") if timed else head
+    for key in {**mine, **plans}:
+        one, two = mine.get(key), plans.get(key)
+        either = one or two
+        assert either is not None
+        row = str(either), f"{one.nbytes:,}" if one else "-", _behind(one), _behind(two)
+        seconds = either.seconds, one and one.waited, two and two.waited
+        yield (*row, *map(_ms, seconds)) if timed else row
+
+
+def _behind(flight: Flight | None) -> str:
+    return "-" if flight is None else ", ".join(flight.behind) or "nothing"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.3f}"
+
+
+def _draw_tracks(axes: Any, sides: Mapping[str, Course], times: Mapping[str, Times] | None) -> None:
+    """A track for each kind of what happens on each side, from the top."""
+    tracks = [(f"{name}: {kind}", kind, bars) for name, c in sides.items() for kind, bars in _bars(c, times).items()]
+    scale = _scale(times)
+    for height, (_, kind, bars) in enumerate(reversed(tracks)):
+        spans = [(scale * begin, scale * (end - begin)) for begin, end in bars]
+        axes.broken_barh(spans, (height - 0.4, 0.8), facecolor=_COLORS[kind], edgecolor="white", linewidth=0.6)
+    axes.set_yticks(range(len(tracks)), [label for label, *_ in reversed(tracks)])
+    axes.set_title("A compiled step beside its plan")
+
+
+def _bars(course: Course, times: Mapping[str, Times] | None) -> dict[str, list[tuple[float, float]]]:
+    """By kind of track, the beginnings and ends of what happens."""
+    spans = list(zip(course, spans_of(course, times), strict=True))
+    flights = list(flights_of(course, times))
+    return {
+        "compute": [span for step, span in spans if step.kind in COMPUTE],
+        "gathers": [(each.begin, each.end) for each in flights if each.kind is Kind.UNSHARD],
+        "reductions": [(each.begin, each.end) for each in flights if each.kind is Kind.REDUCE],
+        "waits": [span for step, span in spans if step.kind in (Kind.WAIT, Kind.REDUCED)],
+    }
+
+
+def _draw_bytes(axes: Any, sides: Mapping[str, Course], times: Mapping[str, Times] | None) -> None:
+    for (name, course), color in zip(sides.items(), (_COLORS["compute"], _PLANNED), strict=True):
+        ends = [_scale(times) * span.end for span in spans_of(course, times)]
+        live = [nbytes / MIB for nbytes in live_bytes(course)]
+        label = f"{name}, at most {max(live, default=0.0):.2f} MiB"
+        axes.step([0.0, *ends], [0.0, *live], where="post", color=color, label=label)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("steps of the course" if times is None else "ms")
+    axes.set_ylabel("weights and gradients\nin flight (MiB)")
+    axes.legend(frameon=False)
+
+
+def _scale(times: Mapping[str, Times] | None) -> float:
+    return 1.0 if times is None else 1e3

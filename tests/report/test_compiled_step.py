@@ -1,0 +1,200 @@
+"""A compiled step beside its plan: what the graphs hide, what is exposed that the plan hides, and what runs last."""
+
+from __future__ import annotations
+
+import contextlib
+import textwrap
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import composable_shard as cs
+from composable_shard._graph.guard import graphs_compiled, read
+from composable_shard._plan.course import flights_of
+from composable_shard._torch.compiler import aot_backend, as_it_is
+from composable_shard.report import CompiledStep, compiled_step
+from composable_shard.report._compiled_step import step_of
+from composable_shard.testing import Busy, Fabric, fabric
+
+with warnings.catch_warnings():  # imports of its own warn
+    warnings.simplefilter("ignore")
+    import torch._dynamo
+
+
+@contextlib.contextmanager
+def network() -> Iterator[Fabric]:
+    """A gather or a reduction of the blocks below takes 36 us."""
+    torch._dynamo.reset()
+    with fabric(4, latency_s=12e-6, bandwidth_Bps=64e6, clock="virtual") as net:
+        yield net
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """Two matrices that compute for 10 us each, and twice that in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(each for _ in range(2) for each in (nn.Linear(16, 16, bias=False), nn.Tanh(), Busy(10e-6)))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class Chain(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def sharded(model: nn.Module, *parts: nn.Module) -> nn.Module:
+    for each in (*parts, model):
+        cs.fully_shard(each, mesh=init_device_mesh("cpu", (4,)))
+    return model
+
+
+def chain() -> nn.Module:
+    """Three blocks, each a group; the root has no parameters."""
+    model = Chain(*(Block() for _ in range(3)))
+    return sharded(model, *model)
+
+
+def timed(model: nn.Module) -> CompiledStep:
+    """The step that has run last, with the times that are true in `network`."""
+    order = cs.make_plan(model).order
+    forward, backward, gather = (dict.fromkeys(order, seconds) for seconds in (20e-6, 40e-6, 36e-6))
+    reduce = dict.fromkeys(order, 12e-6 + 3 / 4 * (2048 + 32) / 64e6)  # a flag for each parameter travels too
+    costs = cs.Costs.of(latency=0.0, bandwidth=1.0, forward=forward, backward=backward, gather=gather, reduce=reduce)
+    return step_of(graphs_compiled(model._shard_state.compiled_as), cs.current_plan(model).with_policies(costs=costs))
+
+
+def as_inductor_without_overlap(module, inputs):
+    """As under plain `torch.compile`: the guard reads the graph and moves nothing."""
+    read(module.graph)
+    return as_it_is(module, inputs)
+
+
+def train(run: nn.Module) -> None:
+    run(torch.ones(2, 16, requires_grad=True)).sum().backward()
+
+
+def waited(step: CompiledStep) -> float:
+    """Seconds that its compute waits."""
+    return sum(flight.waited for course in step.compiled for flight in flights_of(course, step.times))
+
+
+def test_a_compiled_step_is_shown_beside_its_plan(tmp_path, texts):
+    with network() as net:
+        model = chain()
+        with pytest.raises(
+            cs.ShardConfigStateError, match=r"has run no compiled graph .* step of cs\.compile\(model\)"
+        ):
+            compiled_step(model)
+        run = cs.compile(model, backend="aot_eager")
+        train(run)
+        exposed_s, step, with_times = net.exposed_s, compiled_step(model), timed(model)  # and there is no warning
+        assert step.exposed == with_times.exposed == ()
+        assert waited(with_times) == pytest.approx(exposed_s)
+        step.draw(tmp_path / "step.png")
+        with_times.draw(tmp_path / "times.png")
+        with torch.no_grad():
+            run(torch.ones(2, 16))
+        without_backward = str(compiled_step(model))
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            train(run)
+        assert str(compiled_step(model)) == str(step), "the graphs that have run last, not those compiled last"
+    for path in tmp_path.iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG")
+    shown = {
+        "compiled: compute",
+        "compiled: gathers",
+        "planned: reductions",
+        "planned: waits",
+        "steps of the course",
+        "ms",
+    }
+    assert shown <= set(texts)
+    assert_expected_inline(
+        str(step),
+        """\
+live bytes of weights and of gradients in flight, at most: 6,144; planned 5,120
+forward: GwGccwGccwcc; planned GwGcwGcwc
+               bytes  behind   planned behind
+  gather of 0  2,048  nothing  nothing
+  gather of 1  2,048  0        0
+  gather of 2  2,048  1        1
+backward: GcwGcRcwGcRwcwcRww; planned GwGcRwcwGcRwcRww
+                  bytes  behind   planned behind
+  gather of 2     2,048  2        nothing
+  gather of 1     2,048  2, 1     2
+  reduction of 2  2,048  1        1
+  gather of 0     2,048  1, 0     1
+  reduction of 1  2,048  0        0
+  reduction of 0  2,048  nothing  nothing""",
+    )
+    assert_expected_inline(
+        without_backward,
+        """\
+live bytes of weights and of gradients in flight, at most: 4,096; planned 5,120
+forward: GwGccwGccwcc; planned GwGcwGcwc
+               bytes  behind   planned behind
+  gather of 0  2,048  nothing  nothing
+  gather of 1  2,048  0        0
+  gather of 2  2,048  1        1""",
+    )
+
+
+def test_a_collective_that_is_exposed_and_that_the_plan_hides_is_named():
+    with network() as net:
+        model = chain()
+        train(torch.compile(model, backend=aot_backend(as_inductor_without_overlap), fullgraph=True))
+        with pytest.warns(cs.CompiledGraphWarning) as warned:
+            step = compiled_step(model)
+        with_times = timed(model)
+        assert waited(with_times) == pytest.approx(net.exposed_s)
+    (warning,) = warned
+    assert_expected_inline(
+        "\n".join(textwrap.wrap(str(warning.message), 100)),
+        """\
+gather of 1: nothing is computed while it is on its way in the compiled forward; the plan hides it
+behind 0; likewise of 5 more, which str of the compiled step lists. Results are right, but the step
+takes longer. Compile by cs.compile, which has communication where the plan has it""",
+    )
+    assert_expected_inline(
+        "\n".join(step.exposed),
+        """\
+gather of 1: nothing is computed while it is on its way in the compiled forward; the plan hides it behind 0
+gather of 2: nothing is computed while it is on its way in the compiled forward; the plan hides it behind 1
+reduction of 2: nothing is computed while it is on its way in the compiled backward; the plan hides it behind 1
+gather of 1: nothing is computed while it is on its way in the compiled backward; the plan hides it behind 2
+reduction of 1: nothing is computed while it is on its way in the compiled backward; the plan hides it behind 0
+gather of 0: nothing is computed while it is on its way in the compiled backward; the plan hides it behind 1""",
+    )
+    assert_expected_inline(
+        "\n".join(with_times.exposed),
+        """\
+gather of 1: is waited for 0.036 ms in the compiled forward, 0.016 ms planned; the plan hides it behind 0
+gather of 2: is waited for 0.036 ms in the compiled forward, 0.016 ms planned; the plan hides it behind 1
+reduction of 2: is waited for 0.036 ms in the compiled backward, 0.016 ms planned; the plan hides it behind 1
+gather of 1: is waited for 0.036 ms in the compiled backward, 0.000 ms planned; the plan hides it behind 2
+reduction of 1: is waited for 0.036 ms in the compiled backward, 0.000 ms planned; the plan hides it behind 0
+gather of 0: is waited for 0.036 ms in the compiled backward, 0.016 ms planned; the plan hides it behind 1""",
+    )
+
+
+def test_what_cannot_be_shown_is_an_error_that_says_what_to_do():
+    with pytest.raises(cs.ShardConfigValueError, match="Linear holds no sharded module"):
+        compiled_step(nn.Linear(2, 2))
+    with network():
+        model = sharded(nn.Linear(4, 4))
+        torch.compile(model, backend="aot_eager")(torch.ones(2, 4))
+        with pytest.raises(
+            cs.ShardConfigStateError, match=r"nothing has read the graphs .*watch_graphs\(\) around the first"
+        ):
+            compiled_step(model)
