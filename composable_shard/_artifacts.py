@@ -100,7 +100,7 @@ def _about(model: nn.Module) -> dict[str, Any]:
     model = getattr(model, "_orig_mod", model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            bound_of(module, agrees=False, runs=False)  # its graphs follow the schedule of its engine
+            bound_of(module, agrees=False, runs=False)  # type: ignore[arg-type]  # graphs follow its engine's schedule
     states = states_below(model)
     if not states:
         raise ShardConfigValueError(f"model: {type(model).__name__} holds no sharded module; call fully_shard first")
