@@ -84,12 +84,12 @@ def load_cache_artifacts(model: nn.Module, path: str | os.PathLike[str]) -> None
     begin, size = len(_BEGIN), len(_BEGIN) + 8
     end = size + int.from_bytes(content[begin:size], "big")
     header, payload = content[size:end], content[end:]
-    there = json.loads(header) if content.startswith(_BEGIN) and len(header) == end - size else {}
-    if there.get("payload") != hashlib.sha256(payload).hexdigest():
+    saved = json.loads(header) if content.startswith(_BEGIN) and len(header) == end - size else {}
+    if saved.get("payload") != hashlib.sha256(payload).hexdigest():
         raise ShardConfigValueError(
             f"path: {os.fspath(path)} is no file of save_cache_artifacts, or not a complete one"
         )
-    if differences := tuple(_differences(_about(model), there)):
+    if differences := tuple(_differences(_about(model), saved)):
         raise ArtifactMismatchError(os.fspath(path), differences)
     if torch.compiler.load_cache_artifacts(payload) is None:
         raise ShardConfigValueError(f"path: torch cannot read the artifacts in {os.fspath(path)}; save them anew")
@@ -100,7 +100,7 @@ def _about(model: nn.Module) -> dict[str, Any]:
     model = getattr(model, "_orig_mod", model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            bound_of(module, agrees=False, runs=False)  # its graphs follow the schedule of its engine
+            bound_of(module, agrees=False, runs=False)  # type: ignore[arg-type]  # graphs follow its engine's schedule
     states = states_below(model)
     if not states:
         raise ShardConfigValueError(f"model: {type(model).__name__} holds no sharded module; call fully_shard first")
@@ -119,23 +119,23 @@ def _about(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _differences(here: dict[str, Any], there: dict[str, Any]) -> Iterator[str]:
+def _differences(here: dict[str, Any], saved: dict[str, Any]) -> Iterator[str]:
     """What of two descriptions differs, in words; of the model only the first difference."""
     for name in ("torch", "Python", "composable_shard", "device"):
-        if here[name] != there[name]:
-            yield f"{name}: {here[name]} here, {there[name]} there"
-    if changes := group_changes(*(_groups(each["plan"]) for each in (there, here))):
+        if here[name] != saved[name]:
+            yield f"{name}: {here[name]} here, {saved[name]} there"
+    if changes := group_changes(*(_groups(each["plan"]) for each in (saved, here))):
         yield f"plan, from there to here: {changes[0]}"
-    elif here["schedule"] != there["schedule"]:
+    elif here["schedule"] != saved["schedule"]:
         yield "schedule: policies, budgets or lists of modules to prefetch are not as they were there"
-    elif here["modules"] != there["modules"]:
-        lines = (each["modules"].splitlines() for each in (here, there))
+    elif here["modules"] != saved["modules"]:
+        lines = (each["modules"].splitlines() for each in (here, saved))
         one, two = next((one, two) for one, two in itertools.zip_longest(*lines, fillvalue="nothing") if one != two)
         yield f"modules: {one.strip()} here, {two.strip()} there"
-    elif strange := [names for names, key in here["pieces"].items() if there["pieces"].get(names) != key]:
+    elif strange := [names for names, key in here["pieces"].items() if saved["pieces"].get(names) != key]:
         yield (
             f"pieces of {strange[0]}: those of rank {here['rank']} here have other shapes or dtypes than those of rank "
-            f"{there['rank']}, which compiled; ranks with uneven pieces need files of their own"
+            f"{saved['rank']}, which compiled; ranks with uneven pieces need files of their own"
         )
 
 

@@ -45,9 +45,8 @@ from .._torch import compiler
 from .._torch.core import alias, has_side_effect
 from . import registry
 
-CODE = hashlib.sha256(
-    b"".join(Path(f).read_bytes() for f in (__file__, layouts.__file__, compiler.__file__))
-).hexdigest()
+_FILES = *sorted(Path(__file__).parent.glob("*.py")), Path(layouts.__file__), Path(compiler.__file__)
+CODE = hashlib.sha256(b"".join(file.read_bytes() for file in _FILES)).hexdigest()  # of all that makes a graph
 REDUCE, KEEP, TAKE = 0, 1, 2  # what becomes of the gradients; the last: reduce them with those that were kept
 
 

@@ -17,6 +17,8 @@ import composable_shard as cs
 from _cached_process import cache_counts, model_of, step
 from _compiling import same_gradients, under_inductor
 from _pool import POOL, simulated
+from composable_shard import testing
+from composable_shard._artifacts import _about, _differences
 from composable_shard._plan.layout import first_alike
 
 with warnings.catch_warnings():  # Inductor's own imports warn
@@ -55,12 +57,12 @@ def with_other_modules():
 
 
 OTHERS = {
-    "plan, from there to here: group (root): bytes a rank": lambda: model_of((8, 8), (8, 4)),
+    "plan, from there to here: group (root): shape of 1.weight": lambda: model_of((8, 8), (8, 4)),
     "plan, from there to here: group 1: added": lambda: model_of((8, 8), (8, 8), (8, 6)),
-    "plan, from there to here: group 0: reshards after forward": lambda: model_of(gathers_again=False),
+    "plan, from there to here: group 0: reshard after forward": lambda: model_of(gathers_again=False),
     "schedule: policies": two_ahead,
     "modules: (2): Tanh() here, ) there": with_other_modules,
-    "pieces of 0.weight, 0.bias: those of rank": in_double,
+    "plan, from there to here: group (root): dtype float32 -> float32 as float64": in_double,
 }
 
 
@@ -101,13 +103,23 @@ def test_all_ranks_start_warm_with_what_one_process_has_compiled_alone(tmp_path)
             assert differences[0].startswith(expected), (expected, differences)
 
 
+def test_ranks_with_uneven_pieces_need_files_of_their_own():
+    about = []
+    for rank in (0, 1, 0):
+        with testing.fake(2, rank):
+            about.append(_about(model_of((8, 8), (8, 7))))
+    assert list(_differences(about[0], about[2])) == []
+    (difference,) = _differences(about[1], about[0])
+    assert difference.startswith("pieces of 1.weight, 1.bias: those of rank 1 here have other shapes")
+
+
 @simulated(world=2)
 def test_a_file_that_is_none_or_not_complete_is_refused(rank, world):
     model = model_of()
     with pytest.raises(cs.ShardConfigValueError, match=r"is no file of save_cache_artifacts"):
         cs.load_cache_artifacts(model, SCRIPT)
     with pytest.raises(cs.ShardConfigValueError, match="holds no sharded module"):
-        cs.load_cache_artifacts(torch.nn.Linear(2, 2), SCRIPT)
+        _about(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(
