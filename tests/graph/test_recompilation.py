@@ -122,7 +122,7 @@ MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 @pytest.mark.parametrize(
     ("dynamic", "modes"),
-    [(True, ["no_grad"]), more(True, ["inference_mode", "no_grad"]), more(None, ["no_grad", "inference_mode"])],
+    [(True, []), more(True, ["inference_mode", "no_grad"]), more(None, ["no_grad", "inference_mode"])],
 )
 def test_a_sharded_model_is_compiled_no_more_often_than_the_unsharded_one(dynamic, modes):
     modes = {name: MODES[name] for name in modes}
@@ -131,7 +131,7 @@ def test_a_sharded_model_is_compiled_no_more_often_than_the_unsharded_one(dynami
         model = Attending()
         found = call_all(Calls(sharded(model, model.attention), dynamic), modes)
     assert found == plain
-    assert found["step 0"] == found["frozen 0"] == found[f"{next(iter(modes))} 0"] == 1, "these are different graphs"
+    assert {found[f"{name} 0"] for name in ("step", "frozen", *modes)} == {1}, "these are different graphs"
     late = {name: count for name, count in found.items() if name.endswith("1") or "again" in name or "rate" in name}
     assert dynamic is None or not any(late.values()), late
 
@@ -222,18 +222,6 @@ def test_a_stance_may_change_in_the_middle_of_training(rank, world):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-@distributed(world=2, limit_s=LIMIT_S)
-def test_a_recompilation_that_a_stance_forbids_leaves_the_model_as_it_was(rank, world):
-    torch._dynamo.reset()
-    model, plain = twins()
-    run = cs.compile(model, backend="aot_eager", dynamic=False)
-    step_under("default", 3, 0)(run).backward()
-    with pytest.raises(RuntimeError, match="fail_on_recompile"):
-        step_under("fail_on_recompile", 4, 1)(run)
-    step_under("default", 3, 0)(plain).backward()
-    assert_same_gradients(model, plain)
-    for each in (run, plain):
-        step_under("default", 3, 2)(each).backward()
-    assert_same_gradients(model, plain)
+        if stance == "fail_on_recompile":  # a refused call leaves the model as it was
+            with pytest.raises(RuntimeError, match="fail_on_recompile"):
+                step_under(stance, 4, number)(run)
