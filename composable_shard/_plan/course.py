@@ -144,11 +144,11 @@ def spans_of(course: Course, times: Mapping[str, Times] | None) -> list[Span]:
     arrives: dict[tuple[Kind, str], deque[float]] = {}
     spans = []
     for step in course:
-        begin, its = now, times.get(step.module, _NO_TIME)
+        begin, seconds = now, times.get(step.module, _NO_TIME)
         if step.kind in COMPUTE:
-            now += step.share * (its.forward if step.kind is Kind.FORWARD else its.backward)
+            now += step.share * (seconds.forward if step.kind is Kind.FORWARD else seconds.backward)
         elif step.kind in LAUNCHES:
-            link = max(now, link) + _alone(step.kind, its)
+            link = max(now, link) + _alone(step.kind, seconds)
             arrives.setdefault((step.kind, step.module), deque()).append(link)
         elif step.kind in _ENDS and (flying := arrives.get((_ENDS[step.kind], step.module))):
             now = max(now, flying.popleft())
