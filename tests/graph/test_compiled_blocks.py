@@ -181,7 +181,7 @@ ONE_EACH_WAY = [("forward", 3), ("backward", 2)]  # the root's own group stays u
 
 
 @pytest.mark.parametrize("kind", ["wrapper", *(more(each) for each in (*BEFORE, *AFTER) if each != "wrapper")])
-@distributed(world=2, limit_s=LIMIT_S)
+@distributed(world=2, limit_s=2 * LIMIT_S)
 def test_blocks_under_every_kind_of_checkpoint_have_the_bits_of_the_unsharded_model(rank, world, kind):
     assert agree(rank, kind, backend="aot_eager") == ONE_EACH_WAY
 
@@ -191,15 +191,16 @@ HALF = cs.MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["none", "wrapper, listed", "wrapper around"])
-@distributed(world=2, limit_s=LIMIT_S)
+@distributed(world=2, limit_s=2 * LIMIT_S)
 def test_mixed_precision_and_the_dtype_of_outputs_are_those_of_eager(rank, world, kind):
+    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")  # torch, of the root's norm
     graphs = agree(rank, kind, mp=HALF, exact=("eager",), close=0.1, backend="aot_eager")
     assert graphs == ONE_EACH_WAY
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["wrapper", "function, chosen"])
-@distributed(world=2, limit_s=LIMIT_S)
+@distributed(world=2, limit_s=2 * LIMIT_S)
 def test_lengths_may_change_in_one_dynamic_graph(rank, world, kind):
     assert agree(rank, kind, lengths=(8, 6, 7, 5), backend="aot_eager", dynamic=True) == ONE_EACH_WAY
 
