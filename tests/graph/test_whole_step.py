@@ -42,7 +42,7 @@ def close(model: nn.Module, plain: nn.Module) -> None:
 
 
 def train(rank: int, world: int, clip: str, uneven: bool = False, **options: Any) -> str:
-    """Three steps of which the second accumulates, evaluations between, and an eager step at the end."""
+    """Three steps of which the second accumulates, evaluations between, an eager step, and one that is refused."""
     torch._dynamo.reset()
     torch.manual_seed(3)
     plain = Stack(2, dim=6, hidden=10) if uneven else Stack(2, dim=8, hidden=16)
@@ -73,8 +73,15 @@ def train(rank: int, world: int, clip: str, uneven: bool = False, **options: Any
                 evaluated = [each(*batch) for each in (plain, eager, model)]
             assert torch.equal(evaluated[1], evaluated[2])
             torch.testing.assert_close(evaluated[2], evaluated[0])
-    assert_at_rest(model)
-    return text_of(found)
+            assert_at_rest(model)
+        assert len(found) == 2
+        model.set_requires_gradient_sync(False)
+        with (
+            pytest.raises(cs.ShardConfigStateError, match=r"set_requires_gradient_sync\(False\) cannot be part of"),
+            torch._dynamo.config.patch(trace_autograd_ops=True),
+        ):
+            run(model, clip, *vectors(0, 0))
+    return text_of(found[:2])
 
 
 def refused(rank, world, flag=True):
