@@ -346,8 +346,8 @@ def _check_sets_gradients(anchor: torch.Tensor, what: str) -> None:
     if compiler.results_are_checked():
         name = registry.known(anchor).exchange().name
         raise ShardConfigStateError(
-            f"group with {name}: {what} cannot be part of a compiled step that includes the backward, after which torch "
-            "itself sets .grad; compile the model alone, or run this step on the model that is not compiled"
+            f"group with {name}: {what} cannot be part of a compiled step that includes the backward, after which "
+            "torch itself sets .grad; compile the model alone, or run this step on the model that is not compiled"
         )
 
 
