@@ -19,10 +19,10 @@ from ._torch.core import never_compile
 M = TypeVar("M", bound=nn.Module)
 
 _WHY_NO_REGIONS = (
-    "torch.compiler.nested_compile_region, by which alike blocks would be compiled once, holds no sharded module as it is: "
-    "marked at a block's forward, the weights that the graph has gathered fail with 'Freevar has no source', and marked "
-    "at its __call__, the region cannot read the shards. Besides, under Inductor of torch 2.13 gradients of regions are "
-    "silently wrong, unless the options have allow_buffer_reuse=False"
+    "torch.compiler.nested_compile_region, by which alike blocks would be compiled once, holds no sharded module as it "
+    "is: marked at a block's forward, the weights that the graph has gathered fail with 'Freevar has no source', and "
+    "marked at its __call__, the region cannot read the shards. Besides, under Inductor of torch 2.13 gradients of "
+    "regions are silently wrong, unless the options have allow_buffer_reuse=False"
 )
 
 

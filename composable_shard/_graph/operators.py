@@ -37,6 +37,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from .._errors import ShardConfigStateError
 from .._group.exchange import Gather, Reduction
 from .._plan import layout as layouts
 from .._plan.layout import ParamLayout, bucket_layout
@@ -327,7 +328,18 @@ def _room_for_gradients(
     return [*pieces, anchor.new_empty(len(missing), dtype=torch.float32)] if missing else pieces
 
 
+def _check_sets_gradients(anchor: torch.Tensor, what: str) -> None:
+    """Raise where torch, once the graph is done, would overwrite the `.grad` that is about to be set."""
+    if compiler.results_are_checked():
+        name = registry.known(anchor).exchange().name
+        raise ShardConfigStateError(
+            f"group with {name}: {what} cannot be part of a compiled step that includes the backward, after which "
+            "torch itself sets .grad; compile the model alone, or run this step on the model that is not compiled"
+        )
+
+
 def _keep(gradients: list[torch.Tensor], anchor: torch.Tensor, indices: list[int], count: int) -> None:
+    _check_sets_gradients(anchor, "a backward under set_requires_gradient_sync(False)")
     if (owner := registry.known(anchor).owner()) is not None:
         kept: list[torch.Tensor | None] = [None] * count
         for index, gradient in zip(indices, gradients, strict=True):
@@ -338,6 +350,8 @@ def _keep(gradients: list[torch.Tensor], anchor: torch.Tensor, indices: list[int
 def _settle(pieces: list[torch.Tensor], marks: torch.Tensor, anchor: torch.Tensor, indices: list[int]) -> None:
     if (owner := registry.known(anchor).owner()) is not None:
         for piece, mark, index in zip(pieces, marks.tolist(), indices, strict=True):
+            if mark > 0:
+                _check_sets_gradients(anchor, "a parameter that only other ranks have used")
             if owner.zeros_for_unused or mark > 0:
                 owner.settle(index, piece.clone())
 

@@ -177,7 +177,7 @@ def refuse_compiled_autograd(function: type[torch.autograd.Function], refusal: C
     def refuse(node: Any) -> Any:
         raise refusal(node)
 
-    function._compiled_autograd_key = staticmethod(refuse)  # type: ignore[attr-defined]
+    function._compiled_autograd_key = staticmethod(refuse)  # type: ignore[method-assign]
 
 
 def outputs_pass_for_leaves(function: type[torch.autograd.Function]) -> None:

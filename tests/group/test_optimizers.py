@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn as nn
 
-from _engines import mesh_of
+from _engines import ENGINES, mesh_of
 from _pool import distributed
 from _sides import assert_alike, models_of, noise, optimizers_of, shard_children, stack, train_alike, whole
 from _stepping import assert_at_rest, shard_whole
-from composable_shard import clip_grad_norm_
+from composable_shard import ShardConfigStateError, clip_grad_norm_
 
 # ---- precision and optimizers
 
@@ -239,25 +239,63 @@ def test_hooks_see_gradients_that_were_kept_from_earlier_micro_batches(rank, wor
         assert sorted(calls["ours"]) == sorted(calls["fsdp2"]) == ["a.bias", "a.weight", "b.bias", "b.weight"]
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+COMPILED = {name: OPTIMIZERS[name] for name in ("sgd", "adamw foreach", "adamw fused")}
+
+
+def operators_in(graph):
+    return {str(node.target) for node in graph.graph.nodes if "composable_shard" in str(node.target)}
+
+
+@pytest.mark.parametrize("kind", COMPILED)
 @distributed(world=2)
-def test_a_compiled_step_is_the_step_and_gives_the_weights_up(rank, world, kind):
+def test_a_compiled_step_is_the_step_and_gives_the_weights_up_without_a_graph_break_of_ours(rank, world, kind):
+    """The engines are told by an operator, in a graph of its own before the break that torch makes in every step."""
     models = models_of(lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), reshard_after_forward=False)
     warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")  # Dynamo's own import
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    for model in models.values():
+    breaks, graphs = {}, {}
+    for name, model in models.items():
         torch._dynamo.reset()
-        optimizer = kind(model.parameters(), lr=0.1)
+        torch._dynamo.utils.counters.clear()
+        found = graphs[name] = []
+
+        def backend(graph, inputs, found=found):
+            found.append(graph)
+            return graph
+
+        optimizer = COMPILED[kind](model.parameters())
         step = torch.compile(optimizer.step, backend=backend)
         for _ in range(3):
             model(noise(3, 4)).square().mean().backward()
             step()
             optimizer.zero_grad()
-    assert len(graphs) == len(models)
+        breaks[name] = dict(torch._dynamo.utils.counters["graph_break"])
+    assert breaks["plain"]
+    assert breaks["ours"] == breaks["plain"]
+    ours = [graph for graph in graphs["ours"] if operators_in(graph)]
+    assert len(ours) == 1
+    assert len(graphs["ours"]) == len(graphs["plain"]) + 1
     assert_alike(models, exact=False)
     assert_at_rest(models["ours"])
+
+
+@distributed(world=2)
+def test_what_an_eager_step_refuses_a_compiled_one_refuses(rank, world):
+    warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")
+    torch._dynamo.reset()
+    model = stack(4, 2)
+    of_old = torch.optim.SGD(model.parameters(), lr=0.1)
+    shard_children(model, ENGINES["ours"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, backend="eager")
+    before = [whole(param.detach()).clone() for param in model.parameters()]
+    model.set_requires_gradient_sync(False)
+    model(noise(3, 4)).square().mean().backward()
+    with pytest.raises(ShardConfigStateError, match="still wait for their reduction"):
+        step()
+    assert all(map(torch.equal, before, map(whole, model.parameters())))
+    with pytest.raises(ShardConfigStateError, match="as they were before fully_shard"):
+        torch.compile(of_old.step, backend="eager")()
+    model.set_requires_gradient_sync(True)
+    model(noise(3, 4)).square().mean().backward()
+    step()
+    assert not any(map(torch.equal, before, map(whole, model.parameters())))
