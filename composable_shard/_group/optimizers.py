@@ -64,7 +64,7 @@ def _tell(params: Sequence[torch.Tensor], what: int) -> None:
     if not torch.compiler.is_compiling():
         _tell_watchers(set(map(id, params)), what)
         return
-    ours = [param for param in params if hasattr(param, SHARDED_IN)]
+    ours = [param for param in params if isinstance(param, DTensor) and hasattr(param, SHARDED_IN)]
     if ours:
         torch.ops.composable_shard.before_step([p._local_tensor for p in ours], [id(p) for p in ours], what)
 
