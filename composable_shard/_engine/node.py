@@ -21,13 +21,13 @@ from .._group.group import ParamGroup
 from .._group.param import lend_attributes, run_all
 from .._torch.core import (
     Fate,
+    NotForCompiledAutograd,
     called_directly,
     gradient_fates,
     node_will_run,
     outputs_pass_for_leaves,
     plain_apply,
     plainly,
-    refuse_compiled_autograd,
 )
 
 Outputs = tuple[torch.Tensor, ...]
@@ -237,7 +237,7 @@ class Witness:
         return None
 
 
-class _Unshard(torch.autograd.Function):
+class _Unshard(NotForCompiledAutograd):
     """The node: takes sharded parameters, gives unsharded ones."""
 
     @staticmethod
@@ -261,18 +261,17 @@ class _Unshard(torch.autograd.Function):
         line = ctx.lifeline
         return (None, None, None, *line.owner.on_gradients(line.use, ctx, gradients))
 
-
-def _no_compiled_autograd(node: Any) -> ShardConfigStateError:
-    return ShardConfigStateError(
-        f"group {node.lifeline.use.group.name}: compiled autograd cannot trace the backward of an eager forward, whose "
-        "hooks gather weights and reduce gradients; compile the model (`torch.compile(model)`), whose backward it then "
-        "runs as it is, or run this backward without compiled autograd"
-    )
+    @staticmethod
+    def refusal(node: Any) -> ShardConfigStateError:
+        return ShardConfigStateError(
+            f"group {node.lifeline.use.group.name}: compiled autograd cannot trace the backward of an eager forward, "
+            "whose hooks gather weights and reduce gradients; compile the model (`torch.compile(model)`), whose "
+            "backward it then runs as it is, or run this backward without compiled autograd"
+        )
 
 
 _apply = plain_apply(_Unshard)
 called_directly(_Unshard)
-refuse_compiled_autograd(_Unshard, _no_compiled_autograd)
 # A forward may assign an unsharded parameter to a module, and a tracer of torch.fx may assign one to its graph.
 outputs_pass_for_leaves(_Unshard)
 _attributes, _data = attrgetter("__dict__"), attrgetter("data")

@@ -168,16 +168,17 @@ def called_directly(function: type[torch.autograd.Function]) -> None:
     function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
 
 
-def refuse_compiled_autograd(function: type[torch.autograd.Function], refusal: Callable[[Any], Exception]) -> None:
-    """Have compiled autograd raise what `refusal` makes of a node of this function, when it is about to trace the node.
+class NotForCompiledAutograd(torch.autograd.Function):
+    """A function whose nodes compiled autograd does not trace: it asks each for a key of its cache first."""
 
-    It asks each node for a key of its cache first, and for none outside of its own passes.
-    """
+    @staticmethod
+    def refusal(node: Any) -> Exception:
+        """What is raised then."""
+        raise NotImplementedError
 
-    def refuse(node: Any) -> Any:
-        raise refusal(node)
-
-    function._compiled_autograd_key = staticmethod(refuse)  # type: ignore[method-assign]
+    @staticmethod
+    def _compiled_autograd_key(node: Any) -> Any:
+        raise node._forward_cls.refusal(node)
 
 
 def outputs_pass_for_leaves(function: type[torch.autograd.Function]) -> None:
