@@ -111,7 +111,7 @@ def _options(kwargs: dict[str, Any]) -> dict[str, Any]:
 @functools.cache  # one backend for all, so that equal layers share code
 def aot_eager() -> Callable[..., Any]:
     """The backend ``aot_eager`` with the guard."""
-    return aot_backend(guarded(as_it_is))
+    return aot_backend(guarded(as_it_is), "composable_shard_aot")
 
 
 def keep_from_dynamo(modules: Mapping[str, ModuleType], package: str) -> None:

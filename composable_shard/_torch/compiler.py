@@ -64,11 +64,13 @@ def as_it_is(module: fx.GraphModule, inputs: Any) -> Any:
     return _Interpreted(module)
 
 
-def aot_backend(compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """A backend for `torch.compile` that hands graphs, partitioned as for Inductor, to `compiler`; to be made once.
+def aot_backend(compiler: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+    """A backend for `torch.compile` that hands graphs, partitioned as for Inductor, to `compiler`.
 
-    Dynamo knows it by a name: only after a backend that it knows does it drop its references to parameters, which would
-    keep `Module.to` from converting them.
+    Args:
+        compiler: of forward and backward graphs.
+        name: by which Dynamo is to know it; one backend may have it. Only after a backend that it knows does it drop
+            its references to parameters, which would keep `Module.to` from converting them.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.registry import register_backend
@@ -79,7 +81,8 @@ def aot_backend(compiler: Callable[..., Any]) -> Callable[..., Any]:
         partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )
-    register_backend(backend, name="composable_shard_aot")
+    if name:
+        register_backend(backend, name=name)
     return backend
 
 

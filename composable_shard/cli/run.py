@@ -115,7 +115,7 @@ def _hide_our_frames(error: BaseException) -> None:
 
     def hook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
         if value is error:
-            traceback = value.__traceback__ = shown
+            value, traceback = value.with_traceback(shown), shown
         show(kind, value, traceback)
 
     sys.excepthook = hook

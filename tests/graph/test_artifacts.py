@@ -85,6 +85,7 @@ def steps_warm(rank, world, path):
     return counts, refusals
 
 
+@pytest.mark.matrix
 def test_all_ranks_start_warm_with_what_one_process_has_compiled_alone(tmp_path):
     path = tmp_path / "compiled"
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "caches"), "OMP_NUM_THREADS": "1"}

@@ -23,7 +23,7 @@ from _blocks import Transformer, next_token_loss, token_batch
 from _compiling import LIMIT_S
 from _engines import ENGINES
 from _experts import Experts, SlottedMoE
-from _pool import distributed, more
+from _pool import distributed
 from _sides import whole
 from composable_shard.report import watch_graphs
 
@@ -181,7 +181,8 @@ def torch_policy(mp):
 ONE_EACH_WAY = [("forward", 3), ("backward", 2)]  # the root's own group stays unsharded
 
 
-@pytest.mark.parametrize("kind", ["wrapper", *(more(each) for each in (*BEFORE, *AFTER) if each != "wrapper")])
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", [*BEFORE, *AFTER])
 @distributed(world=2, limit_s=2 * LIMIT_S)
 def test_blocks_under_every_kind_of_checkpoint_have_the_bits_of_the_unsharded_model(rank, world, kind):
     assert agree(rank, kind, backend="aot_eager") == ONE_EACH_WAY

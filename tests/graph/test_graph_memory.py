@@ -131,6 +131,7 @@ def test_inductor_puts_nothing_that_it_saves_into_gathered_memory(rank, world):
 # ---- whatever becomes of a graph
 
 
+@pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
 def test_a_forward_that_fails_midway_gives_back_what_it_has_gathered_ahead(rank, world):
     sides = Sides(*make_twins(Transformer(), shard_blocks))

@@ -199,6 +199,7 @@ def step_under(stance: str, rows: int, number: int):
     return loss_of
 
 
+@pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
 def test_a_stance_may_change_in_the_middle_of_training(rank, world):
     torch._dynamo.reset()

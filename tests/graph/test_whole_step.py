@@ -156,6 +156,7 @@ def test_compiled_autograd_over_an_eager_forward_is_an_error_and_over_a_compiled
         close(model, plain)
 
 
+@pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
 def test_compiled_autograd_goes_through_frozen_sharded_modules(rank, world):
     torch._dynamo.reset()
