@@ -179,6 +179,7 @@ def test_instructions_are_the_sums_that_callgrind_writes_and_without_it_there_is
     beside(INSTRUCTIONS)
 
 
+@pytest.mark.matrix
 def test_first_steps_of_many_modules_are_timed_beside_fsdp2(tmp_path: Path) -> None:
     file = tmp_path / "first_step.json"
     assert "first step, s" in bench("first_step.py", "--modules=20", "--groups=each", f"--json={file}")
@@ -213,6 +214,7 @@ def test_the_profile_shows_functions_of_the_package() -> None:
     assert "composable_shard/_" in shown
 
 
+@pytest.mark.matrix
 def test_overlap_shows_what_engines_leave_exposed_beside_what_a_simulation_says(tmp_path: Path) -> None:
     file = tmp_path / "overlap.json"
     engines = "--engines=ours,ours-auto,ours-compiled,fsdp2,fsdp2-again"
@@ -251,6 +253,7 @@ def test_the_simulation_of_a_schedule_agrees_with_sums_by_hand_and_never_beats_t
     beside(SIMULATE)
 
 
+@pytest.mark.matrix
 def test_step_prints_its_table_and_the_losses_of_all_engines_agree(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
     shown = bench("step.py", "--sizes=tiny", "--rounds=2", "--timeout=45", f"--json={file}")
