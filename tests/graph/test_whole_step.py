@@ -88,7 +88,8 @@ def refused(rank, world, flag=True):
     """Torch refuses, and an eager step of the same model is right afterwards."""
     torch._dynamo.reset()
     model, plain = twins()
-    with pytest.raises(torch._dynamo.exc.TorchDynamoException), torch._dynamo.config.patch(trace_autograd_ops=flag):
+    refusals = (torch._dynamo.exc.TorchDynamoException, AssertionError)  # torch 2.11 asserts
+    with pytest.raises(refusals), torch._dynamo.config.patch(trace_autograd_ops=flag):
         torch.compile(step, fullgraph=True, backend="aot_eager")(model, "ours", *vectors(0, 0))
     for each in (model, plain):
         loss_of(each).backward()
