@@ -23,6 +23,7 @@ from _blocks import Transformer, next_token_loss, token_batch
 from _compiling import LIMIT_S
 from _engines import ENGINES
 from _experts import Experts, SlottedMoE
+from _models import shard_blocks
 from _pool import distributed
 from _sides import whole
 from composable_shard.report import watch_graphs
@@ -101,7 +102,6 @@ BEFORE = {  # what is done to the model before it is sharded
     "wrapper, within blocks": wrap_parts,
     "function": call,
     "function, chosen": functools.partial(call, context_fn=CHOSEN),
-    "composable": compose,
 }
 AFTER = {"wrapper around": wrap, "wrapper around, chosen": functools.partial(wrap, context_fn=CHOSEN)}
 
@@ -186,6 +186,18 @@ ONE_EACH_WAY = [("forward", 3), ("backward", 2)]  # the root's own group stays u
 @distributed(world=2, limit_s=2 * LIMIT_S)
 def test_blocks_under_every_kind_of_checkpoint_have_the_bits_of_the_unsharded_model(rank, world, kind):
     assert agree(rank, kind, backend="aot_eager") == ONE_EACH_WAY
+
+
+@pytest.mark.matrix
+@distributed(world=2, limit_s=LIMIT_S)
+def test_torchs_composable_checkpoint_is_in_no_whole_graph_sharded_or_not(rank, world):
+    for shards in (False, True):
+        model = Transformer()
+        compose(model)
+        if shards:
+            shard_blocks(model, cs.fully_shard)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="_checkpoint_without_reentrant_generator"):
+            torch.compile(model, backend="aot_eager", fullgraph=True)(*token_batch(rank, 0))
 
 
 HALF = cs.MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
