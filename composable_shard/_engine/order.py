@@ -190,13 +190,14 @@ class Order:
         for (backward, group), listed in self.explicit.items():
             ahead[backward][module_of(group.fqn)] = tuple(module_of(each.fqn) for each in listed)
         budget = plan.pool.budget
-        if not reductions and budget is None:
-            return GraphSchedule(*ahead)
+        all_first = [module_of(each.fqn) for each in plan.groups if edges.reduces_first or each.reduces_first]
+        first = tuple(dict.fromkeys(all_first))
+        if not reductions and budget is None:  # what waits for reductions before it gathers has one in flight at most
+            return GraphSchedule(*ahead, dict.fromkeys(first, 1), first)
         kept: Counter[str] = Counter()
         for fqn in edges.kept if budget is not None else ():
             kept[module_of(fqn)] += plan.group(fqn).unsharded_bytes
-        first = [module_of(each.fqn) for each in plan.groups if edges.reduces_first or each.reduces_first]
-        return GraphSchedule(*ahead, self._in_flight(edges), tuple(dict.fromkeys(first)), budget, dict(kept))
+        return GraphSchedule(*ahead, self._in_flight(edges), first, budget, dict(kept))
 
     def _in_flight(self, edges: Schedule) -> dict[str, int]:
         """By module, how many reductions may be in flight."""

@@ -12,6 +12,7 @@ import torch
 from .._comm.copies import Gradients
 from .._errors import ShardConfigStateError
 from .._group.exchange import Exchange
+from .._torch.core import has_memory
 
 
 class Owner(Protocol):
@@ -121,7 +122,7 @@ def _look_again() -> None:
     for ref in _owners.valuerefs():
         owner = ref()
         for anchor in owner.anchors() if owner is not None else ():
-            if owner is not None and anchor.numel():
+            if owner is not None and anchor.numel() and has_memory(anchor):
                 seen = _by_address.get(anchor.data_ptr())
                 if seen is None or seen.owner() is not owner:
                     _by_address[anchor.data_ptr()] = Known(anchor, owner)

@@ -34,7 +34,7 @@ def test_two_blocks_and_their_root():
         graphs_of(plain),
         """\
 forward GwGmwGmmwmmm, saves 2288 bytes
-backward GmmwGmmmmRwmmmmRwmRww
+backward GmmwGmmmmRwmmmmwRmwRw
 """,
     )
 
@@ -44,7 +44,7 @@ def test_a_root_that_reshards_is_gathered_again_too():
         graphs_of(plain, reshard_after_forward=True),
         """\
 forward GwGmwGmmwmmm, saves 2160 bytes
-backward GwGmmwGmmmmRwmmmmRwmRww
+backward GwGmmwGmmmmRwmmmmwRmwRw
 """,
     )
 
@@ -54,7 +54,7 @@ def test_groups_that_stay_unsharded_are_not_gathered_again():
         graphs_of(plain, reshard_after_forward=False),
         """\
 forward GwGmwGmmwmmm, saves 4464 bytes
-backward mmmmmmRmmmmRwmRww
+backward mmmmmmRmmmmwRmwRw
 """,
     )
 
@@ -74,7 +74,7 @@ def test_four_ranks_on_gloo_add_in_the_order_of_the_ranks():
         graphs_of(plain, world=4),
         """\
 forward GwGmwGmmwmmm, saves 2288 bytes
-backward GmmwGmmmmRwmmmmRwmRww
+backward GmmwGmmmmRwmmmmwRmwRw
 """,
     )
 
@@ -122,7 +122,7 @@ def test_uneven_shards_are_padded(world):
             text,
             """\
 forward GwGmwmmm, saves 896 bytes
-backward GmmwmmmmRmRww
+backward GmmwmmmmRmwRw
 """,
         )
 
@@ -153,7 +153,7 @@ def test_ranks_that_hold_nothing_take_part():
         graphs_of(empty, world=2),
         """\
 forward GwGmwm, saves 40 bytes
-backward GmwGmRmwRww
+backward GmwGmRmwwRw
 """,
     )
 
@@ -170,7 +170,7 @@ def test_parameters_cut_along_another_dim():
         graphs_of(cut_along_columns),
         """\
 forward GwGmwmmm, saves 1288 bytes
-backward GmmwmmmmRmRww
+backward GmmwmmmmRmwRw
 """,
     )
 
@@ -225,7 +225,7 @@ def test_a_checkpoint_inside_of_the_sharded_block():
         graphs_of(checkpointed, where="inside", kind="plain"),
         """\
 forward GwGmwGmmwmmm, saves 448 bytes
-backward GmwGmmmmmmmRwmmmmmRwmRww
+backward GmwGmmmmmmmRwmmmmmwRmwRw
 """,
     )
 
@@ -235,7 +235,7 @@ def test_a_checkpoint_around_the_sharded_block():
         graphs_of(checkpointed, where="outside", kind="plain"),
         """\
 forward GwGmwGmmwmmm, saves 448 bytes
-backward GmwGmmmmmmmRwmmmmmRwmRww
+backward GmwGmmmmmmmRwmmmmmwRmwRw
 """,
     )
 
@@ -245,7 +245,7 @@ def test_a_selective_checkpoint_inside_of_the_sharded_block():
         graphs_of(checkpointed, where="inside", kind="selective"),
         """\
 forward GwGmwGmmwmmm, saves 1248 bytes
-backward GmmwGmmmmRwmmmmRwmRww
+backward GmmwGmmmmRwmmmmwRmwRw
 """,
     )
 
@@ -255,7 +255,7 @@ def test_a_selective_checkpoint_around_the_sharded_block():
         graphs_of(checkpointed, where="outside", kind="selective"),
         """\
 forward GwGmwGmmwmmm, saves 1248 bytes
-backward GmmwGmmmmRwmmmmRwmRww
+backward GmmwGmmmmRwmmmmwRmwRw
 """,
     )
 
@@ -276,7 +276,7 @@ def test_a_checkpoint_around_a_block_that_stays_unsharded():
         graphs_of(checkpointed, where="outside", kind="plain", reshard_after_forward=False),
         """\
 forward GwGmwGmmwmmm, saves 2784 bytes
-backward mmmmmmmmRmmmmmRwmRww
+backward mmmmmmmmRmmmmmwRmwRw
 """,
     )
 

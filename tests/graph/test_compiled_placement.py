@@ -156,7 +156,7 @@ def test_lists_plans_and_budgets_place_the_communication_of_graphs(rank, world):
             """\
 lists
 forward GwGGmwGGmmwmmwmmwmm, saves 2880 bytes
-backward GmwGGmmmRmwmmmRwmwmmmRwGmwmmmRwmRww
+backward GmwGGmmmRmwmmmwRmwmmmwRwGmwmmmRmwRw
 a given plan
 forward GwGmwmmGwmmGwmmGwmm, saves 2880 bytes
 backward GmwmmmRwGmwmmmRwGmwmmmRwGmwmmmRmwRw
@@ -180,7 +180,7 @@ def test_policies_place_the_gathers_of_checkpointed_blocks(rank, world):
             """\
 two ahead
 forward GwGGmwGmmwGmmwmmwmm, saves 1280 bytes
-backward GGwGmmmmmmRwGmmmmmRwwmmmmmRwwmmmmmRwmRww
+backward GGwGmmmmmmRwmmwGmmmRwmmmmmwRwmmmmmwRmwRw
 two ahead within a budget
 forward GwGmwmmGwmmGwmmGwmm, saves 1280 bytes
 backward GwmmmmmmRwGwmmmmmRwGwmmmmmRwGwmmmmmRmwRw

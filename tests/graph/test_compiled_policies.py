@@ -41,10 +41,10 @@ def test_gathers_of_a_graph_are_launched_as_far_ahead_as_the_policy_says(rank, w
             """\
 nothing asked
 forward GwGmwGmmwGmmwmmm, saves 3288 bytes
-backward GmmwGmmmmRwGmmmmRwwmmmmRwmRww
+backward GmmwGmmmmRwmmwGmmRwmmmmwRmwRw
 none ahead
 forward GwmGwmmGwmmGwmmm, saves 3288 bytes
-backward mmGwmmmmRGwmmmmRwGwmmmmRwmRww
+backward mmGwmmmmRwGwmmmmRwGwmmmmRmwRw
 all ahead, within a budget
 forward GwGmwmmGwmmGwmmm, saves 3288 bytes
 backward GmmwmmmmRwGwmmmmRwGwmmmmRmRww

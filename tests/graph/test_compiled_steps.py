@@ -76,7 +76,7 @@ def test_accumulation_without_sync_has_a_second_graph(world):
 forward GwGmwmmm, saves 1288 bytes
 backward Gmmwmmmmkmk
 forward GwGmwmmm, saves 1288 bytes
-backward GmmwmmmmRmRww
+backward GmmwmmmmRmwRw
 """,
         )
 

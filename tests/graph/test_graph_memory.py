@@ -77,10 +77,6 @@ def copies_of(step):
 @distributed(world=2, limit_s=LIMIT_S)
 def test_a_compiled_step_takes_the_slots_and_makes_the_copies_of_an_eager_one(rank, world):
     sides = Sides(*make_twins(Transformer(), shard_blocks))
-    for each in (sides.eager, sides.model):
-        each.set_reduce_scatter_max_input_buffers(
-            2
-        )  # else an eager step on a CPU waits for reductions before it gathers
     plain = Transformer()
     models = {
         "plain": plain,

@@ -116,8 +116,8 @@ def test_a_whole_step_is_one_graph_that_gathers_again_and_reduces(clip, world, o
         assert_expected_inline(
             text,
             """\
-inference GwGmwGmmwGmmmmmmmmmwGRmmmmwRwmRwwAw
-inference GwGmwGmmwGmmmmmmmmmwGRmmmmwRwmRwwAw
+inference GwGmwGmmwGmmmmmmmmmwGRmmmmwRmRwwwAw
+inference GwGmwGmmwGmmmmmmmmmwGRmmmmwRmRwwwAw
 """,
         )
 

@@ -123,13 +123,13 @@ def test_a_compiled_step_is_shown_beside_its_plan(tmp_path, texts):
     assert_expected_inline(
         str(step),
         """\
-live bytes of weights and of gradients in flight, at most: 6,144; planned 5,120
+live bytes of weights and of gradients in flight, at most: 4,096; planned 5,120
 forward: GwGccwGccwcc; planned GwGcwGcwc
                bytes  behind   planned behind
   gather of 0  2,048  nothing  nothing
   gather of 1  2,048  0        0
   gather of 2  2,048  1        1
-backward: GcwGcRcwGcRwcwcRww; planned GwGcRwcwGcRwcRww
+backward: GcwGcRcwcwGcRcwcwRw; planned GwGcRwcwGcRwcRww
                   bytes  behind   planned behind
   gather of 2     2,048  2        nothing
   gather of 1     2,048  2, 1     2

@@ -97,6 +97,9 @@ def test_the_peak_of_memory_is_compared_with_the_plan_or_a_limit():
 
 
 def test_a_compiled_layer_counts_its_collectives_too():
+    with testing.fake(2) as fake, FakeTensorMode():
+        beside = cs.fully_shard(nn.Linear(6, 5), mesh=fake.mesh)  # has no memory by which graphs could find it
+
     def body(world):
         model, x = cs.fully_shard(nn.Linear(6, 5), reshard_after_forward=True), torch.randn(2, 6)
         run = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -104,3 +107,4 @@ def test_a_compiled_layer_counts_its_collectives_too():
         testing.assert_collectives(lambda: run(x).sum().backward(), all_gather=2, reduce_scatter=1)
 
     testing.spmd(2)(body)
+    assert beside.weight.shape == (5, 6)

@@ -276,7 +276,7 @@ def test_one_forward_and_one_backward_graph_have_the_bits_of_eager():
         graphs_of(compiled, world=4),
         """\
 forward GwGwGmmAwwmmAwm, saves 1632 bytes
-backward GwGmmwGmmmmAwRwmmmmAwRwRww
+backward GwGmmwGmmmmAwRwmmmmAwwRwRw
 """,
     )
 
