@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -17,8 +18,9 @@ ALLOWED_WARNINGS = [
 
 
 @functools.cache
-def rewrite_asserts() -> None:
+def prepare() -> None:
     """Have pytest rewrite the asserts of test modules here too, so that a failure shows both sides."""
+    gc.set_threshold(50_000, 20, 10)  # jobs end with a collection
     from _pytest.assertion import install_importhook
     from _pytest.config import get_config
 
@@ -28,7 +30,7 @@ def rewrite_asserts() -> None:
 @contextlib.contextmanager
 def around() -> Iterator[None]:
     """Warnings are errors."""
-    rewrite_asserts()
+    prepare()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for message in ALLOWED_WARNINGS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -25,6 +26,13 @@ def torch_is_loaded() -> None:
     from composable_shard.testing import _pytest  # noqa: F401
 
     testing.assert_matches_unsharded(lambda: torch.nn.Linear(2, 2), lambda batch, step: torch.ones(1, 2), steps=1)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: a collection that looks through all of torch takes half a second, again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 10)
 
 
 def pytest_unconfigure() -> None:

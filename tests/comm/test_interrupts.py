@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from _pool import more
-
 TIMEOUT_S = 3
 RANK = """
 import datetime, os, signal, sys, time
@@ -51,7 +49,8 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("transport", ["p2p", more("torch")])
+@pytest.mark.matrix
+@pytest.mark.parametrize("transport", ["p2p", "torch"])
 def test_ctrl_c_ends_as_fast_as_under_fsdp2_when_a_rank_does_not_answer(transport):
     root = Path(__file__).parents[2]
     environment = {**os.environ, "COMPOSABLE_SHARD_TRANSPORT": transport, "PYTHONPATH": str(root)}

@@ -99,7 +99,7 @@ def whole(tensor):
 
 
 @pytest.mark.parametrize("prefetch", [pytest.param(False, id=""), more(True, id="prefetch")])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [more("hsdp"), *(kind for kind in KINDS if kind != "hsdp")])
 def test_ranks_that_are_threads_of_torchs_threaded_group_train_as_under_fsdp2(kind, prefetch):
     world, options, shape = KINDS[kind]
     torch.manual_seed(0)

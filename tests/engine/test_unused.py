@@ -67,7 +67,7 @@ def train(world, seed, marks, policy, more_bytes):
     return issued
 
 
-@pytest.mark.parametrize("seed", [*range(10), *(more(seed) for seed in range(10, 100))])
+@pytest.mark.parametrize("seed", [*range(6), *(more(seed) for seed in range(6, 56))])
 def test_what_a_loss_leaves_out_is_gathered_and_reduced_where_other_ranks_do(seed):
     rng = random.Random(seed)
     marks, policy, more_bytes = rng.choice([*MARKED]), rng.choice(POLICIES), rng.choice([None, None, 0, 300])

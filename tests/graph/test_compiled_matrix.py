@@ -39,6 +39,7 @@ backward GmmwGmmmmRwmmmmwRmwRw
     )
 
 
+@pytest.mark.matrix
 def test_a_root_that_reshards_is_gathered_again_too():
     assert_expected_inline(
         graphs_of(plain, reshard_after_forward=True),
@@ -49,6 +50,7 @@ backward GwGmmwGmmmmRwmmmmwRmwRw
     )
 
 
+@pytest.mark.matrix
 def test_groups_that_stay_unsharded_are_not_gathered_again():
     assert_expected_inline(
         graphs_of(plain, reshard_after_forward=False),
@@ -69,6 +71,7 @@ backward mmmmmmmmmmm
     )
 
 
+@pytest.mark.matrix
 def test_four_ranks_on_gloo_add_in_the_order_of_the_ranks():
     assert_expected_inline(
         graphs_of(plain, world=4),
@@ -220,6 +223,7 @@ def checkpointed(rank, world, where, kind, **options):
     return three_steps(rank, Checkpointed(where, kind), shard_blocks, vectors, **options)
 
 
+@pytest.mark.matrix
 def test_a_checkpoint_inside_of_the_sharded_block():
     assert_expected_inline(
         graphs_of(checkpointed, where="inside", kind="plain"),
@@ -240,6 +244,7 @@ backward GmwGmmmmmmmRwmmmmmwRmwRw
     )
 
 
+@pytest.mark.matrix
 def test_a_selective_checkpoint_inside_of_the_sharded_block():
     assert_expected_inline(
         graphs_of(checkpointed, where="inside", kind="selective"),
@@ -266,11 +271,12 @@ def test_a_checkpoint_inside_of_a_block_that_stays_unsharded():
         graphs_of(checkpointed, where="inside", kind="plain", reshard_after_forward=False),
         """\
 forward GwGmwGmmwmmm, saves 2784 bytes
-backward mmmmmmmmRmmmmmRwmRww
+backward mmmmmmmmRmmmmmwRmwRw
 """,
     )
 
 
+@pytest.mark.matrix
 def test_a_checkpoint_around_a_block_that_stays_unsharded():
     assert_expected_inline(
         graphs_of(checkpointed, where="outside", kind="plain", reshard_after_forward=False),
@@ -320,7 +326,7 @@ def decoder(rank, world, where, kind):
 
 @pytest.mark.parametrize(
     ("where", "kind"),
-    [("around", "plain"), more("inside", "plain"), more("around", "selective"), more("around", "reentrant")],
+    [more("around", "plain"), more("inside", "plain"), more("around", "selective"), more("around", "reentrant")],
 )
 def test_checkpointed_attention_with_dropout_has_the_masks_of_forward_in_backward(where, kind):
     graphs = graphs_of(decoder, where=where, kind=kind).splitlines()
@@ -328,8 +334,16 @@ def test_checkpointed_attention_with_dropout_has_the_masks_of_forward_in_backwar
     assert [graph.split()[1].count("G") for graph in graphs] == [3, 2]  # the root's own group stays unsharded
 
 
-@pytest.mark.parametrize("order", ["shard, torch.compile", more("torch.compile, shard"), more("shard, m.compile()")])
-@pytest.mark.parametrize("backend", ["aot_eager", more("inductor"), more("composable_shard")])
+@pytest.mark.parametrize(
+    ("backend", "order"),
+    [
+        ("aot_eager", "shard, torch.compile"),
+        more("aot_eager", "torch.compile, shard"),
+        more("aot_eager", "shard, m.compile()"),
+        more("inductor", "torch.compile, shard"),
+        more("composable_shard", "shard, torch.compile"),
+    ],
+)
 @distributed(world=2, limit_s=240)  # without Inductor's cache on disk its compiler has a lot to do
 def test_checkpointed_attention_with_dropout_compiles_as_the_unsharded_model_does(rank, world, order, backend):
     torch._dynamo.reset()

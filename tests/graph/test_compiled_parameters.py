@@ -109,6 +109,7 @@ def lists(rank, world):
     return three_steps(rank, even(3), shard_lists, vectors)
 
 
+@pytest.mark.matrix
 def test_a_list_is_gathered_once():
     assert_expected_inline(
         graphs_of(lists),
@@ -123,6 +124,7 @@ def nested(rank, world):
     return three_steps(rank, even(1), shard_nested, vectors)
 
 
+@pytest.mark.matrix
 def test_groups_within_groups():
     assert_expected_inline(
         graphs_of(nested),
@@ -210,6 +212,7 @@ def few_ranks(rank, world):
     return three_steps(rank, even(1), shard_blocks, vectors, reshard_after_forward=2)
 
 
+@pytest.mark.matrix
 def test_weights_that_eager_keeps_among_few_ranks_are_gathered_among_all():
     assert_expected_inline(
         graphs_of(few_ranks, world=4),
@@ -224,6 +227,7 @@ def offloaded(rank, world):
     return three_steps(rank, even(1), shard_blocks, vectors, offload_policy=CPUOffloadPolicy())
 
 
+@pytest.mark.matrix
 def test_offloading_without_an_accelerator_changes_nothing():
     assert_expected_inline(
         graphs_of(offloaded),
@@ -294,6 +298,7 @@ def auxiliary(rank, world):
     return three_steps(rank, WithAuxiliary(), shard_blocks, vectors, loss_of=loss_of)
 
 
+@pytest.mark.matrix
 def test_an_auxiliary_loss_that_a_module_keeps():
     assert_expected_inline(
         graphs_of(auxiliary),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
@@ -141,6 +142,7 @@ def texts_of(asked, rank, checkpoints=False):
     return "".join(texts)
 
 
+@pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
 def test_lists_plans_and_budgets_place_the_communication_of_graphs(rank, world):
     asked = {

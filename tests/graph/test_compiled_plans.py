@@ -127,6 +127,7 @@ def graphs_under(schedules, checkpoints):
     return "".join(found)
 
 
+@pytest.mark.matrix
 def test_graphs_keep_what_a_plan_keeps_and_have_its_reductions_in_flight():
     assert_expected_inline(
         graphs_under(SCHEDULES, checkpoints=False),
@@ -147,6 +148,7 @@ backward GmmmmRmwmmmwRmmwGmmRmwmmmwRwRw
     )
 
 
+@pytest.mark.matrix
 def test_checkpointed_blocks_too():
     chosen = {name: SCHEDULES[name] for name in ("two blocks kept", "both")}
     assert_expected_inline(

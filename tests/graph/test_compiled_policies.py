@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 
@@ -23,6 +24,7 @@ def loss_of(model, rank, step):
     return model(*vectors(rank, step)).square().mean()
 
 
+@pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
 def test_gathers_of_a_graph_are_launched_as_far_ahead_as_the_policy_says(rank, world):
     texts = []

@@ -81,6 +81,7 @@ backward GmmwmmmmRmwRw
         )
 
 
+@pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
 def test_micro_batches_may_be_eager_and_compiled_in_any_order(rank, world):
     if not GRAPHS_GIVE_NONE:
@@ -99,6 +100,7 @@ def test_micro_batches_may_be_eager_and_compiled_in_any_order(rank, world):
         sides.update()
 
 
+@pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
 def test_zero_grad_drops_gradients_that_a_compiled_backward_has_kept(rank, world):
     if not GRAPHS_GIVE_NONE:
@@ -150,6 +152,7 @@ def test_without_gradients_there_is_one_graph_and_no_backward(rank, world):
     same_gradients(sides.eager, sides.model)
 
 
+@pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
 def test_batch_and_length_may_change_without_a_new_graph(rank, world):
     sides = Sides(*twins(blocks=1), dynamic=True)
@@ -213,6 +216,7 @@ def test_a_pending_eager_forward_survives_a_compiled_step(rank, world):
     same_gradients(sides.eager, sides.model)
 
 
+@pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
 def test_weights_that_a_user_unsharded_are_no_hindrance(rank, world):
     sides = Sides(*twins(blocks=1))
@@ -235,6 +239,7 @@ def test_a_step_between_forward_and_backward_is_an_error(rank, world):
         loss.backward()
 
 
+@pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
 def test_settings_of_the_reduction_hold_in_the_graph(rank, world):
     for set_it in (
@@ -249,6 +254,7 @@ def test_settings_of_the_reduction_hold_in_the_graph(rank, world):
         Sides(eager, model).train(lambda each, step: loss_of(each, rank, step), steps=1)
 
 
+@pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
 def test_a_list_of_which_one_module_is_left_out(rank, world):
     class Partial(Stack):
@@ -296,6 +302,7 @@ def test_hooks_of_parameters_are_called_in_eager_and_compiled_steps_alike(rank, 
         assert len(of_model) == (step + 1) * len(list(model.parameters()))
 
 
+@pytest.mark.matrix
 @distributed(world=2)
 def test_hooks_are_not_called_in_compiled_micro_batches_without_sync(rank, world):
     eager, model = twins()

@@ -197,6 +197,7 @@ def test_graphs_run_twice_or_never_in_other_threads_and_under_another_default_de
             assert leased(sides.model) == 0, way.__name__
 
 
+@pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
 def test_a_backward_runs_when_its_model_is_gone_and_then_the_memory_goes_too(rank, world):
     sides = Sides(*make_twins(Stack(2, dim=8, hidden=16), shard_blocks, reshard_after_forward=True))

@@ -134,6 +134,7 @@ def compiled_autograd() -> Any:
     return torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager"))
 
 
+@pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
 def test_compiled_autograd_over_an_eager_forward_is_an_error_and_over_a_compiled_one_works(rank, world):
     torch._dynamo.reset()

@@ -100,7 +100,8 @@ def failing(model, step):
 KINDS = [train, validate, accumulate, twice, recomputed, other_batch, routed, failing]
 
 
-@pytest.mark.parametrize("reshard", [None, pytest.param(False, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("reshard", [None, False])
 @distributed(world=2)
 def test_no_step_of_any_kind_allocates_once_all_were_seen(rank, world, reshard):
     torch.manual_seed(0)

@@ -437,6 +437,7 @@ def test_what_is_allowed_holds_below_and_for_one_module_alone_if_so_asked(rank, 
 # ---- compiled
 
 
+@pytest.mark.matrix
 @distributed(world=2)
 def test_merging_and_late_adapters_hold_in_a_compiled_model(rank, world):
     models = three(lora=True, layers=1)

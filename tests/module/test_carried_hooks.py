@@ -239,6 +239,7 @@ def test_torchs_optimizer_in_backward_of_before_sharding_is_refused_at_its_first
         model(torch.ones(2, 4)).sum().backward()
 
 
+@pytest.mark.matrix
 @distributed(world=2)
 def test_hooks_of_a_node_hold_in_compiled_steps(rank, world):
     plain, model = plain_and_sharded()

@@ -65,13 +65,18 @@ def chain() -> nn.Module:
     return sharded(model, *model)
 
 
-def timed(model: nn.Module) -> CompiledStep:
-    """The step that has run last, with the times that are true in `network`."""
+def timed_plan(model: nn.Module) -> cs.ShardPlan:
+    """The plan of the model, with the times that are true in `network`."""
     order = cs.make_plan(model).order
     forward, backward, gather = (dict.fromkeys(order, seconds) for seconds in (20e-6, 40e-6, 36e-6))
     reduce = dict.fromkeys(order, 12e-6 + 3 / 4 * (2048 + 32) / 64e6)  # a flag for each parameter travels too
     costs = cs.Costs.of(latency=0.0, bandwidth=1.0, forward=forward, backward=backward, gather=gather, reduce=reduce)
-    return step_of(graphs_compiled(model._shard_state.compiled_as), cs.current_plan(model).with_policies(costs=costs))
+    return cs.current_plan(model).with_policies(costs=costs)
+
+
+def timed(model: nn.Module) -> CompiledStep:
+    """The step that has run last, beside that plan."""
+    return step_of(graphs_compiled(model._shard_state.compiled_as), timed_plan(model))
 
 
 def as_inductor_without_overlap(module, inputs):
@@ -84,9 +89,10 @@ def train(run: nn.Module) -> None:
     run(torch.ones(2, 16, requires_grad=True)).sum().backward()
 
 
-def waited(step: CompiledStep) -> float:
-    """Seconds that its compute waits."""
-    return sum(flight.waited for course in step.compiled for flight in flights_of(course, step.times))
+def waited(step: CompiledStep, planned: bool = False) -> float:
+    """Seconds that its compute waits, or that of its plan."""
+    courses = step.planned if planned else step.compiled
+    return sum(flight.waited for course in courses for flight in flights_of(course, step.times))
 
 
 def test_a_compiled_step_is_shown_beside_its_plan(tmp_path, texts):
@@ -101,6 +107,7 @@ def test_a_compiled_step_is_shown_beside_its_plan(tmp_path, texts):
         exposed_s, step, with_times = net.exposed_s, compiled_step(model), timed(model)  # and there is no warning
         assert step.exposed == with_times.exposed == ()
         assert waited(with_times) == pytest.approx(exposed_s)
+        assert waited(with_times, planned=True) == pytest.approx(timed_plan(model).predicted().exposed)
         step.draw(tmp_path / "step.png")
         with_times.draw(tmp_path / "times.png")
         with torch.no_grad():

@@ -177,7 +177,8 @@ def test_processes(world, number):
 """
 
 
-@pytest.mark.parametrize("more", ["", pytest.param(PROCESSES, marks=pytest.mark.matrix)], ids=["simulated", "gloo"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("more", ["", PROCESSES], ids=["simulated", "gloo"])
 def test_worlds_run_in_several_pytest_processes_at_once(pytester, monkeypatch, more):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     pytester.makepyfile(

@@ -189,6 +189,7 @@ def test_first_steps_of_many_modules_are_timed_beside_fsdp2(tmp_path: Path) -> N
     assert found["ours"]["first"]["median"] > found["ours"]["third"]["median"] > 0
 
 
+@pytest.mark.matrix
 def test_the_house_is_measured_beside_fsdp2(tmp_path: Path) -> None:
     file = tmp_path / "house.json"
     assert "step functions" in bench("house.py", f"--json={file}")
@@ -412,7 +413,7 @@ def test_step_ends_ranks_that_take_too_long_and_says_so() -> None:
 def test_compile_prints_its_four_tables_and_writes_json(tmp_path: Path) -> None:
     file = tmp_path / "compile.json"
     engines = "ours-whole,ours,fsdp2-blocks,compute-whole"
-    few = ["--sizes=tiny", f"--engines={engines}", "--rounds=2", "--layers=1,2", "--compile-rounds=1", "--timeout=100"]
+    few = ["--sizes=tiny", f"--engines={engines}", "--rounds=2", "--layers=1", "--compile-rounds=1", "--timeout=100"]
     shown = bench("compile.py", *few, "--backend=aot_eager", f"--json={file}", limit_s=200.0)
     assert "agree over all steps" in shown
     assert "Time to compile" in shown
@@ -424,9 +425,9 @@ def test_compile_prints_its_four_tables_and_writes_json(tmp_path: Path) -> None:
     assert steps["fsdp2-blocks"]["wall_ratio"]["median"] == 1
     for part in ("wall_ratio", "warm_s"):
         compiled = [result for result in results if "layers" in result and part in result]
-        assert {(result["layers"], result["engine"]) for result in compiled} == {
-            (layers, engine) for layers in (1, 2) for engine in ("compute-whole", "ours-whole", "ours-placed-whole")
-        }
+        assert [(result["layers"], result["engine"]) for result in compiled] == [
+            (1, engine) for engine in ("compute-whole", "ours-whole", "ours-placed-whole")
+        ]
     memory = {result["engine"]: result for result in results if "live" in result}
     assert ",".join(memory) == engines
     assert memory["compute-whole"]["model"] >= 2 * memory["ours-whole"]["model"] > 0

@@ -152,6 +152,7 @@ def hangs(run: Run) -> None:
 """
 
 
+@pytest.mark.matrix
 def test_rows_run_on_both_sides_and_are_compared(tmp_path, monkeypatch, capsys):
     path = tmp_path / "example.py"
     path.write_text(ROWS)

@@ -83,6 +83,7 @@ assert status == 1 and "NOT EXPECTED" in shown, shown
 """
 
 
+@pytest.mark.matrix
 def test_a_missing_wait_is_found_and_so_is_one_that_is_taken_out_of_the_library():
     done = python("-c", STREAMS)
     assert done.returncode == 0, done.stdout + done.stderr

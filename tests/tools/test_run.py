@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from _pool import POOL, more
+from _pool import POOL
 from composable_shard.cli import main as command_line
 from composable_shard.cli.run import split
 
@@ -116,6 +116,7 @@ def test_what_a_module_sees_of_itself(both, tmp_path, name):
     assert "'-h', 'word']" in done.stdout
 
 
+@pytest.mark.matrix
 def test_a_process_of_its_own_sees_the_same(tmp_path):
     """The runs above are forks of a process that has loaded the library before."""
     write(tmp_path / "inner" / "show.py", SHOW + "1 / 0")
@@ -340,7 +341,8 @@ def train_alone(rank, world):
     return names["train"]()
 
 
-@pytest.mark.parametrize("how", ["script", more("module")])
+@pytest.mark.matrix
+@pytest.mark.parametrize("how", ["script", "module"])
 def test_torchrun_runs_a_script_whose_fsdp2_is_this_library(tmp_path, how):
     write(tmp_path / "train.py", TRAIN)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -353,6 +355,7 @@ def test_torchrun_runs_a_script_whose_fsdp2_is_this_library(tmp_path, how):
     assert sorted(done.stdout.splitlines()) == ours
 
 
+@pytest.mark.matrix
 def test_torchrun_sees_the_exit_code_and_the_traceback_of_the_script(tmp_path):
     write(tmp_path / "train.py", "import sys\nif True:\n    raise ValueError('mine')")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
@@ -401,9 +404,10 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("method", "how"),
-    [more("spawn", "script"), more("spawn", "module"), more("forkserver", "script"), ("fork", "script")],
+    [("spawn", "script"), ("spawn", "module"), ("forkserver", "script"), ("fork", "script")],
 )
 def test_objects_of_the_script_are_picklable_and_child_processes_have_install_too(tmp_path, method, how):
     write(tmp_path / "children.py", CHILDREN)
@@ -411,6 +415,7 @@ def test_objects_of_the_script_are_picklable_and_child_processes_have_install_to
     assert done.stdout == "composable_shard composable_shard composable_shard\n", done.stderr
 
 
+@pytest.mark.matrix
 def test_child_processes_find_the_library_of_a_checkout_that_is_the_current_directory(tmp_path):
     write(tmp_path / "children.py", "import os\nos.chdir('/')\n" + CHILDREN)
     done = start([*RUN, tmp_path / "children.py", "spawn"], ROOT, PYTHONPATH="")

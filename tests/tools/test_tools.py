@@ -294,6 +294,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.matrix
 def test_torchs_flight_recorder_shows_each_gather_and_reduction_by_any_transport(tmp_path):
     places = [str(Path(__file__).parents[1]), str(Path(cs.__file__).parents[1])]
     env = os.environ | {"TORCH_FR_BUFFER_SIZE": "1000", "PYTHONPATH": os.pathsep.join(places)}

@@ -269,6 +269,7 @@ def test_weights_are_given_up_as_soon_as_the_backward_of_their_block_is_over(ran
     assert seen == ["sharded", "sharded"]
 
 
+@pytest.mark.matrix
 @distributed(world=2)
 def test_compiled_block_by_block(rank, world):
     def shard_compiled(model, fully_shard, **options):

@@ -41,11 +41,7 @@ def same_bits(model, other):
         assert torch.equal(p.to_local(), other.get_parameter(name).to_local()), name
 
 
-FIRST = (
-    "replicas",
-    "a mesh of all kinds",
-    "experts",
-)
+FIRST = ("a mesh of all kinds", "experts")
 MORE = [pytest.param(name, marks=pytest.mark.matrix) for name in COMPOSITIONS if name not in FIRST]
 
 

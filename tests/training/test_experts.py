@@ -157,6 +157,6 @@ def test_experts_with_a_number_of_slots_are_in_one_graph():
         graphs_of(compiled, world=4),
         """\
 forward GwGwGwmmmmmXwwmmXwwmm, saves 4280 bytes
-backward GmmmXwmwGmmmXwwmmmmmmmmmmRXwXww
+backward GmmmXwmwGmmmXwwmmmmmmmmmmRRwwRw
 """,
     )

@@ -55,7 +55,6 @@ CASES = {
 FIRST = [
     ("one axis", False),
     ("the later axis", True),
-    ("two axes as one, and another", True),
     ("replicas of shards", True),
 ]
 MORE = [pytest.param(case, True, marks=pytest.mark.matrix) for case in CASES if (case, True) not in FIRST]
