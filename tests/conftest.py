@@ -28,6 +28,17 @@ def torch_is_loaded() -> None:
     testing.assert_matches_unsharded(lambda: torch.nn.Linear(2, 2), lambda batch, step: torch.ones(1, 2), steps=1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with many sets of parameters `make test` runs three, the first, the middle and the last one."""
+    sets: dict[tuple[object, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("matrix") is None:
+            sets.setdefault((item.parent, item.originalname), []).append(item)
+    for those in sets.values():
+        for item in {*those} - {those[0], those[len(those) // 2], those[-1]}:
+            item.add_marker(pytest.mark.matrix)
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: a collection that looks through all of torch takes half a second, again and again."""
     gc.collect()

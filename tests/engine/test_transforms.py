@@ -242,6 +242,7 @@ torch.testing.assert_close(slope(torch.ones(3)), torch.ones(3).cos())
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("compiled", [pytest.param(True, id="compiled before"), more(False, id="not compiled before")])
 @pytest.mark.parametrize("sharded", [pytest.param(True, id="a model is sharded"), more(False, id="only imported")])
 def test_functions_that_use_transforms_compile_as_without_this_library(compiled, sharded):

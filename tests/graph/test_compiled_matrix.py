@@ -86,6 +86,7 @@ def hybrid(rank, world):
     return three_steps(rank, even(1), shard_blocks, vectors, mesh=mesh_of(2, 2))
 
 
+@pytest.mark.matrix
 def test_replicas_of_shards_reduce_scatter_and_then_all_reduce():
     assert_expected_inline(
         graphs_of(hybrid, world=4),

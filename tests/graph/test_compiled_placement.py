@@ -172,6 +172,7 @@ backward GmwmmmRwGmwmmmRwGmwmmmRwGmwmmmRmwRw
         )
 
 
+@pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
 def test_policies_place_the_gathers_of_checkpointed_blocks(rank, world):
     asked = {"two ahead": within(None, P.depth(2)), "two ahead within a budget": within(TIGHT, P.depth(2))}

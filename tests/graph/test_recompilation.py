@@ -120,6 +120,7 @@ def call_all(calls: Calls, modes: dict[str, Callable[[], contextlib.AbstractCont
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("dynamic", "modes"),
     [(True, []), more(True, ["inference_mode", "no_grad"]), more(None, ["no_grad", "inference_mode"])],

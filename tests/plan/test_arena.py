@@ -119,6 +119,7 @@ def test_a_loop_takes_at_most_half_more_than_the_bound():
         assert check(moved, period) <= 1.5
 
 
+@pytest.mark.matrix
 def test_of_a_thousand_models_ninety_nine_percent_take_at_most_three_tenths_more_than_the_bound():
     rng = random.Random(3)
     ratios = []

@@ -402,6 +402,7 @@ def test_figures_stand_beside_those_of_fsdp2(tmp_path: Path) -> None:
     assert all(ratio["median"] == 1 for ratio in results["fsdp2"]["ratios"].values())
 
 
+@pytest.mark.matrix
 def test_step_ends_ranks_that_take_too_long_and_says_so() -> None:
     done = python(str(BENCH / "step.py"), "--sizes=tiny", "--engines=fsdp2", "--timeout=0.2")
     assert done.returncode == 1

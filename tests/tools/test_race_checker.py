@@ -21,6 +21,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.matrix
 def test_scenarios_have_no_race(tmp_path):
     file = tmp_path / "race.json"
     done = python(str(BENCH / "card" / "scenarios.py"), "default", "mixed-packed", "failing", f"--json={file}")

@@ -139,6 +139,7 @@ def test_a_compiled_script_runs(both, tmp_path):
     assert "show.pyc __main__" in both("show.pyc").stdout
 
 
+@pytest.mark.matrix
 def test_with_safe_path_nothing_is_put_in_front_of_the_path(tmp_path):
     write(tmp_path / "inner" / "show.py", "import sys; print(sys.path)")
     alone, ours = (start([*how, "inner/show.py"], tmp_path, PYTHONSAFEPATH="1") for how in (ALONE, RUN))
@@ -194,6 +195,7 @@ def heed_interrupts():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.matrix
 def test_ctrl_c_ends_it_as_it_ends_a_script(tmp_path):
     script = write(
         tmp_path / "script.py",
@@ -289,6 +291,7 @@ def test_the_program_calls_itself_by_its_name(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("usage: composable-shard run ")
 
 
+@pytest.mark.matrix
 def test_the_program_puts_the_scripts_folder_first_as_python_does(tmp_path):
     """As the file that an installer makes of the entry point does, which lies in another directory."""
     program = write(

@@ -130,6 +130,7 @@ def test_no_gradient_is_reduced_twice_over_our_axes(rank, world):
     assert found == {"c10d._allgather_base_": 2, "c10d.alltoall_base_": 2}, "more than a gather and a sum a group"
 
 
+@pytest.mark.matrix
 @distributed(world=4)
 def test_one_full_graph_equals_eager(rank, world):
     mesh = named_mesh((2, 2), ("dp", "tp"))
