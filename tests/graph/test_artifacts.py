@@ -20,6 +20,7 @@ from _pool import POOL, simulated
 from composable_shard import testing
 from composable_shard._artifacts import _about, _differences
 from composable_shard._plan.layout import first_alike
+from composable_shard.report import watch_graphs
 
 with warnings.catch_warnings():  # Inductor's own imports warn
     warnings.simplefilter("ignore")
@@ -74,6 +75,10 @@ def steps_warm(rank, world, path):
         run = cs.compile(model)
         losses = step(eager, rank), step(run, rank)
         counts = cache_counts()
+        torch._dynamo.reset()
+        with watch_graphs() as found:
+            step(cs.compile(model_of()), rank)
+        assert [report.direction for report in found] == ["forward", "backward"], "not from the cache"
     torch.testing.assert_close(*losses)
     with under_inductor(1e-5):
         same_gradients(eager, model)

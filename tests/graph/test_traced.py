@@ -74,6 +74,7 @@ def check_step_parity(eager, model, run, rank, steps=3):
             optimizer.zero_grad()
 
 
+@pytest.mark.matrix
 @distributed(world=2, limit_s=120)
 def test_a_sharded_stack_is_one_forward_and_one_backward_graph_with_the_bits_of_eager(rank, world):
     eager, model = make(reshard_after_forward=True)

@@ -75,6 +75,7 @@ def test_microbatches_agree_with_one_batch_of_their_size(rank, world, strategy):
     torch.testing.assert_close(apart, expected_losses("sgd", batch=8), rtol=1e-4, atol=0)
 
 
+@pytest.mark.matrix
 @distributed(world=4)
 def test_replicas_of_shards_agree_with_no_sharding(rank, world):
     expected = losses("none", "adamw")
