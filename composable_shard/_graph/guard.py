@@ -112,6 +112,8 @@ def read(graph: fx.Graph) -> list[str]:
         watched.note_failures()
     if (number := _number_now()) is not None:
         _reports.setdefault(number, []).append(report)
+        while len(_reports) > _MOST_COMPILATIONS:
+            _reports.pop(next(iter(_reports)))
     if not report.gathers:
         return []
     context = tracing_context()
@@ -226,7 +228,8 @@ def _schedule_now() -> GraphSchedule:
 
 _count = itertools.count()
 _numbers: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()  # by compilation
-_reports: dict[int, list[GraphReport]] = {}  # by number of compilation
+_reports: dict[int, list[GraphReport]] = {}  # by number of compilation, of the latest ones
+_MOST_COMPILATIONS = 256
 
 
 def _number_now() -> int | None:
@@ -236,7 +239,10 @@ def _number_now() -> int | None:
 
 
 def graphs_compiled(number: int) -> Sequence[GraphReport]:
-    """The graphs that the guard has read in a compilation, see `begin_trace`; none if they came from a cache."""
+    """The graphs that the guard has read in a compilation, see `begin_trace`.
+
+    None if they came from a cache, or if many others were compiled since.
+    """
     return _reports.get(number, ())
 
 

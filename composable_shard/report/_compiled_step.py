@@ -124,8 +124,9 @@ def compiled_step(model: nn.Module) -> CompiledStep:
     reports = graphs_compiled(number)
     if not reports:
         raise ShardConfigStateError(
-            "compiled_step: nothing has read the graphs of this model: they came from a compile cache, or the backend "
-            "is neither Inductor nor one of cs.compile's. Enter report.watch_graphs() around the first compiled step"
+            "compiled_step: nothing is known of the graphs of this model: they came from a compile cache, the backend "
+            "is neither Inductor nor one of cs.compile's, or many others were compiled since. Enter "
+            "report.watch_graphs() around the first compiled step"
         )
     step = step_of(reports, current_plan(model))
     if step.exposed:

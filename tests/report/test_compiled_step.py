@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import composable_shard as cs
+from composable_shard._graph import guard
 from composable_shard._graph.guard import graphs_compiled, read
 from composable_shard._plan.course import flights_of
 from composable_shard._torch.compiler import aot_backend, as_it_is
@@ -195,13 +196,20 @@ gather of 0: is waited for 0.036 ms in the compiled backward, 0.016 ms planned; 
     )
 
 
-def test_what_cannot_be_shown_is_an_error_that_says_what_to_do():
+UNKNOWN = r"nothing is known of the graphs .*watch_graphs\(\) around the first"
+
+
+def test_what_cannot_be_shown_is_an_error_that_says_what_to_do(monkeypatch):
     with pytest.raises(cs.ShardConfigValueError, match="Linear holds no sharded module"):
         compiled_step(nn.Linear(2, 2))
+    monkeypatch.setattr(guard, "_MOST_COMPILATIONS", 1)
     with network():
-        model = sharded(nn.Linear(4, 4))
+        model, *others = (sharded(nn.Linear(4, width)) for width in (4, 5, 6))
         torch.compile(model, backend="aot_eager")(torch.ones(2, 4))
-        with pytest.raises(
-            cs.ShardConfigStateError, match=r"nothing has read the graphs .*watch_graphs\(\) around the first"
-        ):
+        with pytest.raises(cs.ShardConfigStateError, match=UNKNOWN):
             compiled_step(model)
+        for each in others:
+            cs.compile(each, backend="aot_eager")(torch.ones(2, 4))
+        assert compiled_step(others[1]).compiled[0]
+        with pytest.raises(cs.ShardConfigStateError, match=UNKNOWN):
+            compiled_step(others[0])
