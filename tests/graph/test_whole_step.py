@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from typing import Any
@@ -125,6 +126,46 @@ inference GwGmwGmmwGmmmmmmmmmwGRmmmmwRmRwwwAw
 @distributed(world=2, limit_s=LIMIT_S)
 def test_without_the_flag_of_torch_a_whole_step_is_its_own_error(rank, world):
     refused(rank, world, flag=False)
+
+
+class UsedByTheFirst(nn.Module):
+    """A layer, and a scale that is used on rank 0 alone."""
+
+    def __init__(self, uses: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer, self.scale, self.uses = nn.Linear(4, 4), nn.Parameter(torch.ones(4)), uses
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale if self.uses else self.layer(x)
+
+
+def backward_too(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.matrix
+@distributed(world=2, limit_s=LIMIT_S)
+def test_a_parameter_that_only_other_ranks_have_used_is_an_error_in_a_whole_step(rank, world):
+    if not GRAPHS_GIVE_NONE:  # torch 2.11 traces no backward to parameters that are DTensors
+        refused(rank, world)
+        return
+    torch._dynamo.reset()
+    x, plain = torch.ones(2, 4), [UsedByTheFirst(uses) for uses in (True, False)]
+    model = fully_shard(UsedByTheFirst(rank == 0))
+    run = torch.compile(backward_too, fullgraph=True, backend=cs._compile.aot_eager())
+    used = contextlib.nullcontext() if rank == 0 else pytest.raises(cs.ShardConfigStateError, match="only other ranks")
+    with torch._dynamo.config.patch(trace_autograd_ops=True), used:
+        run(model, x)
+    model.zero_grad()
+    for each in (*plain, model):
+        backward_too(each, x)
+    for name, param in model.named_parameters():
+        grads = [each.get_parameter(name).grad for each in plain]
+        torch.testing.assert_close(whole(param.grad), sum(grad for grad in grads if grad is not None) / 2)
+    assert_at_rest(model)
 
 
 # ---- compiled autograd
