@@ -125,8 +125,8 @@ def test_tensor_and_sequence_parallel_in_one_graph():
     assert_expected_inline(
         graphs_of(compiled, world=4, name="tensor parallel"),
         """\
-forward GwGRwwGwmmmmRwGwmmRwGwm, saves 5872 bytes
-backward GmmRwGwwmmmmRwGwmmmmmmmmRwAwAwAwAwRGwAwAwRww
+forward GwGRwwGwmmmmRwGwmmRwGwm, saves 5728 bytes
+backward GmmRwGwwmmmmRwGwmmmmmmmmRwAwAwAwAwRGwAwAwwRw
 """,
     )
 
@@ -136,7 +136,7 @@ def test_replicas_of_tensor_parallel_in_one_graph():
     assert_expected_inline(
         graphs_of(compiled, world=4, name="replicas of tensor parallel"),
         """\
-forward RwGwmmmmRwGwmmRwGwm, saves 5872 bytes
+forward RwGwmmmmRwGwmmRwGwm, saves 5728 bytes
 backward mmRwGwmmmmRwGwmmmmmmmmRwAwAwAwAwAGwAwAwAww
 """,
     )
