@@ -409,13 +409,13 @@ def test_step_ends_ranks_that_take_too_long_and_says_so() -> None:
     assert "still running after 0.2 s" in done.stderr
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(460)
 @pytest.mark.matrix
 def test_compile_prints_its_four_tables_and_writes_json(tmp_path: Path) -> None:
     file = tmp_path / "compile.json"
     engines = "ours-whole,ours,fsdp2-blocks,compute-whole"
     few = ["--sizes=tiny", f"--engines={engines}", "--rounds=2", "--layers=1", "--compile-rounds=1", "--timeout=100"]
-    shown = bench("compile.py", *few, "--backend=aot_eager", f"--json={file}", limit_s=200.0)
+    shown = bench("compile.py", *few, "--backend=aot_eager", f"--json={file}", limit_s=440.0)
     assert "agree over all steps" in shown
     assert "Time to compile" in shown
     assert "First step of a process" in shown
