@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from .._errors import ShardConfigAssertionError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
@@ -19,6 +19,7 @@ from .._torch.distributed import (
     concatenated_mesh,
     flattened_mesh,
     launched,
+    new_mesh,
     store_of_one_process,
 )
 
@@ -254,7 +255,7 @@ def default_mesh() -> DeviceMesh:
     PEFT does not take the weights for tensor-parallel ones, as it does on an axis with a name other than ``fsdp``.
     """
     ensure_process_group()
-    return init_device_mesh(default_device_type(), (dist.get_world_size(),))
+    return new_mesh(default_device_type(), (dist.get_world_size(),))
 
 
 def replicated_mesh(replicas: int) -> DeviceMesh:
@@ -268,7 +269,7 @@ def replicated_mesh(replicas: int) -> DeviceMesh:
     if not isinstance(replicas, int) or replicas < 1 or world % replicas:
         raise ShardConfigValueError(f"replicas: {replicas!r} does not divide the world size {world}")
     shape = (replicas, world // replicas)
-    return init_device_mesh(default_device_type(), shape, mesh_dim_names=("replicate", "shard"))
+    return new_mesh(default_device_type(), shape, ("replicate", "shard"))
 
 
 _FEW: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DeviceMesh]] = weakref.WeakKeyDictionary()

@@ -18,7 +18,7 @@ from torch import nn
 from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as _collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard import _fully_shard as _torchs
@@ -318,9 +318,15 @@ def is_torchs_comm(comm: Any, kind: str) -> bool:
     return of.__module__ == _collectives.__name__ and of.__name__.startswith(("Default", kind))
 
 
+def new_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """A mesh of all ranks."""
+    with unset_fake_temporarily():  # a mesh holds the numbers of its ranks, also where other tensors are fake
+        return init_device_mesh(device_type, shape, mesh_dim_names=names)
+
+
 def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
     """The axes of several submeshes of one mesh, one after the other, as one mesh."""
-    with unset_fake_temporarily():  # a mesh holds the numbers of its ranks, also where other tensors are fake
+    with unset_fake_temporarily():
         return DeviceMesh._concatenate(meshes)
 
 
