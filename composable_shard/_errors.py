@@ -13,6 +13,11 @@
     ├── RankMismatchError           ranks have different plans                               (also a RuntimeError)
     ├── StaleStateError             weights were changed between forward and backward        (also a RuntimeError)
     ├── SavedTensorModifiedError    a saved activation was written in place before backward (also a RuntimeError)
+    ├── CheckpointError             a checkpoint that could not be written or read           (also a RuntimeError)
+    │   ├── CheckpointCorruptError  ... for its files are not as they were written
+    │   ├── CheckpointMismatchError ... for it holds something else than what is asked for   (also a ValueError)
+    │   ├── CheckpointUnsafeError   ... for it names what a checkpoint must not name, or asks to run code
+    │   └── CheckpointIncompleteError ... for there is none, or its saving has not ended     (also a FileNotFoundError)
     ├── WorldError                  ranks of a test that cannot go on together               (also a RuntimeError)
     │   ├── CollectiveMismatchError ... for they have issued different collectives
     │   ├── DeadlockError           ... for each waits for another one
@@ -113,6 +118,26 @@ class ArtifactMismatchError(ShardConfigValueError):
     def __init__(self, path: str, differences: tuple[str, ...]) -> None:
         super().__init__(f"path: {path} holds code that was compiled for something else. {'; '.join(differences)}")
         self.differences = differences
+
+
+class CheckpointError(ComposableShardError, RuntimeError):
+    """A checkpoint could not be written or read; on all ranks, and nothing that was to be loaded has changed."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """Files of a checkpoint are missing, have other sizes or other bytes than were written, or cannot be understood."""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """A checkpoint holds other names, shapes, dtypes or numbers of ranks than what it is loaded into."""
+
+
+class CheckpointUnsafeError(CheckpointError):
+    """A checkpoint names files outside of its directory, links, or objects that only running code could make."""
+
+
+class CheckpointIncompleteError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint, or one whose saving has not ended."""
 
 
 class WorldError(ComposableShardError, RuntimeError):

@@ -1,0 +1,84 @@
+"""Which boxes of a tensor this rank holds, and which of the ranks that hold the same box writes it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .._errors import ShardConfigValueError
+from .._torch.distributed import local_tensor
+
+
+class Box(NamedTuple):
+    """A part of a tensor: where it begins, what it spans, and this rank's memory for it."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    local: torch.Tensor
+
+
+def boxes_of(key: str, tensor: torch.Tensor) -> list[Box]:
+    """The parts of a tensor that this rank holds; all of it, if it is no DTensor. Empty ones are left out.
+
+    Raises:
+        ShardConfigValueError: the tensor has no memory that could be written as it is.
+    """
+    if not isinstance(tensor, DTensor):
+        _check(key, tensor)
+        return [Box((0,) * tensor.dim(), tuple(tensor.shape), tensor.detach())] if tensor.numel() else []
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ShardConfigValueError(f"{key} has a Partial placement: its sum over ranks is pending; redistribute it first")
+    local = local_tensor(tensor).detach()
+    _check(key, local)
+    if not local.numel():
+        return []
+    found = []
+    chunks: Any = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # how DTensors tell checkpoints
+    if len(chunks) == 1:
+        return [Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes), local)]
+    for chunk in chunks:
+        part = tensor.__get_tensor_shard__(_index(key, chunk))  # type: ignore[no-untyped-call]
+        found.append(Box(tuple(chunk.offsets), tuple(chunk.sizes), part.detach()))
+    return found
+
+
+def _index(key: str, chunk: Any) -> Any:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    return MetadataIndex(key, chunk.offsets)
+
+
+def _check(key: str, local: torch.Tensor) -> None:
+    if local.device.type == "meta":
+        raise ShardConfigValueError(
+            f"{key} is on the meta device and has no values; materialise the model first (module.to_empty)"
+        )
+    if local.layout != torch.strided or local.is_quantized:
+        raise ShardConfigValueError(
+            f"{key} is {'quantized' if local.is_quantized else 'sparse'}: checkpoints hold dense tensors; dequantize it, "
+            "or leave it out of the state"
+        )
+
+
+def writes(tensor: torch.Tensor, turn: int, rank: int, holders: list[int]) -> bool:
+    """Whether this rank is the one that writes its boxes of a tensor which others may hold as well.
+
+    Args:
+        tensor: the tensor.
+        turn: its place among all, by which the writing is spread over those who hold the same.
+        rank: of this process among those that save.
+        holders: the ranks whose state has the tensor's key.
+    """
+    if not isinstance(tensor, DTensor):
+        return holders[turn % len(holders)] == rank
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return False
+    return all(
+        coordinate[dim] == turn % mesh.size(dim)
+        for dim, placement in enumerate(tensor.placements)
+        if placement.is_replicate()
+    )

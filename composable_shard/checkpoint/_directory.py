@@ -1,0 +1,155 @@
+"""The directory of a run's checkpoints: names, what is committed, what is the latest, and what may be removed.
+
+    DIR/
+      LATEST                       the name of the newest checkpoint, replaced at once
+      step-00000100/               a committed one: it got this name when all of it was on disk
+        manifest.json
+        rank-00000.safetensors     what rank 0 has written
+      .step-00000200.tmp-3f1c/     one that is being written, or whose writer has died
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .._errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointUnsafeError, ShardConfigValueError
+from . import _manifest
+from ._io import files
+
+LATEST = "LATEST"
+_COMMITTED = re.compile(r"step-([0-9]{8,18})(?:-([0-9]{1,9}))?", re.ASCII)
+_PARTIAL = re.compile(r"\.step-[0-9]{8,18}\.tmp-[0-9a-f]+", re.ASCII)
+
+
+@dataclass(frozen=True, order=True)
+class Committed:
+    """A committed checkpoint: its step, which of the saves at that step, and where it is."""
+
+    step: int
+    again: int
+    path: Path
+
+
+def committed(directory: Path) -> list[Committed]:
+    """All committed checkpoints of a directory, oldest step first; none where the directory does not exist."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for entry in os.scandir(directory):
+            named = _COMMITTED.fullmatch(entry.name)
+            if named and entry.is_dir(follow_symlinks=False) and (directory / entry.name / _manifest.NAME).is_file():
+                found.append(Committed(int(named[1]), int(named[2] or 0), directory / entry.name))
+    return sorted(found)
+
+
+def newest(directory: Path) -> Committed | None:
+    """The checkpoint that LATEST names; where there is no LATEST, the committed one of the highest step.
+
+    Raises:
+        CheckpointUnsafeError: LATEST is a link, or names something else than a checkpoint of the directory.
+        CheckpointCorruptError: it names a checkpoint that is not there.
+    """
+    path = directory / LATEST
+    found = committed(directory)
+    if not os.path.lexists(path):
+        return found[-1] if found else None
+    try:
+        name = files.read_file(path, 1024).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointUnsafeError(f"{path} is no file of this library's: {error}") from None
+    if _COMMITTED.fullmatch(name) is None:
+        raise CheckpointUnsafeError(f"{path} names {name[:200]!r}, which is not the name of a checkpoint")
+    for each in found:
+        if each.path.name == name:
+            return each
+    others = ", ".join(each.path.name for each in found) or "none"
+    raise CheckpointCorruptError(
+        f"{path} names {name}, which is not there or has no manifest; committed are: {others}. Give the step to load, "
+        f"or remove {LATEST}, for the one of the highest step to be used"
+    )
+
+
+def find(directory: Path, step: int | None) -> Committed:
+    """A committed checkpoint: that of a step, or the latest. A directory that is itself one is taken, too.
+
+    Raises:
+        CheckpointIncompleteError: there is none.
+    """
+    named = _COMMITTED.fullmatch(directory.name)
+    if (directory / _manifest.NAME).is_file():
+        if step is not None and named and int(named[1]) != step:
+            raise CheckpointIncompleteError(f"{directory} is not a checkpoint of step {step}")
+        return Committed(int(named[1]) if named else 0, 0, directory)
+    found = newest(directory) if step is None else next((e for e in committed(directory)[::-1] if e.step == step), None)
+    if found is not None:
+        return found
+    there = ", ".join(str(each.step) for each in committed(directory)) or "none"
+    partial = "; a save that has not ended is there, and does not count" if partials(directory) else ""
+    wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+    raise CheckpointIncompleteError(f"{directory} holds {wanted}; committed steps: {there}{partial}")
+
+
+def partials(directory: Path) -> list[Path]:
+    """Checkpoints that have not been committed: of saves that go on, or that were cut off."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return sorted(directory / each.name for each in os.scandir(directory) if _PARTIAL.fullmatch(each.name))
+    return []
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A save that has begun: where it writes, and what the directory is to be called in the end."""
+
+    partial: Path
+    final: Path
+
+
+def begin(directory: Path, step: int, overwrite: bool) -> Attempt:
+    """Make the directory that a save writes into.
+
+    A checkpoint of a step after the latest was never announced, or a run that went back to an earlier step has come
+    past it again: it is replaced without being asked.
+
+    Raises:
+        ShardConfigValueError: a checkpoint of the step is there, and `overwrite` is not set.
+    """
+    if _COMMITTED.fullmatch(directory.name) and (directory / _manifest.NAME).is_file():
+        raise ShardConfigValueError(f"directory: {directory} is itself a checkpoint; give the directory that it is in")
+    name = f"step-{step:08d}"
+    same = [each.again for each in committed(directory) if each.step == step]
+    latest = newest(directory) if same else None
+    if same and not overwrite and latest is not None and step <= latest.step:
+        raise ShardConfigValueError(
+            f"step: {directory} has a checkpoint of step {step} already; save another step, remove it "
+            "(`composable_shard.checkpoint.prune`), or give overwrite=True, which replaces it once the new one is committed"
+        )
+    final = directory / (f"{name}-{max(same) + 1}" if same else name)
+    if os.path.lexists(final):
+        raise ShardConfigValueError(f"step: {final} exists and is no committed checkpoint; move it away, or remove it")
+    attempt = Attempt(directory / f".{name}.tmp-{secrets.token_hex(6)}", final)
+    files.make_directory(attempt.partial)
+    return attempt
+
+
+def commit(attempt: Attempt, manifest: bytes) -> None:
+    """With all other files on disk: write the manifest, give the directory its name, and let LATEST name it."""
+    files.write_file(attempt.partial / _manifest.NAME, manifest)
+    files.sync_directory(attempt.partial)
+    files.rename(attempt.partial, attempt.final)
+    files.replace_file(attempt.final.parent / LATEST, attempt.final.name.encode())
+
+
+def removable(directory: Path, keep: int) -> Iterator[Path]:
+    """What may go: all but the `keep` newest steps and the latest, and saves of a step that was saved again."""
+    found = committed(directory)
+    latest = newest(directory)
+    best = {each.step: each for each in found}  # of each step, the last save
+    kept = {best[step].path for step in sorted(best)[max(len(best) - keep, 0) :]}
+    if latest is not None:
+        kept.add(latest.path)
+    yield from (each.path for each in found if each.path not in kept)

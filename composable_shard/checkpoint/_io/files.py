@@ -1,0 +1,138 @@
+"""Every write, flush, rename and read of a checkpoint, in one place.
+
+Nothing follows a symbolic link, and nothing is written over a file that exists. `observe`, where it is set, is told of
+each operation before it is done, by its name and path; a test ends the process there, or raises what a full disk does.
+"""
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+observe: Callable[[str, Path], None] | None = None
+
+
+def _tell(operation: str, path: Path) -> None:
+    if observe is not None:
+        observe(operation, path)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it; one that exists is as good."""
+    _tell("mkdir", path)
+    path.mkdir(parents=True, exist_ok=True)
+
+
+class NewFile:
+    """A file that is written once, from its begin to its end. Nothing is certain to be on disk before `commit`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        _tell("create", path)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o644)
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes."""
+        _tell("write", self.path)
+        while len(data):
+            written = os.write(self._descriptor, data)
+            self.size += written
+            data = data[written:]
+
+    def commit(self) -> None:
+        """Have all that was written on disk, and close the file."""
+        try:
+            _tell("fsync", self.path)
+            os.fsync(self._descriptor)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the file as it is; again is harmless."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a new file as a whole; it is on disk afterwards."""
+    file = NewFile(path)
+    try:
+        file.write(memoryview(data))
+        file.commit()
+    finally:
+        file.close()
+
+
+def sync_directory(path: Path) -> None:
+    """Have the names in a directory on disk."""
+    _tell("fsync", path)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot do it for directories
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Give a directory a name that nothing has (an OSError where something has), and have that on disk."""
+    _tell("rename", new)
+    if os.path.lexists(new):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
+    old.rename(new)
+    sync_directory(new.parent)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file in the place of another, whole at any moment."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.unlink(missing_ok=True)
+    write_file(beside, data)
+    _tell("rename", path)
+    beside.replace(path)
+    sync_directory(path.parent)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory and what is in it."""
+    _tell("remove", path)
+    shutil.rmtree(path)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor to read an ordinary file by; an OSError where it is none, or a link."""
+    _tell("open", path)
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not an ordinary file", str(path))
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of an ordinary file; an OSError where it is none, or a link."""
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not an ordinary file"
+        raise OSError(errno.EINVAL, kind, str(path))
+    return found.st_size
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """All of an ordinary file; an OSError where it has more bytes than `most`."""
+    with opened(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"{size:,} bytes, more than the {most:,} that such a file may have", str(path))
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            return file.read()

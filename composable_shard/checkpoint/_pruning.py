@@ -1,0 +1,109 @@
+"""What a directory of checkpoints holds, whether it is whole, and what may go."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .._errors import CheckpointCorruptError, ShardConfigValueError
+from . import _directory
+from ._io import files
+from ._manifest import NAME, Manifest, read_manifest
+from ._ranks import Ranks
+from ._reading import file_problem, manifest_bytes
+
+_STEM = len("step-00000000")
+
+
+def latest(directory: str | os.PathLike[str]) -> int | None:
+    """The step of the checkpoint that `load` takes by default, or None where there is none.
+
+    It reads file names alone, and needs no other rank; ranks that act upon it must see one file system.
+
+    Raises:
+        CheckpointUnsafeError, CheckpointCorruptError: the file LATEST is not as this library writes it.
+    """
+    found = _directory.newest(Path(directory))
+    return None if found is None else found.step
+
+
+def prune(directory: str | os.PathLike[str], *, keep: int) -> list[Path]:
+    """Remove all but the newest checkpoints, and what saves that were cut off have left.
+
+    The latest is always kept. Call it on one rank, while no rank saves.
+
+    Args:
+        directory: that `save` was given.
+        keep: how many steps stay, at least 1.
+
+    Returns:
+        what was removed.
+
+    Raises:
+        ShardConfigValueError: `keep` is less than 1.
+    """
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise ShardConfigValueError(f"keep: {keep!r} is not a number of checkpoints; give at least 1")
+    root = Path(directory)
+    removed = []
+    for path in (*_directory.removable(root, keep), *_directory.partials(root)):
+        gone = path
+        if not path.name.startswith("."):  # at once no checkpoint any more, whatever happens while its files go
+            gone = path.with_name(f".{path.name[:_STEM]}.tmp-{secrets.token_hex(6)}")
+            files.rename(path, gone)
+        files.remove_tree(gone)
+        removed.append(path)
+    return removed
+
+
+def prune_on_first(ranks: Ranks, directory: Path, keep: int) -> None:
+    """`prune` by rank 0, while the others wait."""
+    ranks.first_alone(lambda: prune(directory, keep=keep) and None)
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A checkpoint that is whole: its step, where it is, how many files and bytes were read."""
+
+    step: int
+    path: Path
+    files: int
+    bytes: int
+
+
+def verify(
+    directory: str | os.PathLike[str], *, step: int | None = None, progress: Callable[[int, int], None] | None = None
+) -> Verified:
+    """Read all of a checkpoint and compare it with its checksums; on one rank, or without any.
+
+    Args:
+        directory: that `save` was given, or one checkpoint in it.
+        step: which checkpoint; by default the latest.
+        progress: is called with how many bytes are read, and how many there are.
+
+    Raises:
+        CheckpointIncompleteError: there is none.
+        CheckpointCorruptError: it is damaged; it names every file that is.
+        CheckpointUnsafeError: links, or names that lead outside of the directory.
+    """
+    found, manifest = open_manifest(directory, step)
+    total = sum(each.size for each in manifest.files.values())
+    problems, read = [], 0
+    for name, saved in manifest.files.items():
+        problem, _ = file_problem(found.path / name, manifest)
+        problems += [problem] if problem else []
+        read += saved.size
+        if progress is not None:
+            progress(read, total)
+    if problems:
+        raise CheckpointCorruptError("; ".join(problems))
+    return Verified(manifest.step, found.path, len(manifest.files), read)
+
+
+def open_manifest(directory: str | os.PathLike[str], step: int | None = None) -> tuple[_directory.Committed, Manifest]:
+    """A checkpoint and its manifest, read by this process alone."""
+    found = _directory.find(Path(directory), step)
+    return found, read_manifest(manifest_bytes(found.path), str(found.path / NAME))

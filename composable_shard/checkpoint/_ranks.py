@@ -1,0 +1,106 @@
+"""What the ranks of a save or a load tell each other, and errors that all of them raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from .._errors import CheckpointError, ComposableShardError
+
+_T = TypeVar("_T")
+
+
+class Ranks:
+    """The ranks that save or load together; this process alone where there is no process group.
+
+    Attributes:
+        rank: of this process among them.
+        size: how many they are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        together = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank(group) if together else 0
+        self.size = dist.get_world_size(group) if together else 1
+
+    def gather(self, value: _T) -> list[_T]:
+        """Every rank's value, by rank, on every rank; values are plain Python data."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, self._group)
+        return values
+
+    def from_first(self, value: _T) -> _T:
+        """Rank 0's value."""
+        if self.size == 1:
+            return value
+        values: list[Any] = [value]
+        dist.broadcast_object_list(values, group_src=0, group=self._group)
+        return values[0]  # type: ignore[no-any-return]
+
+    def together(self, work: Callable[[], _T]) -> _T:
+        """Do something on every rank; where it fails on one, all ranks raise, and say which ranks failed and why.
+
+        It costs one small collective. `work` may issue collectives of its own as long as no rank can fail before
+        another one that waits for it.
+        """
+        result, error = _tried(work)
+        return self._judged(result, error, self.gather(_described(error)))
+
+    def first_alone(self, work: Callable[[], _T]) -> _T:
+        """Do something on rank 0; its result, or its error, is that of every rank."""
+        result, error = _tried(work) if self.rank == 0 else (None, None)
+        said = self.from_first((_described(error), result if error is None else None))
+        failures: list[_Described] = [None] * self.size
+        failures[0] = said[0]
+        return self._judged(said[1], error, failures)
+
+    def _judged(self, result: Any, own: BaseException | None, failures: list[_Described]) -> Any:
+        if own is not None and not isinstance(own, Exception):
+            raise own  # an interrupt is not made into an error; the other ranks have been told
+        failed = [(rank, each) for rank, each in enumerate(failures) if each is not None]
+        if not failed:
+            return result
+        if self.size == 1 and isinstance(own, ComposableShardError):
+            raise own
+        kind = failed[0][1][0]
+        raise kind("; ".join(_lines(failed, self.size))) from own
+
+
+_Described = tuple[type[ComposableShardError], str] | None
+
+
+def _tried(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return work(), None
+    except BaseException as error:
+        return None, error
+
+
+def _described(error: BaseException | None) -> _Described:
+    """The kind and the message that all ranks raise for an error of one of them."""
+    if error is None:
+        return None
+    if isinstance(error, ComposableShardError):
+        return type(error), str(error)
+    return CheckpointError, f"{type(error).__name__}: {error}"
+
+
+def _lines(failed: list[tuple[int, Any]], size: int) -> list[str]:
+    """What failed: a message that several ranks have is said once."""
+    by_text: dict[str, list[int]] = {}
+    for rank, (_, text) in failed:
+        by_text.setdefault(text, []).append(rank)
+    if size == 1:
+        return list(by_text)
+    lines = []
+    for text, ranks in list(by_text.items())[:8]:
+        who = "all ranks" if len(ranks) == size else f"rank {', '.join(map(str, ranks))}"
+        lines.append(f"{who}: {text}")
+    if len(by_text) > 8:
+        lines.append(f"and {len(by_text) - 8} more messages of other ranks")
+    return lines

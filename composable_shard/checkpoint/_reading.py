@@ -1,0 +1,253 @@
+"""Reading: which bytes of which files a rank needs, whether they are as they were written, and where they go."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .._errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointUnsafeError
+from ._boxes import Box, boxes_of
+from ._io import files
+from ._io.digests import BLOCK, digest
+from ._manifest import MOST_BYTES, NAME, Manifest, Piece, SavedTensor
+
+_AT_ONCE = 1 << 23  # bytes that are read at once where they do not go straight to where they are wanted
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Part of a saved piece, and the part of a tensor that it fills.
+
+    Attributes:
+        piece: the saved one.
+        dtype: of its elements.
+        source: begin and size of the part in the piece, by dimension.
+        destination: the memory to fill, of the same shape.
+    """
+
+    piece: Piece
+    dtype: torch.dtype
+    source: tuple[tuple[int, int], ...]
+    destination: torch.Tensor
+
+    def bytes(self) -> tuple[int, int]:
+        """From the first byte in the file to the last one, and what lies between the part's rows."""
+        first, last, stride = 0, 0, self.dtype.itemsize
+        for (begin, size), extent in zip(reversed(self.source), reversed(self.piece.shape), strict=True):
+            first += begin * stride
+            last += (begin + size - 1) * stride
+            stride *= extent
+        return self.piece.begin + first, self.piece.begin + last + self.dtype.itemsize
+
+
+def copies_for(key: str, saved: SavedTensor, tensor: torch.Tensor) -> Iterator[Copy]:
+    """What this rank must read for its part of a tensor."""
+    for box in boxes_of(key, tensor):
+        for piece in saved.pieces:
+            if (part := _common(piece, box)) is not None:
+                source, destination = part
+                yield Copy(piece, saved.dtype, source, destination)
+
+
+def _common(piece: Piece, box: Box) -> tuple[tuple[tuple[int, int], ...], torch.Tensor] | None:
+    source = []
+    destination = box.local
+    for dim, (at, size, begin, extent) in enumerate(
+        zip(piece.offsets, piece.shape, box.offsets, box.shape, strict=True)
+    ):
+        first, end = max(at, begin), min(at + size, begin + extent)
+        if first >= end:
+            return None
+        source.append((first - at, end - first))
+        if (first, end) != (begin, begin + extent):
+            destination = destination.narrow(dim, first - begin, end - first)
+    return tuple(source), destination
+
+
+class Reader:
+    """Reads what one rank wants of a checkpoint.
+
+    Attributes:
+        bytes_checked: how many bytes were read to see that they are as they were written.
+        bytes_copied: how many were read to fill tensors.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.bytes_checked = 0
+        self.bytes_copied = 0
+        self._path = path
+        self._manifest = manifest
+        self._copies: dict[str, list[Copy]] = {}
+
+    def want(self, wanted: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Ask for tensors by key."""
+        for key, tensors in wanted.items():
+            for tensor in tensors:
+                for copy in copies_for(key, self._manifest.tensors[key], tensor):
+                    self._copies.setdefault(copy.piece.file, []).append(copy)
+        for copies in self._copies.values():
+            copies.sort(key=lambda copy: copy.piece.begin)
+
+    def check(self, digests: bool) -> None:
+        """See that the files are there with their sizes, and what is wanted of them as it was written.
+
+        Args:
+            digests: read all that is wanted and compare it with its checksums; otherwise sizes alone are looked at.
+
+        Raises:
+            CheckpointCorruptError: they are not; it names every file that is not.
+            CheckpointUnsafeError: one is a link.
+        """
+        problems = []
+        for name, copies in self._copies.items():
+            ranges = _blocks(copy.bytes() for copy in copies) if digests else []
+            problem, read = file_problem(self._path / name, self._manifest, ranges)
+            self.bytes_checked += read
+            problems += [problem] if problem else []
+        if problems:
+            raise CheckpointCorruptError("; ".join(problems))
+
+    def copy(self) -> None:
+        """Fill the tensors."""
+        buffer = bytearray()
+        for name, copies in self._copies.items():
+            with files.opened(self._path / name) as descriptor:
+                for copy in copies:
+                    buffer = self._copy(descriptor, copy, buffer, self._path / name)
+
+    def _copy(self, descriptor: int, copy: Copy, buffer: bytearray, path: Path) -> bytearray:
+        begin, end = copy.bytes()
+        self.bytes_copied += end - begin
+        destination = copy.destination
+        if _is_rows(copy) and destination.is_contiguous() and destination.is_cpu and destination.dtype == copy.dtype:
+            view = memoryview(destination.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            _read_into(descriptor, view, begin, path)
+            return buffer
+        for part, first in _in_slices(copy):
+            begin, end = part.bytes()
+            if len(buffer) < end - begin:
+                buffer = bytearray(max(end - begin, _AT_ONCE))
+            _read_into(descriptor, memoryview(buffer)[: end - begin], begin, path)
+            rows = torch.frombuffer(buffer, dtype=torch.uint8, count=end - begin)
+            part.destination.copy_(_strided(rows, part, first))
+        return buffer
+
+
+def _is_rows(copy: Copy) -> bool:
+    """Whether the part's bytes lie one after the other in the file."""
+    begin, end = copy.bytes()
+    count = copy.dtype.itemsize
+    for _, size in copy.source:
+        count *= size
+    return end - begin == count
+
+
+def _in_slices(copy: Copy) -> Iterator[tuple[Copy, int]]:
+    """A part in slices of its first dimension that are read at once, each with its first byte in the file."""
+    begin, end = copy.bytes()
+    rows = copy.source[0][1] if copy.source else 1
+    each = max(1, rows * _AT_ONCE // max(end - begin, 1))
+    if each >= rows:
+        yield copy, begin
+        return
+    first = copy.source[0][0]
+    for at in range(0, rows, each):
+        size = min(each, rows - at)
+        part = Copy(copy.piece, copy.dtype, ((first + at, size), *copy.source[1:]), copy.destination.narrow(0, at, size))
+        yield part, part.bytes()[0]
+
+
+def _strided(data: torch.Tensor, copy: Copy, first: int) -> torch.Tensor:
+    """The elements of a part within the bytes from its first to its last one."""
+    itemsize = copy.dtype.itemsize
+    strides, stride = [], 1
+    for extent in reversed(copy.piece.shape):
+        strides.append(stride)
+        stride *= extent
+    if first % itemsize or data.data_ptr() % itemsize:
+        data = data.clone()
+    return data.view(copy.dtype).as_strided([size for _, size in copy.source], strides[::-1])
+
+
+def _read_into(descriptor: int, view: memoryview, at: int, path: Path) -> None:
+    while len(view):
+        count = os.preadv(descriptor, [view], at)
+        if count == 0:
+            raise CheckpointCorruptError(f"{path} has ended at byte {at:,} while it was read")
+        view, at = view[count:], at + count
+
+
+def _blocks(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges of blocks that hold ranges of bytes, which come in the order of the file."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        first, last = begin // BLOCK, -(-end // BLOCK)
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], last))
+        else:
+            found.append((first, last))
+    return found
+
+
+def manifest_bytes(path: Path) -> bytes:
+    """The manifest's bytes of a checkpoint."""
+    try:
+        return files.read_file(path / NAME, MOST_BYTES)
+    except FileNotFoundError:
+        raise CheckpointIncompleteError(f"{path} has no {NAME}: it is no checkpoint, or was not committed") from None
+    except OSError as error:
+        raise CheckpointUnsafeError(f"{path / NAME}: {error.strerror}") from None
+
+
+def file_problem(path: Path, manifest: Manifest, ranges: Sequence[tuple[int, int]] | None = None) -> tuple[str, int]:
+    """What is wrong with a file, or "", and how many bytes of it were read.
+
+    Args:
+        path: of the file.
+        manifest: of its checkpoint.
+        ranges: of the blocks that are read and compared with their digests; all, by default.
+
+    Raises:
+        CheckpointUnsafeError: it is a link, or no ordinary file.
+    """
+    saved = manifest.files[path.name]
+    try:
+        size = files.size_of(path)
+    except FileNotFoundError:
+        return f"{path} is missing", 0
+    except OSError as error:
+        raise CheckpointUnsafeError(f"{path} is {error.strerror}, which a checkpoint does not have") from None
+    if size != saved.size:
+        return f"{path} has {size:,} bytes, and {saved.size:,} were written", 0
+    width = len(digest(manifest.algorithm, b""))
+    buffer = memoryview(bytearray(min(_AT_ONCE, size)))
+    read = 0
+    ranges = [(0, -(-size // BLOCK))] if ranges is None else ranges
+    with files.opened(path) as descriptor:
+        for first, last in ranges:
+            for block in range(first, last, _AT_ONCE // BLOCK):
+                begin, end = block * BLOCK, min(min(block + _AT_ONCE // BLOCK, last) * BLOCK, size)
+                data = buffer[: end - begin]
+                _read_into(descriptor, data, begin, path)
+                read += end - begin
+                for at in range(0, end - begin, BLOCK):
+                    index = block + at // BLOCK
+                    if digest(manifest.algorithm, data[at : at + BLOCK]) != saved.blocks[index * width :][:width]:
+                        bytes_ = f"bytes {index * BLOCK:,} to {min((index + 1) * BLOCK, size):,}"
+                        return f"{path} is damaged in {bytes_}: {_keys(manifest, path.name, index)}", read
+    return "", read
+
+
+def _keys(manifest: Manifest, name: str, block: int) -> str:
+    """The tensors that a block of a file holds, in words."""
+    begin, end = block * BLOCK, (block + 1) * BLOCK
+    keys = [
+        key
+        for key, tensor in manifest.tensors.items()
+        if any(p.file == name and p.begin < end and begin < p.end for p in tensor.pieces)
+    ]
+    return "its header" if not keys else ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")

@@ -1,0 +1,289 @@
+"""Saving: the ranks agree, each writes its file, and rank 0 commits all of it at once or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from .._errors import CheckpointMismatchError, ShardConfigTypeError, ShardConfigValueError
+from . import _directory
+from ._boxes import Box, boxes_of, writes
+from ._io import digests, files
+from ._manifest import Manifest, Piece, SavedFile, SavedTensor
+from ._pruning import prune_on_first
+from ._ranks import Ranks
+from ._state import Collected, collect
+from ._writing import FileLayout, bytes_of, lay_out, stream, write
+
+_MOST_COMPARED = 1 << 20  # bytes of a tensor that ranks compare
+
+
+def save(
+    directory: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    step: int,
+    keep: int | None = None,
+    overwrite: bool = False,
+    checksum: str | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Save a state; all ranks call it alike.
+
+    Every rank writes one file, in the format of safetensors, with what it holds of the tensors; what several ranks
+    hold is written once. A checkpoint exists as a whole or not at all: it is written beside those that are there, and
+    gets its name when all of it is on disk; then `LATEST` names it. Until then the one before is the latest.
+
+    Args:
+        directory: of the checkpoints of a run; made where it does not exist. All ranks must see the same one.
+        state: what to save, by name: modules, optimizers, objects with ``state_dict`` and ``load_state_dict``
+            (schedulers, data loaders), tensors, DTensors, generators, numbers, strings, and dictionaries and lists of
+            those. What differs by rank is in `PerRank`. Of a module whose buffers differ by rank, one rank's are saved.
+            Parameters are kept by fully qualified name, tied ones once, and so is the state of optimizers, whose
+            modules must be in the state as well.
+        step: of the training, at least 0; the checkpoint is named after it.
+        keep: after the save, remove all but so many newest checkpoints, and what saves that were cut off have left.
+        overwrite: replace a checkpoint of the same step; the old one is there until the new one is committed.
+        checksum: "xxh3" (package xxhash), "crc32" or "sha256"; by default the first that is installed.
+        process_group: of the ranks that save; by default all.
+
+    Returns:
+        the path of the checkpoint.
+
+    Raises:
+        ShardConfigTypeError: something in the state cannot be saved without pickle.
+        ShardConfigValueError: an argument is wrong, or there is a checkpoint of this step.
+        CheckpointMismatchError: ranks save other steps, other names or other values.
+        CheckpointError: a file could not be written; it says on which rank, and why. The checkpoints that were there
+            are unharmed.
+    """
+    ranks = Ranks(process_group)
+    request = Request.of(Path(directory), step, overwrite, checksum, keep)
+    prepared = prepare(ranks, request, state)
+    path = finish(ranks, prepared, lambda: write_own(prepared))
+    if keep is not None:
+        prune_on_first(ranks, request.directory, keep)
+    return path
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a save."""
+
+    directory: Path
+    step: int
+    overwrite: bool
+    algorithm: str
+
+    @staticmethod
+    def of(directory: Path, step: int, overwrite: bool, checksum: str | None, keep: int | None) -> Request:
+        """Checked arguments."""
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise ShardConfigTypeError(f"step: {step!r} is a {type(step).__name__}; give an int")
+        if not 0 <= step < 10**18:
+            raise ShardConfigValueError(f"step: {step} is not between 0 and 10**18")
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise ShardConfigValueError(f"keep: {keep!r} is not a number of checkpoints; give at least 1, or None for all")
+        algorithm = digests.best() if checksum is None else checksum
+        if algorithm not in digests.ALGORITHMS:
+            raise ShardConfigValueError(f"checksum: {checksum!r} is not one of {', '.join(digests.ALGORITHMS)}")
+        if algorithm == "xxh3" and digests.best() != "xxh3":
+            raise ShardConfigValueError('checksum: "xxh3" needs the package xxhash: pip install composable-shard[checkpoint]')
+        return Request(directory, step, overwrite, algorithm)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A save that all ranks have agreed on, with this rank's part of it."""
+
+    request: Request
+    attempt: _directory.Attempt
+    collected: Collected
+    layout: FileLayout
+
+
+def prepare(ranks: Ranks, request: Request, state: Mapping[str, Any]) -> Prepared:
+    """Take the state apart, see that all ranks save the same, and make the directory to write into."""
+    with torch.no_grad():
+        collected = ranks.together(lambda: collect(state, ranks.rank))
+    holders = _agree(ranks, request, collected)
+    layout = ranks.together(lambda: _own_layout(ranks, collected, holders))
+    attempt = ranks.first_alone(lambda: _directory.begin(request.directory, request.step, request.overwrite))
+    ranks.together(lambda: _see(attempt, ranks))
+    return Prepared(request, attempt, collected, layout)
+
+
+def _see(attempt: _directory.Attempt, ranks: Ranks) -> None:
+    if not attempt.partial.is_dir():
+        raise ShardConfigValueError(
+            f"directory: rank 0 has made {attempt.partial}, which this rank does not see; all ranks must save to one file "
+            "system that they share"
+        )
+
+
+def _agree(ranks: Ranks, request: Request, collected: Collected) -> dict[str, list[int]]:
+    """See that the ranks save the same; gives for each key the ranks that have it."""
+    about = {
+        "directory": str(request.directory),
+        "step": request.step,
+        "overwrite": request.overwrite,
+        "checksum": request.algorithm,
+    }
+    described = {key: _described(tensor, key in collected.owned) for key, tensor in collected.tensors.items()}
+    plain = {name: _shared(value) for name, value in collected.values.items()}
+    digest = hashlib.sha256(repr((sorted(described.items()), plain, collected.aliases)).encode()).digest()
+    said = ranks.gather((about, digest))
+    for rank, (other, _) in enumerate(said):
+        for name, value in about.items():
+            if said[0][0][name] != other[name]:
+                raise CheckpointMismatchError(
+                    f"{name}: rank 0 saves with {said[0][0][name]!r} and rank {rank} with {other[name]!r}; all ranks must "
+                    "call save alike"
+                )
+    everyone = list(range(ranks.size))
+    if all(each == digest for _, each in said):
+        return dict.fromkeys(described, everyone)
+    holders: dict[str, list[int]] = {}
+    gathered = ranks.gather((described, plain))
+    first: dict[str, tuple[int, Any]] = {}
+    for rank, (tensors, values) in enumerate(gathered):
+        for key, what in tensors.items():
+            holders.setdefault(key, []).append(rank)
+            _same(key, what, rank, first)
+        for name, value in values.items():
+            _same(f"{name} ", value, rank, first)
+    return holders
+
+
+def _same(key: str, what: Any, rank: int, first: dict[str, tuple[int, Any]]) -> None:
+    one, there = first.setdefault(key, (rank, what))
+    if repr(there) != repr(what):
+        raise CheckpointMismatchError(
+            f"{key.strip()} is {_short(there)} on rank {one} and {_short(what)} on rank {rank}; make it equal, or wrap it "
+            "in PerRank for every rank's to be saved"
+        )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _described(tensor: torch.Tensor, owned: bool) -> tuple[object, ...]:
+    """What must be equal on the ranks that hold a tensor: of plain ones that no module owns, the values, too."""
+    if owned or isinstance(tensor, DTensor) or tensor.numel() * tensor.element_size() > _MOST_COMPARED:
+        return str(tensor.dtype), tuple(tensor.shape)
+    return str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(bytes_of(tensor)).hexdigest()
+
+
+def _shared(value: Any) -> Any:
+    """What of a value must be equal on all ranks: ranks of a pipeline have modules and optimizers of their own."""
+    kind = value.get("$") if isinstance(value, dict) else None
+    if kind == "module":
+        return kind
+    if kind == "optimizer":
+        return [{name: each for name, each in group.items() if name != "params"} for group in value["groups"]]
+    return value
+
+
+def _own_layout(ranks: Ranks, collected: Collected, holders: dict[str, list[int]]) -> FileLayout:
+    boxes: list[tuple[str, Box]] = []
+    for turn, key in enumerate(sorted(collected.tensors)):
+        tensor = collected.tensors[key]
+        found = boxes_of(key, tensor)
+        if writes(tensor, turn, ranks.rank, holders[key]):
+            boxes += [(key, box) for box in found]
+    for key, tensor in collected.own.items():
+        boxes += [(key, box) for box in boxes_of(key, tensor)]
+    return lay_out(f"rank-{ranks.rank:05d}.safetensors", boxes)
+
+
+def write_own(prepared: Prepared) -> SavedFile:
+    """Write this rank's file."""
+    file = files.NewFile(prepared.attempt.partial / prepared.layout.name)
+    return write(file, stream(prepared.layout), prepared.request.algorithm)
+
+
+def finish(ranks: Ranks, prepared: Prepared, written: Any) -> Path:
+    """Have every rank's file written, and commit; where a rank fails, nothing remains of the save."""
+    attempt = prepared.attempt
+    try:
+        saved = ranks.together(written)
+        collected = prepared.collected
+        part = _Part(
+            prepared.layout.name,
+            saved,
+            list(prepared.layout.pieces()),
+            {k: (t.dtype, tuple(t.shape)) for k, t in (*collected.tensors.items(), *collected.own.items())},
+            collected.aliases,
+            collected.values,
+            collected.per_rank,
+        )
+        parts = ranks.gather(part)
+        ranks.first_alone(lambda: _commit(prepared, parts))
+    except BaseException:
+        if ranks.rank == 0:
+            with contextlib.suppress(OSError):
+                files.remove_tree(attempt.partial)
+        raise
+    return attempt.final
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a rank adds to the manifest."""
+
+    file: str
+    saved: SavedFile
+    pieces: list[tuple[str, Piece]]
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    aliases: dict[str, str]
+    values: dict[str, Any]
+    per_rank: dict[str, Any]
+
+
+def _commit(prepared: Prepared, parts: list[_Part]) -> None:
+    request = prepared.request
+    _directory.commit(prepared.attempt, _merged(request, prepared.attempt, parts).to_json())
+
+
+def _merged(request: Request, attempt: _directory.Attempt, parts: list[_Part]) -> Manifest:
+    manifest = Manifest(request.step, attempt.partial.name.rpartition("-")[2], len(parts), request.algorithm)
+    pieces: dict[str, dict[tuple[Any, Any], Piece]] = {}
+    for part in parts:
+        manifest.files[part.file] = part.saved
+        manifest.aliases.update(part.aliases)
+        for name, value in part.values.items():
+            manifest.values[name] = _united(manifest.values.get(name), value)
+        for key, piece in part.pieces:
+            pieces.setdefault(key, {}).setdefault((piece.offsets, piece.shape), piece)
+    for part in parts:
+        for key, (dtype, shape) in part.tensors.items():
+            manifest.tensors.setdefault(key, SavedTensor(dtype, shape, tuple(pieces.get(key, {}).values())))
+    for name in {name: None for part in parts for name in part.per_rank}:
+        manifest.per_rank[name] = [part.per_rank.get(name) for part in parts]
+    return manifest
+
+
+def _united(one: Any, other: Any) -> Any:
+    """A value of two ranks: of modules and optimizers what both have; all else is equal."""
+    kind = other.get("$") if isinstance(other, dict) else None
+    if one is None or one == other or kind not in ("module", "optimizer"):
+        return other if one is None else one
+    if kind == "module":
+        tensors = list(dict.fromkeys((*one["tensors"], *other["tensors"])))
+        return {"$": kind, "tensors": tensors, "extra": {**other["extra"], **one["extra"]}}
+    groups = [
+        {**ours, "params": list(dict.fromkeys((*ours["params"], *theirs["params"])))}
+        for ours, theirs in zip(one["groups"], other["groups"], strict=True)
+    ]
+    return {"$": kind, "groups": groups, "state": {**other["state"], **one["state"]}}

@@ -1,0 +1,117 @@
+"""The file of one rank: a file of safetensors, laid out before anything is written and then written as a stream.
+
+Its header tells torch's `HuggingFaceStorageReader` where each piece lies in its tensor, so that
+`torch.distributed.checkpoint.load` reads these files, too. The library `safetensors` would need all tensors as one
+block of bytes; here one piece at a time is in memory beside what the model holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ._boxes import Box
+from ._io.digests import Digester
+from ._io.files import NewFile
+from ._manifest import SAFETENSORS, Piece, SavedFile
+
+_ALIGNED = 64  # bytes at a multiple of which the tensors begin, and every tensor of at least as many
+_BUFFER = 1 << 22  # bytes that are collected of small tensors before they are written
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A box of a tensor, with its place in the file."""
+
+    key: str
+    box: Box
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """A file before it is written: its header, its tensors in their order, its bytes in all."""
+
+    name: str
+    header: bytes
+    parts: tuple[Laid, ...]
+    size: int
+
+    def pieces(self) -> Iterator[tuple[str, Piece]]:
+        """Key and piece of each tensor in it."""
+        for part in self.parts:
+            yield part.key, Piece(part.box.offsets, part.box.shape, self.name, part.begin, part.end)
+
+
+def lay_out(name: str, boxes: Sequence[tuple[str, Box]]) -> FileLayout:
+    """Give boxes of tensors their places in a file.
+
+    Args:
+        name: of the file.
+        boxes: key and box; several boxes may have one key.
+    """
+    entries: dict[str, dict[str, object]] = {}
+    offsets: dict[str, dict[str, object]] = {}
+    places = []
+    at = 0
+    for key, box in sorted(boxes, key=lambda each: -each[1].local.element_size()):  # so that all lie aligned
+        size = box.local.numel() * box.local.element_size()
+        entry, number = key, 1
+        while entry in entries or entry == "__metadata__":
+            entry, number = f"{key}#{number}", number + 1
+        entries[entry] = {**_described(box.local), "data_offsets": [at, at + size]}
+        offsets[entry] = {"saved_offsets": box.offsets}
+        places.append((key, box, at, at + size))
+        at += size
+    about = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets, separators=(",", ":"))}
+    header = json.dumps({"__metadata__": about, **entries}, separators=(",", ":")).encode()
+    header += b" " * (-(len(header) + 8) % _ALIGNED)
+    first = 8 + len(header)
+    parts = tuple(Laid(key, box, first + begin, first + end) for key, box, begin, end in places)
+    return FileLayout(name, len(header).to_bytes(8, "little") + header, parts, first + at)
+
+
+def _described(local: torch.Tensor) -> dict[str, object]:
+    if local.dtype in SAFETENSORS:
+        return {"dtype": SAFETENSORS[local.dtype], "shape": list(local.shape)}
+    return {"dtype": "U8", "shape": [*local.shape, local.element_size()]}  # a dtype that safetensors has no name for
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes, row by row: its own memory where it is a dense one of the CPU, else those of a copy."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    plain = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    return memoryview(plain.numpy())  # type: ignore[arg-type]
+
+
+def stream(layout: FileLayout) -> Iterator[memoryview]:
+    """A file's bytes in their order, small tensors together."""
+    buffer = bytearray(layout.header)
+    for part in layout.parts:
+        data = bytes_of(part.box.local)
+        if len(data) < _BUFFER // 4:
+            buffer += data
+        if len(buffer) >= _BUFFER or (buffer and len(data) >= _BUFFER // 4):
+            yield memoryview(buffer)
+            buffer = bytearray()
+        if len(data) >= _BUFFER // 4:
+            yield data
+    if buffer:
+        yield memoryview(buffer)
+
+
+def write(file: NewFile, data: Iterable[memoryview], algorithm: str) -> SavedFile:
+    """Write a file as a whole, so that it is on disk, and give its size and digests."""
+    digester = Digester(algorithm)
+    try:
+        for each in data:
+            digester.update(each)
+            file.write(each)
+        file.commit()
+    finally:
+        file.close()
+    return SavedFile(file.size, digester.finish())
