@@ -14,6 +14,11 @@ from ._compile import compile as compile  # noqa: A004 - for torch.compile
 from ._compile import keep_from_dynamo as _keep_from_dynamo
 from ._debug import set_debug as set_debug
 from ._errors import ArtifactMismatchError as ArtifactMismatchError
+from ._errors import CheckpointCorruptError as CheckpointCorruptError
+from ._errors import CheckpointError as CheckpointError
+from ._errors import CheckpointIncompleteError as CheckpointIncompleteError
+from ._errors import CheckpointMismatchError as CheckpointMismatchError
+from ._errors import CheckpointUnsafeError as CheckpointUnsafeError
 from ._errors import CompiledGraphWarning as CompiledGraphWarning
 from ._errors import ComposableShardError as ComposableShardError
 from ._errors import MixedShardingError as MixedShardingError

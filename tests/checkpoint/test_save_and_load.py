@@ -1,0 +1,372 @@
+"""Checkpoints: what is saved comes back to the bit, at any number of ranks, and training goes on as if never stopped."""
+
+from __future__ import annotations
+
+import collections
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint import load as dcp_load
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import composable_shard as cs
+from _blocks import Transformer, next_token_loss, token_batch
+from _engines import ENGINES
+from _pool import POOL, distributed
+from composable_shard import checkpoint
+from composable_shard.checkpoint._io.digests import BLOCK
+
+
+def run(seed, engine="ours", mesh=None, **options):
+    """A model with tied embeddings, dropout and a batch norm, its optimizer and schedule, as a state."""
+    torch.manual_seed(seed)
+    model = Transformer(tied=True, dropout=0.1, **options)
+    model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+    for block in model.blocks:
+        ENGINES[engine](block, mesh=mesh)
+    ENGINES[engine](model, mesh=mesh)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01 * (1 + seed))
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.5)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "random": checkpoint.RandomState(),
+        "data": {"epoch": 0, "order": torch.Generator().manual_seed(seed)},
+    }
+
+
+def train(state, rank, steps):
+    """Train; gives the losses, to which dropout and the order of the data contribute."""
+    losses = []
+    for _ in range(steps):
+        at = int(torch.randint(100, (), generator=state["data"]["order"]))
+        loss = next_token_loss(state["model"], token_batch(rank, at)[0])
+        loss.backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        state["schedule"].step()
+        state["model"].seen += 1
+        losses.append(loss.item())
+    return losses
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def content(state):
+    """All tensors of a model and of its optimizer, in full."""
+    found = {f"model.{name}": full(tensor).clone() for name, tensor in state["model"].state_dict().items()}
+    for name, parameter in state["model"].named_parameters():
+        for entry, value in state["optimizer"].state.get(parameter, {}).items():
+            found[f"optimizer.{name}.{entry}"] = full(value).clone()
+    return found
+
+
+def assert_equal(state, expected):
+    there = content(state)
+    assert there.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert there[name].dtype == tensor.dtype, name
+        assert torch.equal(there[name], tensor), name
+
+
+@pytest.mark.parametrize("engine", ["ours", "fsdp2"])
+@distributed(world=2)
+def test_training_goes_on_to_the_bit(rank, world, engine, tmp_path):
+    state = run(0, engine)
+    torch.manual_seed(100 + rank)  # dropout differs by rank
+    random.seed(rank)
+    np.random.seed(rank)
+    train(state, rank, 3)
+    state["data"]["epoch"] = 5
+    path = checkpoint.save(tmp_path, state, step=3)
+    assert path.name == "step-00000003"
+    expected, drawn = train(state, rank, 3), (random.random(), np.random.random())
+    after = content(state)
+
+    other = run(1, engine)
+    train(other, rank, 1 if engine == "ours" else 0)  # into an optimizer that has stepped, and one that has not
+    loaded = checkpoint.load(tmp_path, other)
+    assert (loaded.step, loaded.path, loaded.missing, loaded.unexpected) == (3, path, (), ())
+    assert other["data"]["epoch"] == 5
+    assert other["model"].head.weight is other["model"].embed.weight
+    assert train(other, rank, 3) == expected
+    assert (random.random(), np.random.random()) == drawn
+    assert_equal(other, after)
+    with torch.no_grad():
+        batch = token_batch(rank, 50)[0]
+        assert torch.equal(other["model"].eval()(batch), state["model"].eval()(batch))
+
+
+@distributed(world=1)
+def test_a_kept_unsharded_weight_is_not_used_after_a_load(rank, world, tmp_path):
+    model = cs.fully_shard(nn.Linear(4, 3), reshard_after_forward=False)
+    x = torch.randn(2, 4)
+    before = model(x).detach()
+    checkpoint.save(tmp_path, {"model": model}, step=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    model(x)
+    checkpoint.load(tmp_path, {"model": model})
+    assert torch.equal(model(x), before)
+
+
+def save_job(rank, world, tmp_path):
+    state = run(0)
+    train(state, rank, 2)
+    checkpoint.save(tmp_path, state, step=2)
+    torch.save(content(state), tmp_path / f"full-{rank}.pt")
+
+
+def load_job(rank, world, tmp_path, how):
+    mesh = None
+    if how == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    state = tensor_parallel_run(world) if how == "tp" else run(1, mesh=mesh)
+    loaded = checkpoint.load(tmp_path, state)
+    assert_equal(state, torch.load(tmp_path / "full-0.pt"))
+    again = tmp_path / f"{how}-{world}"
+    train(state, rank, 1)
+    checkpoint.save(again, state, step=3)
+    torch.save(content(state), again / f"full-{rank}.pt")
+    return loaded.bytes_read
+
+
+def tensor_parallel_run(world):
+    torch.manual_seed(1)
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = Transformer(tied=True, dropout=0.1)
+    model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+    for block in model.blocks:
+        plan = {"mlp.up": ColwiseParallel(), "mlp.gate": ColwiseParallel(), "mlp.down": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], {name: style for name, style in plan.items() if has(block, name)})
+        cs.fully_shard(block, mesh=mesh["dp"])
+    cs.fully_shard(model, mesh=mesh["dp"])
+    assert any(p.device_mesh.ndim == 2 for p in model.parameters())
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.02)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.5),
+        "random": checkpoint.RandomState(),
+        "data": {"epoch": 0, "order": torch.Generator()},
+    }
+
+
+def has(module, path):
+    return path in dict(module.named_modules())
+
+
+JOB = "checkpoint.test_save_and_load"
+
+
+@pytest.mark.parametrize("how, world", [("fsdp", 1), ("fsdp", 3), ("hsdp", 4), ("tp", 4)])
+def test_loads_on_other_ranks_and_meshes_and_back(tmp_path, how, world):
+    POOL.run(f"{JOB}:save_job", 2, {"tmp_path": tmp_path})
+    POOL.run(f"{JOB}:load_job", world, {"tmp_path": tmp_path, "how": how})
+    again = tmp_path / f"{how}-{world}"
+    POOL.run(f"{JOB}:load_job", 2, {"tmp_path": again, "how": "fsdp"})
+
+
+def large_job(rank, world, tmp_path, save):
+    torch.manual_seed(rank)
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))  # 4 MiB each
+    for layer in model:
+        cs.fully_shard(layer)
+    if save:
+        return checkpoint.save(tmp_path, {"model": model}, step=0) and 0
+    before = [p.full_tensor() for p in model.parameters()]
+    read = checkpoint.load(tmp_path, {"model": model}).bytes_read
+    assert not any(torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))
+    return read
+
+
+def test_a_rank_reads_the_bytes_that_it_needs(tmp_path):
+    POOL.run(f"{JOB}:large_job", 2, {"tmp_path": tmp_path, "save": True})
+    whole = 4 << 22
+    for world in (2, 4):
+        need = whole // world
+        for read in POOL.run(f"{JOB}:large_job", world, {"tmp_path": tmp_path, "save": False}):
+            # filled with what it needs, and checked by blocks: at most one more at each end of a range
+            assert 2 * need <= read <= 2 * need + 4 * 2 * BLOCK
+
+
+@distributed(world=2)
+def test_other_libraries_read_the_files(rank, world, tmp_path):
+    state = run(0)
+    path = checkpoint.save(tmp_path, state, step=0)
+    plain = {f"model.{name}": torch.zeros_like(full(p)) for name, p in state["model"].named_parameters()}
+    dcp_load(plain, storage_reader=HuggingFaceStorageReader(str(path)))
+    for name, parameter in state["model"].named_parameters():
+        assert torch.equal(plain[f"model.{name}"], full(parameter)), name
+    with safe_open(path / f"rank-{rank:05d}.safetensors", "pt") as file:
+        local = state["model"].blocks[0].attention.q.weight.to_local()
+        assert torch.equal(file.get_tensor("model.blocks.0.attention.q.weight"), local)
+
+
+VALUES = {
+    "numbers": [1, -(2**70), 0.1, -0.0, 1e-320, math.inf, math.nan, 3 + 4j, True, None, "ü\n"],
+    "containers": [(1, (2,)), {3, 1}, frozenset({2}), {1: "a", (2, 3): [4]}, {"$": "x"}, collections.Counter({30: 2})],
+    "bytes": b"\x00\xff",
+    "numpy": [np.float32(0.1), np.arange(6, dtype=np.int16).reshape(2, 3), np.float64(0.3)],
+    "torch": [torch.bfloat16, torch.Size([2, 3]), torch.device("cpu")],
+}
+
+
+def test_plain_values_come_back_as_they_were(tmp_path):
+    tensors = [torch.tensor(0.5), torch.randn(3).to(torch.float8_e4m3fn), torch.randn(2).to(torch.complex128)]
+    tensors += [torch.zeros(0, 3), torch.tensor([True]), torch.randn(4, 3).T, torch.randn(2, dtype=torch.bfloat16)]
+    checkpoint.save(tmp_path, {"values": VALUES, "history": tensors}, step=1)
+    state = {"values": {}, "history": [torch.empty_like(each) for each in tensors]}
+    checkpoint.load(tmp_path, state)
+    assert repr(state["values"]) == repr(VALUES)
+    for one, two in zip(state["history"], tensors, strict=True):
+        assert one.dtype == two.dtype
+        assert torch.equal(one.view(-1).view(torch.uint8), two.contiguous().view(-1).view(torch.uint8))
+
+
+@distributed(world=2)
+def test_values_that_differ_by_rank_are_kept_by_rank_or_refused(rank, world, tmp_path):
+    for differs in (rank, torch.tensor([rank]), torch.Generator().manual_seed(rank), [torch.tensor(rank), 1]):
+        with pytest.raises(cs.CheckpointMismatchError, match="here .*on rank 0 and .*on rank 1; make it equal, or wrap"):
+            checkpoint.save(tmp_path, {"here": differs}, step=0)
+    checkpoint.save(tmp_path, {"here": checkpoint.PerRank({"rank": rank, "t": torch.tensor([rank])})}, step=0)
+    given = checkpoint.PerRank(None)
+    checkpoint.load(tmp_path, {"here": given})
+    assert given.value == {"rank": rank, "t": torch.tensor([rank])}
+
+
+def per_rank_job(rank, world, tmp_path):
+    with pytest.raises(cs.CheckpointMismatchError, match=r"here: has values of 2 ranks, and there are 3 now"):
+        checkpoint.load(tmp_path, {"here": checkpoint.PerRank(None)})
+    given = checkpoint.PerRank(None, resize=lambda saved, rank, world: (sum(saved), rank, world))
+    generators = checkpoint.RandomState()
+    checkpoint.load(tmp_path, {"here": given, "random": generators})
+    assert given.value == (3, rank, world)
+    drawn = [None] * world
+    dist.all_gather_object(drawn, (torch.rand(()).item(), random.random(), np.random.random()))
+    for by_kind in zip(*drawn, strict=True):
+        assert len(set(by_kind)) == world
+
+
+def save_per_rank_job(rank, world, tmp_path):
+    torch.manual_seed(rank)
+    random.seed(rank)
+    np.random.seed(rank)
+    state = {"here": checkpoint.PerRank(rank + 1), "random": checkpoint.RandomState()}
+    checkpoint.save(tmp_path, state, step=0)
+
+
+def test_values_by_rank_are_fitted_to_another_number_of_ranks(tmp_path):
+    POOL.run(f"{JOB}:save_per_rank_job", 2, {"tmp_path": tmp_path})
+    POOL.run(f"{JOB}:per_rank_job", 3, {"tmp_path": tmp_path})
+
+
+@distributed(world=2)
+def test_a_model_on_meta_is_materialised_by_its_checkpoint(rank, world, tmp_path):
+    state = run(0)
+    checkpoint.save(tmp_path, {"model": state["model"]}, step=0)
+    with torch.device("meta"):
+        model = nn.Linear(1, 1)
+        model = Transformer(tied=True, dropout=0.1)
+        model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+    for block in model.blocks:
+        cs.fully_shard(block)
+    cs.fully_shard(model)
+    checkpoint.load(tmp_path, {"model": model})
+    for (name, one), two in zip(model.named_parameters(), state["model"].parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), two.full_tensor()), name
+    assert model.seen.device.type == "cpu"
+
+
+@distributed(world=1)
+def test_wrappers_of_others_do_not_change_names(rank, world, tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    compiled = torch.compile(model, backend="eager")
+    checkpoint.save(tmp_path, {"model": compiled}, step=0)
+    other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    replicated = nn.parallel.DistributedDataParallel(other)
+    checkpoint.load(tmp_path, {"model": replicated})
+    for one, two in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+@distributed(world=1)
+def test_state_of_optimizers_keeps_its_dtype(rank, world, tmp_path):
+    model = cs.fully_shard(nn.Linear(4, 3).bfloat16())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 4).bfloat16()).sum().backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].float() + 1e-6
+    checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer}, step=0)
+    fresh = torch.optim.AdamW(model.parameters())
+    checkpoint.load(tmp_path, {"model": model, "optimizer": fresh})
+    for one, two in zip(fresh.state.values(), optimizer.state.values(), strict=True):
+        assert one["exp_avg"].dtype == torch.float32
+        assert torch.equal(one["exp_avg"].full_tensor(), two["exp_avg"].full_tensor())
+
+
+def test_the_latest_is_loaded_others_by_step_and_old_ones_are_pruned(tmp_path):
+    value = {"x": 0}
+    assert checkpoint.latest(tmp_path / "none") is None
+    for step in (1, 2, 3, 10):
+        value["x"] = step
+        checkpoint.save(tmp_path, value, step=step)
+    assert checkpoint.latest(tmp_path) == 10
+    assert checkpoint.load(tmp_path, value, step=2).step == 2
+    assert value == {"x": 2}
+    assert checkpoint.load(tmp_path / "step-00000003", value).step == 3
+    assert value == {"x": 3}
+    with pytest.raises(cs.ShardConfigValueError, match="has a checkpoint of step 3 already"):
+        checkpoint.save(tmp_path, value, step=3)
+    value["x"] = 33
+    checkpoint.save(tmp_path, value, step=3, overwrite=True)  # the run has gone back: what follows is abandoned
+    assert checkpoint.latest(tmp_path) == 3
+    value["x"] = 11
+    checkpoint.save(tmp_path, value, step=10)
+    assert checkpoint.load(tmp_path, value).step == 10
+    assert value == {"x": 11}
+    (tmp_path / ".step-00000011.tmp-0a").mkdir()
+    removed = checkpoint.prune(tmp_path, keep=2)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["LATEST", "step-00000003-1", "step-00000010-1"]
+    assert len(removed) == 5
+    checkpoint.save(tmp_path, value, step=12, keep=1)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["LATEST", "step-00000012"]
+
+
+@pytest.mark.parametrize("algorithm", ["xxh3", "crc32", "sha256"])
+def test_every_checksum_finds_a_changed_bit(tmp_path, algorithm):
+    tensor = torch.arange(2**19, dtype=torch.float32)  # two blocks and a header
+    path = checkpoint.save(tmp_path, {"t": tensor}, step=0, checksum=algorithm)
+    assert checkpoint.verify(tmp_path).files == 1
+    file = path / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(cs.CheckpointCorruptError, match=r"rank-00000.safetensors is damaged in bytes 2,097,152 to .*: t"):
+        checkpoint.verify(tmp_path)
+    there = torch.zeros_like(tensor)
+    with pytest.raises(cs.CheckpointCorruptError, match="is damaged"):
+        checkpoint.load(tmp_path, {"t": there})
+    assert not there.any()
