@@ -1,8 +1,11 @@
 """Composable, per-module parameter sharding for PyTorch."""
 
 import sys as _sys
+from importlib import import_module as _import_module
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 from ._api import fully_shard as fully_shard
 from ._api import last_record as last_record
@@ -14,6 +17,8 @@ from ._compile import compile as compile  # noqa: A004 - for torch.compile
 from ._compile import keep_from_dynamo as _keep_from_dynamo
 from ._debug import set_debug as set_debug
 from ._errors import ArtifactMismatchError as ArtifactMismatchError
+from ._errors import CheckpointError as CheckpointError
+from ._errors import CheckpointMismatchError as CheckpointMismatchError
 from ._errors import CompiledGraphWarning as CompiledGraphWarning
 from ._errors import ComposableShardError as ComposableShardError
 from ._errors import MixedShardingError as MixedShardingError
@@ -63,5 +68,35 @@ try:
 except _PackageNotFoundError:  # run from a checkout that was never installed
     __version__ = "0.0.0"
 
+if _TYPE_CHECKING:
+    from .checkpoint._full import full_state_dict as full_state_dict
+    from .checkpoint._full import iter_full_state as iter_full_state
+    from .checkpoint._full import load_full_state_dict as load_full_state_dict
+    from .checkpoint._full_optimizer import full_optimizer_state_dict as full_optimizer_state_dict
+    from .checkpoint._full_optimizer import load_full_optimizer_state_dict as load_full_optimizer_state_dict
+    from .checkpoint._full_parameters import full_parameters as full_parameters
+
+_LOADED_WHEN_USED = {
+    "full_state_dict": "_full",
+    "iter_full_state": "_full",
+    "load_full_state_dict": "_full",
+    "full_optimizer_state_dict": "_full_optimizer",
+    "load_full_optimizer_state_dict": "_full_optimizer",
+    "full_parameters": "_full_parameters",
+}  # names, by the file of `checkpoint` that has them
+
 _keep_from_dynamo(_sys.modules, __name__)
-__all__ = sorted(name for name in globals() if not name.startswith("_"))
+__all__ = sorted([*_LOADED_WHEN_USED, *(name for name in globals() if not name.startswith("_"))])
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _LOADED_WHEN_USED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(_import_module(f"{__name__}.checkpoint.{_LOADED_WHEN_USED[name]}"), name)
+    _keep_from_dynamo(_sys.modules, f"{__name__}.checkpoint")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LOADED_WHEN_USED})

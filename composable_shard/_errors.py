@@ -18,6 +18,8 @@
     │   ├── DeadlockError           ... for each waits for another one
     │   ├── RankFailedError         ... for one of them, a process of its own, has failed
     │   └── WorldTimeoutError       ... within the time they were given    (also a TimeoutError)
+    ├── CheckpointError             a state that cannot be taken from a model, or put into it
+    │   └── CheckpointMismatchError ... for it is of another model or optimizer     (also a ValueError)
     └── PhaseError                  an illegal transition: a fault of this library (also an AssertionError)
 
     CompiledGraphWarning            (a UserWarning) a compiled graph that is right, but not what was promised
@@ -133,6 +135,14 @@ class RankFailedError(WorldError):
 
 class WorldTimeoutError(WorldError, TimeoutError):
     """The ranks of a test have not ended in the time that they were given."""
+
+
+class CheckpointError(ComposableShardError):
+    """A state that cannot be taken from a model or an optimizer, or put into it."""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """A state whose keys, shapes or dtypes are not those of the model or optimizer that it is to be loaded into."""
 
 
 class PhaseError(ComposableShardError, AssertionError):
