@@ -45,6 +45,13 @@ class StateDictOwner:
             watch_state_dict(module, state)
 
 
+def states_with_parameters_in(model: nn.Module) -> list[ShardState]:
+    """Each state once that has parameters in `model` or a module below, also if a module around it was sharded."""
+    owners = [owner for module in model.modules() if (owner := module.__dict__.get(OWNED_BY)) is not None]
+    firsts = [state for owner in owners if (state := owner.state()) is not None]
+    return list(dict.fromkeys(each for state in firsts for each in state.family))
+
+
 def _params(module: nn.Module) -> list[tuple[ShardState, str, ShardedParam]]:
     """The sharded parameters that a module itself holds: state, name in the module, parameter."""
     first: ShardState | None = module.__dict__[OWNED_BY].state()

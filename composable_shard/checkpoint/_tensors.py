@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from .._comm.mesh import MeshInfo, compute_device
 from .._errors import CheckpointError
 from .._group.param import ShardedParam
-from .._module.state import states_below
+from .._module.state_dict import states_with_parameters_in
 from .._torch.core import storage_id
 from .._torch.distributed import local_tensor, own_slices
 from ._ranks import Ranks
@@ -87,7 +87,7 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters by name, tied ones under each: those that optimizers have, also while unsharded ones are shown."""
     sharded = {
         id(state.entries.installed(index)): param.sharded
-        for state in states_below(model)
+        for state in states_with_parameters_in(model)
         if state.entries.shown
         for index, param in enumerate(state.entries.params)
     }
@@ -101,7 +101,8 @@ class Holdings:
     """All that a model's state dict has.
 
     Attributes:
-        tensors: by name, in the order of the state dict.
+        params: the parameters by name, tied ones under each.
+        tensors: parameters and buffers by name, in the order of the state dict.
         others: what is no tensor (`get_extra_state`), by key in the state dict.
         order: all keys of the state dict.
         ranks: those that hold the model.
@@ -110,26 +111,29 @@ class Holdings:
 
     def __init__(self, model: nn.Module) -> None:
         state = model.state_dict(keep_vars=True)  # torch's FSDP2 reshards now
-        params = parameters_of(model)
-        buffers = {plain_name(name): each for name, each in model.named_buffers(remove_duplicate=False)}
         owners = {
             id(param.sharded): Owner(param, each.declaration.info)
-            for each in states_below(model)
+            for each in states_with_parameters_in(model)
             for param in each.entries.params
         }
-        known: dict[str, torch.Tensor] = {**params, **buffers}
         firsts: dict[int, str] = {}
+        self.params = {
+            name: Held(name, "", param, firsts.setdefault(id(param), name), cut_of(param), owners.get(id(param)), True)
+            for name, param in parameters_of(model).items()
+        }
+        buffers = {plain_name(name): each for name, each in model.named_buffers(remove_duplicate=False)}
         self.order = [*state]
         self.others = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
         self.tensors: dict[str, Held] = {}
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 name = plain_name(key)
-                own = known.get(name)
-                tensor = own if own is not None and _is_same(own, value) else value
-                first = firsts.setdefault(id(tensor), name)
-                owner = owners.get(id(tensor))
-                self.tensors[name] = Held(name, key, tensor, first, cut_of(tensor), owner, name in params)
+                param = self.params.get(name)
+                if param is not None and _is_same(param.tensor, value):
+                    self.tensors[name] = replace(param, key=key)
+                else:
+                    first = firsts.setdefault(id(buffers.get(name, value)), name)
+                    self.tensors[name] = Held(name, key, value, first, cut_of(value), None, False)
         self.ranks = Ranks(meshes_of(held.tensor for held in self.tensors.values()))
         self.limit = limit_of(model)
 
@@ -174,6 +178,6 @@ def meshes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
 
 def limit_of(model: nn.Module) -> int:
     """Bytes to move at a time: those of the largest group, and not more than `LIMIT`."""
-    groups = [state.declaration.params for state in states_below(model)]
+    groups = [state.declaration.params for state in states_with_parameters_in(model)]
     sizes = [sum(param.sharded.numel() * param.dtype.itemsize for param in params) for params in groups]
     return min(LIMIT, max(sizes, default=0) or LIMIT)

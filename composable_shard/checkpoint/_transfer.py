@@ -82,7 +82,7 @@ def _aligned(nbytes: int) -> int:
 
 def _view(data: torch.Tensor, begin: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor in a buffer of bytes."""
-    return data[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+    return data[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
 
 
 def _batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
