@@ -125,7 +125,8 @@ def load_full_state_dict(
     loaded = {each.first: (_assigned if assign else _written)(each, piece, held.ranks) for each, piece in pieces}
     state = {each.key: loaded[each.first] for each in held.tensors.values() if each.first in loaded}
     state |= {key: offer.others[plain_name(key)] for key in held.others if plain_name(key) in offer.others}
-    model.load_state_dict(state, strict=False, assign=assign)
+    with torch.no_grad():
+        model.load_state_dict(state, strict=False, assign=assign)
     return _IncompatibleKeys(missing, unexpected)
 
 

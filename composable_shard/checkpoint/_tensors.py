@@ -110,7 +110,8 @@ class Holdings:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        state = model.state_dict(keep_vars=True)  # torch's FSDP2 reshards now
+        with torch.no_grad():
+            state = model.state_dict(keep_vars=True)  # torch's FSDP2 reshards now
         owners = {
             id(param.sharded): Owner(param, each.declaration.info)
             for each in states_with_parameters_in(model)
@@ -150,7 +151,7 @@ class Holdings:
         missing = [held.name for held in self.once() if held.local.is_meta]
         if missing:
             raise CheckpointError(
-                f"{what}: {', '.join(missing[:20])} {'...' if len(missing) > 20 else ''}on the meta device, and have "
+                f"{what}: {', '.join(missing[:20])} {'... ' if len(missing) > 20 else ''}on the meta device, and have "
                 "no values; load a state first, or call model.to_empty() and initialise them"
             )
 

@@ -6,7 +6,7 @@ Small tensors travel together, as bytes in one buffer of bounded size; a larger 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
@@ -226,24 +226,24 @@ def _exchange(own: torch.Tensor, rows: torch.Tensor | None, group: dist.ProcessG
     if group.size() == 1:
         if rows is not None:
             rows[0].copy_(own)
-    elif lead is None:
+    elif lead is None and own.device.type != "cpu":
         assert rows is not None
         transport = next(iter(transports_of(group, own.device).values()))
         transport.all_gather([rows.view(-1)], [own]).wait()
     else:
-        _to_lead(own, rows, group, lead)
+        _send_around(own, rows, group, lead)
 
 
-def _to_lead(own: torch.Tensor, rows: torch.Tensor | None, group: dist.ProcessGroup, lead: int) -> None:
-    """Gather by sends and receives: gloo's own gather allocates a temporary of the full size."""
-    if rows is None:
-        messages = [dist.P2POp(dist.isend, own, lead, group)]
-    else:
-        members = dist.get_process_group_ranks(group)
-        rows[members.index(lead)].copy_(own)
-        messages = [
-            dist.P2POp(dist.irecv, row, rank, group) for row, rank in zip(rows, members, strict=True) if rank != lead
-        ]
+def _send_around(own: torch.Tensor, rows: torch.Tensor | None, group: dist.ProcessGroup, lead: int | None) -> None:
+    """Gather by sends and receives: gloo's own gathers allocate temporaries of the full size."""
+    members, rank = dist.get_process_group_ranks(group), dist.get_rank()
+    messages = []
+    if rows is not None:
+        rows[members.index(rank)].copy_(own)
+        for row, sender in zip(rows, members, strict=True):
+            messages += [] if sender == rank else [dist.P2POp(dist.irecv, row, sender, group)]
+    receivers = members if lead is None else [lead]
+    messages += [dist.P2POp(dist.isend, own, receiver, group) for receiver in receivers if receiver != rank]
     for handle in dist.batch_isend_irecv(messages):
         handle.wait()
 
@@ -345,7 +345,18 @@ def _pass_on(own: torch.Tensor, rows: list[torch.Tensor], mesh: DeviceMesh, axis
     group = mesh.get_group(axis)
     if group.size() == 1:
         own.copy_(rows[0] if rows else own)
-    elif lead in dist.get_process_group_ranks(group):
-        dist.scatter(own, rows or None, src=lead, group=group)
+    elif lead in (members := dist.get_process_group_ranks(group)):
+        _deal(own, dict(zip(members, rows, strict=False)), group, lead)
     for others, source in along(mesh, lead, (other for other in range(mesh.ndim) if other != axis)):
         dist.broadcast(own, src=source, group=others)
+
+
+def _deal(own: torch.Tensor, rows: Mapping[int, torch.Tensor], group: dist.ProcessGroup, lead: int) -> None:
+    """Send each rank its row of the lead's; by sends, for gloo's own scatter holds the rows for longer than it runs."""
+    if rows:
+        own.copy_(rows[lead])
+        messages = [dist.P2POp(dist.isend, row, rank, group) for rank, row in rows.items() if rank != lead]
+    else:
+        messages = [dist.P2POp(dist.irecv, own, lead, group)]
+    for handle in dist.batch_isend_irecv(messages):
+        handle.wait()
