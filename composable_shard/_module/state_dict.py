@@ -64,10 +64,13 @@ def _params(module: nn.Module) -> list[tuple[ShardState, str, ShardedParam]]:
 
 
 def _after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    for state, name, param in _params(module):
+    params = _params(module)
+    for state, name, param in params:
         value = state_dict.get(prefix + name)
         if value is not None and (state.entries.shown or not isinstance(value, DTensor)):
             state_dict[prefix + name] = value if value is param.sharded else param.sharded.detach()
+    for state in {state: None for state, _, _ in params}:
+        state.show_sharded()  # who reads a state dict then looks optimizers' parameters up by name
 
 
 def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

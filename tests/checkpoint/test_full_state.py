@@ -54,7 +54,9 @@ def test_rank_0_gets_what_the_unsharded_model_has_and_others_get_nothing(rank, w
     assert state["head.weight"] is state["embed.weight"], "tied weights are one tensor"
     file = io.BytesIO()
     torch.save(state, file)
-    assert file.tell() < sum(v.nbytes for v in {id(v): v for v in state.values() if torch.is_tensor(v)}.values()) + 16384
+    assert (
+        file.tell() < sum(v.nbytes for v in {id(v): v for v in state.values() if torch.is_tensor(v)}.values()) + 16384
+    )
     own = {p.data_ptr() for p in [*model.parameters(), *model.buffers()] if not isinstance(p, DTensor)}
     assert not own & {v.data_ptr() for v in state.values() if torch.is_tensor(v)}, "tensors have memory of their own"
 
@@ -236,7 +238,9 @@ def test_a_model_on_meta_is_materialised_by_assigning(rank, world, broadcast):
 
 @distributed(world=2)
 def test_assigned_tensors_keep_their_dtypes_and_loaded_ones_those_of_the_model(rank, world):
-    half = {n: v.bfloat16() if torch.is_tensor(v) and v.is_floating_point() else v for n, v in build(1).state_dict().items()}
+    half = {
+        n: v.bfloat16() if torch.is_tensor(v) and v.is_floating_point() else v for n, v in build(1).state_dict().items()
+    }
     model = shard(build())
     model(batch(rank, 0))
     cs.load_full_state_dict(model, half)
@@ -277,7 +281,9 @@ def test_nothing_is_written_if_anything_is_wrong_and_all_ranks_say_what(rank, wo
     bad_rank = 0 if broadcast else 1
     given = wrong if rank == bad_rank else state
     said = rf"(?s)on rank {bad_rank}: nothing was changed.*count: is of torch\.float32, which cannot be cast"
-    said += r".*norm\.weight: has shape \(3,\), and the model's has \(16,\).*missing: blocks\.1\.feed_forward\.up\.weight"
+    said += (
+        r".*norm\.weight: has shape \(3,\), and the model's has \(16,\).*missing: blocks\.1\.feed_forward\.up\.weight"
+    )
     said += r".*unexpected: stranger"
     if broadcast:  # both ranks check the same; the first one is named
         said = said.replace(f"rank {bad_rank}", r"rank \d")
