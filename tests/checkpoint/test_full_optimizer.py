@@ -1,4 +1,4 @@
-"""Full optimizer states by name: the same as torch's, bit-equal when loaded, also into an optimizer that never stepped."""
+"""Full optimizer states by name: as torch has them, and bit-equal when loaded, also into one that never stepped."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_torchs_functions_give_of_our_models_what_they_give_of_fsdp2s(rank, worl
         ]
         other = shard(build(1), engine)
         its = adamw(other)
-        set_model_state_dict(other, got[0][0] if rank == 0 else {}, options=sent)
+        set_model_state_dict(other, dict(got[0][0]) if rank == 0 else {}, options=sent)  # it changes what it is given
         given = copy.deepcopy(got[0][1]) if rank == 0 else {}
         if not offload:
             set_optimizer_state_dict(other, its, given, options=sent)

@@ -79,7 +79,7 @@ def test_it_can_be_taken_while_parameters_are_unsharded_and_changes_no_training(
         before = {n: p.full_tensor() for n, p in model.state_dict().items() if isinstance(p, DTensor)}
         if taken:
             state = cs.full_state_dict(model, rank0_only=False)
-            assert {n: v for n, v in cs.iter_full_state(model)}.keys() == state.keys() - {"head.weight", "_extra_state"}
+            assert dict(cs.iter_full_state(model)).keys() == state.keys() - {"head.weight", "_extra_state"}
             for name, value in before.items():
                 assert_same(state[name], value, name)
         if loss is not None:
