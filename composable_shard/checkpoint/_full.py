@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
+from .._torch.distributed import dtensor_like
 from ._ranks import Ranks
 from ._tensors import Held, Holdings, plain_name
 from ._transfer import Expected, Part, gathered, sent
@@ -204,6 +205,8 @@ def placed_like(each: Held, piece: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         local = torch.empty(piece.shape, dtype=piece.dtype, device=home, pin_memory=pins).copy_(piece)
         if not isinstance(old, DTensor):
             return local
+        if local.dtype == old.dtype:
+            return dtensor_like(old, local)
         return DTensor.from_local(
             local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
         )
