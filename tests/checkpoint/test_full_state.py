@@ -358,6 +358,46 @@ def test_hooks_that_change_names_or_values_and_wrappers(rank, world):
     torch.testing.assert_close(model(x), source(x))
 
 
+@pytest.mark.parametrize("engine", ["ours", "fsdp2"])
+@distributed(world=2)
+def test_frozen_parameters_of_any_dtype_and_of_no_elements_and_other_dims(rank, world, engine):
+    def make(seed):
+        torch.manual_seed(seed)
+        model = nn.Linear(3, 4)
+        frozen = {
+            "whole": torch.randint(-9, 9, (5, 3)),
+            "bits": torch.rand(3) > 0.5,
+            "complex": torch.randn(5, 2, dtype=torch.complex64),
+            "eighth": torch.randn(7).to(torch.float8_e4m3fn),
+            "empty": torch.randn(0, 4),
+        }
+        for name, value in frozen.items():
+            model.register_parameter(name, nn.Parameter(value, requires_grad=False))
+        model.wide = nn.Parameter(torch.randn(3, 6))
+        return model
+
+    from torch.distributed.tensor import Shard
+
+    source, model = make(0), make(1)
+    wide = model.wide
+    ENGINES[engine](model, shard_placement_fn=lambda param: Shard(1) if param is wide else None)
+    expected = make(1).state_dict()
+    for lead_only in (False, True):
+        state = cs.full_state_dict(model, rank0_only=lead_only)
+        if rank == 0 or not lead_only:
+            assert list(state) == list(expected)
+            assert all(state[n].dtype == v.dtype and bytes_of(state[n]) == bytes_of(v) for n, v in expected.items())
+    for broadcast in (False, True):
+        cs.load_full_state_dict(model, source.state_dict(), broadcast_from_rank0=broadcast)
+        state = cs.full_state_dict(model, rank0_only=False)
+        assert all(bytes_of(state[n]) == bytes_of(v) for n, v in source.state_dict().items())
+        cs.load_full_state_dict(model, expected)
+
+
+def bytes_of(tensor):
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).tolist()
+
+
 # ---- memory
 
 
