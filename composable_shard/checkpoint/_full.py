@@ -112,23 +112,35 @@ def load_full_state_dict(
     if broadcast_from_rank0:
         offer = held.ranks.from_lead(offer)
     chosen = {held.tensors[name].first: name for name in offer.tensors if name in held.tensors}
-    missing = [each.name for each in held.tensors.values() if each.first not in chosen]
-    missing += [name for name in map(plain_name, held.others) if name not in offer.others]
-    expected = {plain_name(key) for key in held.order}
-    unexpected = [name for name in (*offer.tensors, *offer.others) if name not in expected]
+    keys = _differences(held, offer, chosen)
     problems = _misfits(held, offer, assign)
     if strict:
-        problems += [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in unexpected]
+        problems += [f"missing: {name}" for name in keys.missing_keys]
+        problems += [f"unexpected: {name}" for name in keys.unexpected_keys]
     held.ranks.agree("load_full_state_dict", problems, held.layout())
 
     wanted = [held.tensors[name] for name in chosen.values()]
     pieces = _received(wanted, held, offer, given) if broadcast_from_rank0 else _cut(wanted, given)
-    loaded = {each.first: (_assigned if assign else _written)(each, piece, held.ranks) for each, piece in pieces}
-    state = {each.key: loaded[each.first] for each in held.tensors.values() if each.first in loaded}
-    state |= {key: offer.others[plain_name(key)] for key in held.others if plain_name(key) in offer.others}
+    put = _assigned if assign else _written
+    loaded = {each.first: put(each, piece, held.ranks) for each, piece in pieces}
     with torch.no_grad():
-        model.load_state_dict(state, strict=False, assign=assign)
-    return _IncompatibleKeys(missing, unexpected)
+        model.load_state_dict(_as_state(held, offer, loaded), strict=False, assign=assign)
+    return keys
+
+
+def _differences(held: Holdings, offer: _Offer, chosen: Mapping[str, str]) -> _IncompatibleKeys:
+    """Names that an offer lacks, or has too many; `chosen` has the first names of tensors that it has."""
+    missing = [each.name for each in held.tensors.values() if each.first not in chosen]
+    missing += [name for name in map(plain_name, held.others) if name not in offer.others]
+    expected = {plain_name(key) for key in held.order}
+    return _IncompatibleKeys(missing, [name for name in (*offer.tensors, *offer.others) if name not in expected])
+
+
+def _as_state(held: Holdings, offer: _Offer, loaded: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The state dict with which `load_state_dict` ends the load; of tensors written in place it copies none."""
+    state = {each.key: loaded[each.first] for each in held.tensors.values() if each.first in loaded}
+    others = {key: plain_name(key) for key in held.others}
+    return state | {key: offer.others[name] for key, name in others.items() if name in offer.others}
 
 
 class _Offer(NamedTuple):

@@ -110,18 +110,27 @@ def load_full_optimizer_state_dict(
                 targets[name, key] = _Target.of(held.params[name], *offer.tensors[name, key], before.get(key))
         del before
     for group in optimizer.param_groups:
-        saved = offer.groups[offer.group_of[names[group["params"][0]]]] if group["params"] else {}
-        group.update({key: _as_before(value, group.get(key)) for key, value in saved.items()})
-        for param in group["params"]:
-            on_device = group.get("fused") or group.get("capturable")  # there AdamW keeps its steps with the parameter
-            name, home = names[param], held.params[names[param]].local.device if on_device else _CPU
-            for key in fresh.get(name, ()):
-                if (name, key) in offer.values:
-                    fresh[name][key] = _apart(offer.values[name, key], home)
-            if name in fresh:
-                optimizer.state[param] = fresh[name]
+        _restore(group, held, names, offer, fresh)
+    optimizer.state.update({param: fresh[name] for param, name in names.items() if name in fresh})
     for (name, key), value in _pieces(targets, held, given, broadcast_from_rank0):
         fresh[name][key] = targets[name, key].made(value, held.ranks)
+
+
+def _restore(
+    group: dict[str, Any],
+    held: Holdings,
+    names: Mapping[nn.Parameter, str],
+    offer: _Offer,
+    fresh: Mapping[str, dict[str, Any]],
+) -> None:
+    """Restore the hyperparameters of a group, and of the state of its parameters what is not moved."""
+    saved = offer.groups[offer.group_of[names[group["params"][0]]]] if group["params"] else {}
+    group.update({key: _as_before(value, group.get(key)) for key, value in saved.items()})
+    on_device = group.get("fused") or group.get("capturable")  # there AdamW keeps its steps with the parameter
+    for name in (names[param] for param in group["params"]):
+        home = held.params[name].local.device if on_device else _CPU
+        values = {key: offer.values[name, key] for key in fresh.get(name, ()) if (name, key) in offer.values}
+        fresh.get(name, {}).update({key: _apart(value, home) for key, value in values.items()})
 
 
 def _as_before(value: Any, before: Any) -> Any:
