@@ -30,7 +30,7 @@ help:
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "torch==$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[cli,plot,dev]" "torch==$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[cli,plot,checkpoint,dev]" "torch==$(TORCH)"
 	rm -f $(VENV)/.ready-torch-*
 	touch $@
 

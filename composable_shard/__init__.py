@@ -1,8 +1,11 @@
 """Composable, per-module parameter sharding for PyTorch."""
 
 import sys as _sys
+from importlib import import_module as _import_module
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 from ._api import fully_shard as fully_shard
 from ._api import last_record as last_record
@@ -68,5 +71,38 @@ try:
 except _PackageNotFoundError:  # run from a checkout that was never installed
     __version__ = "0.0.0"
 
+if _TYPE_CHECKING:
+    from . import checkpoint as checkpoint
+    from .checkpoint._full.state import full_state_dict as full_state_dict
+    from .checkpoint._full.state import iter_full_state as iter_full_state
+    from .checkpoint._full.state import load_full_state_dict as load_full_state_dict
+    from .checkpoint._full.optimizer import full_optimizer_state_dict as full_optimizer_state_dict
+    from .checkpoint._full.optimizer import load_full_optimizer_state_dict as load_full_optimizer_state_dict
+    from .checkpoint._full.parameters import full_parameters as full_parameters
+
+_LOADED_WHEN_USED = {
+    "checkpoint": "checkpoint",
+    "full_state_dict": "checkpoint._full.state",
+    "iter_full_state": "checkpoint._full.state",
+    "load_full_state_dict": "checkpoint._full.state",
+    "full_optimizer_state_dict": "checkpoint._full.optimizer",
+    "load_full_optimizer_state_dict": "checkpoint._full.optimizer",
+    "full_parameters": "checkpoint._full.parameters",
+}  # names, by the module that has them, or that they are
+
 _keep_from_dynamo(_sys.modules, __name__)
-__all__ = sorted(name for name in globals() if not name.startswith("_"))
+__all__ = sorted([*_LOADED_WHEN_USED, *(name for name in globals() if not name.startswith("_"))])
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _LOADED_WHEN_USED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _import_module(f"{__name__}.{_LOADED_WHEN_USED[name]}")
+    value = module if name == _LOADED_WHEN_USED[name] else getattr(module, name)
+    _keep_from_dynamo(_sys.modules, f"{__name__}.checkpoint")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LOADED_WHEN_USED})

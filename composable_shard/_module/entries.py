@@ -95,7 +95,7 @@ class ModuleEntries:
             run_all(map(_setitem, dicts, names_in, tensors if indices is None else [tensors[i] for i in indices]))
         for known in self._recurrent:
             if (module := known()) is not None:
-                _list_anew(module)
+                list_anew(module)
 
     def hide(self, traced: bool = False) -> None:
         """Install the sharded parameters again; `traced` as for `show`."""
@@ -213,7 +213,7 @@ class ModuleEntries:
         return all(map(is_, map(dict.get, dicts, names), expected))
 
 
-def _list_anew(module: Any) -> None:
+def list_anew(module: Any) -> None:
     """Rebuild the list of an RNN; not by its own method, which copies the weights to new memory on CUDA."""
     flat = [module._parameters[name] for name in module._flat_weights_names]
     module._flat_weights = flat

@@ -45,6 +45,13 @@ class StateDictOwner:
             watch_state_dict(module, state)
 
 
+def states_with_parameters_in(model: nn.Module) -> list[ShardState]:
+    """Each state once that has parameters in `model` or a module below, also if a module around it was sharded."""
+    owners = [owner for module in model.modules() if (owner := module.__dict__.get(OWNED_BY)) is not None]
+    firsts = [state for owner in owners if (state := owner.state()) is not None]
+    return list(dict.fromkeys(each for state in firsts for each in state.family))
+
+
 def _params(module: nn.Module) -> list[tuple[ShardState, str, ShardedParam]]:
     """The sharded parameters that a module itself holds: state, name in the module, parameter."""
     first: ShardState | None = module.__dict__[OWNED_BY].state()
@@ -57,10 +64,13 @@ def _params(module: nn.Module) -> list[tuple[ShardState, str, ShardedParam]]:
 
 
 def _after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    for state, name, param in _params(module):
+    params = _params(module)
+    for state, name, param in params:
         value = state_dict.get(prefix + name)
         if value is not None and (state.entries.shown or not isinstance(value, DTensor)):
             state_dict[prefix + name] = value if value is param.sharded else param.sharded.detach()
+    for state in {state: None for state, _, _ in params}:
+        state.show_sharded()  # who reads a state dict then looks optimizers' parameters up by name
 
 
 def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -34,6 +34,7 @@ from torch.distributed.fsdp._fully_shard._fully_shard import FSDPModule as _Torc
 from torch.distributed.fsdp._fully_shard._fully_shard import fully_shard as _torchs_fully_shard
 from torch.distributed.fsdp._fully_shard._fully_shard import register_fsdp_forward_method as _torchs_register
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from .._errors import MixedShardingError
@@ -212,6 +213,12 @@ new_dtensor: Callable[[torch.Tensor, Any], DTensor] = functools.partial(DTensor.
 def dtensor_like(reference: torch.Tensor, local: torch.Tensor) -> DTensor:
     """A DTensor over `local` with the layout of `reference`."""
     return new_dtensor(local, spec_of(reference))
+
+
+def own_slices(tensor: DTensor) -> tuple[slice, ...]:
+    """Where this rank's part of a DTensor lies in the full tensor; no axis may hold a partial sum."""
+    sizes, begins = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
 
 
 def store_of(group: dist.ProcessGroup) -> c10d.Store:

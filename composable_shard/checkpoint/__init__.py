@@ -1,12 +1,12 @@
 """Checkpoints that survive anything: saved whole or not at all, checked when they are loaded, at any number of ranks.
 
-    from composable_shard import checkpoint
+from composable_shard import checkpoint
 
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "random": checkpoint.RandomState(), "epoch": 0}
-    if checkpoint.latest("runs/1") is not None:
-        checkpoint.load("runs/1", state)
-    ...
-    checkpoint.save("runs/1", state, step=step, keep=3)
+state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "random": checkpoint.RandomState(), "epoch": 0}
+if checkpoint.latest("runs/1") is not None:
+    checkpoint.load("runs/1", state)
+...
+checkpoint.save("runs/1", state, step=step, keep=3)
 """
 
 from ._load import Loaded as Loaded

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from .._errors import CheckpointMismatchError
-from . import _directory
-from ._manifest import NAME, Manifest, read_manifest
+from ._format import commits
+from ._format.manifest import NAME, Manifest, read_manifest
 from ._ranks import Ranks
-from ._reading import Reader, manifest_bytes
+from ._format.reading import Reader, manifest_bytes
 from ._state import Target
 
 _MOST_NAMED = 20  # of problems in one error
@@ -99,11 +99,11 @@ def load(
     return Loaded(manifest.step, found.path, missing, unexpected, reader.bytes_checked + reader.bytes_copied)
 
 
-def find_manifest(ranks: Ranks, directory: Path, step: int | None) -> tuple[_directory.Committed, Manifest]:
+def find_manifest(ranks: Ranks, directory: Path, step: int | None) -> tuple[commits.Committed, Manifest]:
     """The checkpoint that rank 0 finds, and its manifest."""
 
-    def first() -> tuple[_directory.Committed, bytes]:
-        found = _directory.find(directory, step)
+    def first() -> tuple[commits.Committed, bytes]:
+        found = commits.find(directory, step)
         return found, manifest_bytes(found.path)
 
     found, data = ranks.first_alone(first)

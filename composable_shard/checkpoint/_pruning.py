@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .._errors import CheckpointCorruptError, ShardConfigValueError
-from . import _directory
+from ._format import commits
 from ._io import files
-from ._manifest import NAME, Manifest, read_manifest
+from ._format.manifest import NAME, Manifest, read_manifest
 from ._ranks import Ranks
-from ._reading import file_problem, manifest_bytes
+from ._format.reading import file_problem, manifest_bytes
 
 _STEM = len("step-00000000")
 
@@ -26,7 +26,7 @@ def latest(directory: str | os.PathLike[str]) -> int | None:
     Raises:
         CheckpointUnsafeError, CheckpointCorruptError: the file LATEST is not as this library writes it.
     """
-    found = _directory.newest(Path(directory))
+    found = commits.newest(Path(directory))
     return None if found is None else found.step
 
 
@@ -49,7 +49,7 @@ def prune(directory: str | os.PathLike[str], *, keep: int) -> list[Path]:
         raise ShardConfigValueError(f"keep: {keep!r} is not a number of checkpoints; give at least 1")
     root = Path(directory)
     removed = []
-    for path in (*_directory.removable(root, keep), *_directory.partials(root)):
+    for path in (*commits.removable(root, keep), *commits.partials(root)):
         gone = path
         if not path.name.startswith("."):  # at once no checkpoint any more, whatever happens while its files go
             gone = path.with_name(f".{path.name[:_STEM]}.tmp-{secrets.token_hex(6)}")
@@ -103,7 +103,7 @@ def verify(
     return Verified(manifest.step, found.path, len(manifest.files), read)
 
 
-def open_manifest(directory: str | os.PathLike[str], step: int | None = None) -> tuple[_directory.Committed, Manifest]:
+def open_manifest(directory: str | os.PathLike[str], step: int | None = None) -> tuple[commits.Committed, Manifest]:
     """A checkpoint and its manifest, read by this process alone."""
-    found = _directory.find(Path(directory), step)
+    found = commits.find(Path(directory), step)
     return found, read_manifest(manifest_bytes(found.path), str(found.path / NAME))

@@ -30,7 +30,12 @@ class _Generators:
         name, keys, position, has_gauss, cached = np.random.get_state()
         state: dict[str, Any] = {
             "python": [torch.tensor(words, dtype=torch.int64), gauss],
-            "numpy": [torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(cached)],
+            "numpy": [
+                torch.from_numpy(np.asarray(keys).astype(np.int64)),
+                int(position),
+                int(has_gauss),
+                float(cached),
+            ],
             "torch": torch.get_rng_state(),
         }
         if torch.accelerator.is_available():

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from .._errors import CheckpointMismatchError, ShardConfigTypeError, ShardConfigValueError
-from . import _directory
-from ._boxes import Box, boxes_of, writes
+from ._format import commits
+from ._format.boxes import Box, boxes_of, writes
 from ._io import digests, files
-from ._manifest import Manifest, Piece, SavedFile, SavedTensor
+from ._format.manifest import Manifest, Piece, SavedFile, SavedTensor
 from ._pruning import prune_on_first
 from ._ranks import Ranks
 from ._state import Collected, collect
-from ._writing import FileLayout, bytes_of, lay_out, stream, write
+from ._format.writing import FileLayout, bytes_of, lay_out, stream, write
 
 _MOST_COMPARED = 1 << 20  # bytes of a tensor that ranks compare
 
@@ -92,12 +92,16 @@ class Request:
         if not 0 <= step < 10**18:
             raise ShardConfigValueError(f"step: {step} is not between 0 and 10**18")
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise ShardConfigValueError(f"keep: {keep!r} is not a number of checkpoints; give at least 1, or None for all")
+            raise ShardConfigValueError(
+                f"keep: {keep!r} is not a number of checkpoints; give at least 1, or None for all"
+            )
         algorithm = digests.best() if checksum is None else checksum
         if algorithm not in digests.ALGORITHMS:
             raise ShardConfigValueError(f"checksum: {checksum!r} is not one of {', '.join(digests.ALGORITHMS)}")
         if algorithm == "xxh3" and digests.best() != "xxh3":
-            raise ShardConfigValueError('checksum: "xxh3" needs the package xxhash: pip install composable-shard[checkpoint]')
+            raise ShardConfigValueError(
+                'checksum: "xxh3" needs the package xxhash: pip install composable-shard[checkpoint]'
+            )
         return Request(directory, step, overwrite, algorithm)
 
 
@@ -106,7 +110,7 @@ class Prepared:
     """A save that all ranks have agreed on, with this rank's part of it."""
 
     request: Request
-    attempt: _directory.Attempt
+    attempt: commits.Attempt
     collected: Collected
     layout: FileLayout
 
@@ -117,12 +121,12 @@ def prepare(ranks: Ranks, request: Request, state: Mapping[str, Any]) -> Prepare
         collected = ranks.together(lambda: collect(state, ranks.rank))
     holders = _agree(ranks, request, collected)
     layout = ranks.together(lambda: _own_layout(ranks, collected, holders))
-    attempt = ranks.first_alone(lambda: _directory.begin(request.directory, request.step, request.overwrite))
+    attempt = ranks.first_alone(lambda: commits.begin(request.directory, request.step, request.overwrite))
     ranks.together(lambda: _see(attempt, ranks))
     return Prepared(request, attempt, collected, layout)
 
 
-def _see(attempt: _directory.Attempt, ranks: Ranks) -> None:
+def _see(attempt: commits.Attempt, ranks: Ranks) -> None:
     if not attempt.partial.is_dir():
         raise ShardConfigValueError(
             f"directory: rank 0 has made {attempt.partial}, which this rank does not see; all ranks must save to one file "
@@ -253,10 +257,10 @@ class _Part:
 
 def _commit(prepared: Prepared, parts: list[_Part]) -> None:
     request = prepared.request
-    _directory.commit(prepared.attempt, _merged(request, prepared.attempt, parts).to_json())
+    commits.commit(prepared.attempt, _merged(request, prepared.attempt, parts).to_json())
 
 
-def _merged(request: Request, attempt: _directory.Attempt, parts: list[_Part]) -> Manifest:
+def _merged(request: Request, attempt: commits.Attempt, parts: list[_Part]) -> Manifest:
     manifest = Manifest(request.step, attempt.partial.name.rpartition("-")[2], len(parts), request.algorithm)
     pieces: dict[str, dict[tuple[Any, Any], Piece]] = {}
     for part in parts:

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from .._errors import CheckpointMismatchError, ShardConfigTypeError, ShardConfigValueError
 from .._module.state import states_below
 from .._torch.distributed import local_tensor
-from ._manifest import Manifest, SavedTensor, name_of
-from ._values import GeneratorState, decode, encode
+from ._format.manifest import Manifest, SavedTensor, name_of
+from ._format.values import GeneratorState, decode, encode
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}  # what others put around modules
 
@@ -374,9 +374,7 @@ class Target:
         made = {name: _materialised(value) for name, value in tensors.items() if name in there}
         for name, tensor in made.items():
             self.want(f"{path}.{name}", tensor)
-        extra = {
-            name: self._decoded(value, content[name]) for name, value in saved["extra"].items() if name in content
-        }
+        extra = {name: self._decoded(value, content[name]) for name, value in saved["extra"].items() if name in content}
         replaced = any(made[name] is not tensors[name] for name in made)
         self._finish.append(lambda: _finish_module(module, made, extra, plain, replaced))
 
@@ -391,7 +389,9 @@ class Target:
         here = [_named_group(path, group, names) for group in optimizer.param_groups]
         groups = self._decoded(saved["groups"], None)
         if len(groups) != len(here):
-            self.problems.append(f"{path}: has {len(here)} groups of parameters here, and {len(groups)} in the checkpoint")
+            self.problems.append(
+                f"{path}: has {len(here)} groups of parameters here, and {len(groups)} in the checkpoint"
+            )
             return
         for index, (ours, theirs) in enumerate(zip(here, groups, strict=True)):
             where = f"{path}.param_groups.{index}"
@@ -480,7 +480,9 @@ def _finish_optimizer(
 ) -> None:
     indices = {name: index for index, name in enumerate(name for group in groups for name in group["params"])}
     numbered = [{**group, "params": [indices[name] for name in group["params"]]} for group in groups]
-    optimizer.load_state_dict({"state": {indices[n]: dict(values) for n, values in state.items()}, "param_groups": numbered})
+    optimizer.load_state_dict(
+        {"state": {indices[n]: dict(values) for n, values in state.items()}, "param_groups": numbered}
+    )
     for name, values in state.items():  # torch casts floating state to the dtype of its parameter
         kept = optimizer.state[by_name[name]]
         for entry, value in values.items():

@@ -248,7 +248,9 @@ def test_plain_values_come_back_as_they_were(tmp_path):
 @distributed(world=2)
 def test_values_that_differ_by_rank_are_kept_by_rank_or_refused(rank, world, tmp_path):
     for differs in (rank, torch.tensor([rank]), torch.Generator().manual_seed(rank), [torch.tensor(rank), 1]):
-        with pytest.raises(cs.CheckpointMismatchError, match="here .*on rank 0 and .*on rank 1; make it equal, or wrap"):
+        with pytest.raises(
+            cs.CheckpointMismatchError, match="here .*on rank 0 and .*on rank 1; make it equal, or wrap"
+        ):
             checkpoint.save(tmp_path, {"here": differs}, step=0)
     checkpoint.save(tmp_path, {"here": checkpoint.PerRank({"rank": rank, "t": torch.tensor([rank])})}, step=0)
     given = checkpoint.PerRank(None)
@@ -364,7 +366,9 @@ def test_every_checksum_finds_a_changed_bit(tmp_path, algorithm):
     data = bytearray(file.read_bytes())
     data[-5] ^= 4
     file.write_bytes(data)
-    with pytest.raises(cs.CheckpointCorruptError, match=r"rank-00000.safetensors is damaged in bytes 2,097,152 to .*: t"):
+    with pytest.raises(
+        cs.CheckpointCorruptError, match=r"rank-00000.safetensors is damaged in bytes 2,097,152 to .*: t"
+    ):
         checkpoint.verify(tmp_path)
     there = torch.zeros_like(tensor)
     with pytest.raises(cs.CheckpointCorruptError, match="is damaged"):

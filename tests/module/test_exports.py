@@ -27,8 +27,8 @@ def test_all_is_sorted_and_lists_every_public_name():
     assert exported == sorted(set(exported))
     public = {
         name
-        for name, value in vars(composable_shard).items()
-        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+        for name in dir(composable_shard)
+        if not name.startswith("_") and not isinstance(getattr(composable_shard, name), types.ModuleType)
     }
     assert public == {name for name in exported if not name.startswith("_")}
 
@@ -74,5 +74,17 @@ before = [getattr(of, name) for of, name in names]
 import composable_shard
 composable_shard.fully_shard(torch.nn.Linear(2, 2))
 assert [getattr(of, name) for of, name in names] == before
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+
+
+def test_what_takes_full_tensors_is_loaded_when_it_is_used():
+    code = """
+import sys, composable_shard
+assert "composable_shard.checkpoint" not in sys.modules
+assert {"full_state_dict", "full_parameters"} <= {*dir(composable_shard)} & {*composable_shard.__all__}
+assert composable_shard.full_state_dict is composable_shard.full_state_dict
+assert "composable_shard.checkpoint._full.state" in sys.modules
+assert not hasattr(composable_shard, "full_stop")
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)

@@ -1,11 +1,11 @@
 """The directory of a run's checkpoints: names, what is committed, what is the latest, and what may be removed.
 
-    DIR/
-      LATEST                       the name of the newest checkpoint, replaced at once
-      step-00000100/               a committed one: it got this name when all of it was on disk
-        manifest.json
-        rank-00000.safetensors     what rank 0 has written
-      .step-00000200.tmp-3f1c/     one that is being written, or whose writer has died
+DIR/
+  LATEST                       the name of the newest checkpoint, replaced at once
+  step-00000100/               a committed one: it got this name when all of it was on disk
+    manifest.json
+    rank-00000.safetensors     what rank 0 has written
+  .step-00000200.tmp-3f1c/     one that is being written, or whose writer has died
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .._errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointUnsafeError, ShardConfigValueError
-from . import _manifest
-from ._io import files
+from ..._errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointUnsafeError, ShardConfigValueError
+from . import manifest
+from .._io import files
 
 LATEST = "LATEST"
 _COMMITTED = re.compile(r"step-([0-9]{8,18})(?:-([0-9]{1,9}))?", re.ASCII)
@@ -42,7 +42,7 @@ def committed(directory: Path) -> list[Committed]:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for entry in os.scandir(directory):
             named = _COMMITTED.fullmatch(entry.name)
-            if named and entry.is_dir(follow_symlinks=False) and (directory / entry.name / _manifest.NAME).is_file():
+            if named and entry.is_dir(follow_symlinks=False) and (directory / entry.name / manifest.NAME).is_file():
                 found.append(Committed(int(named[1]), int(named[2] or 0), directory / entry.name))
     return sorted(found)
 
@@ -81,7 +81,7 @@ def find(directory: Path, step: int | None) -> Committed:
         CheckpointIncompleteError: there is none.
     """
     named = _COMMITTED.fullmatch(directory.name)
-    if (directory / _manifest.NAME).is_file():
+    if (directory / manifest.NAME).is_file():
         if step is not None and named and int(named[1]) != step:
             raise CheckpointIncompleteError(f"{directory} is not a checkpoint of step {step}")
         return Committed(int(named[1]) if named else 0, 0, directory)
@@ -118,7 +118,7 @@ def begin(directory: Path, step: int, overwrite: bool) -> Attempt:
     Raises:
         ShardConfigValueError: a checkpoint of the step is there, and `overwrite` is not set.
     """
-    if _COMMITTED.fullmatch(directory.name) and (directory / _manifest.NAME).is_file():
+    if _COMMITTED.fullmatch(directory.name) and (directory / manifest.NAME).is_file():
         raise ShardConfigValueError(f"directory: {directory} is itself a checkpoint; give the directory that it is in")
     name = f"step-{step:08d}"
     same = [each.again for each in committed(directory) if each.step == step]
@@ -138,7 +138,7 @@ def begin(directory: Path, step: int, overwrite: bool) -> Attempt:
 
 def commit(attempt: Attempt, manifest: bytes) -> None:
     """With all other files on disk: write the manifest, give the directory its name, and let LATEST name it."""
-    files.write_file(attempt.partial / _manifest.NAME, manifest)
+    files.write_file(attempt.partial / manifest.NAME, manifest)
     files.sync_directory(attempt.partial)
     files.rename(attempt.partial, attempt.final)
     files.replace_file(attempt.final.parent / LATEST, attempt.final.name.encode())

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from .._errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointUnsafeError
-from ._boxes import Box, boxes_of
-from ._io import files
-from ._io.digests import BLOCK, digest
-from ._manifest import MOST_BYTES, NAME, Manifest, Piece, SavedTensor
+from ..._errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointUnsafeError
+from .boxes import Box, boxes_of
+from .._io import files
+from .._io.digests import BLOCK, digest
+from .manifest import MOST_BYTES, NAME, Manifest, Piece, SavedTensor
 
 _AT_ONCE = 1 << 23  # bytes that are read at once where they do not go straight to where they are wanted
 
@@ -87,7 +87,7 @@ class Reader:
         """Ask for tensors by key."""
         for key, tensors in wanted.items():
             for tensor in tensors:
-                for copy in copies_for(key, self._manifest.tensors[key], tensor):
+                for copy in copies_for(key, self.manifest.tensors[key], tensor):
                     self._copies.setdefault(copy.piece.file, []).append(copy)
         for copies in self._copies.values():
             copies.sort(key=lambda copy: copy.piece.begin)
@@ -157,7 +157,9 @@ def _in_slices(copy: Copy) -> Iterator[tuple[Copy, int]]:
     first = copy.source[0][0]
     for at in range(0, rows, each):
         size = min(each, rows - at)
-        part = Copy(copy.piece, copy.dtype, ((first + at, size), *copy.source[1:]), copy.destination.narrow(0, at, size))
+        part = Copy(
+            copy.piece, copy.dtype, ((first + at, size), *copy.source[1:]), copy.destination.narrow(0, at, size)
+        )
         yield part, part.bytes()[0]
 
 

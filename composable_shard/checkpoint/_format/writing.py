@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ._boxes import Box
-from ._io.digests import Digester
-from ._io.files import NewFile
-from ._manifest import SAFETENSORS, Piece, SavedFile
+from .boxes import Box
+from .._io.digests import Digester
+from .._io.files import NewFile
+from .manifest import SAFETENSORS, Piece, SavedFile
 
 _ALIGNED = 64  # bytes at a multiple of which the tensors begin, and every tensor of at least as many
 _BUFFER = 1 << 22  # bytes that are collected of small tensors before they are written

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._errors import CheckpointMismatchError, ShardConfigTypeError
-from ._manifest import DTYPES, name_of
+from ..._errors import CheckpointMismatchError, ShardConfigTypeError
+from .manifest import DTYPES, name_of
 
 Keep = Callable[[str, torch.Tensor], None]  # is given a tensor and its key
 Fetch = Callable[[str, Any], torch.Tensor]  # gives the tensor of a key; what is there now, or None, comes with it
@@ -75,7 +75,12 @@ def _tagged(value: Any, key: str, keep: Keep) -> dict[str, Any] | None:
     if isinstance(value, complex):
         return {"$": "complex", "value": [value.real.hex(), value.imag.hex()]}
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-        return {"$": "numpy", "dtype": value.dtype.str, "shape": None, "value": base64.b64encode(value.tobytes()).decode()}
+        return {
+            "$": "numpy",
+            "dtype": value.dtype.str,
+            "shape": None,
+            "value": base64.b64encode(value.tobytes()).decode(),
+        }
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
         return {"$": "numpy", "dtype": value.dtype.str, "shape": list(value.shape), "value": data}

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from .._errors import ShardConfigValueError
-from .._torch.distributed import local_tensor
+from ..._errors import ShardConfigValueError
+from ..._torch.distributed import local_tensor
 
 
 class Box(NamedTuple):
@@ -29,7 +29,9 @@ def boxes_of(key: str, tensor: torch.Tensor) -> list[Box]:
         _check(key, tensor)
         return [Box((0,) * tensor.dim(), tuple(tensor.shape), tensor.detach())] if tensor.numel() else []
     if any(placement.is_partial() for placement in tensor.placements):
-        raise ShardConfigValueError(f"{key} has a Partial placement: its sum over ranks is pending; redistribute it first")
+        raise ShardConfigValueError(
+            f"{key} has a Partial placement: its sum over ranks is pending; redistribute it first"
+        )
     local = local_tensor(tensor).detach()
     _check(key, local)
     if not local.numel():

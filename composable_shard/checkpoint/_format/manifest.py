@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from .._errors import CheckpointCorruptError, CheckpointUnsafeError
-from ._io.digests import ALGORITHMS, BLOCK, file_checksum
+from ..._errors import CheckpointCorruptError, CheckpointUnsafeError
+from .._io.digests import ALGORITHMS, BLOCK, file_checksum
 
 FORMAT = "composable_shard checkpoint"
 VERSION = 1
@@ -183,7 +183,9 @@ def _manifest(content: dict[str, Any], where: str) -> Manifest:
     files = {}
     for name, each in content["files"].items():
         if FILE_NAME.fullmatch(name) is None:
-            raise CheckpointUnsafeError(f"{where} names a file {name!r}; a checkpoint has rank-00000.safetensors and so on")
+            raise CheckpointUnsafeError(
+                f"{where} names a file {name!r}; a checkpoint has rank-00000.safetensors and so on"
+            )
         try:
             files[name] = SavedFile(_count(each["size"]), base64.b64decode(each["blocks"], validate=True))
         except binascii.Error as error:

@@ -1,0 +1,291 @@
+"""The state of an optimizer by the names of parameters, in full tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate
+
+from ..._errors import CheckpointError
+from ..._torch.core import tree_tensors
+from .state import placed_like
+from .ranks import ModelRanks
+from .tensors import Held, Holdings, plain_name
+from .transfer import Expected, Part, cut_of, gathered, sent
+
+_NOT_HYPERPARAMETERS = ("params", "param_names")
+_CPU = torch.device("cpu")
+
+
+def full_optimizer_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, rank0_only: bool = True, cpu_offload: bool = True
+) -> dict[str, Any]:
+    """Gather the full state of an optimizer, by the names of the model's parameters. All ranks must call it.
+
+    Args:
+        model: the model.
+        optimizer: of parameters of the model, all or some.
+        rank0_only: whether rank 0 alone gets the state, and the others an empty dict; see `full_state_dict`.
+        cpu_offload: whether the tensors are on the CPU; else they are on the device on which the ranks compute, and
+            those that are not sharded stay where they are.
+
+    Returns:
+        ``{"state": {fqn: {name: value}}, "param_groups": [{"params": [fqn, ...], "lr": ..., ...}]}``, the format of
+        torch's `get_optimizer_state_dict` with ``full_state_dict=True``. Dtypes are those of the state. A parameter
+        without state, and an optimizer that has not stepped, have none here. A tied weight has its first name.
+
+    Raises:
+        CheckpointError: the optimizer has a parameter that the model lacks, or state on the meta device, or DTensors
+            in lists or dicts.
+    """
+    held = Holdings(model)
+    names = _names(held, optimizer)
+    wanted = held.ranks.leads or not rank0_only
+    device = torch.device("cpu") if cpu_offload else None
+    state: dict[str, dict[str, Any]] = {name: {} for param, name in names.items() if param in optimizer.state}
+    parts = []
+    for param, name in names.items():
+        for key, value in optimizer.state.get(param, {}).items():
+            state[name][key] = None  # keeps the order
+            if isinstance(value, DTensor):
+                parts.append(Part.of((name, key), value))
+            elif any(isinstance(tensor, DTensor) for tensor in tree_tensors(value)):
+                raise CheckpointError(f"{key!r} of {name}: holds DTensors in a {type(value).__name__}; keep them apart")
+            elif wanted:
+                state[name][key] = _apart(value, device)
+    for (name, key), full in gathered(parts, held.ranks, limit=held.limit, lead_only=rank0_only, device=device):
+        state[name][key] = full
+    groups = [
+        {"params": [names[param] for param in group["params"]], **_hyperparameters(group)}
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "param_groups": groups} if wanted else {}
+
+
+def load_full_optimizer_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sd: Mapping[str, Any] | None,
+    *,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load the full state of an optimizer, which may never have stepped. A collective: all ranks must call it.
+
+    All is checked first, on all ranks: if it fails, the optimizer is as it was on each of them. State keeps its dtypes
+    to the bit, where torch's `Optimizer.load_state_dict` casts it to that of the parameter. Hyperparameters of the
+    groups are restored. Groups may be cut otherwise than those that were saved, as long as each has parameters of one
+    saved group. Hooks of the optimizer's `load_state_dict` are not called.
+
+    Args:
+        model: the model.
+        optimizer: of the same parameters as the one that was saved.
+        sd: what `full_optimizer_state_dict` or torch's `get_optimizer_state_dict` gave. State of a parameter's shape is
+            sharded as the parameter is; other state is replicated, placed as this optimizer has it already, if it has.
+        broadcast_from_rank0: whether only rank 0 has `sd`, and sends each rank its pieces, in bounded memory.
+
+    Raises:
+        CheckpointError: the optimizer has a parameter that the model lacks.
+        CheckpointMismatchError: on all ranks; the parameters are not those of `sd`, or a group has some of several.
+    """
+    held = Holdings(model)
+    names = _names(held, optimizer)
+    given, offer = _offered(held, sd or {})
+    if broadcast_from_rank0:
+        offer = held.ranks.from_lead(offer)
+    problems = _misfits(optimizer, names, offer)
+    held.ranks.agree("load_full_optimizer_state_dict", problems, [*held.layout(), *names.values()])
+
+    targets: dict[tuple[str, str], _Target] = {}
+    fresh: dict[str, dict[str, Any]] = {name: dict.fromkeys(keys) for name, keys in offer.keys.items()}
+    for param, name in names.items():
+        before = optimizer.state.pop(param, {})  # its memory is free before new tensors come
+        for key in fresh.get(name, ()):
+            if (name, key) in offer.tensors:
+                targets[name, key] = _Target.of(held.params[name], *offer.tensors[name, key], before.get(key))
+        del before
+    for group in optimizer.param_groups:
+        _restore(group, held, names, offer, fresh)
+    optimizer.state.update({param: fresh[name] for param, name in names.items() if name in fresh})
+    for (name, key), value in _pieces(targets, held, given, broadcast_from_rank0):
+        fresh[name][key] = targets[name, key].made(value, held.ranks)
+
+
+def _restore(
+    group: dict[str, Any],
+    held: Holdings,
+    names: Mapping[nn.Parameter, str],
+    offer: _Offer,
+    fresh: Mapping[str, dict[str, Any]],
+) -> None:
+    """Restore the hyperparameters of a group, and of the state of its parameters what is not moved."""
+    saved = offer.groups[offer.group_of[names[group["params"][0]]]] if group["params"] else {}
+    group.update({key: _as_before(value, group.get(key)) for key, value in saved.items()})
+    on_device = group.get("fused") or group.get("capturable")  # there AdamW keeps its steps with the parameter
+    for name in (names[param] for param in group["params"]):
+        home = held.params[name].local.device if on_device else _CPU
+        values = {key: offer.values[name, key] for key in fresh.get(name, ()) if (name, key) in offer.values}
+        fresh.get(name, {}).update({key: _apart(value, home) for key, value in values.items()})
+
+
+def _as_before(value: Any, before: Any) -> Any:
+    """A copy of a hyperparameter; a tensor, such as a learning rate, on the device of the one before."""
+    return _apart(value, before.device if isinstance(before, torch.Tensor) else None)
+
+
+def _names(held: Holdings, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
+    """The name of each parameter that an optimizer has, in its order."""
+    known = {id(each.tensor): each.first for each in held.params.values()}
+    names: dict[nn.Parameter, str] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for at, param in enumerate(group["params"]):
+            if id(param) not in known:
+                raise CheckpointError(
+                    f"optimizer: parameter {at} of group {index}, {tuple(param.shape)}, is none of the model's; make "
+                    "the optimizer of model.parameters() after the model is sharded, and after loads with assign=True"
+                )
+            names[param] = known[id(param)]
+    return names
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: copy.deepcopy(value) for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
+
+
+def _apart(value: Any, device: torch.device | None) -> Any:
+    """A copy of a value; of a tensor, on `device` if that is given."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device or value.device, copy=True)
+    return copy.deepcopy(value)
+
+
+class _Offer(NamedTuple):
+    """What a saved state has, but for its larger tensors.
+
+    Attributes:
+        keys: names of the state of each parameter, in order.
+        tensors: shapes and dtypes of the tensors to move, by parameter and name.
+        values: the rest: tensors of one number, and what is no tensor.
+        groups: hyperparameters.
+        group_of: the index of the group of each parameter.
+        problems: what of it cannot be loaded.
+    """
+
+    keys: dict[str, list[str]]
+    tensors: dict[tuple[str, str], tuple[torch.Size, torch.dtype]]
+    values: dict[tuple[str, str], Any]
+    groups: list[dict[str, Any]]
+    group_of: dict[str, int]
+    problems: list[str]
+
+
+def _offered(held: Holdings, sd: Mapping[str, Any]) -> tuple[dict[tuple[str, str], torch.Tensor], _Offer]:
+    """The tensors of a saved state, by parameter and name, and what the others are to know of it."""
+
+    def first(fqn: str) -> str:
+        name = plain_name(fqn)
+        return held.params[name].first if name in held.params else name
+
+    offer = _Offer({}, {}, {}, [], {}, [])
+    given: dict[tuple[str, str], torch.Tensor] = {}
+    if not {"state", "param_groups"} <= sd.keys():
+        offer.problems.append("sd: has no 'state' and 'param_groups'; give what full_optimizer_state_dict gave")
+    for fqn, state in sd.get("state", {}).items():
+        name = first(fqn)
+        offer.keys[name] = [*state]
+        for key, value in state.items():
+            if isinstance(value, DTensor):
+                offer.problems.append(f"{key!r} of {fqn}: is a DTensor; give full tensors (its full_tensor())")
+            elif isinstance(value, torch.Tensor) and value.ndim > 0:
+                given[name, key] = value.detach()
+                offer.tensors[name, key] = value.shape, value.dtype
+            else:
+                offer.values[name, key] = _apart(value, _CPU)
+    for index, group in enumerate(sd.get("param_groups", ())):
+        offer.groups.append(_hyperparameters(group))
+        offer.group_of.update(dict.fromkeys(map(first, group["params"]), index))
+    return given, offer
+
+
+def _misfits(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], offer: _Offer) -> list[str]:
+    """What of a saved state does not fit to an optimizer."""
+    problems = [*offer.problems]
+    expected = {*names.values()}
+    problems += [f"missing: {name}" for name in names.values() if name not in offer.group_of]
+    problems += [f"unexpected: {name}" for name in {**offer.group_of, **offer.keys} if name not in expected]
+    for index, group in enumerate(optimizer.param_groups):
+        of = {offer.group_of[names[param]] for param in group["params"] if names[param] in offer.group_of}
+        if len(of) > 1:
+            problems.append(f"group {index} of the optimizer: has parameters of saved groups {sorted(of)}")
+    return problems
+
+
+class _Target(NamedTuple):
+    """Where a tensor of state goes.
+
+    Attributes:
+        like: placed as it; None for a plain tensor.
+        device: of a plain or replicated tensor.
+        mesh: on which it is replicated; None for a plain tensor.
+        shape, dtype: of the full tensor.
+    """
+
+    like: Held | None
+    device: torch.device
+    mesh: DeviceMesh | None
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        param: Held,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        before: Any,
+    ) -> _Target:
+        """The place of state of a parameter, `before` being what the optimizer had there."""
+        tensor, home = param.tensor, param.local.device
+        if isinstance(before, torch.Tensor) and not isinstance(before, DTensor):
+            return cls(None, before.device, None, shape, dtype)
+        if not isinstance(tensor, DTensor):
+            return cls(None, home, None, shape, dtype)
+        if shape == tensor.shape:
+            return cls(param, home, None, shape, dtype)
+        if isinstance(before, DTensor) and shape == before.shape:
+            like = Held(param.name, "", before, param.first, cut_of(before), None, False)
+            return cls(like, home, None, shape, dtype)
+        return cls(None, home, tensor.device_mesh, shape, dtype)
+
+    def made(self, piece: torch.Tensor, ranks: ModelRanks) -> torch.Tensor:
+        """The tensor, of this rank's piece."""
+        if self.like is not None:
+            return placed_like(self.like, piece, ranks)
+        value = piece.to(self.device, copy=True)
+        if self.mesh is None:
+            return value
+        return DTensor.from_local(value, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+
+
+def _pieces(
+    targets: Mapping[tuple[str, str], _Target],
+    held: Holdings,
+    given: Mapping[tuple[str, str], torch.Tensor],
+    broadcast: bool,
+) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
+    """This rank's pieces of the tensors, or the full ones where they are not cut."""
+    if not broadcast:
+        for where, target in targets.items():
+            yield where, given[where] if target.like is None else target.like.piece_of(given[where])
+        return
+    cuts = {where: None if target.like is None else target.like.cut for where, target in targets.items()}
+    cuts = {where: cut if held.ranks.are_all_of(cut) else None for where, cut in cuts.items()}
+    expected = [Expected(where, target.shape, target.dtype, cuts[where]) for where, target in targets.items()]
+    for where, value in sent(expected, held.ranks, given.__getitem__, held.limit):
+        like = targets[where].like
+        yield where, value if like is None or cuts[where] is not None else like.piece_of(value)

@@ -1,0 +1,140 @@
+"""The ranks that hold a model together: what they tell each other, and which of them leads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..._comm.mesh import compute_device
+from ..._errors import CheckpointMismatchError
+from ..._torch.distributed import backend_name
+
+
+class ModelRanks:
+    """The ranks that hold a model together.
+
+    Those of its largest mesh; of the default process group if nothing is sharded; this process alone without one.
+
+    Args:
+        meshes: of the model's DTensors. Every rank must have a largest one of the same ranks.
+
+    Attributes:
+        lead: the first of them, which is rank 0 unless the model lives on some ranks only, as a pipeline's stage does.
+        size: how many they are.
+        device: where they compute.
+    """
+
+    def __init__(self, meshes: Iterable[DeviceMesh]) -> None:
+        mesh = max(meshes, key=lambda each: each.size(), default=None)
+        alone = not (dist.is_available() and dist.is_initialized())
+        self.rank = 0 if alone else dist.get_rank()
+        if mesh is None:
+            self.lead, self.size, self.device = 0, 1 if alone else dist.get_world_size(), torch.device("cpu")
+        else:
+            self.lead, self.size = int(mesh.mesh.min()), mesh.size()
+            self.device = compute_device(mesh.device_type)
+        self._mesh = None if alone or self.size == dist.get_world_size() else mesh
+        self._alone = alone or self.size == 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the lead."""
+        return self.rank == self.lead
+
+    def are_all_of(self, cut: Any) -> bool:
+        """Whether the mesh of a `Cut` has all of these ranks; False for None."""
+        return cut is not None and cut.mesh.size() == self.size
+
+    def _groups(self) -> Iterator[tuple[dist.ProcessGroup, int]]:
+        """Process groups whose collectives, one after the other, reach all ranks, and which rank of each has the data.
+
+        For a mesh, those of its axes: what a rank gets of one axis it passes on along the next.
+        """
+        if self._alone:
+            return
+        if self._mesh is None:
+            assert dist.group.WORLD is not None
+            yield dist.group.WORLD, self.lead
+            return
+        yield from along(self._mesh, self.lead, range(self._mesh.ndim))
+
+    def from_lead(self, value: Any) -> Any:
+        """What the lead has given, on all ranks; it is pickled."""
+        box = [value if self.leads else None]
+        for group, source in self._groups():
+            dist.broadcast_object_list(box, src=source, group=group)
+        return box[0]
+
+    def broadcast(self, data: torch.Tensor) -> None:
+        """Overwrite a tensor by what the lead has in it."""
+        for group, source in self._groups():
+            dist.broadcast(data, src=source, group=group)
+
+    def collected(self, value: Any) -> list[Any]:
+        """What each rank has given, on all ranks; it is pickled."""
+        values = [value]
+        for group, _ in self._groups():
+            lists: list[list[Any]] = [[] for _ in range(group.size())]
+            dist.all_gather_object(lists, values, group=group)
+            values = [each for some in lists for each in some]
+        return values
+
+    def agree(self, what: str, problems: list[str], held: object = None) -> None:
+        """Go on only if no rank has seen a problem, and all hold the same.
+
+        Args:
+            what: names what was asked for, in the message.
+            problems: what this rank has seen, a statement each.
+            held: compared among the ranks; they need not be the same where there is only one.
+
+        Raises:
+            CheckpointMismatchError: on all ranks; it names the problems of the first rank that has some.
+        """
+        reports = self.collected((self.rank, problems, held))
+        for rank, seen, _ in reports:
+            if seen:
+                more = f" (and {len(seen) - _MOST_PROBLEMS} more)" if len(seen) > _MOST_PROBLEMS else ""
+                text = "\n    ".join(seen[:_MOST_PROBLEMS])
+                raise CheckpointMismatchError(f"{what}, on rank {rank}: nothing was changed.\n    {text}{more}")
+        first_rank, _, first = reports[0]
+        for rank, _, other in reports:
+            if other != first:
+                raise CheckpointMismatchError(
+                    f"{what}: nothing was changed. Ranks {first_rank} and {rank} hold different parameters: "
+                    f"{_first_difference(first, other)}; build and shard the model alike on both"
+                )
+
+    def wire(self, group: dist.ProcessGroup | None = None) -> torch.device:
+        """The device on which tensors travel in a group; the default is that of all ranks."""
+        group = group or next((each for each, _ in self._groups()), None)
+        return self.device if group is None else wire_device(group, self.device)
+
+
+_MOST_PROBLEMS = 20
+
+
+def _first_difference(one: Any, two: Any) -> str:
+    for left, right in zip(one, two, strict=False):
+        if left != right:
+            return f"{left} and {right}"
+    return f"{len(one)} and {len(two)} of them"
+
+
+def along(mesh: DeviceMesh, lead: int, axes: Iterable[int]) -> Iterator[tuple[dist.ProcessGroup, int]]:
+    """The process groups of this rank on some axes of a mesh, each with the rank that has the lead's coordinate."""
+    own = mesh.get_coordinate()
+    assert own is not None
+    leads = (mesh.mesh == lead).nonzero()[0].tolist()
+    for axis in axes:
+        at = [*own]
+        at[axis] = leads[axis]
+        yield mesh.get_group(axis), int(mesh.mesh[tuple(at)])
+
+
+def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where tensors must lie to travel in a process group: gloo moves such as are on the CPU."""
+    return torch.device("cpu") if backend_name(group, device) == "gloo" else device

@@ -1,0 +1,362 @@
+"""Tensors on their way: gathered from their shards, or sent from one rank to the others, some of them at a time.
+
+Small tensors travel together, as bytes in one buffer of bounded size; a larger one travels alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+from ..._comm.collectives import transports_of
+from ..._comm.mesh import compute_device
+from ..._torch.core import storage_id
+from ..._torch.distributed import local_tensor
+from .ranks import ModelRanks, along, wire_device
+
+LIMIT = 64 * 2**20  # bytes of a buffer, unless one tensor alone needs more
+_ALIGNED = 16  # bytes, of which the beginning of each tensor in a buffer is a multiple, as views need it
+
+T = TypeVar("T")
+
+
+class Cut(NamedTuple):
+    """How a DTensor is cut by one axis of its mesh, along one dim, while the other axes replicate it."""
+
+    mesh: DeviceMesh
+    axis: int
+    dim: int
+
+    @property
+    def world(self) -> int:
+        """How many pieces there are."""
+        return self.mesh.size(self.axis)
+
+    def sizes(self, shape: Sequence[int]) -> list[tuple[int, int]]:
+        """Begin and size of each piece along the dim; as `torch.chunk` cuts, with empty pieces at the end."""
+        whole, most = shape[self.dim], self.most(shape)
+        begins = [min(index * most, whole) for index in range(self.world)]
+        return [(begin, min(most, whole - begin)) for begin in begins]
+
+    def most(self, shape: Sequence[int]) -> int:
+        """Size of the largest piece along the dim."""
+        return -(-shape[self.dim] // self.world)
+
+    def piece(self, whole: torch.Tensor, index: int) -> torch.Tensor:
+        """A view of one of the pieces."""
+        return whole.narrow(self.dim, *self.sizes(whole.shape)[index])
+
+    def nbytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Bytes of the largest piece in a buffer."""
+        numel = math.prod(shape[: self.dim]) * self.most(shape) * math.prod(shape[self.dim + 1 :])
+        return _aligned(numel * dtype.itemsize)
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def cut_of(tensor: torch.Tensor) -> Cut | None:
+    """How a tensor is cut; None if it is no DTensor, is placed otherwise, or has a local tensor of a subclass."""
+    if not isinstance(tensor, DTensor) or type(local_tensor(tensor)) not in _PLAIN:
+        return None
+    placements = [(axis, placed) for axis, placed in enumerate(tensor.placements) if type(placed) is not Replicate]
+    cuts = [(axis, placed.dim) for axis, placed in placements if isinstance(placed, Shard) and type(placed) is Shard]
+    if len(placements) != 1 or len(cuts) != 1:
+        return None
+    [(axis, dim)] = cuts
+    return Cut(tensor.device_mesh, axis, dim % tensor.ndim)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+def _view(data: torch.Tensor, begin: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in a buffer of bytes."""
+    return data[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+
+
+def _batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """The items in their order, so many at a time as have `limit` bytes; one that has more comes alone."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        size = nbytes(item)
+        if batch and total + size > limit:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size
+    if batch:
+        yield batch
+
+
+def _by_cut(batch: Iterable[T], cut: Callable[[T], Cut | None]) -> dict[tuple[DeviceMesh, int] | None, list[T]]:
+    """The items of a batch that may travel together."""
+    together: dict[tuple[DeviceMesh, int] | None, list[T]] = {}
+    for item in batch:
+        own = cut(item)
+        together.setdefault(None if own is None else (own.mesh, own.axis), []).append(item)
+    return together
+
+
+# ---- gathering
+
+
+class Part(NamedTuple):
+    """A tensor to be gathered, and the dtype that it shall have then."""
+
+    name: Any
+    tensor: torch.Tensor
+    dtype: torch.dtype
+    cut: Cut | None
+
+    @classmethod
+    def of(cls, name: Any, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Part:
+        """With `dtype`, a tensor of floating-point numbers is cast."""
+        kept = dtype is None or not tensor.is_floating_point()
+        return cls(name, tensor, tensor.dtype if kept or dtype is None else dtype, cut_of(tensor))
+
+    @property
+    def sent_as(self) -> torch.dtype:
+        """The dtype in which it travels: the smaller one."""
+        return min(self.tensor.dtype, self.dtype, key=lambda dtype: dtype.itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        """Of a buffer into which it is gathered."""
+        return 0 if self.cut is None else self.cut.world * self.cut.nbytes(self.tensor.shape, self.sent_as)
+
+
+def gathered(
+    parts: Iterable[Part], ranks: ModelRanks, *, limit: int, lead_only: bool, device: torch.device | None
+) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield names and full tensors, each with memory of its own, in the order of the parts. A collective.
+
+    Args:
+        parts: the tensors, the same on all ranks.
+        ranks: those that hold them.
+        limit: bytes that are gathered at a time.
+        lead_only: whether only the lead shall get them.
+        device: of the full tensors; by default the one on which the ranks compute.
+    """
+    wanted = ranks.leads or not lead_only
+    for batch in _batches(parts, lambda part: part.nbytes, limit):
+        full: dict[Any, torch.Tensor] = {}
+        for mesh_axis, alike in _by_cut(batch, lambda part: part.cut).items():
+            if mesh_axis is None:
+                for part in alike:
+                    one = _whole(part, device or ranks.device, wanted)
+                    full |= {} if one is None else {part.name: one}
+            else:
+                full |= _gather(alike, mesh_axis, ranks.lead if lead_only else None, device)
+        for part in batch:
+            if wanted and part.name in full:
+                yield part.name, full.pop(part.name)
+
+
+def _whole(part: Part, device: torch.device, wanted: bool) -> torch.Tensor | None:
+    """One tensor that no single axis cuts."""
+    tensor = part.tensor.detach()
+    with torch.no_grad():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if not wanted:
+            return None
+        own = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        made = whole.to(device, part.dtype)
+        return made.clone() if storage_id(made) == storage_id(own) else made
+
+
+def _gather(
+    parts: list[Part], mesh_axis: tuple[DeviceMesh, int], lead: int | None, device: torch.device | None
+) -> dict[Any, torch.Tensor]:
+    """Gather parts of one axis, by one collective; `lead`, if given, is the only rank to get them."""
+    mesh, axis = mesh_axis
+    group, world = mesh.get_group(axis), mesh.size(axis)
+    if lead is not None and lead not in dist.get_process_group_ranks(group):
+        return {}  # a replica: the lead gets them from its own group
+    wire = wire_device(group, compute_device(mesh.device_type))
+    home = device or compute_device(mesh.device_type)
+    wanted = lead is None or lead == dist.get_rank()
+    with torch.no_grad():
+        if (direct := _direct(parts, wire, home)) is not None:
+            whole = torch.empty(parts[0].tensor.shape, dtype=parts[0].dtype, device=home) if wanted else None
+            rows = None if whole is None else whole.view(-1).view(torch.uint8).view(world, -1)
+            _exchange(direct, rows, group, lead)
+            return {} if whole is None else {parts[0].name: whole}
+        sizes = [0 if part.cut is None else part.cut.nbytes(part.tensor.shape, part.sent_as) for part in parts]
+        begins = [0, *accumulate(sizes)]
+        own = torch.empty(begins[-1], dtype=torch.uint8, device=wire)
+        for part, begin in zip(parts, begins, strict=False):
+            local = local_tensor(part.tensor)
+            _view(own, begin, local.shape, part.sent_as).copy_(local)
+        rows = torch.empty((world, begins[-1]), dtype=torch.uint8, device=wire) if wanted else None
+        _exchange(own, rows, group, lead)
+        del own
+        if rows is None:
+            return {}
+        return {part.name: _put_together(part, rows, at, home) for part, at in zip(parts, begins, strict=False)}
+
+
+def _direct(parts: list[Part], wire: torch.device, home: torch.device) -> torch.Tensor | None:
+    """This rank's piece as bytes, if there is one tensor whose pieces, one behind the other, are the full tensor."""
+    [part, *others] = parts
+    assert part.cut is not None
+    shape = part.tensor.shape
+    even = part.cut.dim == 0 and shape[0] % part.cut.world == 0 and math.prod(shape) > 0
+    if others or not even or wire != home or part.sent_as != part.dtype:
+        return None
+    local = local_tensor(part.tensor)
+    return local.to(wire, part.dtype).contiguous().view(-1).view(torch.uint8)
+
+
+def _exchange(own: torch.Tensor, rows: torch.Tensor | None, group: dist.ProcessGroup, lead: int | None) -> None:
+    """Gather the bytes of all ranks of a group into `rows` (ranks, bytes), on all of them or on the lead."""
+    if not own.numel():
+        return
+    if group.size() == 1:
+        if rows is not None:
+            rows[0].copy_(own)
+    elif lead is None and own.device.type != "cpu":
+        assert rows is not None
+        transport = next(iter(transports_of(group, own.device).values()))
+        transport.all_gather([rows.view(-1)], [own]).wait()
+    else:
+        _send_around(own, rows, group, lead)
+
+
+def _send_around(own: torch.Tensor, rows: torch.Tensor | None, group: dist.ProcessGroup, lead: int | None) -> None:
+    """Gather by sends and receives: gloo's own gathers allocate temporaries of the full size."""
+    members, rank = dist.get_process_group_ranks(group), dist.get_rank()
+    messages = []
+    if rows is not None:
+        rows[members.index(rank)].copy_(own)
+        for row, sender in zip(rows, members, strict=True):
+            messages += [] if sender == rank else [dist.P2POp(dist.irecv, row, sender, group)]
+    receivers = members if lead is None else [lead]
+    messages += [dist.P2POp(dist.isend, own, receiver, group) for receiver in receivers if receiver != rank]
+    for handle in dist.batch_isend_irecv(messages):
+        handle.wait()
+
+
+def _put_together(part: Part, rows: torch.Tensor, begin: int, device: torch.device) -> torch.Tensor:
+    """One full tensor out of the gathered buffer."""
+    cut, shape = part.cut, part.tensor.shape
+    assert cut is not None
+    full = torch.empty(shape, dtype=part.dtype, device=device)
+    for index, row in enumerate(rows):
+        piece = cut.piece(full, index)
+        if piece.numel():
+            piece.copy_(_view(row, begin, piece.shape, part.sent_as))
+    return full
+
+
+# ---- sending
+
+
+class Expected(NamedTuple):
+    """A tensor that the lead sends.
+
+    Attributes:
+        name: by which the lead is asked for it.
+        shape, dtype: of the full tensor.
+        cut: how the receivers hold it; None if each shall get the full tensor.
+    """
+
+    name: Any
+    shape: torch.Size
+    dtype: torch.dtype
+    cut: Cut | None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the lead's buffer."""
+        if self.cut is None:
+            return _aligned(math.prod(self.shape) * self.dtype.itemsize)
+        return self.cut.world * self.cut.nbytes(self.shape, self.dtype)
+
+
+def sent(
+    expected: Iterable[Expected], ranks: ModelRanks, look_up: Callable[[Any], torch.Tensor], limit: int
+) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield names and, of each tensor, this rank's piece, or the full tensor where it is not cut. A collective.
+
+    What is yielded is a view of a buffer: copy it before going on.
+
+    Args:
+        expected: the tensors, the same on all ranks.
+        ranks: those that take part; cuts are of meshes of all of them.
+        look_up: gives the full tensors, on the lead.
+        limit: bytes that are sent at a time.
+    """
+    for batch in _batches(expected, lambda each: each.nbytes, limit):
+        for mesh_axis, alike in _by_cut(batch, lambda each: each.cut).items():
+            yield from _broadcast(alike, ranks, look_up) if mesh_axis is None else _scatter(alike, ranks, look_up)
+
+
+def _broadcast(
+    alike: list[Expected], ranks: ModelRanks, look_up: Callable[[Any], torch.Tensor]
+) -> Iterator[tuple[Any, torch.Tensor]]:
+    begins = [0, *accumulate(each.nbytes for each in alike)]
+    data = torch.empty(begins[-1], dtype=torch.uint8, device=ranks.wire())
+    views = [_view(data, begin, each.shape, each.dtype) for each, begin in zip(alike, begins, strict=False)]
+    if ranks.leads:
+        for each, view in zip(alike, views, strict=True):
+            view.copy_(look_up(each.name))
+    if data.numel():
+        ranks.broadcast(data)
+    yield from zip((each.name for each in alike), views, strict=True)
+
+
+def _scatter(
+    alike: list[Expected], ranks: ModelRanks, look_up: Callable[[Any], torch.Tensor]
+) -> Iterator[tuple[Any, torch.Tensor]]:
+    cuts = [each.cut for each in alike if each.cut is not None]
+    mesh, axis, _ = cuts[0]
+    wire = ranks.wire(mesh.get_group(axis))
+    begins = [0, *accumulate(cut.nbytes(each.shape, each.dtype) for cut, each in zip(cuts, alike, strict=True))]
+    own = torch.empty(begins[-1], dtype=torch.uint8, device=wire)
+    rows = torch.empty((mesh.size(axis), begins[-1]) if ranks.leads else (0, 0), dtype=torch.uint8, device=wire)
+    for index, row in enumerate(rows):
+        for cut, each, begin in zip(cuts, alike, begins, strict=False):
+            piece = cut.piece(look_up(each.name), index)
+            _view(row, begin, piece.shape, each.dtype).copy_(piece)
+    if own.numel():
+        _pass_on(own, [*rows], mesh, axis, ranks.lead)
+    del rows
+    coordinate = mesh.get_local_rank(axis)
+    for cut, each, begin in zip(cuts, alike, begins, strict=False):
+        shape = [*each.shape]
+        shape[cut.dim] = cut.sizes(each.shape)[coordinate][1]
+        yield each.name, _view(own, begin, shape, each.dtype)
+
+
+def _pass_on(own: torch.Tensor, rows: list[torch.Tensor], mesh: DeviceMesh, axis: int, lead: int) -> None:
+    """Scatter the lead's rows among its group of one axis, then broadcast each row along the other axes."""
+    group = mesh.get_group(axis)
+    if group.size() == 1:
+        own.copy_(rows[0] if rows else own)
+    elif lead in (members := dist.get_process_group_ranks(group)):
+        _deal(own, dict(zip(members, rows, strict=False)), group, lead)
+    for others, source in along(mesh, lead, (other for other in range(mesh.ndim) if other != axis)):
+        dist.broadcast(own, src=source, group=others)
+
+
+def _deal(own: torch.Tensor, rows: Mapping[int, torch.Tensor], group: dist.ProcessGroup, lead: int) -> None:
+    """Send each rank its row of the lead's; by sends, for gloo's own scatter holds the rows for longer than it runs."""
+    if rows:
+        own.copy_(rows[lead])
+        messages = [dist.P2POp(dist.isend, row, rank, group) for rank, row in rows.items() if rank != lead]
+    else:
+        messages = [dist.P2POp(dist.irecv, own, lead, group)]
+    for handle in dist.batch_isend_irecv(messages):
+        handle.wait()
