@@ -73,12 +73,12 @@ except _PackageNotFoundError:  # run from a checkout that was never installed
 
 if _TYPE_CHECKING:
     from . import checkpoint as checkpoint
-    from .checkpoint._full.state import full_state_dict as full_state_dict
-    from .checkpoint._full.state import iter_full_state as iter_full_state
-    from .checkpoint._full.state import load_full_state_dict as load_full_state_dict
     from .checkpoint._full.optimizer import full_optimizer_state_dict as full_optimizer_state_dict
     from .checkpoint._full.optimizer import load_full_optimizer_state_dict as load_full_optimizer_state_dict
     from .checkpoint._full.parameters import full_parameters as full_parameters
+    from .checkpoint._full.state import full_state_dict as full_state_dict
+    from .checkpoint._full.state import iter_full_state as iter_full_state
+    from .checkpoint._full.state import load_full_state_dict as load_full_state_dict
 
 _LOADED_WHEN_USED = {
     "checkpoint": "checkpoint",
@@ -91,7 +91,7 @@ _LOADED_WHEN_USED = {
 }  # names, by the module that has them, or that they are
 
 _keep_from_dynamo(_sys.modules, __name__)
-__all__ = sorted([*_LOADED_WHEN_USED, *(name for name in globals() if not name.startswith("_"))])
+__all__ = sorted({*_LOADED_WHEN_USED, *(name for name in globals() if not name.startswith("_"))} - {"checkpoint"})
 
 
 def __getattr__(name: str) -> _Any:

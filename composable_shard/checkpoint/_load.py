@@ -14,8 +14,8 @@ import torch.distributed as dist
 from .._errors import CheckpointMismatchError
 from ._format import commits
 from ._format.manifest import NAME, Manifest, read_manifest
-from ._ranks import Ranks
 from ._format.reading import Reader, manifest_bytes
+from ._ranks import Ranks
 from ._state import Target
 
 _MOST_NAMED = 20  # of problems in one error
@@ -78,15 +78,15 @@ def load(
         CheckpointUnsafeError: links, or names that lead outside of the directory.
     """
     ranks = Ranks(process_group)
-    found, manifest = find_manifest(ranks, Path(directory), step)
+    checkpoint, manifest = find_manifest(ranks, Path(directory), step)
     target = Target(manifest, ranks.rank, ranks.size, cast)
-    ranks.together(lambda: _fit(target, state, found.path))
+    ranks.together(lambda: _fit(target, state, checkpoint.path))
     missing, unexpected = _names(ranks, target)
     if strict and (missing or unexpected):
         problems = [f"{name}: is not in the checkpoint" for name in missing]
         problems += [f"{name}: is in the checkpoint, and nothing here is called so" for name in unexpected]
-        raise _mismatch(found.path, problems)
-    reader = Reader(found.path, manifest)
+        raise _mismatch(checkpoint.path, problems)
+    reader = Reader(checkpoint.path, manifest)
 
     def check() -> None:
         reader.want(target.wanted)
@@ -96,18 +96,18 @@ def load(
     with torch.no_grad():
         ranks.together(reader.copy)
         ranks.together(target.finish)
-    return Loaded(manifest.step, found.path, missing, unexpected, reader.bytes_checked + reader.bytes_copied)
+    return Loaded(manifest.step, checkpoint.path, missing, unexpected, reader.bytes_checked + reader.bytes_copied)
 
 
 def find_manifest(ranks: Ranks, directory: Path, step: int | None) -> tuple[commits.Committed, Manifest]:
     """The checkpoint that rank 0 finds, and its manifest."""
 
     def first() -> tuple[commits.Committed, bytes]:
-        found = commits.find(directory, step)
-        return found, manifest_bytes(found.path)
+        checkpoint = commits.find(directory, step)
+        return checkpoint, manifest_bytes(checkpoint.path)
 
-    found, data = ranks.first_alone(first)
-    return found, ranks.together(lambda: read_manifest(data, str(found.path / NAME)))
+    checkpoint, data = ranks.first_alone(first)
+    return checkpoint, ranks.together(lambda: read_manifest(data, str(checkpoint.path / NAME)))
 
 
 def _fit(target: Target, state: Mapping[str, Any], path: Path) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from .._errors import CheckpointCorruptError, ShardConfigValueError
 from ._format import commits
-from ._io import files
 from ._format.manifest import NAME, Manifest, read_manifest
-from ._ranks import Ranks
 from ._format.reading import file_problem, manifest_bytes
+from ._io import files
+from ._ranks import Ranks
 
 _STEM = len("step-00000000")
 
@@ -26,8 +26,8 @@ def latest(directory: str | os.PathLike[str]) -> int | None:
     Raises:
         CheckpointUnsafeError, CheckpointCorruptError: the file LATEST is not as this library writes it.
     """
-    found = commits.newest(Path(directory))
-    return None if found is None else found.step
+    checkpoint = commits.newest(Path(directory))
+    return None if checkpoint is None else checkpoint.step
 
 
 def prune(directory: str | os.PathLike[str], *, keep: int) -> list[Path]:
@@ -89,21 +89,21 @@ def verify(
         CheckpointCorruptError: it is damaged; it names every file that is.
         CheckpointUnsafeError: links, or names that lead outside of the directory.
     """
-    found, manifest = open_manifest(directory, step)
+    checkpoint, manifest = open_manifest(directory, step)
     total = sum(each.size for each in manifest.files.values())
     problems, read = [], 0
     for name, saved in manifest.files.items():
-        problem, _ = file_problem(found.path / name, manifest)
+        problem, _ = file_problem(checkpoint.path / name, manifest)
         problems += [problem] if problem else []
         read += saved.size
         if progress is not None:
             progress(read, total)
     if problems:
         raise CheckpointCorruptError("; ".join(problems))
-    return Verified(manifest.step, found.path, len(manifest.files), read)
+    return Verified(manifest.step, checkpoint.path, len(manifest.files), read)
 
 
 def open_manifest(directory: str | os.PathLike[str], step: int | None = None) -> tuple[commits.Committed, Manifest]:
     """A checkpoint and its manifest, read by this process alone."""
-    found = commits.find(Path(directory), step)
-    return found, read_manifest(manifest_bytes(found.path), str(found.path / NAME))
+    checkpoint = commits.find(Path(directory), step)
+    return checkpoint, read_manifest(manifest_bytes(checkpoint.path), str(checkpoint.path / NAME))

@@ -27,7 +27,7 @@ class _Generators:
 
     def state_dict(self) -> dict[str, Any]:
         _, words, gauss = random.getstate()
-        name, keys, position, has_gauss, cached = np.random.get_state()
+        _, keys, position, has_gauss, cached = np.random.get_state()
         state: dict[str, Any] = {
             "python": [torch.tensor(words, dtype=torch.int64), gauss],
             "numpy": [
@@ -66,7 +66,7 @@ def _resize(saved: list[dict[str, Any]], rank: int, ranks: int) -> dict[str, Any
     seeds = torch.randint(2**31, (rank + 1,), generator=generator)
     seed = int(seeds[rank])
     words = random.Random(seed).getstate()[1]
-    keys = np.random.RandomState(seed).get_state()
+    keys: Any = np.random.RandomState(seed).get_state()
     made = {
         "python": [torch.tensor(words, dtype=torch.int64), None],
         "numpy": [torch.from_numpy(np.asarray(keys[1]).astype(np.int64)), int(keys[2]), 0, 0.0],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -40,7 +40,8 @@ class Ranks:
             return value
         values: list[Any] = [value]
         dist.broadcast_object_list(values, group_src=0, group=self._group)
-        return values[0]  # type: ignore[no-any-return]
+        first: _T = values[0]
+        return first
 
     def together(self, work: Callable[[], _T]) -> _T:
         """Do something on every rank; where it fails on one, all ranks raise, and say which ranks failed and why.
@@ -59,12 +60,12 @@ class Ranks:
         failures[0] = said[0]
         return self._judged(said[1], error, failures)
 
-    def _judged(self, result: Any, own: BaseException | None, failures: list[_Described]) -> Any:
+    def _judged(self, result: _T | None, own: BaseException | None, failures: list[_Described]) -> _T:
         if own is not None and not isinstance(own, Exception):
             raise own  # an interrupt is not made into an error; the other ranks have been told
         failed = [(rank, each) for rank, each in enumerate(failures) if each is not None]
         if not failed:
-            return result
+            return cast(_T, result)
         if self.size == 1 and isinstance(own, ComposableShardError):
             raise own
         kind = failed[0][1][0]
@@ -74,7 +75,7 @@ class Ranks:
 _Described = tuple[type[ComposableShardError], str] | None
 
 
-def _tried(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+def _tried(work: Callable[[], _T]) -> tuple[_T | None, BaseException | None]:
     try:
         return work(), None
     except BaseException as error:

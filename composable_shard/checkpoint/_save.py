@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from .._errors import CheckpointMismatchError, ShardConfigTypeError, ShardConfigValueError
 from ._format import commits
 from ._format.boxes import Box, boxes_of, writes
+from ._format.manifest import Manifest, Piece, SavedFile, SavedTensor, name_of
+from ._format.writing import FileLayout, bytes_of, lay_out, stream, write
 from ._io import digests, files
-from ._format.manifest import Manifest, Piece, SavedFile, SavedTensor
 from ._pruning import prune_on_first
 from ._ranks import Ranks
 from ._state import Collected, collect
-from ._format.writing import FileLayout, bytes_of, lay_out, stream, write
 
 _MOST_COMPARED = 1 << 20  # bytes of a tensor that ranks compare
 
@@ -129,8 +129,8 @@ def prepare(ranks: Ranks, request: Request, state: Mapping[str, Any]) -> Prepare
 def _see(attempt: commits.Attempt, ranks: Ranks) -> None:
     if not attempt.partial.is_dir():
         raise ShardConfigValueError(
-            f"directory: rank 0 has made {attempt.partial}, which this rank does not see; all ranks must save to one file "
-            "system that they share"
+            f"directory: rank 0 has made {attempt.partial}, which this rank does not see; all ranks must save to "
+            "one file system that they share"
         )
 
 
@@ -147,33 +147,34 @@ def _agree(ranks: Ranks, request: Request, collected: Collected) -> dict[str, li
     digest = hashlib.sha256(repr((sorted(described.items()), plain, collected.aliases)).encode()).digest()
     said = ranks.gather((about, digest))
     for rank, (other, _) in enumerate(said):
-        for name, value in about.items():
+        for name in about:
             if said[0][0][name] != other[name]:
                 raise CheckpointMismatchError(
-                    f"{name}: rank 0 saves with {said[0][0][name]!r} and rank {rank} with {other[name]!r}; all ranks must "
-                    "call save alike"
+                    f"{name}: rank 0 saves with {said[0][0][name]!r} and rank {rank} with {other[name]!r}; all ranks "
+                    "must call save alike"
                 )
     everyone = list(range(ranks.size))
     if all(each == digest for _, each in said):
         return dict.fromkeys(described, everyone)
     holders: dict[str, list[int]] = {}
     gathered = ranks.gather((described, plain))
-    first: dict[str, tuple[int, Any]] = {}
+    tensors_of: dict[str, tuple[int, Any, str]] = {}
+    values_of: dict[str, tuple[int, Any, str]] = {}
     for rank, (tensors, values) in enumerate(gathered):
         for key, what in tensors.items():
             holders.setdefault(key, []).append(rank)
-            _same(key, what, rank, first)
+            _same(key, what, what, rank, tensors_of)
         for name, value in values.items():
-            _same(f"{name} ", value, rank, first)
+            _same(name, value, _short(value), rank, values_of)
     return holders
 
 
-def _same(key: str, what: Any, rank: int, first: dict[str, tuple[int, Any]]) -> None:
-    one, there = first.setdefault(key, (rank, what))
-    if repr(there) != repr(what):
+def _same(key: str, what: Any, text: str, rank: int, first: dict[str, tuple[int, Any, str]]) -> None:
+    one, its_value, its_text = first.setdefault(key, (rank, what, text))
+    if repr(its_value) != repr(what):
         raise CheckpointMismatchError(
-            f"{key.strip()} is {_short(there)} on rank {one} and {_short(what)} on rank {rank}; make it equal, or wrap it "
-            "in PerRank for every rank's to be saved"
+            f"{key} is {its_text} on rank {one} and {text} on rank {rank}; make it equal, or "
+            "wrap it in PerRank for every rank's to be saved"
         )
 
 
@@ -182,11 +183,12 @@ def _short(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def _described(tensor: torch.Tensor, owned: bool) -> tuple[object, ...]:
+def _described(tensor: torch.Tensor, owned: bool) -> str:
     """What must be equal on the ranks that hold a tensor: of plain ones that no module owns, the values, too."""
+    described = f"a tensor of dtype {name_of(tensor.dtype)} and shape {tuple(tensor.shape)}"
     if owned or isinstance(tensor, DTensor) or tensor.numel() * tensor.element_size() > _MOST_COMPARED:
-        return str(tensor.dtype), tuple(tensor.shape)
-    return str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(bytes_of(tensor)).hexdigest()
+        return described
+    return f"{described} with the SHA-256 {hashlib.sha256(bytes_of(tensor)).hexdigest()}"
 
 
 def _shared(value: Any) -> Any:
@@ -203,9 +205,9 @@ def _own_layout(ranks: Ranks, collected: Collected, holders: dict[str, list[int]
     boxes: list[tuple[str, Box]] = []
     for turn, key in enumerate(sorted(collected.tensors)):
         tensor = collected.tensors[key]
-        found = boxes_of(key, tensor)
+        parts = boxes_of(key, tensor)
         if writes(tensor, turn, ranks.rank, holders[key]):
-            boxes += [(key, box) for box in found]
+            boxes += [(key, box) for box in parts]
     for key, tensor in collected.own.items():
         boxes += [(key, box) for box in boxes_of(key, tensor)]
     return lay_out(f"rank-{ranks.rank:05d}.safetensors", boxes)
@@ -287,7 +289,7 @@ def _united(one: Any, other: Any) -> Any:
         tensors = list(dict.fromkeys((*one["tensors"], *other["tensors"])))
         return {"$": kind, "tensors": tensors, "extra": {**other["extra"], **one["extra"]}}
     groups = [
-        {**ours, "params": list(dict.fromkeys((*ours["params"], *theirs["params"])))}
-        for ours, theirs in zip(one["groups"], other["groups"], strict=True)
+        {**ours, "params": list(dict.fromkeys((*ours["params"], *others["params"])))}
+        for ours, others in zip(one["groups"], other["groups"], strict=True)
     ]
     return {"$": kind, "groups": groups, "state": {**other["state"], **one["state"]}}

@@ -1,11 +1,12 @@
 """What a state is made of: modules, optimizers, other objects with a state dict, tensors, and plain values.
 
-A state is a dictionary, which may hold dictionaries. `collect` turns one into tensors by key and trees of JSON, `Target`
-finds for a saved one where each tensor goes, and what is to be done once all of them are there.
+A state is a dictionary, which may hold dictionaries. `collect` turns one into tensors by key and trees of JSON,
+`Target` finds for a saved one where each tensor goes, and what is to be done once all of them are there.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -168,51 +169,51 @@ def collect(state: Mapping[str, Any], rank: int) -> Collected:
     """
     if not isinstance(state, Mapping):
         raise ShardConfigTypeError(f"state: is a {type(state).__name__}; give a dictionary of names")
-    found = Collected()
+    collected = Collected()
     names = _names_of_parameters(state)
     for path, value, _, _ in _leaves(state):
-        if path in found.values or path in found.per_rank:
+        if path in collected.values or path in collected.per_rank:
             raise ShardConfigValueError(f"state: two entries are called {path}; rename one")
         if isinstance(value, nn.Module):
-            found.values[path] = _collect_module(path, _unwrapped(value), found)
+            collected.values[path] = _collect_module(path, _unwrapped(value), collected)
         elif isinstance(value, torch.optim.Optimizer):
-            found.values[path] = _collect_optimizer(path, value, names, found)
+            collected.values[path] = _collect_optimizer(path, value, names, collected)
         elif isinstance(value, PerRank):
             content = value.value.state_dict() if isinstance(value.value, Stateful) else value.value
-            found.per_rank[path] = encode(content, f"{path}@{rank}", found.keep_own)
+            collected.per_rank[path] = encode(content, f"{path}@{rank}", collected.keep_own)
         elif isinstance(value, Stateful):
-            found.values[path] = {"$": "stateful", "value": encode(value.state_dict(), path, found.keep)}
+            collected.values[path] = {"$": "stateful", "value": encode(value.state_dict(), path, collected.keep)}
         else:
-            found.values[path] = encode(value, path, found.keep)
-    return found
+            collected.values[path] = encode(value, path, collected.keep)
+    return collected
 
 
-def _collect_module(path: str, module: nn.Module, found: Collected) -> dict[str, Any]:
+def _collect_module(path: str, module: nn.Module, collected: Collected) -> dict[str, Any]:
     content, aliases, _ = _module_content(module)
     extra = {}
     tensors = []
     for name, value in content.items():
         key = f"{path}.{name}"
         if not isinstance(value, torch.Tensor):
-            extra[name] = encode(value, key, found.keep_owned)
+            extra[name] = encode(value, key, collected.keep_owned)
             continue
         tensors.append(name)
         if name in aliases:
-            found.aliases[key] = f"{path}.{aliases[name]}"
+            collected.aliases[key] = f"{path}.{aliases[name]}"
         else:
-            found.keep_owned(key, value)
+            collected.keep_owned(key, value)
     return {"$": "module", "tensors": tensors, "extra": extra}
 
 
 def _collect_optimizer(
-    path: str, optimizer: torch.optim.Optimizer, names: dict[int, str], found: Collected
+    path: str, optimizer: torch.optim.Optimizer, names: dict[int, str], collected: Collected
 ) -> dict[str, Any]:
     groups = [_named_group(path, group, names) for group in optimizer.param_groups]
     state = {}
     for parameter, values in optimizer.state.items():
         if name := names.get(id(parameter)):
-            state[name] = encode(values, f"{path}.state.{name}", found.keep_owned)
-    return {"$": "optimizer", "groups": encode(groups, f"{path}.param_groups", found.keep), "state": state}
+            state[name] = encode(values, f"{path}.state.{name}", collected.keep_owned)
+    return {"$": "optimizer", "groups": encode(groups, f"{path}.param_groups", collected.keep), "state": state}
 
 
 def _named_group(path: str, group: dict[str, Any], names: dict[int, str]) -> dict[str, Any]:
@@ -220,8 +221,8 @@ def _named_group(path: str, group: dict[str, Any], names: dict[int, str]) -> dic
     if None in parameters:
         shape = tuple(group["params"][parameters.index(None)].shape)
         raise ShardConfigValueError(
-            f"{path} steps on a parameter of shape {shape} that no module of the state holds, so it has no name; put its "
-            "module into the state, too, and make the optimizer after fully_shard"
+            f"{path} steps on a parameter of shape {shape} that no module of the state holds, so it has no name; "
+            "put its module into the state, too, and make the optimizer after fully_shard"
         )
     return {**group, "params": parameters}
 
@@ -256,7 +257,7 @@ class Target:
         names = _names_of_parameters(state)
         by_name = _parameters_of(state)
         for path, value, container, name in _leaves(state):
-            saved = self._manifest.values.get(path)
+            saved: Any = self._manifest.values.get(path)
             if isinstance(value, PerRank):
                 self._add_per_rank(path, value)
             elif path not in self._manifest.values:
@@ -279,9 +280,9 @@ class Target:
             each.generator.set_state(each.state)
 
     def _add_kind(self, path: str, saved: Any, kind: str, add: Callable[[], None]) -> None:
-        there = saved.get("$") if isinstance(saved, dict) else None
-        if there != kind:
-            self.problems.append(f"{path}: is a {kind} here, and {_spoken(there)} in the checkpoint")
+        kind_there = saved.get("$") if isinstance(saved, dict) else None
+        if kind_there != kind:
+            self.problems.append(f"{path}: is a {kind} here, and {_spoken(kind_there)} in the checkpoint")
         else:
             add()
 
@@ -294,13 +295,16 @@ class Target:
             self.problems.append(f"{key}: has shape {tuple(tensor.shape)} here, and {saved.shape} in the checkpoint")
         elif tensor.dtype != saved.dtype and not (self._cast and _can_cast(saved.dtype, tensor.dtype)):
             hint = "; cast=True converts it" if _can_cast(saved.dtype, tensor.dtype) else ""
-            here, there = name_of(tensor.dtype), name_of(saved.dtype)
-            self.problems.append(f"{key}: has dtype {here} here, and {there} in the checkpoint{hint}")
+            here, saved_as = name_of(tensor.dtype), name_of(saved.dtype)
+            self.problems.append(f"{key}: has dtype {here} here, and {saved_as} in the checkpoint{hint}")
         else:
-            self.wanted.setdefault(self._manifest.aliases.get(key, key), []).append(tensor.detach())
+            self.wanted.setdefault(self._key(key), []).append(tensor.detach())
+
+    def _key(self, key: str) -> str:
+        return self._manifest.aliases.get(key, key)
 
     def _saved(self, key: str) -> SavedTensor | None:
-        return self._manifest.tensors.get(self._manifest.aliases.get(key, key))
+        return self._manifest.tensors.get(self._key(key))
 
     def _fetch(self, key: str, now: torch.Tensor | None) -> torch.Tensor:
         """The tensor that a value in a tree will be: the one that is there, if it fits, or a new one."""
@@ -327,7 +331,7 @@ class Target:
         if isinstance(made, GeneratorState):
             self._generators.append(made)
         elif isinstance(value, MutableMapping) and isinstance(made, dict):
-            self._finish.append(lambda: (value.clear(), value.update(made)) and None)
+            self._finish.append(lambda: _become(value, made))
         elif isinstance(container, (MutableMapping, list)):
             self._finish.append(lambda: container.__setitem__(name, made))
         elif made != value:
@@ -346,16 +350,15 @@ class Target:
         now = value.value if stateful is None else stateful.state_dict()
         if len(saved) == self._ranks:
             made = self._decoded(saved[self._rank], now)
-            finish = lambda: made  # noqa: E731
+            self._finish.append(lambda: self._finish_per_rank(value, stateful, made))
         elif value.resize is None:
             self.problems.append(
                 f"{path}: has values of {len(saved)} ranks, and there are {self._ranks} now; give PerRank a `resize`"
             )
-            return
         else:
             every, resize = [self._decoded(each, None) for each in saved], value.resize
-            finish = lambda: resize(every, self._rank, self._ranks)  # noqa: E731
-        self._finish.append(lambda: self._finish_per_rank(value, stateful, finish()))
+            fit = functools.partial(resize, every, self._rank, self._ranks)
+            self._finish.append(lambda: self._finish_per_rank(value, stateful, fit()))
 
     def _finish_per_rank(self, value: PerRank, stateful: Stateful | None, made: Any) -> None:
         if isinstance(made, GeneratorState):
@@ -366,16 +369,21 @@ class Target:
             value.value = made
 
     def _add_module(self, path: str, module: nn.Module, saved: dict[str, Any]) -> None:
-        content, _, plain = _module_content(module)
+        content, ties, plain = _module_content(module)
         tensors = {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
-        there = set(saved["tensors"])
-        self.missing += [f"{path}.{name}" for name in content if name not in there and name not in saved["extra"]]
+        names = set(saved["tensors"])
+        self.missing += [f"{path}.{name}" for name in content if name not in names and name not in saved["extra"]]
         self.unexpected += [f"{path}.{name}" for name in (*saved["tensors"], *saved["extra"]) if name not in content]
-        made = {name: _materialised(value) for name, value in tensors.items() if name in there}
+        made: dict[str, torch.Tensor] = {}
+        for name in (each for each in tensors if each in names):
+            first = ties.get(name)
+            if first in made and self._key(f"{path}.{first}") != self._key(f"{path}.{name}"):
+                self.problems.append(f"{path}.{name}: is one with {path}.{first} here, and another in the checkpoint")
+            made[name] = made[first] if first in made else _materialised(tensors[name])
         for name, tensor in made.items():
             self.want(f"{path}.{name}", tensor)
         extra = {name: self._decoded(value, content[name]) for name, value in saved["extra"].items() if name in content}
-        replaced = any(made[name] is not tensors[name] for name in made)
+        replaced = {name for name in made if made[ties.get(name, name)] is not tensors[ties.get(name, name)]}
         self._finish.append(lambda: _finish_module(module, made, extra, plain, replaced))
 
     def _add_optimizer(
@@ -393,10 +401,10 @@ class Target:
                 f"{path}: has {len(here)} groups of parameters here, and {len(groups)} in the checkpoint"
             )
             return
-        for index, (ours, theirs) in enumerate(zip(here, groups, strict=True)):
+        for index, (ours, saved_group) in enumerate(zip(here, groups, strict=True)):
             where = f"{path}.param_groups.{index}"
-            self.missing += [f"{where}.{name}" for name in ours["params"] if name not in set(theirs["params"])]
-            self.unexpected += [f"{where}.{name}" for name in theirs["params"] if name not in set(ours["params"])]
+            self.missing += [f"{where}.{name}" for name in ours["params"] if name not in set(saved_group["params"])]
+            self.unexpected += [f"{where}.{name}" for name in saved_group["params"] if name not in set(ours["params"])]
         groups = [{**each, "params": ours["params"]} for each, ours in zip(groups, here, strict=True)]
         stepped = {name for group in here for name in group["params"]}
         state = {}
@@ -419,12 +427,17 @@ class Target:
 
 
 def _parameters_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    parameters: dict[str, torch.Tensor] = {}
     for path, value, _, _ in _leaves(state):
         if isinstance(value, nn.Module):
             for name, parameter in _unwrapped(value).named_parameters(remove_duplicate=False):
-                found[f"{path}.{plain_name(name)}"] = parameter
-    return found
+                parameters[f"{path}.{plain_name(name)}"] = parameter
+    return parameters
+
+
+def _become(value: MutableMapping[Any, Any], made: dict[Any, Any]) -> None:
+    value.clear()
+    value.update(made)
 
 
 def _spoken(kind: str | None) -> str:
@@ -457,14 +470,29 @@ def _state_like(parameter: DTensor, saved: SavedTensor) -> DTensor:
 
 
 def _finish_module(
-    module: nn.Module, tensors: dict[str, torch.Tensor], extra: dict[str, Any], plain: bool, replaced: bool
+    module: nn.Module, tensors: dict[str, torch.Tensor], extra: dict[str, Any], plain: bool, replaced: set[str]
 ) -> None:
+    if replaced:
+        tensors = _as_parameters(module, tensors, replaced)
     for state in states_below(module):
         state.overwritten()
     if replaced or not plain:
-        module.load_state_dict(_spelled(module, {**tensors, **extra}), strict=False, assign=replaced)
+        module.load_state_dict(_spelled(module, {**tensors, **extra}), strict=False, assign=bool(replaced))
     elif extra:
         module.load_state_dict(_spelled(module, extra), strict=False)
+
+
+def _as_parameters(module: nn.Module, tensors: dict[str, torch.Tensor], replaced: set[str]) -> dict[str, torch.Tensor]:
+    """Tensors to assign: parameters that are there already as they are, and one new parameter for each new tensor."""
+    assigned, new = dict(tensors), dict[int, nn.Parameter]()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        name = plain_name(name)
+        if name in replaced:
+            tensor = tensors[name]
+            assigned[name] = new.setdefault(id(tensor), nn.Parameter(tensor, requires_grad=parameter.requires_grad))
+        elif name in tensors:
+            assigned[name] = parameter
+    return assigned
 
 
 def _spelled(module: nn.Module, values: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved comes back to the bit, at any number of ranks, and training goes on as if never stopped."""
+"""Checkpoints: what is saved comes back to the bit, at any number of ranks, and training goes on as it would have"""
 
 from __future__ import annotations
 
@@ -154,8 +154,8 @@ def tensor_parallel_run(world):
     model = Transformer(tied=True, dropout=0.1)
     model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
     for block in model.blocks:
-        plan = {"mlp.up": ColwiseParallel(), "mlp.gate": ColwiseParallel(), "mlp.down": RowwiseParallel()}
-        parallelize_module(block, mesh["tp"], {name: style for name, style in plan.items() if has(block, name)})
+        plan = {"up": ColwiseParallel(), "gate": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block.feed_forward, mesh["tp"], plan)
         cs.fully_shard(block, mesh=mesh["dp"])
     cs.fully_shard(model, mesh=mesh["dp"])
     assert any(p.device_mesh.ndim == 2 for p in model.parameters())
@@ -173,14 +173,10 @@ def tensor_parallel_run(world):
     }
 
 
-def has(module, path):
-    return path in dict(module.named_modules())
-
-
 JOB = "checkpoint.test_save_and_load"
 
 
-@pytest.mark.parametrize("how, world", [("fsdp", 1), ("fsdp", 3), ("hsdp", 4), ("tp", 4)])
+@pytest.mark.parametrize(("how", "world"), [("fsdp", 1), ("fsdp", 3), ("hsdp", 4), ("tp", 4)])
 def test_loads_on_other_ranks_and_meshes_and_back(tmp_path, how, world):
     POOL.run(f"{JOB}:save_job", 2, {"tmp_path": tmp_path})
     POOL.run(f"{JOB}:load_job", world, {"tmp_path": tmp_path, "how": how})
@@ -189,7 +185,7 @@ def test_loads_on_other_ranks_and_meshes_and_back(tmp_path, how, world):
 
 
 def large_job(rank, world, tmp_path, save):
-    torch.manual_seed(rank)
+    torch.manual_seed(rank + 10 * save)
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))  # 4 MiB each
     for layer in model:
         cs.fully_shard(layer)
@@ -242,14 +238,14 @@ def test_plain_values_come_back_as_they_were(tmp_path):
     assert repr(state["values"]) == repr(VALUES)
     for one, two in zip(state["history"], tensors, strict=True):
         assert one.dtype == two.dtype
-        assert torch.equal(one.view(-1).view(torch.uint8), two.contiguous().view(-1).view(torch.uint8))
+        assert torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8))
 
 
 @distributed(world=2)
 def test_values_that_differ_by_rank_are_kept_by_rank_or_refused(rank, world, tmp_path):
     for differs in (rank, torch.tensor([rank]), torch.Generator().manual_seed(rank), [torch.tensor(rank), 1]):
         with pytest.raises(
-            cs.CheckpointMismatchError, match="here .*on rank 0 and .*on rank 1; make it equal, or wrap"
+            cs.CheckpointMismatchError, match=r"here[.0]* .*on rank 0 and .*on rank 1; make it equal, or wrap"
         ):
             checkpoint.save(tmp_path, {"here": differs}, step=0)
     checkpoint.save(tmp_path, {"here": checkpoint.PerRank({"rank": rank, "t": torch.tensor([rank])})}, step=0)
@@ -289,7 +285,6 @@ def test_a_model_on_meta_is_materialised_by_its_checkpoint(rank, world, tmp_path
     state = run(0)
     checkpoint.save(tmp_path, {"model": state["model"]}, step=0)
     with torch.device("meta"):
-        model = nn.Linear(1, 1)
         model = Transformer(tied=True, dropout=0.1)
         model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
     for block in model.blocks:
@@ -298,6 +293,11 @@ def test_a_model_on_meta_is_materialised_by_its_checkpoint(rank, world, tmp_path
     checkpoint.load(tmp_path, {"model": model})
     for (name, one), two in zip(model.named_parameters(), state["model"].parameters(), strict=True):
         assert torch.equal(one.full_tensor(), two.full_tensor()), name
+    assert model.head.weight is model.embed.weight
+    model.eval()
+    model.cos, model.sin = state["model"].cos, state["model"].sin  # no checkpoint has them, they are not persistent
+    batch = token_batch(rank, 0)[0]
+    assert torch.equal(model(batch), state["model"].eval()(batch))
     assert model.seen.device.type == "cpu"
 
 

@@ -36,14 +36,14 @@ def boxes_of(key: str, tensor: torch.Tensor) -> list[Box]:
     _check(key, local)
     if not local.numel():
         return []
-    found = []
+    boxes = []
     chunks: Any = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # how DTensors tell checkpoints
     if len(chunks) == 1:
         return [Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes), local)]
     for chunk in chunks:
         part = tensor.__get_tensor_shard__(_index(key, chunk))  # type: ignore[no-untyped-call]
-        found.append(Box(tuple(chunk.offsets), tuple(chunk.sizes), part.detach()))
-    return found
+        boxes.append(Box(tuple(chunk.offsets), tuple(chunk.sizes), part.detach()))
+    return boxes
 
 
 def _index(key: str, chunk: Any) -> Any:
@@ -59,8 +59,8 @@ def _check(key: str, local: torch.Tensor) -> None:
         )
     if local.layout != torch.strided or local.is_quantized:
         raise ShardConfigValueError(
-            f"{key} is {'quantized' if local.is_quantized else 'sparse'}: checkpoints hold dense tensors; dequantize it, "
-            "or leave it out of the state"
+            f"{key} is {'quantized' if local.is_quantized else 'sparse'}: checkpoints hold dense tensors; "
+            "dequantize it, or leave it out of the state"
         )
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..._errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointUnsafeError, ShardConfigValueError
-from . import manifest
 from .._io import files
+from .manifest import NAME
 
 LATEST = "LATEST"
 _COMMITTED = re.compile(r"step-([0-9]{8,18})(?:-([0-9]{1,9}))?", re.ASCII)
@@ -38,13 +38,13 @@ class Committed:
 
 def committed(directory: Path) -> list[Committed]:
     """All committed checkpoints of a directory, oldest step first; none where the directory does not exist."""
-    found = []
+    checkpoints = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for entry in os.scandir(directory):
             named = _COMMITTED.fullmatch(entry.name)
-            if named and entry.is_dir(follow_symlinks=False) and (directory / entry.name / manifest.NAME).is_file():
-                found.append(Committed(int(named[1]), int(named[2] or 0), directory / entry.name))
-    return sorted(found)
+            if named and entry.is_dir(follow_symlinks=False) and (directory / entry.name / NAME).is_file():
+                checkpoints.append(Committed(int(named[1]), int(named[2] or 0), directory / entry.name))
+    return sorted(checkpoints)
 
 
 def newest(directory: Path) -> Committed | None:
@@ -55,19 +55,19 @@ def newest(directory: Path) -> Committed | None:
         CheckpointCorruptError: it names a checkpoint that is not there.
     """
     path = directory / LATEST
-    found = committed(directory)
+    checkpoints = committed(directory)
     if not os.path.lexists(path):
-        return found[-1] if found else None
+        return checkpoints[-1] if checkpoints else None
     try:
         name = files.read_file(path, 1024).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointUnsafeError(f"{path} is no file of this library's: {error}") from None
     if _COMMITTED.fullmatch(name) is None:
         raise CheckpointUnsafeError(f"{path} names {name[:200]!r}, which is not the name of a checkpoint")
-    for each in found:
+    for each in checkpoints:
         if each.path.name == name:
             return each
-    others = ", ".join(each.path.name for each in found) or "none"
+    others = ", ".join(each.path.name for each in checkpoints) or "none"
     raise CheckpointCorruptError(
         f"{path} names {name}, which is not there or has no manifest; committed are: {others}. Give the step to load, "
         f"or remove {LATEST}, for the one of the highest step to be used"
@@ -81,17 +81,19 @@ def find(directory: Path, step: int | None) -> Committed:
         CheckpointIncompleteError: there is none.
     """
     named = _COMMITTED.fullmatch(directory.name)
-    if (directory / manifest.NAME).is_file():
+    if (directory / NAME).is_file():
         if step is not None and named and int(named[1]) != step:
             raise CheckpointIncompleteError(f"{directory} is not a checkpoint of step {step}")
         return Committed(int(named[1]) if named else 0, 0, directory)
-    found = newest(directory) if step is None else next((e for e in committed(directory)[::-1] if e.step == step), None)
-    if found is not None:
-        return found
-    there = ", ".join(str(each.step) for each in committed(directory)) or "none"
+    checkpoint = (
+        newest(directory) if step is None else next((e for e in committed(directory)[::-1] if e.step == step), None)
+    )
+    if checkpoint is not None:
+        return checkpoint
+    steps = ", ".join(str(each.step) for each in committed(directory)) or "none"
     partial = "; a save that has not ended is there, and does not count" if partials(directory) else ""
     wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-    raise CheckpointIncompleteError(f"{directory} holds {wanted}; committed steps: {there}{partial}")
+    raise CheckpointIncompleteError(f"{directory} holds {wanted}; committed steps: {steps}{partial}")
 
 
 def partials(directory: Path) -> list[Path]:
@@ -118,15 +120,15 @@ def begin(directory: Path, step: int, overwrite: bool) -> Attempt:
     Raises:
         ShardConfigValueError: a checkpoint of the step is there, and `overwrite` is not set.
     """
-    if _COMMITTED.fullmatch(directory.name) and (directory / manifest.NAME).is_file():
+    if _COMMITTED.fullmatch(directory.name) and (directory / NAME).is_file():
         raise ShardConfigValueError(f"directory: {directory} is itself a checkpoint; give the directory that it is in")
     name = f"step-{step:08d}"
     same = [each.again for each in committed(directory) if each.step == step]
     latest = newest(directory) if same else None
     if same and not overwrite and latest is not None and step <= latest.step:
         raise ShardConfigValueError(
-            f"step: {directory} has a checkpoint of step {step} already; save another step, remove it "
-            "(`composable_shard.checkpoint.prune`), or give overwrite=True, which replaces it once the new one is committed"
+            f"step: {directory} has a checkpoint of step {step} already; save another step, remove it (`prune`), "
+            "or give overwrite=True, which replaces it once the new one is committed"
         )
     final = directory / (f"{name}-{max(same) + 1}" if same else name)
     if os.path.lexists(final):
@@ -138,7 +140,7 @@ def begin(directory: Path, step: int, overwrite: bool) -> Attempt:
 
 def commit(attempt: Attempt, manifest: bytes) -> None:
     """With all other files on disk: write the manifest, give the directory its name, and let LATEST name it."""
-    files.write_file(attempt.partial / manifest.NAME, manifest)
+    files.write_file(attempt.partial / NAME, manifest)
     files.sync_directory(attempt.partial)
     files.rename(attempt.partial, attempt.final)
     files.replace_file(attempt.final.parent / LATEST, attempt.final.name.encode())
@@ -146,10 +148,10 @@ def commit(attempt: Attempt, manifest: bytes) -> None:
 
 def removable(directory: Path, keep: int) -> Iterator[Path]:
     """What may go: all but the `keep` newest steps and the latest, and saves of a step that was saved again."""
-    found = committed(directory)
+    checkpoints = committed(directory)
     latest = newest(directory)
-    best = {each.step: each for each in found}  # of each step, the last save
+    best = {each.step: each for each in checkpoints}  # of each step, the last save
     kept = {best[step].path for step in sorted(best)[max(len(best) - keep, 0) :]}
     if latest is not None:
         kept.add(latest.path)
-    yield from (each.path for each in found if each.path not in kept)
+    yield from (each.path for each in checkpoints if each.path not in kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import json
 import math
 import re
@@ -257,7 +258,7 @@ def _check(manifest: Manifest) -> None:
 
 
 def _neighbours(ranges: list[tuple[int, int, str]]) -> Iterator[tuple[tuple[int, int, str], tuple[int, int, str]]]:
-    return zip(ranges, ranges[1:], strict=False)
+    return itertools.pairwise(ranges)
 
 
 def _overlap(tensor: SavedTensor) -> bool:

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from ..._errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointUnsafeError
-from .boxes import Box, boxes_of
 from .._io import files
 from .._io.digests import BLOCK, digest
+from .boxes import Box, boxes_of
 from .manifest import MOST_BYTES, NAME, Manifest, Piece, SavedTensor
 
 _AT_ONCE = 1 << 23  # bytes that are read at once where they do not go straight to where they are wanted
@@ -87,7 +87,7 @@ class Reader:
         """Ask for tensors by key."""
         for key, tensors in wanted.items():
             for tensor in tensors:
-                for copy in copies_for(key, self.manifest.tensors[key], tensor):
+                for copy in copies_for(key, self._manifest.tensors[key], tensor):
                     self._copies.setdefault(copy.piece.file, []).append(copy)
         for copies in self._copies.values():
             copies.sort(key=lambda copy: copy.piece.begin)
@@ -185,14 +185,14 @@ def _read_into(descriptor: int, view: memoryview, at: int, path: Path) -> None:
 
 def _blocks(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
     """Ranges of blocks that hold ranges of bytes, which come in the order of the file."""
-    found: list[tuple[int, int]] = []
+    blocks: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
         first, last = begin // BLOCK, -(-end // BLOCK)
-        if found and first <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], last))
+        if blocks and first <= blocks[-1][1]:
+            blocks[-1] = (blocks[-1][0], max(blocks[-1][1], last))
         else:
-            found.append((first, last))
-    return found
+            blocks.append((first, last))
+    return blocks
 
 
 def manifest_bytes(path: Path) -> bytes:

@@ -110,12 +110,12 @@ def decode(saved: Any, now: Any, fetch: Fetch) -> Any:
     """
     if isinstance(saved, list):
         known = now if isinstance(now, (list, tuple)) and len(now) == len(saved) else [None] * len(saved)
-        return [decode(each, there, fetch) for each, there in zip(saved, known, strict=True)]
+        return [decode(each, present, fetch) for each, present in zip(saved, known, strict=True)]
     if not isinstance(saved, dict):
         return saved
     if "$" not in saved:
-        there = now if isinstance(now, Mapping) else {}
-        return {name: decode(each, there.get(name), fetch) for name, each in saved.items()}
+        present = now if isinstance(now, Mapping) else {}
+        return {name: decode(each, present.get(name), fetch) for name, each in saved.items()}
     kind = saved["$"]
     try:
         made = _made(kind, saved, now, fetch)
@@ -136,10 +136,10 @@ def _made(kind: Any, saved: dict[str, Any], now: Any, fetch: Fetch) -> Any:
         items = decode(saved["items"], now if isinstance(now, tuple) else None, fetch)
         return torch.Size(items) if kind == "size" else _SEQUENCES[kind](items)
     if kind in ("dict", "counter"):
-        there = now if isinstance(now, Mapping) else {}
+        present = now if isinstance(now, Mapping) else {}
         pairs = [(decode(name, None, fetch), each) for name, each in saved["items"]]
-        found = {name: decode(each, there.get(name), fetch) for name, each in pairs}
-        return collections.Counter(found) if kind == "counter" else found
+        content = {name: decode(each, present.get(name), fetch) for name, each in pairs}
+        return collections.Counter(content) if kind == "counter" else content
     return _plain(kind, saved)
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .boxes import Box
 from .._io.digests import Digester
 from .._io.files import NewFile
+from .boxes import Box
 from .manifest import SAFETENSORS, Piece, SavedFile
 
 _ALIGNED = 64  # bytes at a multiple of which the tensors begin, and every tensor of at least as many

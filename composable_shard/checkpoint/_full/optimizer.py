@@ -14,8 +14,8 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from ..._errors import CheckpointError
 from ..._torch.core import tree_tensors
-from .state import placed_like
 from .ranks import ModelRanks
+from .state import placed_like
 from .tensors import Held, Holdings, plain_name
 from .transfer import Expected, Part, cut_of, gathered, sent
 

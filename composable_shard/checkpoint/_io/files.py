@@ -121,11 +121,11 @@ def opened(path: Path) -> Iterator[int]:
 
 def size_of(path: Path) -> int:
     """Bytes of an ordinary file; an OSError where it is none, or a link."""
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode):
-        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not an ordinary file"
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not an ordinary file"
         raise OSError(errno.EINVAL, kind, str(path))
-    return found.st_size
+    return status.st_size
 
 
 def read_file(path: Path, most: int) -> bytes:
