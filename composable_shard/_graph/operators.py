@@ -3,7 +3,7 @@
 Dynamo records one call of `unshard`. AOTAutograd traces through its autograd kernel, down to operators in two halves,
 which stay visible in the graph: a launch gives a token, and the wait for that token gives the result.
 
-    all_gather_into_tensor(shards) -> token     wait_weights(token, shards) -> unsharded parameters
+    all_gather_into_tensor(shards) -> token     wait_weights(token, shards) -> unsharded parameters, mark
     reduce_scatter_tensor(gradients) -> token   wait_gradients(token) -> this rank's pieces of the averages
 
 On a mesh of replicas `all_reduce` takes the token of a reduce-scatter and gives that of the all-reduce that follows.
@@ -20,8 +20,10 @@ The other operators are for what cannot be decided when a graph is made:
     keep     keep unsharded gradients for a later backward (gradient sync is off)
     settle   a parameter got no gradient on this rank; if another rank had one, add the reduced one to `.grad`
 
-and `touch` does nothing: it needs a weight in backward, so that this rank gathers again whether or not its own graph
-has another need of it. Ranks that use different parameters of a group then still issue the same collectives.
+and `touch` does nothing: it needs in backward what comes behind the weights, an empty tensor, so that this rank gathers
+again whether or not its own graph has a need of it. Ranks that use different parameters of a group then still issue the
+same collectives. A weight would do, too, but a compiler may put `touch` at the end of a graph, and the memory of all
+weights of a group is one slot of the pool: it would be held until then.
 """
 
 from __future__ import annotations
@@ -137,12 +139,12 @@ def _dtypes(names: str) -> list[torch.dtype]:
 
 
 def _gather(layout: Layout, shards: Sequence[torch.Tensor], anchor: torch.Tensor) -> list[torch.Tensor]:
-    """All-gather the parameters of a group."""
+    """All-gather the parameters of a group; behind them comes an empty tensor."""
     ops = torch.ops.composable_shard
     launch = ops.all_gather_into_tensor if layout.world > 1 else ops.copy_weights
     token = launch(shards, anchor, layout.key)
-    weights: list[torch.Tensor] = ops.wait_weights(token, shards, anchor, layout.key)
-    return weights
+    results: list[torch.Tensor] = ops.wait_weights(token, shards, anchor, layout.key)
+    return results
 
 
 @dataclass(frozen=True)
@@ -198,17 +200,17 @@ class _Unshard(torch.autograd.Function):
         stored = {i: shard.dtype for i, shard in enumerate(shards) if shard.requires_grad}
         ctx.use = _Use(_layouts[key], fate, factor, only_sums, stored)
         ctx.set_materialize_grads(False)
-        outputs = tuple(_gather(_layouts[key], shards, anchor))
-        ctx.save_for_backward(anchor, *(outputs[:1] if again else ()))
+        *outputs, mark = _gather(_layouts[key], shards, anchor)
+        ctx.save_for_backward(anchor, *((mark,) if again else ()))
         ctx.mark_non_differentiable(*[out for i, out in enumerate(outputs) if i not in stored])
-        return outputs
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        use, (anchor, *weights), ops = ctx.use, ctx.saved_tensors, torch.ops.composable_shard
+        use, (anchor, *marks), ops = ctx.use, ctx.saved_tensors, torch.ops.composable_shard
         given = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None}
-        for weight in weights:
-            ops.touch(weight, next(iter(given.values())))
+        for mark in marks:
+            ops.touch(mark, next(iter(given.values())))
         if use.fate == KEEP:
             ops.keep(list(given.values()), anchor, list(given), len(gradients))
             return (None,) * (2 + len(gradients))
@@ -225,7 +227,7 @@ def _with_gradients(shards: list[torch.Tensor], tag: torch.Tensor | None, *how: 
 
 
 def _without_gradients(shards: list[torch.Tensor], tag: torch.Tensor | None, key: str, *how: Any) -> list[torch.Tensor]:
-    return _gather(_layouts[key], shards, _anchor(shards, tag))
+    return _gather(_layouts[key], shards, _anchor(shards, tag))[:-1]
 
 
 # ---- what is on its way while a graph runs
@@ -280,7 +282,7 @@ def _wait_weights(
     gather = _gathers.take(token)
     if gather is None:  # the compiler has kept the token for backward, and waits for it a second time there
         gather = registry.known(anchor).exchange().gather(shards)
-    return gather.finish()
+    return [*gather.finish(), token.new_empty(0)]
 
 
 def _launch_reduction(
@@ -403,7 +405,7 @@ for _name in ("all_gather_into_tensor", "copy_weights"):
 _define(
     "wait_weights(Tensor token, Tensor[] shards, Tensor anchor, str key) -> Tensor[]",
     _wait_weights,
-    lambda token, shards, anchor, key: _layouts[key].room_for_weights(shards),
+    lambda token, shards, anchor, key: [*_layouts[key].room_for_weights(shards), token.new_empty(0)],
 )
 for _name in ("reduce_scatter_tensor", "all_reduce", "copy_gradients"):
     _define(
@@ -420,6 +422,6 @@ _define(
 )
 _define("keep(Tensor[] gradients, Tensor anchor, int[] indices, int count) -> ()", _keep, _nothing)
 _define("settle(Tensor[] pieces, Tensor marks, Tensor anchor, int[] indices) -> ()", _settle, _nothing)
-_define("touch(Tensor weight, Tensor gradient) -> ()", _nothing, _nothing)
+_define("touch(Tensor mark, Tensor gradient) -> ()", _nothing, _nothing)
 for _name in ("keep", "settle", "touch"):
     has_side_effect(getattr(torch.ops.composable_shard, _name).default)

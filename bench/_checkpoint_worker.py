@@ -1,0 +1,272 @@
+"""One rank of `checkpoint.py`: seconds of saves and loads of a state, in turns, and of what they are compared with."""
+
+import functools
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+import _launch
+import composable_shard as cs
+from _engines import shard_units
+from composable_shard import checkpoint
+
+COLUMNS = 1024
+AT_ONCE = 1 << 26  # bytes of one plain write or read
+GROUPS = 16
+WRITER = """
+import os, sys
+path, total, at_once = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+data = bytes(at_once)
+descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+while total > 0:
+    total -= os.write(descriptor, data[: min(total, at_once)])
+os.fsync(descriptor)
+"""
+
+
+class Job:
+    """A model and its AdamW, with as many tensors and numbers as are asked for, sharded over all ranks."""
+
+    def __init__(self, parameters: int, tensors: int, engine: str, folder: Path) -> None:
+        count = max(tensors // 3, 1)  # a parameter has two more tensors in the optimizer
+        rows = max(parameters // count // COLUMNS, 2)
+        layers = [nn.Linear(COLUMNS, rows, bias=False) for _ in range(count)]
+        each = -(-count // GROUPS)
+        self.model = nn.Sequential(*(nn.Sequential(*layers[at : at + each]) for at in range(0, count, each)))
+        shard_units(engine, self.model, list(self.model), init_device_mesh("cpu", (dist.get_world_size(),)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=False)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.folder = folder
+        self.buffer = memoryview(bytearray(b"x" * AT_ONCE))
+        self.nbytes = 3 * sum(p.to_local().nbytes for p in self.model.parameters())  # type: ignore[attr-defined]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def of_torch(self) -> dict[str, Any]:
+        """The state as torch's checkpoints take it."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def save(self, step: int) -> None:
+        checkpoint.save(self.folder / "ours", self.state, step=step, overwrite=True)
+
+    def save_dcp(self, step: int) -> None:
+        dcp.save(self.of_torch(), checkpoint_id=self.folder / f"dcp-{step}")
+
+    def save_plain(self, step: int) -> None:
+        """This rank's bytes, written and on disk."""
+        data, left = self.buffer, self.nbytes
+        descriptor = os.open(self.plain(step), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        while left > 0:
+            left -= os.write(descriptor, data[: min(left, AT_ONCE)])
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+    def load(self, step: int) -> None:
+        checkpoint.load(self.folder / "ours", self.state, step=step)
+
+    def load_dcp(self, step: int) -> None:
+        state = self.of_torch()
+        dcp.load(state, checkpoint_id=self.folder / f"dcp-{step}")
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    def load_plain(self, step: int) -> None:
+        with self.plain(step).open("rb", buffering=0) as file:
+            while file.readinto(self.buffer):
+                pass
+
+    def plain(self, step: int) -> Path:
+        return self.folder / f"plain-{step}-{dist.get_rank()}"
+
+    def forget(self) -> None:
+        """Let the system drop what it holds of all files."""
+        for path in self.folder.rglob("*"):
+            if path.is_file():
+                descriptor = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
+
+    def remove(self, step: int) -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.folder / f"dcp-{step}", ignore_errors=True)
+            checkpoint.prune(self.folder / "ours", keep=1)
+        self.plain(step).unlink(missing_ok=True)
+        dist.barrier()
+
+
+def slowest(work: Callable[[], object]) -> float:
+    """Seconds of the slowest rank."""
+    dist.barrier()
+    begin = time.perf_counter()
+    work()
+    took = time.perf_counter() - begin
+    return float(_launch.everyone(torch.tensor(took, dtype=torch.float64)).max())
+
+
+def saves_and_loads(job: Job, settings: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+    """Seconds by operation and by who did it."""
+    saves = {"ours": job.save, "dcp": job.save_dcp, "plain": job.save_plain}
+    loads = {"ours": job.load, "dcp": job.load_dcp, "plain": job.load_plain}
+    seconds: dict[str, dict[str, list[float]]] = {
+        kind: {name: [] for name in saves} for kind in ("save", "load, warm", "load, cold")
+    }
+    for turn in range(settings["rounds"] + 1):
+        names = list(saves)[turn % 3 :] + list(saves)[: turn % 3]
+        figures = [("save", name, slowest(functools.partial(saves[name], turn))) for name in names]
+        for kind in ("load, warm", "load, cold"):
+            for name in names:
+                if kind == "load, cold":
+                    job.forget()
+                figures.append((kind, name, slowest(functools.partial(loads[name], turn))))
+        job.remove(turn)
+        if turn:  # the first one warms up
+            for kind, name, took in figures:
+                seconds[kind][name].append(took)
+    return seconds
+
+
+class Steps:
+    """Compute beside which something is written: the seconds of so many products of matrices."""
+
+    def __init__(self, seconds: float) -> None:
+        self.left, self.right = torch.randn(512, 512), torch.randn(512, 512)
+        self.count = 1
+        while self.run() < seconds / 8:
+            self.count *= 2
+        self.count *= 8
+
+    def run(self) -> float:
+        begin = time.perf_counter()
+        for _ in range(self.count):
+            self.left @ self.right
+        return time.perf_counter() - begin
+
+
+def asynchronous(job: Job, settings: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+    """Seconds for which saves hold up training, and seconds of steps beside them."""
+    synchronous = slowest(lambda: job.save(0))
+    steps = Steps(3 * synchronous)
+    blocks: dict[str, list[float]] = {"ours": [], "ours, synchronous": [], "dcp": []}
+    beside: dict[str, list[float]] = {"nothing": [], "ours": [], "a plain writer": [], "dcp": []}
+    for turn in range(settings["rounds"] + 1):
+        figures: list[tuple[dict[str, list[float]], str, float]] = []
+        figures.append((blocks, "ours, synchronous", slowest(functools.partial(job.save, 10 * turn))))
+        figures.append((beside, "nothing", slowest(steps.run)))
+        handles: list[Any] = []
+
+        def ours(step: int = 10 * turn + 1, handles: list[Any] = handles) -> None:
+            handles.append(checkpoint.async_save(job.folder / "ours", job.state, step=step, overwrite=True))
+
+        def torchs(step: int = turn, handles: list[Any] = handles) -> None:
+            handles.append(dcp.async_save(job.of_torch(), checkpoint_id=job.folder / f"dcp-{step}"))
+
+        def plain(step: int = turn, handles: list[Any] = handles) -> None:
+            argv = [sys.executable, "-c", WRITER, str(job.plain(step)), str(job.nbytes), str(AT_ONCE)]
+            handles.append(subprocess.Popen(argv))
+
+        for name, begin in (("ours", ours), ("a plain writer", plain), ("dcp", torchs)):
+            took = slowest(begin)
+            if name in blocks:
+                figures.append((blocks, name, took))
+            figures.append((beside, name, slowest(steps.run)))
+            handle = handles.pop()
+            handle.wait() if isinstance(handle, subprocess.Popen) else handle.result()
+            dist.barrier()
+        job.remove(turn)
+        if turn:
+            for where, name, took in figures:
+                where[name].append(took)
+    return {"blocked": blocks, "steps beside": beside}
+
+
+def exchanged(settings: dict[str, Any], folder: Path) -> dict[str, dict[str, list[float]]]:
+    """Seconds in which DCP reads a checkpoint, into models of ours and of FSDP2."""
+    jobs = {
+        engine: Job(settings["parameters"], settings["tensors"][-1], engine, folder) for engine in ("ours", "fsdp2")
+    }
+    jobs["ours"].save_dcp(0)
+    seconds: dict[str, list[float]] = {engine: [] for engine in jobs}
+    for turn in range(settings["rounds"] + 1):
+        for engine in sorted(jobs, reverse=bool(turn % 2)):
+            took = slowest(functools.partial(jobs[engine].load_dcp, 0))
+            if turn:
+                seconds[engine].append(took)
+    return {"dcp reads": seconds}
+
+
+def full(job: Job) -> dict[str, int]:
+    """Bytes that `full_state_dict` takes at most on any rank but 0, and on rank 0 beyond the copy that it gives."""
+    before = resident()
+    with_peak = peak_of(lambda: cs.full_state_dict(job.model, rank0_only=True, cpu_offload=True))
+    copy = sum(p.numel() * p.element_size() for p in job.model.parameters()) if dist.get_rank() == 0 else 0
+    largest = max(sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in job.model)
+    beyond = _launch.everyone(torch.tensor(max(with_peak - before - copy, 0)))
+    return {"largest group": largest, "rank 0": int(beyond[0]), "other ranks": int(beyond[1:].max())}
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """The largest resident size during some work."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    keep = work()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    del keep
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    rank, _ = _launch.join()
+    torch.set_num_threads(1)
+    place = [tempfile.mkdtemp(prefix="composable_shard_bench_", dir=settings["folder"]) if rank == 0 else ""]
+    dist.broadcast_object_list(place)
+    folder = Path(place[0])
+    try:
+        answers: dict[str, Any] = {"seconds": [], "full": None}
+        if "exchange" in settings["parts"]:
+            answers["seconds"].append((settings["tensors"][-1], exchanged(settings, folder)))
+        for tensors in settings["tensors"]:
+            job = Job(settings["parameters"], tensors, "ours", folder)
+            if "files" in settings["parts"]:
+                answers["seconds"].append((tensors, saves_and_loads(job, settings)))
+            if "async" in settings["parts"] and tensors == settings["tensors"][0]:
+                answers["seconds"].append((tensors, asynchronous(job, settings)))
+            if "full" in settings["parts"] and tensors == settings["tensors"][-1]:
+                answers["full"] = full(job)
+            answers["bytes"] = job.nbytes
+            del job
+        if rank == 0:
+            _launch.answer(json.dumps(answers))
+        dist.barrier()
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

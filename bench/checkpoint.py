@@ -1,0 +1,123 @@
+"""Saves and loads of a training state, beside torch's DCP and plain writes and reads of the same bytes.
+
+    python bench/checkpoint.py                                      # a model of 350M and its AdamW, world 2: 4 GB
+    python bench/checkpoint.py --parameters 20000000 --rounds 3     # a small one
+
+The model and its optimizer are sharded by this library; all take turns in one run, checksums are made and checked, and
+files are on disk before a save is over. `files`: saves, and loads of files that the system has in memory (warm) and has
+not (cold). `async`: for how long a save that goes on in the background holds up training, and seconds of steps beside
+it and beside a process that writes the same bytes. `exchange`: DCP's files read into models of this library and of
+torch's FSDP2. `full`: the memory that `full_state_dict` takes.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import _launch
+import _report
+
+PARTS = ("files", "async", "exchange", "full")
+LESS_OF = {"blocked": "ours, synchronous", "steps beside": "a plain writer", "dcp reads": "fsdp2"}
+
+
+@dataclass(frozen=True)
+class CheckpointResult:
+    """Seconds of the slowest rank; `over` are ratios to the others, formed within each round."""
+
+    tensors: int
+    operation: str
+    who: str
+    seconds: _report.Spread
+    over: dict[str, _report.Spread]
+
+
+@dataclass(frozen=True)
+class FullResult:
+    """Bytes: of the largest group, unsharded; beyond its copy on rank 0; at most on another rank."""
+
+    largest_group: int
+    rank_0: int
+    other_ranks: int
+
+
+def results_of(tensors: int, operation: str, seconds: dict[str, list[float]]) -> list[CheckpointResult]:
+    """Of one operation: seconds by who did it."""
+    references = [name for name in ("dcp", "plain", LESS_OF.get(operation, "")) if name in seconds]
+    return [
+        CheckpointResult(
+            tensors,
+            operation,
+            who,
+            _report.Spread.of(rounds),
+            {
+                other: _report.Spread.of([one / two for one, two in zip(rounds, seconds[other], strict=True)])
+                for other in references
+            },
+        )
+        for who, rounds in seconds.items()
+    ]
+
+
+def print_table(results: list[CheckpointResult], nbytes: int) -> None:
+    others = list(dict.fromkeys(name for result in results for name in result.over))
+    rows = [
+        [
+            r.operation,
+            str(r.tensors),
+            r.who,
+            str(r.seconds),
+            *(str(r.over[name]) if name in r.over else "-" for name in others),
+        ]
+        for r in results
+    ]
+    _report.table(
+        f"A model and its AdamW: {nbytes / 1e6:,.0f} MB a rank",
+        ["operation", "tensors", "by", "seconds", *(f"/ {name}" for name in others)],
+        rows,
+        "median [quartiles] of interleaved rounds",
+    )
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, default=350_000_000, help="of the model (default: 350,000,000)")
+    parser.add_argument("--tensors", type=_report.integers, default=[64, 4096], help="in all (default: 64,4096)")
+    parser.add_argument("--parts", type=_report.names(PARTS), default=list(PARTS), help=f"(default: {','.join(PARTS)})")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: 5)")
+    parser.add_argument("--world", type=int, default=2, help="number of ranks (default: 2)")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds (default: 1800)")
+    parser.add_argument("--folder", type=Path, default=None, help="where files are written (default: the system's)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    settings = {name: value for name, value in vars(options).items() if name != "json"}
+    settings["folder"] = str(options.folder) if options.folder else None
+    script = Path(__file__).with_name("_checkpoint_worker.py")
+    answer = json.loads(
+        _launch.launch(script, json.dumps(settings), world=options.world, timeout=options.timeout, tuned=False)
+    )
+    results: list[CheckpointResult] = []
+    for tensors, operations in answer["seconds"]:
+        for operation, seconds in operations.items():
+            results += results_of(tensors, operation, seconds)
+    print_table(results, answer["bytes"])
+    held = [FullResult(*answer["full"].values())] if answer["full"] else []
+    for each in held:
+        print(
+            f"full_state_dict: {each.rank_0 / 1e6:,.0f} MB on rank 0 beyond the copy that it gives, "
+            f"{each.other_ranks / 1e6:,.0f} MB on others; the largest group has {each.largest_group / 1e6:,.0f} MB"
+        )
+    if options.json:
+        _report.write_json(options.json, "checkpoint", settings, [*results, *held])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
