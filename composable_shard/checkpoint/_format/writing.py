@@ -8,13 +8,15 @@ block of bytes; here one piece at a time is in memory beside what the model hold
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from .._io.digests import Digester
 from .._io.files import NewFile
+from .._io.writer import write_stream
 from .boxes import Box
 from .manifest import SAFETENSORS, Piece, SavedFile
 
@@ -106,12 +108,21 @@ def stream(layout: FileLayout) -> Iterator[memoryview]:
 
 def write(file: NewFile, data: Iterable[memoryview], algorithm: str) -> SavedFile:
     """Write a file as a whole, so that it is on disk, and give its size and digests."""
-    digester = Digester(algorithm)
-    try:
-        for each in data:
-            digester.update(each)
-            file.write(each)
-        file.commit()
-    finally:
-        file.close()
-    return SavedFile(file.size, digester.finish())
+    return SavedFile(*write_stream(file, data, algorithm))
+
+
+def stage(layout: FileLayout, memory: mmap.mmap) -> None:
+    """Copy a file's bytes into memory as they are at this moment; when it returns, the tensors may change."""
+    memory[: len(layout.header)] = layout.header
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    devices = set()
+    for part in layout.parts:
+        local = part.box.local
+        place = whole[part.begin : part.end]
+        if local.is_cpu:
+            np.copyto(place.numpy(), np.frombuffer(bytes_of(local), np.uint8))  # a copy of memory, faster than copy_
+        else:
+            place.view(local.dtype).view(local.shape).copy_(local, non_blocking=True)
+            devices.add(local.device)
+    for device in devices:
+        torch.accelerator.synchronize(device)
