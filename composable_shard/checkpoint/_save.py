@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from .._errors import CheckpointMismatchError, ShardConfigTypeError, ShardConfigValueError
 from ._format import commits
-from ._format.boxes import Box, boxes_of, writes
 from ._format.manifest import Manifest, Piece, SavedFile, SavedTensor, name_of
-from ._format.writing import FileLayout, bytes_of, lay_out, stream, write
+from ._format.writing import FileLayout, bytes_of, stream, write
 from ._io import digests, files
+from ._layouts import layout_of
 from ._pending import background
 from ._pruning import prune_on_first
 from ._ranks import Ranks
@@ -140,7 +140,7 @@ def prepare(
 
     def lay() -> FileLayout:
         nonlocal attempt
-        layout = _own_layout(ranks, collected, holders)
+        layout = layout_of(ranks, collected, holders)
         if ranks.rank == 0:
             attempt = commits.begin(request.directory, request.step, request.overwrite)
         if stage is not None:
@@ -255,18 +255,6 @@ def _shared(value: Any) -> Any:
     if kind == "optimizer":
         return [{name: each for name, each in group.items() if name != "params"} for group in value["groups"]]
     return value
-
-
-def _own_layout(ranks: Ranks, collected: Collected, holders: dict[str, list[int]]) -> FileLayout:
-    boxes: list[tuple[str, Box]] = []
-    for turn, key in enumerate(sorted(collected.tensors)):
-        tensor = collected.tensors[key]
-        parts = boxes_of(key, tensor)
-        if writes(tensor, turn, ranks.rank, holders[key]):
-            boxes += [(key, box) for box in parts]
-    for key, tensor in collected.own.items():
-        boxes += [(key, box) for box in boxes_of(key, tensor)]
-    return lay_out(f"rank-{ranks.rank:05d}.safetensors", boxes)
 
 
 def write_own(prepared: Prepared) -> SavedFile:

@@ -7,12 +7,12 @@ block of bytes; here one piece at a time is in memory beside what the model hold
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from .._io.files import NewFile
@@ -111,18 +111,19 @@ def write(file: NewFile, data: Iterable[memoryview], algorithm: str) -> SavedFil
     return SavedFile(*write_stream(file, data, algorithm))
 
 
+@torch.no_grad()
 def stage(layout: FileLayout, memory: mmap.mmap) -> None:
     """Copy a file's bytes into memory as they are at this moment; when it returns, the tensors may change."""
     memory[: len(layout.header)] = layout.header
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    devices = set()
+    begin, devices = whole.data_ptr(), set()
     for part in layout.parts:
         local = part.box.local
-        place = whole[part.begin : part.end]
-        if local.is_cpu:
-            np.copyto(place.numpy(), np.frombuffer(bytes_of(local), np.uint8))  # a copy of memory, faster than copy_
+        if local.is_cpu and local.is_contiguous() and not local.is_conj() and not local.is_neg():
+            ctypes.memmove(begin + part.begin, local.data_ptr(), part.end - part.begin)  # faster than `copy_`
         else:
-            place.view(local.dtype).view(local.shape).copy_(local, non_blocking=True)
+            whole[part.begin : part.end].view(local.dtype).view(local.shape).copy_(local, non_blocking=True)
             devices.add(local.device)
     for device in devices:
-        torch.accelerator.synchronize(device)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
