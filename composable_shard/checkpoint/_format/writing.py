@@ -21,6 +21,7 @@ from .boxes import Box
 from .manifest import SAFETENSORS, Piece, SavedFile
 
 _ALIGNED = 64  # bytes at a multiple of which the tensors begin, and every tensor of at least as many
+_SPLIT = 1 << 18  # bytes of a tensor that is worth several threads
 _BUFFER = 1 << 22  # bytes that are collected of small tensors before they are written
 
 
@@ -117,10 +118,12 @@ def stage(layout: FileLayout, memory: mmap.mmap) -> None:
     memory[: len(layout.header)] = layout.header
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     begin, devices = whole.data_ptr(), set()
+    split = _SPLIT if torch.get_num_threads() > 1 else layout.size
     for part in layout.parts:
-        local = part.box.local
-        if local.is_cpu and local.is_contiguous() and not local.is_conj() and not local.is_neg():
-            ctypes.memmove(begin + part.begin, local.data_ptr(), part.end - part.begin)  # faster than `copy_`
+        local, size = part.box.local, part.end - part.begin
+        dense = local.is_cpu and local.is_contiguous() and not local.is_conj() and not local.is_neg()
+        if dense and size <= split:  # half of the time of `copy_`, which uses all threads for large ones
+            ctypes.memmove(begin + part.begin, local.data_ptr(), size)
         else:
             whole[part.begin : part.end].view(local.dtype).view(local.shape).copy_(local, non_blocking=True)
             devices.add(local.device)
