@@ -66,10 +66,10 @@ def async_save(
 
     prepared = prepare(ranks, request, state, copy)
     pending = PendingSave(step, prepared.layout.size, progress)
-    there = StoreRanks(process_group, prepared.attempt.partial.name)
+    beside = StoreRanks(process_group, prepared.attempt.partial.name)
     background().pending = pending
-    thread = threading.Thread(target=_run, args=(pending, there, prepared, writer, keep), name="checkpoint-save")
-    there.start()
+    thread = threading.Thread(target=_run, args=(pending, beside, prepared, writer, keep), name="checkpoint-save")
+    beside.start()
     thread.start()
     return pending
 

@@ -65,7 +65,7 @@ class Ranks:
         result, error = _tried(work)
         said = self.gather((_described(error), tell(cast(_T, result)) if error is None else None))
         done = self._judged(result, error, [failure for failure, _ in said])
-        return done, cast(list[_U], [told for _, told in said])
+        return done, cast(list[_U], [result for _, result in said])
 
     def first_alone(self, work: Callable[[], _T]) -> _T:
         """Do something on rank 0; its result, or its error, is that of every rank."""

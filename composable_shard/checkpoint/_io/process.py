@@ -67,17 +67,17 @@ class WriterProcess:
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
-        ours, its = socket.socketpair()
+        ours, other_end = socket.socketpair()
         if self._memory < 0:
             self._memory = _anonymous()
         package = Path(__file__).with_name("__init__.py")
-        command = [sys.executable, "-P", "-c", _START, package, its.fileno(), self._memory, os.getpid()]
-        with its:
+        command = [sys.executable, "-P", "-c", _START, package, other_end.fileno(), self._memory, os.getpid()]
+        with other_end:
             try:
                 self._process = subprocess.Popen(
                     [str(each) for each in command],
                     stdin=subprocess.DEVNULL,
-                    pass_fds=(its.fileno(), self._memory),
+                    pass_fds=(other_end.fileno(), self._memory),
                     start_new_session=True,  # Ctrl-C is for the process that trains
                 )
             except BaseException:

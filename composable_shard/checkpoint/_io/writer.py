@@ -62,12 +62,12 @@ def _slices(memory: memoryview) -> Iterator[memoryview]:
 
 def _run(job: dict[str, Any], memory: int, send: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Do a job; gives the last message about it."""
-    told = time.monotonic()
+    last = time.monotonic()
 
     def tell(written: int) -> None:
-        nonlocal told
-        if time.monotonic() - told >= _TOLD_S:
-            told = time.monotonic()
+        nonlocal last
+        if time.monotonic() - last >= _TOLD_S:
+            last = time.monotonic()
             send({"written": written})
 
     try:
