@@ -303,6 +303,14 @@ def store_of_one_process() -> Any:
     return c10d.HashStore()
 
 
+def shared_store() -> Any:
+    """The store that the processes of the default group share; None where there is none, as in simulated worlds."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, (c10d.TCPStore, c10d.FileStore)) else None
+
+
 def launched() -> bool:
     """Whether a launcher has set the environment of `torch.distributed`."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))

@@ -6,11 +6,14 @@ state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "random
 if checkpoint.latest("runs/1") is not None:
     checkpoint.load("runs/1", state)
 ...
-checkpoint.save("runs/1", state, step=step, keep=3)
+checkpoint.save("runs/1", state, step=step, keep=3)  # or checkpoint.async_save, which goes on beside the training
 """
 
+from ._async import async_save as async_save
 from ._load import Loaded as Loaded
 from ._load import load as load
+from ._pending import PendingSave as PendingSave
+from ._pending import wait as wait
 from ._pruning import Verified as Verified
 from ._pruning import latest as latest
 from ._pruning import prune as prune
@@ -20,4 +23,18 @@ from ._save import save as save
 from ._state import PerRank as PerRank
 from ._state import Stateful as Stateful
 
-__all__ = ["Loaded", "PerRank", "RandomState", "Stateful", "Verified", "latest", "load", "prune", "save", "verify"]
+__all__ = [
+    "Loaded",
+    "PendingSave",
+    "PerRank",
+    "RandomState",
+    "Stateful",
+    "Verified",
+    "async_save",
+    "latest",
+    "load",
+    "prune",
+    "save",
+    "verify",
+    "wait",
+]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from .._errors import CheckpointError, ComposableShardError
 
 _T = TypeVar("_T")
+_U = TypeVar("_U")
 
 
 class Ranks:
@@ -34,6 +35,14 @@ class Ranks:
         dist.all_gather_object(values, value, self._group)
         return values
 
+    def gather_on_first(self, value: _T) -> list[_T]:
+        """Every rank's value, by rank, on rank 0; nothing on the others."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size if self.rank == 0 else []
+        dist.gather_object(value, values or None, group=self._group, group_dst=0)
+        return values
+
     def from_first(self, value: _T) -> _T:
         """Rank 0's value."""
         if self.size == 1:
@@ -49,8 +58,14 @@ class Ranks:
         It costs one small collective. `work` may issue collectives of its own as long as no rank can fail before
         another one that waits for it.
         """
+        return self.together_and_tell(work, lambda _: None)[0]
+
+    def together_and_tell(self, work: Callable[[], _T], tell: Callable[[_T], _U]) -> tuple[_T, list[_U]]:
+        """The same, and every rank has what `tell` gives of every rank's result, as plain Python data."""
         result, error = _tried(work)
-        return self._judged(result, error, self.gather(_described(error)))
+        said = self.gather((_described(error), tell(cast(_T, result)) if error is None else None))
+        done = self._judged(result, error, [failure for failure, _ in said])
+        return done, cast(list[_U], [result for _, result in said])
 
     def first_alone(self, work: Callable[[], _T]) -> _T:
         """Do something on rank 0; its result, or its error, is that of every rank."""

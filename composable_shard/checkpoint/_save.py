@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from .._errors import CheckpointMismatchError, ShardConfigTypeError, ShardConfigValueError
 from ._format import commits
-from ._format.boxes import Box, boxes_of, writes
 from ._format.manifest import Manifest, Piece, SavedFile, SavedTensor, name_of
-from ._format.writing import FileLayout, bytes_of, lay_out, stream, write
+from ._format.writing import FileLayout, bytes_of, stream, write
 from ._io import digests, files
+from ._layouts import layout_of
+from ._pending import background
 from ._pruning import prune_on_first
 from ._ranks import Ranks
 from ._state import Collected, collect
@@ -106,27 +107,92 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Known:
+    """What a rank adds to the manifest, but for its file."""
+
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    aliases: dict[str, str]
+    values: dict[str, Any]
+    per_rank: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Prepared:
     """A save that all ranks have agreed on, with this rank's part of it."""
 
     request: Request
     attempt: commits.Attempt
-    collected: Collected
     layout: FileLayout
+    known: Known
 
 
-def prepare(ranks: Ranks, request: Request, state: Mapping[str, Any]) -> Prepared:
-    """Take the state apart, see that all ranks save the same, and make the directory to write into."""
+def prepare(
+    ranks: Ranks, request: Request, state: Mapping[str, Any], stage: Callable[[FileLayout], None] | None = None
+) -> Prepared:
+    """Take the state apart, see that all ranks save the same, and make the directory to write into.
+
+    A save that goes on in the background ends first. `stage`, where it is given, copies this rank's part.
+    """
+    taken, said = ranks.together_and_tell(lambda: _take(ranks, request, state), lambda each: (each.about, each.digest))
+    collected = taken.collected
+    holders = _agree(ranks, taken, said)
+    attempt: commits.Attempt | None = None
+
+    def lay() -> FileLayout:
+        nonlocal attempt
+        layout = layout_of(ranks, collected, holders)
+        if ranks.rank == 0:
+            attempt = commits.begin(request.directory, request.step, request.overwrite)
+        if stage is not None:
+            stage(layout)
+        return layout
+
+    try:
+        layout, attempts = ranks.together_and_tell(lay, lambda _: attempt)
+    except BaseException:
+        if attempt is not None:
+            _remove(attempt)
+        raise
+    first = attempts[0]
+    assert first is not None
+    kinds = {k: (t.dtype, tuple(t.shape)) for k, t in (*collected.tensors.items(), *collected.own.items())}
+    known = Known(kinds, collected.aliases, collected.values, collected.per_rank)
+    return Prepared(request, first, layout, known)
+
+
+def _remove(attempt: commits.Attempt) -> None:
+    with contextlib.suppress(OSError):
+        files.remove_tree(attempt.partial)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A state taken apart, and what ranks compare of it: `about` and `digest` first, the rest where digests differ."""
+
+    collected: Collected
+    about: dict[str, Any]
+    described: dict[str, str]
+    plain: dict[str, Any]
+    digest: bytes
+
+
+def _take(ranks: Ranks, request: Request, state: Mapping[str, Any]) -> _Taken:
+    background().settle()
     with torch.no_grad():
-        collected = ranks.together(lambda: collect(state, ranks.rank))
-    holders = _agree(ranks, request, collected)
-    layout = ranks.together(lambda: _own_layout(ranks, collected, holders))
-    attempt = ranks.first_alone(lambda: commits.begin(request.directory, request.step, request.overwrite))
-    ranks.together(lambda: _see(attempt, ranks))
-    return Prepared(request, attempt, collected, layout)
+        collected = collect(state, ranks.rank)
+        described = {key: _described(tensor, key in collected.owned) for key, tensor in collected.tensors.items()}
+    about = {
+        "directory": str(request.directory),
+        "step": request.step,
+        "overwrite": request.overwrite,
+        "checksum": request.algorithm,
+    }
+    plain = {name: _shared(value) for name, value in collected.values.items()}
+    digest = hashlib.sha256(repr((sorted(described.items()), plain, collected.aliases)).encode()).digest()
+    return _Taken(collected, about, described, plain, digest)
 
 
-def _see(attempt: commits.Attempt, ranks: Ranks) -> None:
+def _see(attempt: commits.Attempt) -> None:
     if not attempt.partial.is_dir():
         raise ShardConfigValueError(
             f"directory: rank 0 has made {attempt.partial}, which this rank does not see; all ranks must save to "
@@ -134,30 +200,20 @@ def _see(attempt: commits.Attempt, ranks: Ranks) -> None:
         )
 
 
-def _agree(ranks: Ranks, request: Request, collected: Collected) -> dict[str, list[int]]:
+def _agree(ranks: Ranks, taken: _Taken, said: list[tuple[dict[str, Any], bytes]]) -> dict[str, list[int]]:
     """See that the ranks save the same; gives for each key the ranks that have it."""
-    about = {
-        "directory": str(request.directory),
-        "step": request.step,
-        "overwrite": request.overwrite,
-        "checksum": request.algorithm,
-    }
-    described = {key: _described(tensor, key in collected.owned) for key, tensor in collected.tensors.items()}
-    plain = {name: _shared(value) for name, value in collected.values.items()}
-    digest = hashlib.sha256(repr((sorted(described.items()), plain, collected.aliases)).encode()).digest()
-    said = ranks.gather((about, digest))
     for rank, (other, _) in enumerate(said):
-        for name in about:
+        for name in other:
             if said[0][0][name] != other[name]:
                 raise CheckpointMismatchError(
                     f"{name}: rank 0 saves with {said[0][0][name]!r} and rank {rank} with {other[name]!r}; all ranks "
                     "must call save alike"
                 )
     everyone = list(range(ranks.size))
-    if all(each == digest for _, each in said):
-        return dict.fromkeys(described, everyone)
+    if all(each == taken.digest for _, each in said):
+        return dict.fromkeys(taken.described, everyone)
     holders: dict[str, list[int]] = {}
-    gathered = ranks.gather((described, plain))
+    gathered = ranks.gather((taken.described, taken.plain))
     tensors_of: dict[str, tuple[int, Any, str]] = {}
     values_of: dict[str, tuple[int, Any, str]] = {}
     for rank, (tensors, values) in enumerate(gathered):
@@ -201,45 +257,28 @@ def _shared(value: Any) -> Any:
     return value
 
 
-def _own_layout(ranks: Ranks, collected: Collected, holders: dict[str, list[int]]) -> FileLayout:
-    boxes: list[tuple[str, Box]] = []
-    for turn, key in enumerate(sorted(collected.tensors)):
-        tensor = collected.tensors[key]
-        parts = boxes_of(key, tensor)
-        if writes(tensor, turn, ranks.rank, holders[key]):
-            boxes += [(key, box) for box in parts]
-    for key, tensor in collected.own.items():
-        boxes += [(key, box) for box in boxes_of(key, tensor)]
-    return lay_out(f"rank-{ranks.rank:05d}.safetensors", boxes)
-
-
 def write_own(prepared: Prepared) -> SavedFile:
     """Write this rank's file."""
     file = files.NewFile(prepared.attempt.partial / prepared.layout.name)
     return write(file, stream(prepared.layout), prepared.request.algorithm)
 
 
-def finish(ranks: Ranks, prepared: Prepared, written: Any) -> Path:
+def finish(ranks: Ranks, prepared: Prepared, written: Callable[[], SavedFile]) -> Path:
     """Have every rank's file written, and commit; where a rank fails, nothing remains of the save."""
     attempt = prepared.attempt
+
+    def write_if_seen() -> SavedFile:
+        _see(attempt)
+        return written()
+
     try:
-        saved = ranks.together(written)
-        collected = prepared.collected
-        part = _Part(
-            prepared.layout.name,
-            saved,
-            list(prepared.layout.pieces()),
-            {k: (t.dtype, tuple(t.shape)) for k, t in (*collected.tensors.items(), *collected.own.items())},
-            collected.aliases,
-            collected.values,
-            collected.per_rank,
-        )
-        parts = ranks.gather(part)
+        saved = ranks.together(write_if_seen)
+        pieces = list(prepared.layout.pieces())
+        parts = ranks.gather_on_first(_Part(prepared.layout.name, saved, pieces, prepared.known))
         ranks.first_alone(lambda: _commit(prepared, parts))
     except BaseException:
         if ranks.rank == 0:
-            with contextlib.suppress(OSError):
-                files.remove_tree(attempt.partial)
+            _remove(attempt)
         raise
     return attempt.final
 
@@ -251,10 +290,7 @@ class _Part:
     file: str
     saved: SavedFile
     pieces: list[tuple[str, Piece]]
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-    aliases: dict[str, str]
-    values: dict[str, Any]
-    per_rank: dict[str, Any]
+    known: Known
 
 
 def _commit(prepared: Prepared, parts: list[_Part]) -> None:
@@ -267,16 +303,16 @@ def _merged(request: Request, attempt: commits.Attempt, parts: list[_Part]) -> M
     pieces: dict[str, dict[tuple[Any, Any], Piece]] = {}
     for part in parts:
         manifest.files[part.file] = part.saved
-        manifest.aliases.update(part.aliases)
-        for name, value in part.values.items():
+        manifest.aliases.update(part.known.aliases)
+        for name, value in part.known.values.items():
             manifest.values[name] = _united(manifest.values.get(name), value)
         for key, piece in part.pieces:
             pieces.setdefault(key, {}).setdefault((piece.offsets, piece.shape), piece)
     for part in parts:
-        for key, (dtype, shape) in part.tensors.items():
+        for key, (dtype, shape) in part.known.tensors.items():
             manifest.tensors.setdefault(key, SavedTensor(dtype, shape, tuple(pieces.get(key, {}).values())))
-    for name in {name: None for part in parts for name in part.per_rank}:
-        manifest.per_rank[name] = [part.per_rank.get(name) for part in parts]
+    for name in {name: None for part in parts for name in part.known.per_rank}:
+        manifest.per_rank[name] = [part.known.per_rank.get(name) for part in parts]
     return manifest
 
 

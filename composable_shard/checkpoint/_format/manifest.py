@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import itertools
 import json
 import math
@@ -47,6 +48,7 @@ DTYPES = {str(each).removeprefix("torch."): each for each in SAFETENSORS}
 DTYPES |= {name: getattr(torch, name) for name in _OTHERS if hasattr(torch, name)}
 
 
+@functools.cache
 def name_of(dtype: torch.dtype) -> str:
     """A dtype's name, as in "float32"."""
     return str(dtype).removeprefix("torch.")

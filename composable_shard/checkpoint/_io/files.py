@@ -39,7 +39,11 @@ class NewFile:
         """Append bytes."""
         _tell("write", self.path)
         while len(data):
-            written = os.write(self._descriptor, data)
+            try:
+                written = os.write(self._descriptor, data)
+            except OSError as error:
+                error.filename = str(self.path)
+                raise
             self.size += written
             data = data[written:]
 

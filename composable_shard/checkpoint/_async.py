@@ -1,0 +1,130 @@
+"""Saving in the background: the call copies what is saved, a process of its own writes it, a thread commits it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from .._errors import CheckpointError
+from ._format.manifest import NAME, SavedFile
+from ._format.writing import FileLayout, stage
+from ._io.process import WriterProcess
+from ._pending import PendingSave, background
+from ._pruning import prune_on_first
+from ._ranks import Ranks
+from ._save import Prepared, Request, finish, prepare, write_own
+from ._store import RankLostError, StoreRanks, can_talk
+
+
+def async_save(
+    directory: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    step: int,
+    keep: int | None = None,
+    overwrite: bool = False,
+    checksum: str | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> PendingSave:
+    """Save a state while training goes on; all ranks call it alike.
+
+    What is saved is the state of the moment of the call: the call copies this rank's part into memory that it shares
+    with a process of its own, which writes it. That memory is as large as this rank's file, is kept for the next save,
+    and there is only one: a save that is called while another one goes on waits for it first. The checkpoint is
+    committed when all ranks have written, as `save` does it.
+
+    A failure is raised on all ranks: by `PendingSave.result`, or else by the next `save`, `async_save` or `wait`, which
+    then does nothing else. What nobody has asked for is waited for, and its failure printed, when the interpreter ends.
+
+    Args:
+        directory, state, step, keep, overwrite, checksum, process_group: as `save` takes them.
+        progress: is called with the bytes that this rank has written, and those that it is to write, now and then, in
+            a thread of its own.
+
+    Returns:
+        the save: its result, whether it has ended, how far it is.
+
+    Raises:
+        What `save` raises before it writes; a CheckpointError if the save before this one has failed.
+    """
+    ranks = Ranks(process_group)
+    request = Request.of(Path(directory), step, overwrite, checksum, keep)
+    writer = background().writer
+    if not can_talk(ranks):
+        return _at_once(ranks, request, state, keep, progress)
+
+    def copy(layout: FileLayout) -> None:
+        writer.start()
+        stage(layout, writer.buffer(layout.size))
+
+    prepared = prepare(ranks, request, state, copy)
+    pending = PendingSave(step, prepared.layout.size, progress)
+    beside = StoreRanks(process_group, prepared.attempt.partial.name)
+    background().pending = pending
+    thread = threading.Thread(target=_run, args=(pending, beside, prepared, writer, keep), name="checkpoint-save")
+    beside.start()
+    thread.start()
+    return pending
+
+
+def _run(pending: PendingSave, ranks: StoreRanks, prepared: Prepared, writer: WriterProcess, keep: int | None) -> None:
+    """Have the file written, commit with the other ranks, and note how that went."""
+    with contextlib.suppress(Exception), ranks.alive():
+        try:
+            path = _finish(pending, ranks, prepared, writer, keep)
+        except BaseException as error:
+            pending.fail(error)
+            raise
+        pending.succeed(path)
+
+
+def _finish(
+    pending: PendingSave, ranks: StoreRanks, prepared: Prepared, writer: WriterProcess, keep: int | None
+) -> Path:
+    try:
+        path = finish(ranks, prepared, lambda: _write(pending, prepared, writer))
+    except RankLostError:
+        path = prepared.attempt.final
+        if ranks.rank == 0 or not (path / NAME).is_file():
+            raise
+        return path  # rank 0 was lost after it had committed
+    if keep is not None:
+        prune_on_first(ranks, prepared.request.directory, keep)
+    return path
+
+
+def _write(pending: PendingSave, prepared: Prepared, writer: WriterProcess) -> SavedFile:
+    layout, request = prepared.layout, prepared.request
+    try:
+        size, blocks = writer.write(
+            prepared.attempt.partial / layout.name, layout.size, request.algorithm, pending.advance
+        )
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
+    pending.advance(size)
+    return SavedFile(size, blocks)
+
+
+def _at_once(
+    ranks: Ranks,
+    request: Request,
+    state: Mapping[str, Any],
+    keep: int | None,
+    progress: Callable[[int, int], None] | None,
+) -> PendingSave:
+    """Save before the call returns: in a simulated world, whose ranks are threads that take turns."""
+    prepared = prepare(ranks, request, state)
+    pending = PendingSave(request.step, prepared.layout.size, progress)
+    path = finish(ranks, prepared, lambda: write_own(prepared))
+    if keep is not None:
+        prune_on_first(ranks, request.directory, keep)
+    pending.advance(prepared.layout.size)
+    pending.succeed(path)
+    return pending

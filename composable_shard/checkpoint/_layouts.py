@@ -1,0 +1,82 @@
+"""The layout of this rank's file; that of the last save is used again while all tensors are what they were then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .._torch.distributed import local_tensor
+from ._format.boxes import Box, boxes_of, writes
+from ._format.writing import FileLayout, Laid, lay_out
+from ._ranks import Ranks
+from ._state import Collected
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A layout without tensors, and all that it depends on."""
+
+    kinds: list[Any]
+    holders: dict[str, list[int]]
+    name: str
+    header: bytes
+    places: list[tuple[Any, ...]]
+    size: int
+
+
+_last: dict[tuple[int, int], _Kept] = {}  # by rank and number of ranks
+
+
+def layout_of(ranks: Ranks, collected: Collected, holders: dict[str, list[int]]) -> FileLayout:
+    """Give what this rank writes its places in its file.
+
+    Args:
+        ranks: that save.
+        collected: the state.
+        holders: of each key of `collected.tensors`, the ranks that have it.
+    """
+    kinds = [_kind(key, tensor) for tensors in (collected.tensors, collected.own) for key, tensor in tensors.items()]
+    kept = _last.get((ranks.rank, ranks.size))
+    if kept is not None and kept.kinds == kinds and kept.holders == holders:
+        return FileLayout(kept.name, kept.header, tuple(_filled(kept, collected)), kept.size)
+    layout, again = _new_layout(ranks, collected, holders)
+    if again:
+        places = [(part.key, part.box.offsets, part.box.shape, part.begin, part.end) for part in layout.parts]
+        kept = _Kept(kinds, holders, layout.name, layout.header, places, layout.size)
+        _last[ranks.rank, ranks.size] = kept
+    return layout
+
+
+def _kind(key: str, tensor: torch.Tensor) -> tuple[Any, ...]:
+    """All that a layout depends on of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return key, tensor.dtype, tensor.shape, tensor.layout, tensor.device
+    local = local_tensor(tensor)
+    kind = key, tensor.dtype, tensor.shape, local.layout, local.device
+    return *kind, tensor.device_mesh, tensor.placements, local.shape
+
+
+def _filled(kept: _Kept, collected: Collected) -> Iterator[Laid]:
+    for key, offsets, shape, begin, end in kept.places:
+        tensor = collected.tensors[key] if key in collected.tensors else collected.own[key]
+        local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        yield Laid(key, Box(offsets, shape, local), begin, end)
+
+
+def _new_layout(ranks: Ranks, collected: Collected, holders: dict[str, list[int]]) -> tuple[FileLayout, bool]:
+    """A layout, and whether each of its tensors is all that this rank holds of it."""
+    boxes: list[tuple[str, Box]] = []
+    again = True
+    for turn, key in enumerate(sorted(collected.tensors)):
+        tensor = collected.tensors[key]
+        parts = boxes_of(key, tensor)
+        again = again and len(parts) < 2
+        if writes(tensor, turn, ranks.rank, holders[key]):
+            boxes += [(key, box) for box in parts]
+    for key, tensor in collected.own.items():
+        boxes += [(key, box) for box in boxes_of(key, tensor)]
+    return lay_out(f"rank-{ranks.rank:05d}.safetensors", boxes), again

@@ -1,0 +1,264 @@
+"""Saves in the background: of the call's moment, committed as a whole, bounded in memory, and no failure is lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import composable_shard as cs
+from _pool import distributed, simulated
+from checkpoint.test_save_and_load import assert_equal, content, run, train
+from composable_shard import checkpoint
+from composable_shard._torch.distributed import shared_store
+from composable_shard.checkpoint import _async, _store
+from composable_shard.checkpoint._pending import background
+
+
+def names(directory):
+    return sorted(each.name for each in Path(directory).iterdir())
+
+
+@distributed(world=2)
+def test_it_saves_the_moment_of_the_call_while_training_goes_on(rank, world, tmp_path):
+    state = run(0)
+    torch.manual_seed(100 + rank)
+    train(state, rank, 2)
+    writer = background().writer
+    writer.start()
+    os.kill(writer.pid, signal.SIGSTOP)  # nothing is written before training has gone on
+    seen = []
+    state["data"]["epoch"] = 5
+    pending = checkpoint.async_save(tmp_path, state, step=2, progress=lambda *each: seen.append(each))
+    expected = content(state)
+    state["data"]["epoch"] = 6
+    losses = train(state, rank, 3)
+    assert not pending.done()
+    with pytest.raises(TimeoutError, match=r"the save of step 2 goes on: 0 of [\d,]+ bytes are written"):
+        pending.result(timeout=0)
+    assert checkpoint.latest(tmp_path) is None
+    os.kill(writer.pid, signal.SIGCONT)
+    path = pending.result(timeout=60)
+    assert pending.done()
+    assert path.name == "step-00000002"
+    size = (path / f"rank-{rank:05d}.safetensors").stat().st_size
+    assert pending.progress == seen[-1] == (size, size)
+    assert checkpoint.verify(tmp_path).files == world
+
+    other = run(1)
+    assert checkpoint.load(tmp_path, other).step == 2
+    assert other["data"]["epoch"] == 5
+    assert_equal(other, expected)
+    assert train(other, rank, 3) == losses
+    assert_equal(other, content(state))
+
+    # The next ones go the same way, out of the same memory; what is not kept goes.
+    capacity = writer.capacity
+    assert capacity == size
+    for step in (5, 6, 7):
+        checkpoint.async_save(tmp_path, state, step=step, keep=2)
+    assert background().writer is writer
+    assert writer.capacity == capacity
+    checkpoint.save(tmp_path, {"epoch": 1}, step=8, keep=2)  # waits
+    assert names(tmp_path) == ["LATEST", "step-00000007", "step-00000008"]
+    checkpoint.load(tmp_path, other, step=7)
+    assert_equal(other, content(state))
+    checkpoint.wait()
+
+
+@distributed(world=2)
+def test_it_leaves_nothing_in_the_store(rank, world, tmp_path):
+    store = shared_store()
+    kept = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_store, "_CHUNK", 100)
+        for step in (1, 2):
+            checkpoint.async_save(tmp_path, {"t": torch.ones(3), "text": "long" * 100}, step=step).result(60)
+            for thread in threading.enumerate():
+                if thread.name.startswith("checkpoint-"):
+                    thread.join(30)
+            dist.barrier()  # rank 0 cleans up once all have read
+            kept.append(store.num_keys())
+            dist.barrier()
+    assert kept[0] == kept[1]
+    state = {"text": ""}
+    checkpoint.load(tmp_path, state)
+    assert state["text"] == "long" * 100
+
+
+@distributed(world=2)
+def test_a_failed_writer_fails_the_save_on_all_ranks_once(rank, world, tmp_path):
+    state = {"t": torch.arange(1 << 16, dtype=torch.float32)}
+    first = checkpoint.async_save(tmp_path, state, step=1).result(60)
+    state["u"] = state["t"].clone()  # each rank writes one of them
+    writer = background().writer
+
+    def attempt(step, break_it):
+        writer.start()
+        os.kill(writer.pid, signal.SIGSTOP)
+        pending = checkpoint.async_save(tmp_path, state, step=step)
+        if rank == 1:
+            break_it()
+        os.kill(writer.pid, signal.SIGCONT)
+        return pending
+
+    def fill():  # as a full disk does: some of the file is written
+        resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (1 << 17, 1 << 17))
+
+    def kill():
+        os.kill(writer.pid, signal.SIGKILL)
+
+    full = r"rank 1: OSError: \[Errno 27\] File too large: .*/\.step-00000002.*/rank-00001\.safetensors"
+    killed = r"rank 1: the process that was to write .*/rank-00001\.safetensors has been killed by SIGKILL"
+
+    pending = attempt(2, fill)
+    for _ in range(2):
+        with pytest.raises(cs.CheckpointError, match=full):
+            pending.result(60)
+    assert names(tmp_path) == ["LATEST", first.name], "nothing remains of it"
+    checkpoint.wait()  # it has been told
+    if rank == 1:
+        writer.close()  # the limit is the process's
+
+    attempt(3, kill)
+    with pytest.raises(cs.CheckpointError, match=rf"save of step 3, which went on in the background.*{killed}"):
+        checkpoint.save(tmp_path, state, step=4)
+    assert names(tmp_path) == ["LATEST", first.name]
+
+    pending = attempt(5, kill)
+    if rank == 0:  # told to one rank alone: the next save is then refused on all
+        with pytest.raises(cs.CheckpointError, match=killed):
+            checkpoint.wait()
+    with pytest.raises(cs.CheckpointError, match=rf"rank 1: the save of step 5.*{killed}"):
+        checkpoint.async_save(tmp_path, state, step=6)
+    assert checkpoint.async_save(tmp_path, state, step=7).result(60).name == "step-00000007"
+    checkpoint.verify(tmp_path)
+    checkpoint.verify(tmp_path, step=1)
+
+
+@distributed(world=2)
+def test_what_is_wrong_with_the_call_is_raised_by_it_and_leaves_nothing(rank, world, tmp_path):
+    checkpoint.async_save(tmp_path, {"t": torch.ones(3)}, step=1).result(60)
+    for state, options, error, said in (
+        ({"t": torch.ones(3)}, {"step": 1}, cs.ShardConfigValueError, "rank 0: step: .* has a checkpoint of step 1"),
+        ({"t": torch.tensor(rank)}, {"step": 2}, cs.CheckpointMismatchError, "t is a tensor .* on rank 1"),
+        ({"t": object()}, {"step": 2}, cs.ShardConfigTypeError, "all ranks: t is a builtins.object"),
+        ({"t": torch.ones(3)}, {"step": 2, "keep": 0}, cs.ShardConfigValueError, "keep: 0"),
+    ):
+        with pytest.raises(error, match=said):
+            checkpoint.async_save(tmp_path, state, **options)
+    assert names(tmp_path) == ["LATEST", "step-00000001"]
+    checkpoint.wait()
+
+
+@simulated(world=2)
+def test_in_a_simulated_world_it_is_done_when_it_returns(rank, world, tmp_path):
+    pending = checkpoint.async_save(tmp_path, {"here": checkpoint.PerRank(rank)}, step=1)
+    assert pending.done()
+    given = checkpoint.PerRank(None)
+    checkpoint.load(tmp_path, {"here": given})
+    assert given.value == rank
+
+
+@distributed(world=2)
+def test_a_rank_that_goes_silent_is_named_and_nothing_is_committed(rank, world, tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_store, "LOST_AFTER_S", 2.0)
+        patch.setattr(_store, "_READ_S", 0.1)
+        if rank == 1:  # its process is there, but does and says nothing, as one that was stopped
+            patch.setattr(_store.StoreRanks, "start", lambda self: None)
+            patch.setattr(_async, "_run", lambda *_: None)
+        pending = checkpoint.async_save(tmp_path, {"t": torch.ones(3)}, step=1)
+        if rank == 0:
+            with pytest.raises(cs.CheckpointError, match="rank 1 was not heard of for 2 s"):
+                pending.result(60)
+            assert names(tmp_path) == []
+        background().pending = None
+
+
+DIES = """
+import os, signal, sys, time, torch, torch.distributed as dist
+from datetime import timedelta
+from composable_shard import CheckpointError, checkpoint
+from composable_shard.checkpoint import _store
+from composable_shard.checkpoint._pending import background
+directory, rank, port, dead = sys.argv[1], *map(int, sys.argv[2:])
+_store.LOST_AFTER_S = 3.0
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+state = {"a": torch.ones(1 << 20), "b": torch.ones(1 << 20)}
+checkpoint.save(directory, state, step=1)
+writer = background().writer
+writer.start()
+if rank == dead:
+    os.kill(writer.pid, signal.SIGSTOP)
+pending = checkpoint.async_save(directory, state, step=2)
+if rank == dead:
+    os.kill(writer.pid, signal.SIGCONT)
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    pending.result(60)
+except CheckpointError as error:
+    print(error)
+    os._exit(0)
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("dead", [0, 1])
+def test_when_a_rank_is_killed_the_others_raise_and_the_old_checkpoint_is_whole(tmp_path, dead):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", DIES, *map(str, (tmp_path, rank, port, dead))], stdout=subprocess.PIPE)
+        for rank in (0, 1)
+    ]
+    said = [rank.communicate(timeout=120)[0].decode() for rank in ranks]
+    assert ranks[dead].returncode == -signal.SIGKILL
+    assert ranks[1 - dead].returncode == 0
+    reason = r"cannot be reached from rank 1" if dead == 0 else r"rank 1 was not heard of for 3 s"
+    assert re.search(reason, said[1 - dead]), said
+    assert checkpoint.verify(tmp_path).step == 1
+
+
+ENDS = """
+import os, signal, sys, threading, torch
+from composable_shard import checkpoint
+from composable_shard.checkpoint._pending import background
+weights = torch.full((1 << 20,), 3.0)
+writer = background().writer
+writer.start()
+os.kill(writer.pid, signal.SIGSTOP)
+checkpoint.async_save(sys.argv[1], {"weights": weights}, step=4)
+weights.zero_()
+threading.Timer(0.5, os.kill, (writer.pid, int(sys.argv[2]))).start()
+print(writer.pid)
+"""
+
+
+@pytest.mark.parametrize("kill", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_a_process_that_ends_waits_for_its_save_and_prints_its_failure(tmp_path, kill):
+    number = signal.SIGKILL if kill else signal.SIGCONT
+    command = [sys.executable, "-c", ENDS, str(tmp_path), str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    with pytest.raises(ProcessLookupError):  # the writer ends, too
+        os.kill(int(done.stdout), 0)
+    if kill:
+        assert "save of step 4" in done.stderr
+        assert "killed by SIGKILL" in done.stderr
+        assert names(tmp_path) == []
+        return
+    assert done.stderr == ""
+    state = {"weights": torch.zeros(1 << 20)}
+    assert checkpoint.load(tmp_path, state).step == 4
+    assert (state["weights"] == 3).all()
