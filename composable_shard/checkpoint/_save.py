@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from .._errors import CheckpointMismatchError, ShardConfigTypeError, ShardConfigValueError
+from .._errors import CheckpointError, CheckpointMismatchError, ShardConfigTypeError, ShardConfigValueError
 from ._format import commits
 from ._format.boxes import Box, boxes_of, writes
-from ._format.manifest import Manifest, Piece, SavedFile, SavedTensor, name_of
+from ._format.manifest import Manifest, Piece, SavedFile, SavedTensor, check, name_of
 from ._format.writing import FileLayout, bytes_of, lay_out, stream, write
 from ._io import digests, files
 from ._pruning import prune_on_first
@@ -67,11 +67,11 @@ def save(
             are unharmed.
     """
     ranks = Ranks(process_group)
-    request = Request.of(Path(directory), step, overwrite, checksum, keep)
+    request = ranks.together(lambda: Request.of(directory, step, overwrite, checksum, keep))
     prepared = prepare(ranks, request, state)
     path = finish(ranks, prepared, lambda: write_own(prepared))
-    if keep is not None:
-        prune_on_first(ranks, request.directory, keep)
+    if request.keep is not None:
+        prune_on_first(ranks, request.directory, request.keep)
     return path
 
 
@@ -83,10 +83,15 @@ class Request:
     step: int
     overwrite: bool
     algorithm: str
+    keep: int | None
 
     @staticmethod
-    def of(directory: Path, step: int, overwrite: bool, checksum: str | None, keep: int | None) -> Request:
+    def of(
+        directory: str | os.PathLike[str], step: int, overwrite: bool, checksum: str | None, keep: int | None
+    ) -> Request:
         """Checked arguments."""
+        if not isinstance(directory, (str, os.PathLike)):
+            raise ShardConfigTypeError(f"directory: {directory!r} is a {type(directory).__name__}; give a path")
         if isinstance(step, bool) or not isinstance(step, int):
             raise ShardConfigTypeError(f"step: {step!r} is a {type(step).__name__}; give an int")
         if not 0 <= step < 10**18:
@@ -102,7 +107,7 @@ class Request:
             raise ShardConfigValueError(
                 'checksum: "xxh3" needs the package xxhash: pip install composable-shard[checkpoint]'
             )
-        return Request(directory, step, overwrite, algorithm)
+        return Request(Path(directory), step, overwrite, algorithm, keep)
 
 
 @dataclass(frozen=True)
@@ -122,11 +127,24 @@ def prepare(ranks: Ranks, request: Request, state: Mapping[str, Any]) -> Prepare
     holders = _agree(ranks, request, collected)
     layout = ranks.together(lambda: _own_layout(ranks, collected, holders))
     attempt = ranks.first_alone(lambda: commits.begin(request.directory, request.step, request.overwrite))
-    ranks.together(lambda: _see(attempt, ranks))
+    with _removed_if_it_fails(ranks, attempt):
+        ranks.together(lambda: _see(attempt))
     return Prepared(request, attempt, collected, layout)
 
 
-def _see(attempt: commits.Attempt, ranks: Ranks) -> None:
+@contextlib.contextmanager
+def _removed_if_it_fails(ranks: Ranks, attempt: commits.Attempt) -> Iterator[None]:
+    """Nothing remains of a save that fails."""
+    try:
+        yield
+    except BaseException:
+        if ranks.rank == 0:
+            with contextlib.suppress(OSError):
+                files.remove_tree(attempt.partial)
+        raise
+
+
+def _see(attempt: commits.Attempt) -> None:
     if not attempt.partial.is_dir():
         raise ShardConfigValueError(
             f"directory: rank 0 has made {attempt.partial}, which this rank does not see; all ranks must save to "
@@ -141,20 +159,14 @@ def _agree(ranks: Ranks, request: Request, collected: Collected) -> dict[str, li
         "step": request.step,
         "overwrite": request.overwrite,
         "checksum": request.algorithm,
+        "keep": request.keep,
     }
     described = {key: _described(tensor, key in collected.owned) for key, tensor in collected.tensors.items()}
     plain = {name: _shared(value) for name, value in collected.values.items()}
     digest = hashlib.sha256(repr((sorted(described.items()), plain, collected.aliases)).encode()).digest()
-    said = ranks.gather((about, digest))
-    for rank, (other, _) in enumerate(said):
-        for name in about:
-            if said[0][0][name] != other[name]:
-                raise CheckpointMismatchError(
-                    f"{name}: rank 0 saves with {said[0][0][name]!r} and rank {rank} with {other[name]!r}; all ranks "
-                    "must call save alike"
-                )
+    ranks.alike("save", about)
     everyone = list(range(ranks.size))
-    if all(each == digest for _, each in said):
+    if all(each == digest for each in ranks.gather(digest)):
         return dict.fromkeys(described, everyone)
     holders: dict[str, list[int]] = {}
     gathered = ranks.gather((described, plain))
@@ -221,8 +233,7 @@ def write_own(prepared: Prepared) -> SavedFile:
 
 def finish(ranks: Ranks, prepared: Prepared, written: Any) -> Path:
     """Have every rank's file written, and commit; where a rank fails, nothing remains of the save."""
-    attempt = prepared.attempt
-    try:
+    with _removed_if_it_fails(ranks, prepared.attempt):
         saved = ranks.together(written)
         collected = prepared.collected
         part = _Part(
@@ -236,12 +247,7 @@ def finish(ranks: Ranks, prepared: Prepared, written: Any) -> Path:
         )
         parts = ranks.gather(part)
         ranks.first_alone(lambda: _commit(prepared, parts))
-    except BaseException:
-        if ranks.rank == 0:
-            with contextlib.suppress(OSError):
-                files.remove_tree(attempt.partial)
-        raise
-    return attempt.final
+    return prepared.attempt.final
 
 
 @dataclass(frozen=True)
@@ -258,8 +264,12 @@ class _Part:
 
 
 def _commit(prepared: Prepared, parts: list[_Part]) -> None:
-    request = prepared.request
-    commits.commit(prepared.attempt, _merged(request, prepared.attempt, parts).to_json())
+    manifest = _merged(prepared.request, prepared.attempt, parts)
+    try:
+        check(manifest)
+    except ValueError as error:
+        raise CheckpointError(f"this could not be loaded again, and is not committed: {error}") from None
+    commits.commit(prepared.attempt, manifest.to_json())
 
 
 def _merged(request: Request, attempt: commits.Attempt, parts: list[_Part]) -> Manifest:
