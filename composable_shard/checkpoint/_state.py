@@ -355,7 +355,7 @@ class Target:
     def _add_kind(self, path: str, saved: Any, kind: str, add: Callable[[], None]) -> None:
         kind_there = saved.get("$") if isinstance(saved, dict) else None
         if kind_there != kind:
-            self.problems.append(f"{path}: is a {kind} here, and {_spoken(kind_there)} in the checkpoint")
+            self.problems.append(f"{path}: is {_spoken(kind)} here, and {_spoken(kind_there)} in the checkpoint")
         else:
             add()
 
@@ -441,7 +441,7 @@ class Target:
             return
         made = self._decoded(saved, value)
         if isinstance(value, torch.Generator) and not isinstance(made, torch.Generator):
-            self.problems.append(f"{path}: is a generator here, and a value in the checkpoint")
+            self.problems.append(f"{path}: is a generator here, and {_spoken(kind)} in the checkpoint")
         elif isinstance(value, MutableMapping) and isinstance(made, dict):
             self._finish.append(lambda: _become(value, made))
         elif isinstance(container, (MutableMapping, list)):
@@ -600,9 +600,8 @@ def _become(value: MutableMapping[Any, Any], made: dict[Any, Any]) -> None:
 
 
 def _spoken(kind: str | None) -> str:
-    return {"module": "a module", "optimizer": "an optimizer", "stateful": "an object with a state dict"}.get(
-        kind or "", "a value"
-    )
+    kinds = {"module": "a module", "optimizer": "an optimizer", "stateful": "an object with a state dict"}
+    return (kinds | {"tensor": "a tensor", "generator": "a generator"}).get(kind or "", "a value")
 
 
 def _can_cast(saved: torch.dtype, wanted: torch.dtype) -> bool:

@@ -205,8 +205,8 @@ def commit(attempt: Attempt, manifest: bytes) -> None:
     files.write_file(attempt.partial / NAME, manifest)
     files.sync_directory(attempt.partial)
     latest = root / _NEW_LATEST
-    with contextlib.suppress(FileNotFoundError):
-        files.remove(latest)
+    if os.path.lexists(latest):
+        files.remove_tree(latest)
     try:
         files.write_file(latest, attempt.final.name.encode())
         files.rename(attempt.partial, attempt.final)
