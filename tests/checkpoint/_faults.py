@@ -39,21 +39,20 @@ def rank_here() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def make_state(seed: int, width: int = 8) -> dict[str, Any]:
+def make_state(seed: int, width: int = 8, bias: bool = True) -> dict[str, Any]:
     """A sharded model, an optimizer that has stepped, a schedule, and the rest of a run."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(width, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(width, 8), nn.BatchNorm1d(8), nn.Linear(8, 3, bias=bias))
     if dist.is_initialized():
         for layer in model:
             cs.fully_shard(layer)
         cs.fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * (1 + seed))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    for _ in range(1 + seed):
-        model(torch.randn(4, width)).square().sum().backward()
-        optimizer.step()
+    model(torch.randn(4, width)).square().sum().backward()
+    optimizer.step()
+    for _ in range(seed):
         schedule.step()
-        optimizer.zero_grad()
     return {
         "model": model,
         "optimizer": optimizer,

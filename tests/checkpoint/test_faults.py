@@ -386,43 +386,19 @@ DIRECTORY = {  # the directory
 }  # fmt: skip
 
 
-def test_spoilt_files_of_tensors_are_refused(saved, tmp_path):
-    see_refused(saved, tmp_path, FILES)
+def test_spoilt_files_and_directories_are_refused(saved, tmp_path):
+    see_refused(saved, tmp_path, FILES | BYTES | DIRECTORY)
 
 
-def test_spoilt_manifests_as_bytes_are_refused(saved, tmp_path):
-    see_refused(saved, tmp_path, BYTES)
-
-
-def test_spoilt_what_a_manifest_says_are_refused(saved, tmp_path):
-    see_refused(saved, tmp_path, STATEMENTS)
-
-
-def test_spoilt_names_of_files_are_refused(saved, tmp_path):
-    see_refused(saved, tmp_path, NAMES)
-
-
-def test_spoilt_digests_are_refused(saved, tmp_path):
-    see_refused(saved, tmp_path, DIGESTS)
-
-
-def test_spoilt_tensors_and_their_pieces_are_refused(saved, tmp_path):
-    see_refused(saved, tmp_path, PIECES)
-
-
-def test_spoilt_values_are_refused(saved, tmp_path):
-    see_refused(saved, tmp_path, VALUES)
-
-
-def test_spoilt_directories_and_latest_are_refused(saved, tmp_path):
-    see_refused(saved, tmp_path, DIRECTORY)
+def test_manifests_with_a_right_checksum_that_say_what_is_wrong_are_refused(saved, tmp_path):
+    see_refused(saved, tmp_path, STATEMENTS | NAMES | DIGESTS | PIECES | VALUES)
 
 
 # ----------------------------------------------------------------------------------- what does not fit, and users
 
 
-def wider(state):
-    state["model"] = make_state(1, width=6)["model"]
+def another(**options):
+    return lambda state: state.update(make_state(1, **options))
 
 
 def other_optimizer(state):
@@ -447,7 +423,12 @@ def raises(state):
 
 
 UNFIT = {
-    "a module of another shape": (wider, {}, MISMATCH, r"0\.weight: has shape \(8, 6\) here, and \(8, 8\) in"),
+    "a module of another shape": (
+        another(width=6),
+        {},
+        MISMATCH,
+        r"0\.weight: has shape \(8, 6\) here, and \(8, 8\) in",
+    ),
     "a module of another dtype": (
         lambda state: state["model"][2].to(torch.float64),
         {},
@@ -473,7 +454,7 @@ UNFIT = {
         "model.more.weight: is not in the checkpoint",
     ),
     "a key too many": (
-        lambda state: delattr(state["model"][2], "bias"),
+        another(bias=False),
         {},
         MISMATCH,
         "model.2.bias: is in the checkpoint, and nothing here is called so",
@@ -686,6 +667,7 @@ def test_a_file_that_may_not_grow_is_an_error_that_names_it(tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.matrix
 def test_an_error_of_reading_on_one_rank_is_everyones(saved, monkeypatch):
     """At each reading of a load in turn; the last ones fill tensors, and only they leave a part of them changed."""
 
@@ -837,7 +819,7 @@ def test_killed_at_every_operation_the_old_or_the_new_one_is_whole(tmp_path, how
 
 
 def test_killed_at_some_operations_the_old_or_the_new_one_is_whole(tmp_path):
-    for number in (2, 3, 9, 12, 13, 15, 16, 17):
+    for number in (3, 9, 12, 13, 15, 17):
         assert killed_save(tmp_path / str(number), "one that prunes", number)
 
 
