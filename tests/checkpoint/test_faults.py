@@ -10,6 +10,7 @@ import re
 import resource
 import shutil
 import signal
+import sys
 import time
 import traceback
 import warnings
@@ -596,6 +597,21 @@ def test_generators_in_the_state_of_others_are_loaded_as_generators(tmp_path):
         (other["new"], state["new"]),
     ):
         assert torch.equal(one.get_state(), two.get_state())
+
+
+def test_checksums_of_a_package_that_is_not_installed_are_named(saved, monkeypatch):
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    for read in (checkpoint.verify, lambda directory: checkpoint.load(directory, {"epoch": 0})):
+        with pytest.raises(cs.CheckpointError, match=r"manifest.json has checksums of the package xxhash.*pip install"):
+            read(saved)
+
+
+def test_a_save_that_was_not_committed_is_no_checkpoint(saved, tmp_path):
+    partial = copy_of(saved, tmp_path, "run") / ".step-00000003.tmp-3f"
+    (tmp_path / "run" / STEP).rename(partial)
+    for read in (checkpoint.verify, lambda directory: checkpoint.load(directory, {"epoch": 0})):
+        with pytest.raises(INCOMPLETE, match="is of a save that goes on, or was cut off"):
+            read(partial)
 
 
 # ------------------------------------------------------------------------------------------------ disks that fail
