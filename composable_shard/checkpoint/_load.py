@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._errors import CheckpointMismatchError, ShardConfigTypeError
+from .._errors import CheckpointError, CheckpointMismatchError, ShardConfigTypeError
 from ._format import commits
 from ._format.manifest import Manifest
 from ._format.reading import Reader, manifest_bytes
@@ -105,10 +105,19 @@ def _fill(ranks: Ranks, target: Target, path: Path, manifest: Manifest, verify: 
             rest.want(target.wanted)
             rest.check(verify)
 
+        def copy() -> None:
+            try:
+                rest.copy()
+            except (OSError, CheckpointError) as error:
+                raise CheckpointError(
+                    f"{error}; it was as it should be a moment before, and modules, optimizers and tensors are filled "
+                    "in part: load again before they are used"
+                ) from error
+
         ranks.together(check)
         try:
             ranks.together(target.hand)
-            ranks.together(rest.copy)
+            ranks.together(copy)
         except BaseException:
             target.restore()
             raise

@@ -42,7 +42,7 @@ def saved(tmp_path_factory):
 
     def save():
         for step in (2, 3):
-            checkpoint.save(directory, make_state(step), step=step, checksum="xxh3")
+            checkpoint.save(directory, make_state(step), step=step, checksum="crc32")
 
     spmd(2)(lambda here: save())
     return directory
@@ -522,7 +522,7 @@ def test_ranks_that_disagree_are_told_so(rank, world, tmp_path):
         "directory": tmp_path / str(rank),
         "overwrite": rank == 0,
         "keep": 1 if rank else None,
-        "checksum": ("xxh3", "crc32")[rank],
+        "checksum": ("sha256", "crc32")[rank],
     }.items():
         save(MISMATCH, f"^{name}: rank 0 calls save with .* and rank 1 with", **{name: value})
     only_1 = {"step": -1, "keep": 0, "checksum": "md5"}
@@ -599,11 +599,13 @@ def test_generators_in_the_state_of_others_are_loaded_as_generators(tmp_path):
         assert torch.equal(one.get_state(), two.get_state())
 
 
-def test_checksums_of_a_package_that_is_not_installed_are_named(saved, monkeypatch):
+def test_checksums_of_a_package_that_is_not_installed_are_named(saved, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "xxhash", None)
+    directory = copy_of(saved, tmp_path, "run")
+    rewrite(directory / STEP, lambda manifest: manifest["checksums"].update(algorithm="xxh3"))
     for read in (checkpoint.verify, lambda directory: checkpoint.load(directory, {"epoch": 0})):
         with pytest.raises(cs.CheckpointError, match=r"manifest.json has checksums of the package xxhash.*pip install"):
-            read(saved)
+            read(directory)
 
 
 def test_a_save_that_was_not_committed_is_no_checkpoint(saved, tmp_path):
@@ -720,6 +722,7 @@ def test_an_error_of_reading_on_one_rank_is_everyones(saved, monkeypatch):
         assert results[0][0] == results[1][0]
         assert re.search(r"rank-0000\d.safetensors.*Input/output error|Input/output error.*rank-0000", results[0][0])
         changed = results[0][1] | results[1][1]
+        assert bool(changed) <= ("are filled in part: load again" in results[0][0]), changed
         untouched += not changed
         assert all(name.startswith(("model.", "optimizer.", "mean")) for name in changed), changed
         fail_at += 9 if changed else 1
