@@ -55,39 +55,40 @@ def async_save(
         What `save` raises before it writes; a CheckpointError if the save before this one has failed.
     """
     ranks = Ranks(process_group)
-    request = Request.of(Path(directory), step, overwrite, checksum, keep)
     writer = background().writer
+
+    def asked() -> Request:
+        return Request.of(directory, step, overwrite, checksum, keep)
+
     if not can_talk(ranks):
-        return _at_once(ranks, request, state, keep, progress)
+        return _at_once(ranks, asked, state, progress)
 
     def copy(layout: FileLayout) -> None:
         writer.start()
         stage(layout, writer.buffer(layout.size))
 
-    prepared = prepare(ranks, request, state, copy)
+    prepared = prepare(ranks, asked, state, copy)
     pending = PendingSave(step, prepared.layout.size, progress)
     beside = StoreRanks(process_group, prepared.attempt.partial.name)
     background().pending = pending
-    thread = threading.Thread(target=_run, args=(pending, beside, prepared, writer, keep), name="checkpoint-save")
+    thread = threading.Thread(target=_run, args=(pending, beside, prepared, writer), name="checkpoint-save")
     beside.start()
     thread.start()
     return pending
 
 
-def _run(pending: PendingSave, ranks: StoreRanks, prepared: Prepared, writer: WriterProcess, keep: int | None) -> None:
+def _run(pending: PendingSave, ranks: StoreRanks, prepared: Prepared, writer: WriterProcess) -> None:
     """Have the file written, commit with the other ranks, and note how that went."""
     with contextlib.suppress(Exception), ranks.alive():
         try:
-            path = _finish(pending, ranks, prepared, writer, keep)
+            path = _finish(pending, ranks, prepared, writer)
         except BaseException as error:
             pending.fail(error)
             raise
         pending.succeed(path)
 
 
-def _finish(
-    pending: PendingSave, ranks: StoreRanks, prepared: Prepared, writer: WriterProcess, keep: int | None
-) -> Path:
+def _finish(pending: PendingSave, ranks: StoreRanks, prepared: Prepared, writer: WriterProcess) -> Path:
     try:
         path = finish(ranks, prepared, lambda: _write(pending, prepared, writer))
     except RankLostError:
@@ -95,7 +96,7 @@ def _finish(
         if ranks.rank == 0 or not (path / NAME).is_file():
             raise
         return path  # rank 0 was lost after it had committed
-    if keep is not None:
+    if (keep := prepared.request.keep) is not None:
         prune_on_first(ranks, prepared.request.directory, keep)
     return path
 
@@ -114,17 +115,16 @@ def _write(pending: PendingSave, prepared: Prepared, writer: WriterProcess) -> S
 
 def _at_once(
     ranks: Ranks,
-    request: Request,
+    asked: Callable[[], Request],
     state: Mapping[str, Any],
-    keep: int | None,
     progress: Callable[[int, int], None] | None,
 ) -> PendingSave:
     """Save before the call returns: in a simulated world, whose ranks are threads that take turns."""
-    prepared = prepare(ranks, request, state)
-    pending = PendingSave(request.step, prepared.layout.size, progress)
+    prepared = prepare(ranks, asked, state)
+    pending = PendingSave(prepared.request.step, prepared.layout.size, progress)
     path = finish(ranks, prepared, lambda: write_own(prepared))
-    if keep is not None:
-        prune_on_first(ranks, request.directory, keep)
+    if (keep := prepared.request.keep) is not None:
+        prune_on_first(ranks, prepared.request.directory, keep)
     pending.advance(prepared.layout.size)
     pending.succeed(path)
     return pending

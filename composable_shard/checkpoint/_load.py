@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._errors import CheckpointMismatchError
+from .._errors import CheckpointError, CheckpointMismatchError, ShardConfigTypeError
 from ._format import commits
-from ._format.manifest import NAME, Manifest, read_manifest
+from ._format.manifest import Manifest
 from ._format.reading import Reader, manifest_bytes
 from ._ranks import Ranks
 from ._state import Target
@@ -54,7 +54,9 @@ def load(
 
     The number of ranks, meshes and placements may be others than those that saved: every rank reads the bytes that it
     needs for its shards, and no more than the blocks of 1 MiB around them. What does not fit, or is not as it was
-    written, is found before anything changes: when it raises, modules and optimizers are as they were.
+    written, is found before anything changes. Then objects are loaded by their own methods, and get back the state that
+    they had where one of these raises; then modules, optimizers, tensors and values are filled. So when it raises, all
+    is as it was, unless a disk fails to give again, to fill a tensor, what it gave a moment before.
 
     Args:
         directory: that `save` was given, or one checkpoint in it.
@@ -78,7 +80,9 @@ def load(
         CheckpointUnsafeError: links, or names that lead outside of the directory.
     """
     ranks = Ranks(process_group)
-    checkpoint, manifest = find_manifest(ranks, Path(directory), step)
+    root = ranks.together(lambda: _checked(directory, step))
+    ranks.alike("load", {"directory": str(root), "step": step, "strict": strict, "cast": cast, "verify": verify})
+    checkpoint, manifest = find_manifest(ranks, root, step)
     target = Target(manifest, ranks.rank, ranks.size, cast)
     ranks.together(lambda: _fit(target, state, checkpoint.path))
     missing, unexpected = _names(ranks, target)
@@ -86,17 +90,47 @@ def load(
         problems = [f"{name}: is not in the checkpoint" for name in missing]
         problems += [f"{name}: is in the checkpoint, and nothing here is called so" for name in unexpected]
         raise _mismatch(checkpoint.path, problems)
-    reader = Reader(checkpoint.path, manifest)
+    read = _fill(ranks, target, checkpoint.path, manifest, verify)
+    return Loaded(manifest.step, checkpoint.path, missing, unexpected, read)
 
-    def check() -> None:
-        reader.want(target.wanted)
-        reader.check(verify)
 
-    ranks.together(check)
-    with torch.no_grad():
-        ranks.together(reader.copy)
+def _fill(ranks: Ranks, target: Target, path: Path, manifest: Manifest, verify: bool) -> int:
+    """Read what fits, and put it in place; gives how many bytes were read."""
+    with Reader(path, manifest) as handed, Reader(path, manifest) as rest, torch.no_grad():
+
+        def check() -> None:
+            handed.want(target.handed)
+            handed.check(verify)
+            handed.copy()
+            rest.want(target.wanted)
+            rest.check(verify)
+
+        def copy() -> None:
+            try:
+                rest.copy()
+            except (OSError, CheckpointError) as error:
+                raise CheckpointError(
+                    f"{error}; it was as it should be a moment before, and modules, optimizers and tensors are filled "
+                    "in part: load again before they are used"
+                ) from error
+
+        ranks.together(check)
+        try:
+            ranks.together(target.hand)
+            ranks.together(copy)
+        except BaseException:
+            target.restore()
+            raise
         ranks.together(target.finish)
-    return Loaded(manifest.step, checkpoint.path, missing, unexpected, reader.bytes_checked + reader.bytes_copied)
+    return handed.bytes_read + rest.bytes_read
+
+
+def _checked(directory: str | os.PathLike[str], step: int | None) -> Path:
+    if not isinstance(directory, (str, os.PathLike)):
+        raise ShardConfigTypeError(f"directory: {directory!r} is a {type(directory).__name__}; give a path")
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
+        raise ShardConfigTypeError(f"step: {step!r} is a {type(step).__name__}; give an int")
+    return Path(directory)
 
 
 def find_manifest(ranks: Ranks, directory: Path, step: int | None) -> tuple[commits.Committed, Manifest]:
@@ -104,17 +138,18 @@ def find_manifest(ranks: Ranks, directory: Path, step: int | None) -> tuple[comm
 
     def first() -> tuple[commits.Committed, bytes]:
         checkpoint = commits.find(directory, step)
-        return checkpoint, manifest_bytes(checkpoint.path)
+        data = manifest_bytes(checkpoint.path)
+        manifests.append(commits.manifest_of(checkpoint, data))
+        return checkpoint, data
 
+    manifests: list[Manifest] = []  # of rank 0, which sends no other what it cannot read itself
     checkpoint, data = ranks.first_alone(first)
-    return checkpoint, ranks.together(lambda: read_manifest(data, str(checkpoint.path / NAME)))
+    manifest = ranks.together(lambda: manifests[0] if manifests else commits.manifest_of(checkpoint, data))
+    return checkpoint, manifest
 
 
 def _fit(target: Target, state: Mapping[str, Any], path: Path) -> None:
-    try:
-        target.add(state)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointMismatchError(f"{path}: cannot be understood: {type(error).__name__}: {error}") from error
+    target.add(state)
     if target.problems:
         raise _mismatch(path, target.problems)
 

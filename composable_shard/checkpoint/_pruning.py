@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .._errors import CheckpointCorruptError, ShardConfigValueError
+from .._errors import CheckpointCorruptError, CheckpointError, ShardConfigValueError
 from ._format import commits
-from ._format.manifest import NAME, Manifest, read_manifest
+from ._format.manifest import Manifest
 from ._format.reading import file_problem, manifest_bytes
 from ._io import files
 from ._ranks import Ranks
@@ -44,12 +44,22 @@ def prune(directory: str | os.PathLike[str], *, keep: int) -> list[Path]:
 
     Raises:
         ShardConfigValueError: `keep` is less than 1.
+        CheckpointError: something could not be removed.
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ShardConfigValueError(f"keep: {keep!r} is not a number of checkpoints; give at least 1")
     root = Path(directory)
+    try:
+        return _removed(root, keep)
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{root}: what is not needed any more cannot be removed: {error}") from error
+
+
+def _removed(root: Path, keep: int) -> list[Path]:
     removed = []
-    for path in (*commits.removable(root, keep), *commits.partials(root)):
+    for path in (*commits.removable(root, keep), *commits.leftovers(root)):
         gone = path
         if not path.name.startswith("."):  # at once no checkpoint any more, whatever happens while its files go
             gone = path.with_name(f".{path.name[:_STEM]}.tmp-{secrets.token_hex(6)}")
@@ -106,4 +116,4 @@ def verify(
 def open_manifest(directory: str | os.PathLike[str], step: int | None = None) -> tuple[commits.Committed, Manifest]:
     """A checkpoint and its manifest, read by this process alone."""
     checkpoint = commits.find(Path(directory), step)
-    return checkpoint, read_manifest(manifest_bytes(checkpoint.path), str(checkpoint.path / NAME))
+    return checkpoint, commits.manifest_of(checkpoint, manifest_bytes(checkpoint.path))

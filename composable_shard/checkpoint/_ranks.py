@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from .._errors import CheckpointError, ComposableShardError
+from .._errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointIncompleteError,
+    CheckpointMismatchError,
+    CheckpointUnsafeError,
+    ComposableShardError,
+    ShardConfigStateError,
+    ShardConfigTypeError,
+    ShardConfigValueError,
+)
 
 _T = TypeVar("_T")
 _U = TypeVar("_U")
+_KINDS = (  # of errors that all ranks raise for one of them; other kinds are told in the words of a CheckpointError
+    CheckpointCorruptError,
+    CheckpointIncompleteError,
+    CheckpointMismatchError,
+    CheckpointUnsafeError,
+    ShardConfigStateError,
+    ShardConfigTypeError,
+    ShardConfigValueError,
+)
 
 
 class Ranks:
@@ -26,13 +46,16 @@ class Ranks:
         together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if together else 0
         self.size = dist.get_world_size(group) if together else 1
+        if self.rank < 0:
+            raise ShardConfigValueError("process_group: this process is not in it; call with a group that it is in")
 
     def gather(self, value: _T) -> list[_T]:
         """Every rank's value, by rank, on every rank; values are plain Python data."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, self._group)
+        with self._talking():
+            dist.all_gather_object(values, value, self._group)
         return values
 
     def gather_on_first(self, value: _T) -> list[_T]:
@@ -40,7 +63,8 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size if self.rank == 0 else []
-        dist.gather_object(value, values or None, group=self._group, group_dst=0)
+        with self._talking():
+            dist.gather_object(value, values or None, group=self._group, group_dst=0)
         return values
 
     def from_first(self, value: _T) -> _T:
@@ -48,9 +72,29 @@ class Ranks:
         if self.size == 1:
             return value
         values: list[Any] = [value]
-        dist.broadcast_object_list(values, group_src=0, group=self._group)
+        with self._talking():
+            dist.broadcast_object_list(values, group_src=0, group=self._group)
         first: _T = values[0]
         return first
+
+    @contextlib.contextmanager
+    def _talking(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, ComposableShardError):
+                raise
+            raise CheckpointError(
+                f"rank {self.rank} of {self.size} does not reach the others, of which one may have died: {error}"
+            ) from error
+
+    def alike(self, call: str, arguments: dict[str, Any]) -> None:
+        """See that all ranks have called with the same arguments.
+
+        Raises:
+            CheckpointMismatchError: they have not; it names the first that differs.
+        """
+        compare(call, self.gather(arguments))
 
     def together(self, work: Callable[[], _T]) -> _T:
         """Do something on every rank; where it fails on one, all ranks raise, and say which ranks failed and why.
@@ -87,6 +131,17 @@ class Ranks:
         raise kind("; ".join(_lines(failed, self.size))) from own
 
 
+def compare(call: str, said: list[dict[str, Any]]) -> None:
+    """See that the arguments of a call are those of rank 0 on every rank; a CheckpointMismatchError otherwise."""
+    for rank, arguments in enumerate(said):
+        for name, value in arguments.items():
+            if said[0][name] != value:
+                raise CheckpointMismatchError(
+                    f"{name}: rank 0 calls {call} with {said[0][name]!r} and rank {rank} with {value!r}; all ranks "
+                    f"must call {call} alike"
+                )
+
+
 _Described = tuple[type[ComposableShardError], str] | None
 
 
@@ -102,8 +157,13 @@ def _described(error: BaseException | None) -> _Described:
     if error is None:
         return None
     if isinstance(error, ComposableShardError):
-        return type(error), str(error)
-    return CheckpointError, f"{type(error).__name__}: {error}"
+        kind = next((each for each in _KINDS if isinstance(error, each)), CheckpointError)
+        return kind, str(error) if kind is not CheckpointError or type(error) is kind else _spoken(error)
+    return CheckpointError, _spoken(error)
+
+
+def _spoken(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _lines(failed: list[tuple[int, Any]], size: int) -> list[str]:

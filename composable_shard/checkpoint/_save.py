@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from .._errors import CheckpointMismatchError, ShardConfigTypeError, ShardConfigValueError
+from .._errors import CheckpointError, CheckpointMismatchError, ShardConfigTypeError, ShardConfigValueError
 from ._format import commits
-from ._format.manifest import Manifest, Piece, SavedFile, SavedTensor, name_of
+from ._format.manifest import Manifest, Piece, SavedFile, SavedTensor, check, name_of
 from ._format.writing import FileLayout, bytes_of, stream, write
 from ._io import digests, files
 from ._layouts import layout_of
 from ._pending import background
 from ._pruning import prune_on_first
-from ._ranks import Ranks
+from ._ranks import Ranks, compare
 from ._state import Collected, collect
 
 _MOST_COMPARED = 1 << 20  # bytes of a tensor that ranks compare
@@ -68,11 +68,10 @@ def save(
             are unharmed.
     """
     ranks = Ranks(process_group)
-    request = Request.of(Path(directory), step, overwrite, checksum, keep)
-    prepared = prepare(ranks, request, state)
+    prepared = prepare(ranks, lambda: Request.of(directory, step, overwrite, checksum, keep), state)
     path = finish(ranks, prepared, lambda: write_own(prepared))
     if keep is not None:
-        prune_on_first(ranks, request.directory, keep)
+        prune_on_first(ranks, prepared.request.directory, keep)
     return path
 
 
@@ -84,10 +83,15 @@ class Request:
     step: int
     overwrite: bool
     algorithm: str
+    keep: int | None
 
     @staticmethod
-    def of(directory: Path, step: int, overwrite: bool, checksum: str | None, keep: int | None) -> Request:
+    def of(
+        directory: str | os.PathLike[str], step: int, overwrite: bool, checksum: str | None, keep: int | None
+    ) -> Request:
         """Checked arguments."""
+        if not isinstance(directory, (str, os.PathLike)):
+            raise ShardConfigTypeError(f"directory: {directory!r} is a {type(directory).__name__}; give a path")
         if isinstance(step, bool) or not isinstance(step, int):
             raise ShardConfigTypeError(f"step: {step!r} is a {type(step).__name__}; give an int")
         if not 0 <= step < 10**18:
@@ -103,7 +107,7 @@ class Request:
             raise ShardConfigValueError(
                 'checksum: "xxh3" needs the package xxhash: pip install composable-shard[checkpoint]'
             )
-        return Request(directory, step, overwrite, algorithm)
+        return Request(Path(directory), step, overwrite, algorithm, keep)
 
 
 @dataclass(frozen=True)
@@ -127,14 +131,18 @@ class Prepared:
 
 
 def prepare(
-    ranks: Ranks, request: Request, state: Mapping[str, Any], stage: Callable[[FileLayout], None] | None = None
+    ranks: Ranks,
+    asked: Callable[[], Request],
+    state: Mapping[str, Any],
+    stage: Callable[[FileLayout], None] | None = None,
 ) -> Prepared:
     """Take the state apart, see that all ranks save the same, and make the directory to write into.
 
-    A save that goes on in the background ends first. `stage`, where it is given, copies this rank's part.
+    A save that goes on in the background ends first. `asked` gives the checked arguments, and `stage`, where it is
+    given, copies this rank's part.
     """
-    taken, said = ranks.together_and_tell(lambda: _take(ranks, request, state), lambda each: (each.about, each.digest))
-    collected = taken.collected
+    taken, said = ranks.together_and_tell(lambda: _take(ranks, asked(), state), lambda each: (each.about, each.digest))
+    request, collected = taken.request, taken.collected
     holders = _agree(ranks, taken, said)
     attempt: commits.Attempt | None = None
 
@@ -169,6 +177,7 @@ def _remove(attempt: commits.Attempt) -> None:
 class _Taken:
     """A state taken apart, and what ranks compare of it: `about` and `digest` first, the rest where digests differ."""
 
+    request: Request
     collected: Collected
     about: dict[str, Any]
     described: dict[str, str]
@@ -186,10 +195,22 @@ def _take(ranks: Ranks, request: Request, state: Mapping[str, Any]) -> _Taken:
         "step": request.step,
         "overwrite": request.overwrite,
         "checksum": request.algorithm,
+        "keep": request.keep,
     }
     plain = {name: _shared(value) for name, value in collected.values.items()}
     digest = hashlib.sha256(repr((sorted(described.items()), plain, collected.aliases)).encode()).digest()
-    return _Taken(collected, about, described, plain, digest)
+    return _Taken(request, collected, about, described, plain, digest)
+
+
+@contextlib.contextmanager
+def _removed_if_it_fails(ranks: Ranks, attempt: commits.Attempt) -> Iterator[None]:
+    """Nothing remains of a save that fails."""
+    try:
+        yield
+    except BaseException:
+        if ranks.rank == 0:
+            _remove(attempt)
+        raise
 
 
 def _see(attempt: commits.Attempt) -> None:
@@ -202,13 +223,7 @@ def _see(attempt: commits.Attempt) -> None:
 
 def _agree(ranks: Ranks, taken: _Taken, said: list[tuple[dict[str, Any], bytes]]) -> dict[str, list[int]]:
     """See that the ranks save the same; gives for each key the ranks that have it."""
-    for rank, (other, _) in enumerate(said):
-        for name in other:
-            if said[0][0][name] != other[name]:
-                raise CheckpointMismatchError(
-                    f"{name}: rank 0 saves with {said[0][0][name]!r} and rank {rank} with {other[name]!r}; all ranks "
-                    "must call save alike"
-                )
+    compare("save", [about for about, _ in said])
     everyone = list(range(ranks.size))
     if all(each == taken.digest for _, each in said):
         return dict.fromkeys(taken.described, everyone)
@@ -271,15 +286,11 @@ def finish(ranks: Ranks, prepared: Prepared, written: Callable[[], SavedFile]) -
         _see(attempt)
         return written()
 
-    try:
+    with _removed_if_it_fails(ranks, attempt):
         saved = ranks.together(write_if_seen)
         pieces = list(prepared.layout.pieces())
         parts = ranks.gather_on_first(_Part(prepared.layout.name, saved, pieces, prepared.known))
         ranks.first_alone(lambda: _commit(prepared, parts))
-    except BaseException:
-        if ranks.rank == 0:
-            _remove(attempt)
-        raise
     return attempt.final
 
 
@@ -294,8 +305,12 @@ class _Part:
 
 
 def _commit(prepared: Prepared, parts: list[_Part]) -> None:
-    request = prepared.request
-    commits.commit(prepared.attempt, _merged(request, prepared.attempt, parts).to_json())
+    manifest = _merged(prepared.request, prepared.attempt, parts)
+    try:
+        check(manifest)
+    except ValueError as error:
+        raise CheckpointError(f"this could not be loaded again, and is not committed: {error}") from None
+    commits.commit(prepared.attempt, manifest.to_json())
 
 
 def _merged(request: Request, attempt: commits.Attempt, parts: list[_Part]) -> Manifest:

@@ -6,6 +6,7 @@ A state is a dictionary, which may hold dictionaries. `collect` turns one into t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -16,11 +17,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from .._errors import CheckpointMismatchError, ShardConfigTypeError, ShardConfigValueError
+from .._errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    ComposableShardError,
+    ShardConfigTypeError,
+    ShardConfigValueError,
+)
 from .._module.state import states_below
 from .._torch.distributed import local_tensor
 from ._format.manifest import Manifest, SavedTensor, name_of
-from ._format.values import GeneratorState, decode, encode
+from ._format.values import decode, encode
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}  # what others put around modules
 
@@ -49,6 +56,22 @@ class PerRank:
     def __init__(self, value: Any, resize: Callable[[list[Any], int, int], Any] | None = None) -> None:
         self.value = value
         self.resize = resize
+
+
+@contextlib.contextmanager
+def _named(path: str, method: str) -> Iterator[None]:
+    """Errors of a method of the user's say of which entry of the state it is."""
+    try:
+        yield
+    except ComposableShardError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path}: its {method} has raised {type(error).__name__}: {error}") from error
+
+
+def _state_of(path: str, value: Stateful) -> dict[str, Any]:
+    with _named(path, "state_dict"):
+        return value.state_dict()
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
@@ -169,6 +192,13 @@ def collect(state: Mapping[str, Any], rank: int) -> Collected:
     """
     if not isinstance(state, Mapping):
         raise ShardConfigTypeError(f"state: is a {type(state).__name__}; give a dictionary of names")
+    try:
+        return _collect(state, rank)
+    except RecursionError:
+        raise ShardConfigValueError("state: is nested too deeply, or holds itself") from None
+
+
+def _collect(state: Mapping[str, Any], rank: int) -> Collected:
     collected = Collected()
     names = _names_of_parameters(state)
     for path, value, _, _ in _leaves(state):
@@ -179,17 +209,19 @@ def collect(state: Mapping[str, Any], rank: int) -> Collected:
         elif isinstance(value, torch.optim.Optimizer):
             collected.values[path] = _collect_optimizer(path, value, names, collected)
         elif isinstance(value, PerRank):
-            content = value.value.state_dict() if isinstance(value.value, Stateful) else value.value
+            content = _state_of(path, value.value) if isinstance(value.value, Stateful) else value.value
             collected.per_rank[path] = encode(content, f"{path}@{rank}", collected.keep_own)
         elif isinstance(value, Stateful):
-            collected.values[path] = {"$": "stateful", "value": encode(value.state_dict(), path, collected.keep)}
+            content = _state_of(path, value)
+            collected.values[path] = {"$": "stateful", "value": encode(content, path, collected.keep)}
         else:
             collected.values[path] = encode(value, path, collected.keep)
     return collected
 
 
 def _collect_module(path: str, module: nn.Module, collected: Collected) -> dict[str, Any]:
-    content, aliases, _ = _module_content(module)
+    with _named(path, "state_dict"):
+        content, aliases, _ = _module_content(module)
     extra = {}
     tensors = []
     for name, value in content.items():
@@ -230,17 +262,29 @@ def _named_group(path: str, group: dict[str, Any], names: dict[int, str]) -> dic
 # ------------------------------------------------------------------------------------------------------ loading
 
 
+@dataclass(frozen=True)
+class _Handed:
+    """What is handed to a method of the user's, and what gives its owner back the state that it had before."""
+
+    load: Callable[[], None]
+    restore: Callable[[], None]
+
+
 class Target:
     """Where the tensors of a saved state go, and what is done when they are there.
 
+    First all that is handed to methods of the user's, which may fail; then modules, optimizers and values.
+
     Attributes:
-        wanted: by key of the checkpoint, the tensors to fill.
+        handed: by key of the checkpoint, new tensors to fill that are handed to methods of the user's.
+        wanted: likewise, all others to fill.
         problems: why the state does not fit, a statement each.
         missing: names that modules have and the checkpoint has not.
         unexpected: names that the checkpoint has and the modules have not.
     """
 
     def __init__(self, manifest: Manifest, rank: int, ranks: int, cast: bool) -> None:
+        self.handed: dict[str, list[torch.Tensor]] = {}
         self.wanted: dict[str, list[torch.Tensor]] = {}
         self.problems: list[str] = []
         self.missing: list[str] = []
@@ -249,44 +293,73 @@ class Target:
         self._rank = rank
         self._ranks = ranks
         self._cast = cast
+        self._hand: list[_Handed] = []
+        self._tried = 0
         self._finish: list[Callable[[], None]] = []
-        self._generators: list[GeneratorState] = []
+        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
 
     def add(self, state: Mapping[str, Any]) -> None:
         """Find what a state wants of the checkpoint."""
+        if not isinstance(state, Mapping):
+            raise ShardConfigTypeError(f"state: is a {type(state).__name__}; give a dictionary of names")
         names = _names_of_parameters(state)
         by_name = _parameters_of(state)
         for path, value, container, name in _leaves(state):
-            saved: Any = self._manifest.values.get(path)
-            if isinstance(value, PerRank):
-                self._add_per_rank(path, value)
-            elif path not in self._manifest.values:
-                self.problems.append(f"{path}: the checkpoint has no such entry")
-            elif isinstance(value, nn.Module):
-                self._add_kind(path, saved, "module", lambda: self._add_module(path, _unwrapped(value), saved))  # noqa: B023
-            elif isinstance(value, torch.optim.Optimizer):
-                add = self._add_optimizer
-                self._add_kind(path, saved, "optimizer", lambda: add(path, value, names, by_name, saved))  # noqa: B023
-            elif isinstance(value, Stateful):
-                self._add_kind(path, saved, "stateful", lambda: self._add_stateful(value, saved["value"]))  # noqa: B023
-            else:
-                self._add_value(path, value, container, name, saved)
+            try:
+                self._add(path, value, container, name, names, by_name)
+            except CheckpointMismatchError as error:
+                self.problems.append(f"{path}: {error}")
+            except ComposableShardError:
+                raise
+            except RecursionError:
+                self.problems.append(f"{path}: is nested too deeply in the checkpoint")
+            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+                self.problems.append(f"{path}: cannot be understood: {type(error).__name__}: {error}")
+
+    def _add(
+        self, path: str, value: Any, container: Any, name: Any, names: dict[int, str], by_name: dict[str, torch.Tensor]
+    ) -> None:
+        saved: Any = self._manifest.values.get(path)
+        if isinstance(value, PerRank):
+            self._add_per_rank(path, value)
+        elif path not in self._manifest.values:
+            self.problems.append(f"{path}: the checkpoint has no such entry")
+        elif isinstance(value, nn.Module):
+            self._add_kind(path, saved, "module", lambda: self._add_module(path, _unwrapped(value), saved))
+        elif isinstance(value, torch.optim.Optimizer):
+            self._add_kind(path, saved, "optimizer", lambda: self._add_optimizer(path, value, names, by_name, saved))
+        elif isinstance(value, Stateful):
+            self._add_kind(path, saved, "stateful", lambda: self._add_stateful(path, value, saved["value"]))
+        else:
+            self._add_value(path, value, container, name, saved)
+
+    def hand(self) -> None:
+        """With the tensors of `handed` filled: call the methods of the user's that load."""
+        for each in self._hand:
+            self._tried += 1
+            each.load()
+
+    def restore(self) -> None:
+        """Undo `hand`."""
+        for each in self._hand[: self._tried]:
+            with contextlib.suppress(Exception):  # the error that has led here is raised
+                each.restore()
 
     def finish(self) -> None:
-        """With all tensors filled: hand on what is loaded by methods of its owner, and set plain values."""
+        """With all tensors filled: see to modules and optimizers, and set plain values and generators."""
         for action in self._finish:
             action()
-        for each in self._generators:
-            each.generator.set_state(each.state)
+        for generator, state in self._generators:
+            generator.set_state(state)
 
     def _add_kind(self, path: str, saved: Any, kind: str, add: Callable[[], None]) -> None:
         kind_there = saved.get("$") if isinstance(saved, dict) else None
         if kind_there != kind:
-            self.problems.append(f"{path}: is a {kind} here, and {_spoken(kind_there)} in the checkpoint")
+            self.problems.append(f"{path}: is {_spoken(kind)} here, and {_spoken(kind_there)} in the checkpoint")
         else:
             add()
 
-    def want(self, key: str, tensor: torch.Tensor) -> None:
+    def want(self, key: str, tensor: torch.Tensor, handed: bool = False) -> None:
         """Ask for a tensor's values; where they do not fit, that is a problem."""
         saved = self._saved(key)
         if saved is None:
@@ -298,7 +371,8 @@ class Target:
             here, saved_as = name_of(tensor.dtype), name_of(saved.dtype)
             self.problems.append(f"{key}: has dtype {here} here, and {saved_as} in the checkpoint{hint}")
         else:
-            self.wanted.setdefault(self._key(key), []).append(tensor.detach())
+            wanted = self.handed if handed else self.wanted
+            wanted.setdefault(self._key(key), []).append(tensor.detach())
 
     def _key(self, key: str) -> str:
         return self._manifest.aliases.get(key, key)
@@ -306,15 +380,53 @@ class Target:
     def _saved(self, key: str) -> SavedTensor | None:
         return self._manifest.tensors.get(self._key(key))
 
-    def _fetch(self, key: str, now: torch.Tensor | None) -> torch.Tensor:
+    def _fetch(self, key: str, now: Any) -> Any:
         """The tensor that a value in a tree will be: the one that is there, if it fits, or a new one."""
+        if isinstance(now, torch.Generator):
+            self._generators.append((now, self._generator_state(key, now, False)))
+            return now
+        saved = self._needed(key)
+        fits = now is not None and tuple(now.shape) == saved.shape and now.dtype == saved.dtype
+        tensor = now if fits else self._new(key)
+        self.want(key, tensor)
+        return tensor
+
+    def _fetch_to_hand(self, key: str, now: Any) -> Any:
+        """The same for a tree that is handed to a method of the user's: what is there now stays as it is."""
+        if isinstance(now, torch.Generator):
+            generator = torch.Generator(now.device)
+            state = self._generator_state(key, generator, True)
+            self._hand.append(_Handed(lambda: _set(generator, state), lambda: None))
+            return generator
+        saved = self._needed(key)
+        fits = now is not None and tuple(now.shape) == saved.shape and now.dtype == saved.dtype
+        tensor = torch.empty_like(now, requires_grad=False) if fits else self._new(key)
+        self.want(key, tensor, handed=True)
+        return tensor
+
+    def _generator_state(self, key: str, generator: torch.Generator, handed: bool) -> torch.Tensor:
+        saved, size = self._needed(key), generator.get_state().numel()
+        if saved.dtype != torch.uint8 or saved.shape != (size,):
+            raise CheckpointMismatchError(
+                f"{key}: the state of a generator of {generator.device} has {size} bytes here, and in the checkpoint "
+                f"it is of dtype {name_of(saved.dtype)} and shape {saved.shape}"
+            )
+        state = self._new(key)
+        self.want(key, state, handed)
+        return state
+
+    def _needed(self, key: str) -> SavedTensor:
         saved = self._saved(key)
         if saved is None:
             raise CheckpointMismatchError(f"{key}: the checkpoint has no such tensor")
-        fits = now is not None and tuple(now.shape) == saved.shape and now.dtype == saved.dtype
-        tensor = now if now is not None and fits else torch.empty(saved.shape, dtype=saved.dtype)
-        self.want(key, tensor)
-        return tensor
+        return saved
+
+    def _new(self, key: str) -> torch.Tensor:
+        saved = self._needed(key)
+        try:
+            return torch.empty(saved.shape, dtype=saved.dtype)
+        except (RuntimeError, TypeError) as error:  # more than there is memory, or than can be addressed
+            raise CheckpointMismatchError(f"{key}: there is no memory for shape {saved.shape}: {error}") from None
 
     def _decoded(self, saved: Any, now: Any) -> Any:
         return decode(saved, now, self._fetch)
@@ -328,18 +440,29 @@ class Target:
             self.problems.append(f"{path}: is {_spoken(None)} here, and {_spoken(kind)} in the checkpoint")
             return
         made = self._decoded(saved, value)
-        if isinstance(made, GeneratorState):
-            self._generators.append(made)
+        if isinstance(value, torch.Generator) and not isinstance(made, torch.Generator):
+            self.problems.append(f"{path}: is a generator here, and {_spoken(kind)} in the checkpoint")
         elif isinstance(value, MutableMapping) and isinstance(made, dict):
             self._finish.append(lambda: _become(value, made))
         elif isinstance(container, (MutableMapping, list)):
             self._finish.append(lambda: container.__setitem__(name, made))
-        elif made != value:
+        elif made is not value and made != value:
             self.problems.append(f"{path}: is in a {type(container).__name__}, which cannot be changed")
 
-    def _add_stateful(self, value: Stateful, saved: Any) -> None:
-        made = self._decoded(saved, value.state_dict())
-        self._finish.append(lambda: value.load_state_dict(made) and None)
+    def _add_stateful(self, path: str, value: Stateful, saved: Any) -> None:
+        now = _state_of(path, value)
+        made = decode(saved, now, self._fetch_to_hand)
+        self._load_by(path, value.load_state_dict, lambda: made, now)
+
+    def _load_by(self, path: str, load: Callable[[Any], Any], make: Callable[[], Any], now: Any) -> None:
+        """Hand a state to a method that loads it; where one fails on any rank, it gets the present state again."""
+
+        def hand() -> None:
+            with _named(path, "load_state_dict"):
+                load(make())
+
+        present = _copied(now, path)
+        self._hand.append(_Handed(hand, lambda: load(present())))
 
     def _add_per_rank(self, path: str, value: PerRank) -> None:
         saved = self._manifest.per_rank.get(path)
@@ -347,26 +470,23 @@ class Target:
             self.problems.append(f"{path}: the checkpoint has no values by rank of this name")
             return
         stateful = value.value if isinstance(value.value, Stateful) else None
-        now = value.value if stateful is None else stateful.state_dict()
+        now = value.value if stateful is None else _state_of(path, stateful)
         if len(saved) == self._ranks:
-            made = self._decoded(saved[self._rank], now)
-            self._finish.append(lambda: self._finish_per_rank(value, stateful, made))
+            made = decode(saved[self._rank], now, self._fetch if stateful is None else self._fetch_to_hand)
+            make: Callable[[], Any] = lambda: made  # noqa: E731
         elif value.resize is None:
             self.problems.append(
                 f"{path}: has values of {len(saved)} ranks, and there are {self._ranks} now; give PerRank a `resize`"
             )
+            return
         else:
-            every, resize = [self._decoded(each, None) for each in saved], value.resize
-            fit = functools.partial(resize, every, self._rank, self._ranks)
-            self._finish.append(lambda: self._finish_per_rank(value, stateful, fit()))
-
-    def _finish_per_rank(self, value: PerRank, stateful: Stateful | None, made: Any) -> None:
-        if isinstance(made, GeneratorState):
-            self._generators.append(made)
-        elif stateful is not None:
-            stateful.load_state_dict(made)
+            every = [decode(each, None, self._fetch_to_hand) for each in saved]
+            make = functools.cache(functools.partial(_resized, path, value.resize, every, self._rank, self._ranks))
+            self._hand.append(_Handed(lambda: make() and None, lambda: None))
+        if stateful is None:
+            self._finish.append(lambda: setattr(value, "value", make()))
         else:
-            value.value = made
+            self._load_by(path, stateful.load_state_dict, make, now)
 
     def _add_module(self, path: str, module: nn.Module, saved: dict[str, Any]) -> None:
         content, ties, plain = _module_content(module)
@@ -382,8 +502,12 @@ class Target:
             made[name] = made[first] if first in made else _materialised(tensors[name])
         for name, tensor in made.items():
             self.want(f"{path}.{name}", tensor)
-        extra = {name: self._decoded(value, content[name]) for name, value in saved["extra"].items() if name in content}
+        fetch = self._fetch_to_hand
+        extra = {name: decode(value, content[name], fetch) for name, value in saved["extra"].items() if name in content}
         replaced = {name for name in made if made[ties.get(name, name)] is not tensors[ties.get(name, name)]}
+        if extra and plain and not replaced:
+            now = {name: content[name] for name in extra}
+            self._load_by(path, functools.partial(_load_extra, module), lambda: extra, now)
         self._finish.append(lambda: _finish_module(module, made, extra, plain, replaced))
 
     def _add_optimizer(
@@ -403,6 +527,11 @@ class Target:
             return
         for index, (ours, saved_group) in enumerate(zip(here, groups, strict=True)):
             where = f"{path}.param_groups.{index}"
+            self.problems += [
+                f"{where}.{name}: the checkpoint has no such option; it is of another kind of optimizer"
+                for name, default in optimizer.defaults.items()
+                if name not in saved_group and default is not None and not isinstance(default, bool)
+            ]
             self.missing += [f"{where}.{name}" for name in ours["params"] if name not in set(saved_group["params"])]
             self.unexpected += [f"{where}.{name}" for name in saved_group["params"] if name not in set(ours["params"])]
         groups = [{**each, "params": ours["params"]} for each, ours in zip(groups, here, strict=True)]
@@ -414,9 +543,11 @@ class Target:
             parameter = by_name[name]
             now = optimizer.state.get(parameter, {})
             state[name] = decode(values, now, lambda key, tensor: self._fetch_state(key, tensor, parameter))  # noqa: B023
+            if not isinstance(state[name], dict):
+                raise TypeError(f"the state of {name} is no dictionary")
         self._finish.append(lambda: _finish_optimizer(optimizer, groups, state, by_name))
 
-    def _fetch_state(self, key: str, now: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
+    def _fetch_state(self, key: str, now: Any, parameter: torch.Tensor) -> Any:
         """An optimizer's tensor: the one that it has, or a new one that is sharded like its parameter."""
         saved = self._saved(key)
         if now is None and saved is not None and isinstance(parameter, DTensor) and len(saved.shape) > 0:
@@ -424,6 +555,34 @@ class Target:
         elif now is None and saved is not None and saved.shape == tuple(parameter.shape) and len(saved.shape) > 0:
             now = torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
         return self._fetch(key, now)
+
+
+def _set(generator: torch.Generator, state: torch.Tensor) -> None:
+    generator.set_state(state)
+
+
+def _copied(state: Any, path: str) -> Callable[[], Any]:
+    """What gives a state as it is now, whatever happens to what is in it; as it is then, if it cannot be copied."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep(key: str, tensor: torch.Tensor) -> None:
+        if key in kept:
+            raise ShardConfigValueError(f"two tensors have the key {key}")
+        kept[key] = tensor.detach().clone()
+
+    def fetch(key: str, now: Any) -> Any:
+        return torch.Generator(now.device).set_state(kept[key]) if isinstance(now, torch.Generator) else kept[key]
+
+    try:
+        tree = encode(state, path, keep)
+    except (ShardConfigTypeError, ShardConfigValueError):
+        return lambda: state
+    return lambda: decode(tree, state, fetch)
+
+
+def _resized(path: str, resize: Callable[[list[Any], int, int], Any], saved: list[Any], rank: int, ranks: int) -> Any:
+    with _named(path, "resize"):
+        return resize(saved, rank, ranks)
 
 
 def _parameters_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -441,9 +600,8 @@ def _become(value: MutableMapping[Any, Any], made: dict[Any, Any]) -> None:
 
 
 def _spoken(kind: str | None) -> str:
-    return {"module": "a module", "optimizer": "an optimizer", "stateful": "an object with a state dict"}.get(
-        kind or "", "a value"
-    )
+    kinds = {"module": "a module", "optimizer": "an optimizer", "stateful": "an object with a state dict"}
+    return (kinds | {"tensor": "a tensor", "generator": "a generator"}).get(kind or "", "a value")
 
 
 def _can_cast(saved: torch.dtype, wanted: torch.dtype) -> bool:
@@ -478,8 +636,10 @@ def _finish_module(
         state.overwritten()
     if replaced or not plain:
         module.load_state_dict(_spelled(module, {**tensors, **extra}), strict=False, assign=bool(replaced))
-    elif extra:
-        module.load_state_dict(_spelled(module, extra), strict=False)
+
+
+def _load_extra(module: nn.Module, extra: dict[str, Any]) -> None:
+    module.load_state_dict(_spelled(module, extra), strict=False)
 
 
 def _as_parameters(module: nn.Module, tensors: dict[str, torch.Tensor], replaced: set[str]) -> dict[str, torch.Tensor]:

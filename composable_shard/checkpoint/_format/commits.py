@@ -14,15 +14,23 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..._errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointUnsafeError, ShardConfigValueError
+from ..._errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointIncompleteError,
+    CheckpointUnsafeError,
+    ShardConfigValueError,
+)
 from .._io import files
-from .manifest import NAME
+from .manifest import NAME, Manifest, read_manifest
 
 LATEST = "LATEST"
+_NEW_LATEST = ".LATEST.tmp"  # the next one, before it is in the place of the other
+_REMEDY = f"give the step to load, or remove {LATEST}, for the committed checkpoint of the highest step to be used"
 _COMMITTED = re.compile(r"step-([0-9]{8,18})(?:-([0-9]{1,9}))?", re.ASCII)
 _PARTIAL = re.compile(r"\.step-[0-9]{8,18}\.tmp-[0-9a-f]+", re.ASCII)
 
@@ -39,20 +47,38 @@ class Committed:
 def committed(directory: Path) -> list[Committed]:
     """All committed checkpoints of a directory, oldest step first; none where the directory does not exist."""
     checkpoints = []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for entry in os.scandir(directory):
-            named = _COMMITTED.fullmatch(entry.name)
-            if named and entry.is_dir(follow_symlinks=False) and (directory / entry.name / NAME).is_file():
-                checkpoints.append(Committed(int(named[1]), int(named[2] or 0), directory / entry.name))
+    for entry in _entries(directory):
+        named = _COMMITTED.fullmatch(entry.name)
+        if named and entry.is_dir(follow_symlinks=False) and (directory / entry.name / NAME).is_file():
+            checkpoints.append(Committed(int(named[1]), int(named[2] or 0), directory / entry.name))
     return sorted(checkpoints)
+
+
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
+    try:
+        return list(os.scandir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read: {error.strerror or error}") from error
+
+
+def _refuse_links(directory: Path, names: Callable[[str], bool]) -> None:
+    """A link in the place of a checkpoint may lead anywhere."""
+    for entry in _entries(directory):
+        if entry.is_symlink() and names(entry.name):
+            raise CheckpointUnsafeError(
+                f"{directory / entry.name} is a symbolic link, which is not followed; put the checkpoint itself there, "
+                "or give the path that it leads to"
+            )
 
 
 def newest(directory: Path) -> Committed | None:
     """The checkpoint that LATEST names; where there is no LATEST, the committed one of the highest step.
 
     Raises:
-        CheckpointUnsafeError: LATEST is a link, or names something else than a checkpoint of the directory.
-        CheckpointCorruptError: it names a checkpoint that is not there.
+        CheckpointUnsafeError: LATEST is a link, or names something outside of the directory, or a link.
+        CheckpointCorruptError: it names no checkpoint, or one that is not there.
     """
     path = directory / LATEST
     checkpoints = committed(directory)
@@ -60,17 +86,22 @@ def newest(directory: Path) -> Committed | None:
         return checkpoints[-1] if checkpoints else None
     try:
         name = files.read_file(path, 1024).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointUnsafeError(f"{path} is no file of this library's: {error}") from None
+    except UnicodeDecodeError:
+        raise CheckpointCorruptError(f"{path} holds no text; {_REMEDY}") from None
+    except PermissionError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except OSError as error:
+        raise CheckpointUnsafeError(f"{path} is no file of this library's: {error.strerror}") from None
     if _COMMITTED.fullmatch(name) is None:
-        raise CheckpointUnsafeError(f"{path} names {name[:200]!r}, which is not the name of a checkpoint")
+        kind = CheckpointUnsafeError if "/" in name or "\\" in name or name == ".." else CheckpointCorruptError
+        raise kind(f"{path} names {name[:200]!r}, which is not the name of a checkpoint; {_REMEDY}")
     for each in checkpoints:
         if each.path.name == name:
             return each
+    _refuse_links(directory, name.__eq__)
     others = ", ".join(each.path.name for each in checkpoints) or "none"
     raise CheckpointCorruptError(
-        f"{path} names {name}, which is not there or has no manifest; committed are: {others}. Give the step to load, "
-        f"or remove {LATEST}, for the one of the highest step to be used"
+        f"{path} names {name}, which is not there or has no manifest; committed are: {others}; {_REMEDY}"
     )
 
 
@@ -81,6 +112,8 @@ def find(directory: Path, step: int | None) -> Committed:
         CheckpointIncompleteError: there is none.
     """
     named = _COMMITTED.fullmatch(directory.name)
+    if _PARTIAL.fullmatch(directory.name):
+        raise CheckpointIncompleteError(f"{directory} is of a save that goes on, or was cut off: it is no checkpoint")
     if (directory / NAME).is_file():
         if step is not None and named and int(named[1]) != step:
             raise CheckpointIncompleteError(f"{directory} is not a checkpoint of step {step}")
@@ -90,17 +123,41 @@ def find(directory: Path, step: int | None) -> Committed:
     )
     if checkpoint is not None:
         return checkpoint
+    if step is not None:
+        _refuse_links(directory, lambda name: _step_of(name) == step)
     steps = ", ".join(str(each.step) for each in committed(directory)) or "none"
     partial = "; a save that has not ended is there, and does not count" if partials(directory) else ""
     wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     raise CheckpointIncompleteError(f"{directory} holds {wanted}; committed steps: {steps}{partial}")
 
 
+def manifest_of(checkpoint: Committed, data: bytes) -> Manifest:
+    """A checkpoint's manifest from its bytes.
+
+    Raises:
+        CheckpointCorruptError, CheckpointUnsafeError: as `read_manifest`, or it is that of another step.
+    """
+    where = str(checkpoint.path / NAME)
+    manifest = read_manifest(data, where)
+    if _COMMITTED.fullmatch(checkpoint.path.name) and manifest.step != checkpoint.step:
+        raise CheckpointCorruptError(f"{where} is that of step {manifest.step}, which is not the step of its directory")
+    return manifest
+
+
+def _step_of(name: str) -> int | None:
+    named = _COMMITTED.fullmatch(name)
+    return int(named[1]) if named else None
+
+
 def partials(directory: Path) -> list[Path]:
     """Checkpoints that have not been committed: of saves that go on, or that were cut off."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return sorted(directory / each.name for each in os.scandir(directory) if _PARTIAL.fullmatch(each.name))
-    return []
+    return sorted(directory / each.name for each in _entries(directory) if _PARTIAL.fullmatch(each.name))
+
+
+def leftovers(directory: Path) -> list[Path]:
+    """All that saves which were cut off have left."""
+    unused = directory / _NEW_LATEST
+    return [*partials(directory), *([unused] if os.path.lexists(unused) else [])]
 
 
 @dataclass(frozen=True)
@@ -139,11 +196,27 @@ def begin(directory: Path, step: int, overwrite: bool) -> Attempt:
 
 
 def commit(attempt: Attempt, manifest: bytes) -> None:
-    """With all other files on disk: write the manifest, give the directory its name, and let LATEST name it."""
+    """With all other files on disk: write the manifest, give the directory its name, and let LATEST name it.
+
+    What needs room on the disk is written before the directory has its name. Where something fails before LATEST names
+    it, it loses the name again.
+    """
+    root = attempt.final.parent
     files.write_file(attempt.partial / NAME, manifest)
     files.sync_directory(attempt.partial)
-    files.rename(attempt.partial, attempt.final)
-    files.replace_file(attempt.final.parent / LATEST, attempt.final.name.encode())
+    latest = root / _NEW_LATEST
+    if os.path.lexists(latest):
+        files.remove_tree(latest)
+    try:
+        files.write_file(latest, attempt.final.name.encode())
+        files.rename(attempt.partial, attempt.final)
+        files.replace(latest, root / LATEST)
+    except OSError:
+        with contextlib.suppress(OSError):
+            latest.unlink()  # where it is not there, LATEST is the new one already
+            if not os.path.lexists(attempt.partial):
+                attempt.final.rename(attempt.partial)
+        raise
 
 
 def removable(directory: Path, keep: int) -> Iterator[Path]:

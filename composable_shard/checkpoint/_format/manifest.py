@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import functools
 import itertools
 import json
@@ -15,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ..._errors import CheckpointCorruptError, CheckpointUnsafeError
-from .._io.digests import ALGORITHMS, BLOCK, file_checksum
+from ..._errors import CheckpointCorruptError, CheckpointError, CheckpointUnsafeError
+from .._io.digests import ALGORITHMS, BLOCK, best, file_checksum
 
 FORMAT = "composable_shard checkpoint"
 VERSION = 1
@@ -157,9 +156,11 @@ def read_manifest(data: bytes, where: str) -> Manifest:
         CheckpointCorruptError: it is no manifest, of another version, not as it was written, or contradicts itself.
         CheckpointUnsafeError: it names files that are not of this checkpoint.
     """
+    if data.startswith((b"\x80", b"PK")):
+        raise CheckpointUnsafeError(f"{where} is a pickle, or an archive of pickles; it is not read")
     try:
-        whole = json.loads(data)
-        content = whole["manifest"]
+        body, checksum = _parts(data)
+        content = json.loads(body, object_pairs_hook=_once, parse_constant=_no_number)
         if content["format"] != FORMAT:
             raise CheckpointCorruptError(f"{where} is not the manifest of a checkpoint of composable_shard")
         if content["version"] != VERSION:
@@ -170,46 +171,101 @@ def read_manifest(data: bytes, where: str) -> Manifest:
         algorithm, block = content["checksums"]["algorithm"], content["checksums"]["block"]
         if algorithm not in ALGORITHMS or block != BLOCK:
             raise ValueError(f"checksums: {algorithm!r} of {block!r} bytes")
-        body = data[len(b'{"manifest":') : data.rindex(b',\n"checksum":')]
-        if file_checksum(algorithm, body) != whole["checksum"]:
+        require(algorithm, where)
+        if file_checksum(algorithm, body) != checksum:
             raise CheckpointCorruptError(f"{where}: its checksum is not that of its content; it was changed or damaged")
         manifest = _manifest(content, where)
-        _check(manifest)
+        check(manifest)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
-        if isinstance(error, CheckpointUnsafeError):
-            raise
-        raise CheckpointCorruptError(f"{where} cannot be understood: {type(error).__name__}: {error}") from None
+        raise CheckpointCorruptError(f"{where} cannot be understood: {_spoken(error)}") from None
     return manifest
 
 
-def _manifest(content: dict[str, Any], where: str) -> Manifest:
-    files = {}
-    for name, each in content["files"].items():
-        if FILE_NAME.fullmatch(name) is None:
-            raise CheckpointUnsafeError(
-                f"{where} names a file {name!r}; a checkpoint has rank-00000.safetensors and so on"
-            )
-        try:
-            files[name] = SavedFile(_count(each["size"]), base64.b64decode(each["blocks"], validate=True))
-        except binascii.Error as error:
-            raise ValueError(f"blocks of {name}: {error}") from None
-    tensors = {
-        key: SavedTensor(
-            DTYPES[each["dtype"]],
-            _counts(each["shape"]),
-            tuple(Piece(_counts(at), _counts(shape), file, _count(begin), _count(end))
-                  for file, begin, end, at, shape in each["pieces"]),
+def require(algorithm: str, where: str) -> None:
+    """See that the checksums of a file can be made here.
+
+    Raises:
+        CheckpointError: the package is not installed.
+    """
+    if algorithm == "xxh3" and best() != "xxh3":
+        raise CheckpointError(
+            f"{where} has checksums of the package xxhash, which is not installed: "
+            "pip install composable-shard[checkpoint]"
         )
-        for key, each in content["tensors"].items()
-    }  # fmt: skip
-    step, identity, ranks = content["step"], content["identity"], content["ranks"]
-    aliases, values, per_rank = content["aliases"], content["values"], content["per_rank"]
-    if not isinstance(identity, str) or not isinstance(values, dict) or not isinstance(per_rank, dict):
-        raise TypeError("identity, values or per_rank")
+
+
+def _parts(data: bytes) -> tuple[bytes, str]:
+    """What a manifest says, and the checksum of that."""
+    begin, middle = b'{"manifest":', data.rfind(b',\n"checksum":"')
+    end = re.fullmatch(rb',\n"checksum":"([0-9a-f]{1,64})"}\n', data[max(middle, 0) : max(middle, 0) + 99])
+    if not data.startswith(begin) or end is None:
+        raise ValueError("it is cut off, or was never a manifest")
+    return data[len(begin) : middle], end[1].decode()
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it says twice what {next(name for name in names if names.count(name) > 1)!r} is")
+    return content
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _spoken(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return f"{error} is not in it" if isinstance(error, KeyError) else f"{error}"
+
+
+def _manifest(content: dict[str, Any], where: str) -> Manifest:
+    for name in ("files", "tensors", "aliases", "values", "per_rank"):
+        if not isinstance(content[name], dict):
+            raise TypeError(f"{name} is a {type(content[name]).__name__}")
+    if not isinstance(content["identity"], str):
+        raise TypeError("identity")
     algorithm = content["checksums"]["algorithm"]
-    return Manifest(
-        _count(step), identity, _count(ranks), algorithm, files, tensors, dict(aliases), values, dict(per_rank)
-    )
+    files = {name: _file(name, each, algorithm, where) for name, each in content["files"].items()}
+    tensors = {key: _tensor(key, each, where) for key, each in content["tensors"].items()}
+    step, ranks = _count(content["step"]), _count(content["ranks"])
+    aliases, values, per_rank = content["aliases"], content["values"], content["per_rank"]
+    return Manifest(step, content["identity"], ranks, algorithm, files, tensors, aliases, values, per_rank)
+
+
+def _file(name: str, given: Any, algorithm: str, where: str) -> SavedFile:
+    _safe(name, where)
+    try:
+        file = SavedFile(_count(given["size"]), base64.b64decode(given["blocks"], validate=True))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from None
+    if given["checksum"] != file_checksum(algorithm, file.blocks):
+        raise ValueError(f"{name}: its checksum is not that of its blocks")
+    return file
+
+
+def _safe(name: Any, where: str, key: str = "") -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r} is no name of a file")
+    if FILE_NAME.fullmatch(name) is None:
+        raise CheckpointUnsafeError(
+            f"{where} names a file {name!r}{key}; a checkpoint has rank-00000.safetensors and so on"
+        )
+
+
+def _tensor(key: str, given: Any, where: str) -> SavedTensor:
+    try:
+        if given["dtype"] not in DTYPES:
+            raise ValueError(f"this library knows no dtype {given['dtype']!r}")
+        pieces = []
+        for file, begin, end, at, shape in given["pieces"]:
+            _safe(file, where, f" for {key}")
+            pieces.append(Piece(_counts(at), _counts(shape), file, _count(begin), _count(end)))
+        return SavedTensor(DTYPES[given["dtype"]], _counts(given["shape"]), tuple(pieces))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{key}: {_spoken(error)}") from None
 
 
 def _count(given: Any) -> int:
@@ -219,13 +275,17 @@ def _count(given: Any) -> int:
 
 
 def _counts(given: Any) -> tuple[int, ...]:
+    if not isinstance(given, list):
+        raise TypeError(f"{given!r} is not a list of counts")
     if len(given) > 64:
         raise ValueError(f"{len(given)} dimensions")
     return tuple(_count(each) for each in given)
 
 
-def _check(manifest: Manifest) -> None:
+def check(manifest: Manifest) -> None:
     """See that sizes, pieces and names fit together; a ValueError says what does not."""
+    if manifest.ranks < 1:
+        raise ValueError("no ranks have saved it")
     width = ALGORITHMS[manifest.algorithm][0]
     for name, file in manifest.files.items():
         if len(file.blocks) != width * math.ceil(file.size / BLOCK):
@@ -255,7 +315,7 @@ def _check(manifest: Manifest) -> None:
         if key not in manifest.tensors or alias in manifest.tensors:
             raise ValueError(f"{alias} is said to be {key}")
     for name, values in manifest.per_rank.items():
-        if len(values) != manifest.ranks:
+        if not isinstance(values, list) or len(values) != manifest.ranks:
             raise ValueError(f"{name} has values of {len(values)} ranks, and {manifest.ranks} have saved")
 
 
@@ -266,12 +326,14 @@ def _neighbours(ranges: list[tuple[int, int, str]]) -> Iterator[tuple[tuple[int,
 def _overlap(tensor: SavedTensor) -> bool:
     """Whether two pieces share an element. They fill as much as the tensor has, so a gap is an overlap elsewhere.
 
-    Pieces are compared in the order of their first dimension with those that begin before they end.
+    Pieces are compared with those that begin before they end, in the dimension in which that are the fewest.
     """
-    pieces = sorted((each for each in tensor.pieces if 0 not in each.shape), key=lambda each: each.offsets)
+    pieces = [each for each in tensor.pieces if 0 not in each.shape]
+    dim = max(range(len(tensor.shape)), key=lambda dim: len({each.offsets[dim] for each in pieces}))
+    pieces.sort(key=lambda each: each.offsets[dim])
     for index, piece in enumerate(pieces):
-        for other in pieces[index + 1 :]:
-            if other.offsets[0] >= piece.offsets[0] + piece.shape[0]:
+        for other in itertools.islice(pieces, index + 1, None):
+            if other.offsets[dim] >= piece.offsets[dim] + piece.shape[dim]:
                 break
             if all(
                 at < begin + size and begin < at + extent

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 import torch
 
@@ -15,6 +18,7 @@ from .._io.digests import BLOCK, digest
 from .boxes import Box, boxes_of
 from .manifest import MOST_BYTES, NAME, Manifest, Piece, SavedTensor
 
+_MOST_OPEN = 128  # files of a checkpoint that are kept open between check and copy
 _AT_ONCE = 1 << 23  # bytes that are read at once where they do not go straight to where they are wanted
 
 
@@ -71,6 +75,9 @@ def _common(piece: Piece, box: Box) -> tuple[tuple[tuple[int, int], ...], torch.
 class Reader:
     """Reads what one rank wants of a checkpoint.
 
+    As a context it keeps the files open that it has checked, so that what is copied is what was checked, even if the
+    checkpoint is removed meanwhile.
+
     Attributes:
         bytes_checked: how many bytes were read to see that they are as they were written.
         bytes_copied: how many were read to fill tensors.
@@ -82,6 +89,24 @@ class Reader:
         self._path = path
         self._manifest = manifest
         self._copies: dict[str, list[Copy]] = {}
+        self._open: dict[str, int] = {}
+        self._files: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> Reader:
+        self._files = contextlib.ExitStack()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._files is not None
+        self._open.clear()
+        self._files.close()
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes were read in all."""
+        return self.bytes_checked + self.bytes_copied
 
     def want(self, wanted: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Ask for tensors by key."""
@@ -105,17 +130,31 @@ class Reader:
         problems = []
         for name, copies in self._copies.items():
             ranges = _blocks(copy.bytes() for copy in copies) if digests else []
-            problem, read = file_problem(self._path / name, self._manifest, ranges)
+            problem, read = self._problem(name, ranges)
             self.bytes_checked += read
             problems += [problem] if problem else []
         if problems:
             raise CheckpointCorruptError("; ".join(problems))
 
+    def _problem(self, name: str, ranges: Sequence[tuple[int, int]]) -> tuple[str, int]:
+        path = self._path / name
+        if self._files is None or len(self._open) >= _MOST_OPEN:
+            return file_problem(path, self._manifest, ranges)
+        try:
+            descriptor = self._files.enter_context(files.opened(path))
+        except OSError as error:
+            return _not_opened(path, error), 0
+        self._open[name] = descriptor
+        return _damage(descriptor, path, self._manifest, ranges)
+
     def copy(self) -> None:
         """Fill the tensors."""
         buffer = bytearray()
         for name, copies in self._copies.items():
-            with files.opened(self._path / name) as descriptor:
+            with contextlib.ExitStack() as stack:
+                descriptor = self._open.get(name)
+                if descriptor is None:
+                    descriptor = stack.enter_context(files.opened(self._path / name))
                 for copy in copies:
                     buffer = self._copy(descriptor, copy, buffer, self._path / name)
 
@@ -177,7 +216,7 @@ def _strided(data: torch.Tensor, copy: Copy, first: int) -> torch.Tensor:
 
 def _read_into(descriptor: int, view: memoryview, at: int, path: Path) -> None:
     while len(view):
-        count = os.preadv(descriptor, [view], at)
+        count = files.read_into(descriptor, view, at, path)
         if count == 0:
             raise CheckpointCorruptError(f"{path} has ended at byte {at:,} while it was read")
         view, at = view[count:], at + count
@@ -202,7 +241,8 @@ def manifest_bytes(path: Path) -> bytes:
     except FileNotFoundError:
         raise CheckpointIncompleteError(f"{path} has no {NAME}: it is no checkpoint, or was not committed") from None
     except OSError as error:
-        raise CheckpointUnsafeError(f"{path / NAME}: {error.strerror}") from None
+        kind = CheckpointUnsafeError if error.errno in _UNSAFE or error.errno == errno.EFBIG else CheckpointCorruptError
+        raise kind(f"{path / NAME} cannot be read: {error.strerror or error}") from None
 
 
 def file_problem(path: Path, manifest: Manifest, ranges: Sequence[tuple[int, int]] | None = None) -> tuple[str, int]:
@@ -216,31 +256,50 @@ def file_problem(path: Path, manifest: Manifest, ranges: Sequence[tuple[int, int
     Raises:
         CheckpointUnsafeError: it is a link, or no ordinary file.
     """
-    saved = manifest.files[path.name]
     try:
-        size = files.size_of(path)
-    except FileNotFoundError:
-        return f"{path} is missing", 0
+        with files.opened(path) as descriptor:
+            return _damage(descriptor, path, manifest, ranges)
     except OSError as error:
-        raise CheckpointUnsafeError(f"{path} is {error.strerror}, which a checkpoint does not have") from None
+        return _not_opened(path, error), 0
+
+
+_UNSAFE = {errno.ELOOP: "a symbolic link", errno.EINVAL: "not an ordinary file", errno.ENXIO: "not an ordinary file"}
+
+
+def _not_opened(path: Path, error: OSError) -> str:
+    """Why a file cannot be opened, in words."""
+    if error.errno in _UNSAFE:
+        raise CheckpointUnsafeError(f"{path} is {_UNSAFE[error.errno]}, which a checkpoint does not have") from None
+    if error.errno == errno.ENOENT:
+        return f"{path} is missing"
+    return f"{path} cannot be read: {error.strerror or error}"
+
+
+def _damage(
+    descriptor: int, path: Path, manifest: Manifest, ranges: Sequence[tuple[int, int]] | None
+) -> tuple[str, int]:
+    """What is wrong with an open file, or "", and how many bytes of it were read."""
+    saved = manifest.files[path.name]
+    size = os.fstat(descriptor).st_size
     if size != saved.size:
         return f"{path} has {size:,} bytes, and {saved.size:,} were written", 0
     width = len(digest(manifest.algorithm, b""))
     buffer = memoryview(bytearray(min(_AT_ONCE, size)))
     read = 0
-    ranges = [(0, -(-size // BLOCK))] if ranges is None else ranges
-    with files.opened(path) as descriptor:
-        for first, last in ranges:
-            for block in range(first, last, _AT_ONCE // BLOCK):
-                begin, end = block * BLOCK, min(min(block + _AT_ONCE // BLOCK, last) * BLOCK, size)
-                data = buffer[: end - begin]
+    for first, last in [(0, -(-size // BLOCK))] if ranges is None else ranges:
+        for block in range(first, last, _AT_ONCE // BLOCK):
+            begin, end = block * BLOCK, min(min(block + _AT_ONCE // BLOCK, last) * BLOCK, size)
+            data = buffer[: end - begin]
+            try:
                 _read_into(descriptor, data, begin, path)
-                read += end - begin
-                for at in range(0, end - begin, BLOCK):
-                    index = block + at // BLOCK
-                    if digest(manifest.algorithm, data[at : at + BLOCK]) != saved.blocks[index * width :][:width]:
-                        bytes_ = f"bytes {index * BLOCK:,} to {min((index + 1) * BLOCK, size):,}"
-                        return f"{path} is damaged in {bytes_}: {_keys(manifest, path.name, index)}", read
+            except OSError as error:
+                return f"{path} cannot be read from byte {begin:,}: {error.strerror or error}", read
+            read += end - begin
+            for at in range(0, end - begin, BLOCK):
+                index = block + at // BLOCK
+                if digest(manifest.algorithm, data[at : at + BLOCK]) != saved.blocks[index * width :][:width]:
+                    bytes_ = f"bytes {index * BLOCK:,} to {min((index + 1) * BLOCK, size):,}"
+                    return f"{path} is damaged in {bytes_}: {_keys(manifest, path.name, index)}", read
     return "", read
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import collections
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +20,8 @@ from ..._errors import CheckpointMismatchError, ShardConfigTypeError
 from .manifest import DTYPES, name_of
 
 Keep = Callable[[str, torch.Tensor], None]  # is given a tensor and its key
-Fetch = Callable[[str, Any], torch.Tensor]  # gives the tensor of a key; what is there now, or None, comes with it
+Fetch = Callable[[str, Any], Any]  # gives the tensor of a key, for what is there now, or None; fills a generator
+_NUMBERS = re.compile(r"[<>|=]?[biufc][0-9]{1,2}", re.ASCII)  # how NumPy names the dtypes of arrays that are saved
 
 
 def encode(value: Any, key: str, keep: Keep) -> Any:
@@ -103,7 +105,7 @@ def decode(saved: Any, now: Any, fetch: Fetch) -> Any:
     Args:
         saved: what `encode` has made.
         now: what is there at present, or None: tensors that fit are filled where they are, and so are generators.
-        fetch: gives the tensor of a key.
+        fetch: gives the tensor of a key; with a generator it fills that one, or another one, and gives it.
 
     Raises:
         CheckpointMismatchError: the tree has something that this library does not know.
@@ -119,7 +121,9 @@ def decode(saved: Any, now: Any, fetch: Fetch) -> Any:
     kind = saved["$"]
     try:
         made = _made(kind, saved, now, fetch)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except CheckpointMismatchError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise CheckpointMismatchError(f"a value of kind {kind!r} cannot be read: {error}") from None
     return made
 
@@ -130,8 +134,7 @@ def _made(kind: Any, saved: dict[str, Any], now: Any, fetch: Fetch) -> Any:
     if kind == "tensor":
         return fetch(saved["key"], now if isinstance(now, torch.Tensor) else None)
     if kind == "generator":
-        generator = now if isinstance(now, torch.Generator) else torch.Generator()
-        return GeneratorState(generator, fetch(saved["key"], None))
+        return fetch(saved["key"], now if isinstance(now, torch.Generator) else torch.Generator())
     if kind in _SEQUENCES or kind == "size":
         items = decode(saved["items"], now if isinstance(now, tuple) else None, fetch)
         return torch.Size(items) if kind == "size" else _SEQUENCES[kind](items)
@@ -154,17 +157,9 @@ def _plain(kind: Any, saved: dict[str, Any]) -> Any:
     if kind == "device":
         return torch.device(value)
     if kind == "numpy":
-        dtype = np.dtype(saved["dtype"])
-        if dtype.kind not in "biufc":
+        if _NUMBERS.fullmatch(saved["dtype"]) is None:
             raise ValueError(f"dtype {saved['dtype']!r}")
+        dtype = np.dtype(saved["dtype"])
         array = np.frombuffer(base64.b64decode(value, validate=True), dtype)
         return array[0] if saved["shape"] is None else array.reshape(saved["shape"]).copy()
     raise ValueError("this library does not know it; a newer one may")
-
-
-class GeneratorState:
-    """A generator, and the state that it gets once all of the checkpoint is read."""
-
-    def __init__(self, generator: torch.Generator, state: torch.Tensor) -> None:
-        self.generator = generator
-        self.state = state

@@ -15,15 +15,27 @@ from pathlib import Path
 observe: Callable[[str, Path], None] | None = None
 
 
-def _tell(operation: str, path: Path) -> None:
-    if observe is not None:
-        observe(operation, path)
+@contextmanager
+def _doing(operation: str, path: Path) -> Iterator[None]:
+    """Tell of an operation; where it fails, the error names the file."""
+    try:
+        if observe is not None:
+            observe(operation, path)
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it; one that exists is as good."""
-    _tell("mkdir", path)
-    path.mkdir(parents=True, exist_ok=True)
+    """Make a new directory, and those above it where there are none; those have their names on disk then."""
+    above = path.parent
+    if not above.is_dir():
+        make_directory(above)
+        sync_directory(above.parent)
+    with _doing("mkdir", path):
+        path.mkdir(exist_ok=True)
 
 
 class NewFile:
@@ -32,26 +44,22 @@ class NewFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
-        _tell("create", path)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o644)
+        with _doing("create", path):
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o644)
 
     def write(self, data: memoryview) -> None:
         """Append bytes."""
-        _tell("write", self.path)
-        while len(data):
-            try:
+        with _doing("write", self.path):
+            while len(data):
                 written = os.write(self._descriptor, data)
-            except OSError as error:
-                error.filename = str(self.path)
-                raise
-            self.size += written
-            data = data[written:]
+                self.size += written
+                data = data[written:]
 
     def commit(self) -> None:
         """Have all that was written on disk, and close the file."""
         try:
-            _tell("fsync", self.path)
-            os.fsync(self._descriptor)
+            with _doing("fsync", self.path):
+                os.fsync(self._descriptor)
         finally:
             self.close()
 
@@ -74,47 +82,56 @@ def write_file(path: Path, data: bytes) -> None:
 
 def sync_directory(path: Path) -> None:
     """Have the names in a directory on disk."""
-    _tell("fsync", path)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot do it for directories
-            raise
-    finally:
-        os.close(descriptor)
+    with _doing("fsync", path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot do it for directories
+                raise
+        finally:
+            os.close(descriptor)
 
 
 def rename(old: Path, new: Path) -> None:
     """Give a directory a name that nothing has (an OSError where something has), and have that on disk."""
-    _tell("rename", new)
-    if os.path.lexists(new):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
-    old.rename(new)
+    with _doing("rename", new):
+        if os.path.lexists(new):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
+        old.rename(new)
     sync_directory(new.parent)
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file in the place of another, whole at any moment."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.unlink(missing_ok=True)
-    write_file(beside, data)
-    _tell("rename", path)
-    beside.replace(path)
-    sync_directory(path.parent)
+def replace(old: Path, new: Path) -> None:
+    """Give a file the name that another one has, at once, and have that on disk."""
+    with _doing("rename", new):
+        old.replace(new)
+    sync_directory(new.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a link."""
+    with _doing("remove", path):
+        path.unlink()
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory and what is in it."""
-    _tell("remove", path)
-    shutil.rmtree(path)
+    """Remove a directory and what is in it; a link is removed itself."""
+    if path.is_symlink() or not path.is_dir():
+        remove(path)
+        return
+    for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+        if not entry.is_dir(follow_symlinks=False):
+            remove(Path(entry.path))
+    with _doing("remove", path):
+        shutil.rmtree(path)
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
     """A descriptor to read an ordinary file by; an OSError where it is none, or a link."""
-    _tell("open", path)
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    with _doing("open", path):
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "not an ordinary file", str(path))
@@ -123,13 +140,15 @@ def opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def size_of(path: Path) -> int:
-    """Bytes of an ordinary file; an OSError where it is none, or a link."""
-    status = path.lstat()
-    if not stat.S_ISREG(status.st_mode):
-        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not an ordinary file"
-        raise OSError(errno.EINVAL, kind, str(path))
-    return status.st_size
+def read_into(descriptor: int, view: memoryview, at: int, path: Path) -> int:
+    """Read bytes of an open file from a place in it; gives how many, none at its end."""
+    try:  # without `_doing`, which takes longer than to read a small tensor
+        if observe is not None:
+            observe("read", path)
+        return os.preadv(descriptor, [view], at)
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def read_file(path: Path, most: int) -> bytes:
@@ -139,4 +158,4 @@ def read_file(path: Path, most: int) -> bytes:
         if size > most:
             raise OSError(errno.EFBIG, f"{size:,} bytes, more than the {most:,} that such a file may have", str(path))
         with os.fdopen(os.dup(descriptor), "rb") as file:
-            return file.read()
+            return file.read(size)

@@ -1,0 +1,1006 @@
+"""Checkpoints that are spoilt, from disks that are full, by ranks that disagree or die: an error, or what was there"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+import sys
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import composable_shard as cs
+from _pool import simulated
+from checkpoint._faults import body_of, content, copy_of, make_state, rewrite, seal
+from composable_shard import checkpoint
+from composable_shard.checkpoint._io import files
+from composable_shard.testing import spmd
+
+STEP, FILE = "step-00000003", "rank-00000.safetensors"
+KEY = "model.0.weight"
+CORRUPT, MISMATCH = cs.CheckpointCorruptError, cs.CheckpointMismatchError
+UNSAFE, INCOMPLETE = cs.CheckpointUnsafeError, cs.CheckpointIncompleteError
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Two checkpoints that two ranks have saved, of steps 2 and 3."""
+    directory = tmp_path_factory.mktemp("saved")
+
+    def save():
+        for step in (2, 3):
+            checkpoint.save(directory, make_state(step), step=step, checksum="crc32")
+
+    spmd(2)(lambda here: save())
+    return directory
+
+
+def tried(directory, state, **options):
+    """Load what must not be loaded; gives the error, and sees that the state is what it was."""
+    before, caught = content(state), None
+    try:
+        checkpoint.load(directory, state, **options)
+    except Exception as error:
+        caught = error
+    if caught is None:
+        return None, "it was loaded"
+    assert content(state) == before, caught
+    return type(caught), str(caught)
+
+
+def see_refused(saved, tmp_path, cases):
+    """Spoil a copy for each case; what two ranks that load it raise, and `verify`, is as the case says."""
+    for number, (spoil, _, _) in enumerate(cases.values()):
+        spoil(copy_of(saved, tmp_path, str(number)))
+
+    def load():
+        state = make_state(1)
+        return [tried(tmp_path / str(number), state) for number in range(len(cases))]
+
+    by_rank = spmd(2, timeout=60)(lambda here: load())
+    assert by_rank[0] == by_rank[1]
+    wrong = []
+    for (number, (case, (_, kind, text))), (raised, message) in zip(enumerate(cases.items()), by_rank[0], strict=True):
+        if raised is not kind or not re.search(text, message, re.DOTALL):
+            wrong.append(f"{case}: {raised and raised.__name__}: {message[:300]}")
+        if kind is not MISMATCH:  # needs no state to be seen
+            raised, message = verified(tmp_path / str(number))
+            if raised is not kind or not re.search(text, message, re.DOTALL):
+                wrong.append(f"{case}, by verify: {raised and raised.__name__}: {message[:300]}")
+    assert not wrong, "\n" + "\n".join(wrong)
+    assert not list(tmp_path.rglob("executed"))
+
+
+def verified(directory):
+    try:
+        checkpoint.verify(directory)
+    except Exception as error:
+        return type(error), str(error)
+    return None, "it is whole"
+
+
+# ------------------------------------------------------------------------------------------- spoilt directories
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 16
+    path.write_bytes(data)
+
+
+def truncate(path, size):
+    os.truncate(path, size)
+
+
+def become(path, make):
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    make(path)
+
+
+def linked(path):
+    """Move something away, and leave a link to it."""
+    outside = path.with_name(f"{path.name}-elsewhere")
+    path.rename(outside)
+    path.symlink_to(outside)
+
+
+def sized(path, size, name="manifest.json"):
+    with (path / name).open("wb") as file:
+        file.truncate(size)
+
+
+def tensor(change):
+    """Change what a manifest says of one tensor."""
+    return lambda root: rewrite(root / STEP, lambda manifest: change(manifest["tensors"][KEY]))
+
+
+def piece(index, value):
+    return tensor(lambda entry: entry["pieces"][0].__setitem__(index, value))
+
+
+def entry(name, value):
+    return tensor(lambda saved: saved.__setitem__(name, value))
+
+
+def manifest(change):
+    return lambda root: rewrite(root / STEP, change)
+
+
+def swap_bytes_of_two_tensors(content):
+    one, two = (content["tensors"][f"optimizer.state.{KEY}.{name}"] for name in ("exp_avg", "exp_avg_sq"))
+    one["pieces"], two["pieces"] = two["pieces"], one["pieces"]
+
+
+def point_to_the_bytes_of_another(content):
+    tensors = content["tensors"]
+    tensors[f"optimizer.state.{KEY}.exp_avg"]["pieces"] = tensors[KEY]["pieces"]
+
+
+def exchange(one, two):
+    middle = one.with_name("middle")
+    one.rename(middle)
+    two.rename(one)
+    middle.rename(two)
+
+
+def replaced(old, new):
+    return lambda root: seal(root / STEP, body_of(root / STEP).replace(old, new, 1))
+
+
+def deep(content):
+    content["values"]["epoch"] = json.loads("[" * 900 + "]" * 900)
+
+
+def rename_file(content, name):
+    content["files"][name] = content["files"].pop(FILE)
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, (str(Bomb.at),)
+
+
+def bomb(path):
+    Bomb.at = path.parent / "executed"
+    path.write_bytes(pickle.dumps(Bomb()))
+
+
+HUGE = 2**62
+AT_2 = STEP.replace("3", "2")
+FILES = {  # files of tensors
+    "a bit": (lambda root: flip(root / STEP / FILE, -3), CORRUPT, f"{FILE} is damaged in bytes"),
+    "a bit of a header": (lambda root: flip(root / STEP / FILE, 30), CORRUPT, f"{FILE} is damaged in bytes"),
+    "the last byte is gone": (
+        lambda root: truncate(root / STEP / FILE, (root / STEP / FILE).stat().st_size - 1),
+        CORRUPT,
+        f"{FILE} has .* bytes, and .* were written",
+    ),
+    "an empty file": (lambda root: truncate(root / STEP / FILE, 0), CORRUPT, f"{FILE} has 0 bytes"),
+    "a file that grew": (lambda root: truncate(root / STEP / FILE, 1 << 40), CORRUPT, f"{FILE} has 1,099,5"),
+    "no file": (lambda root: (root / STEP / FILE).unlink(), CORRUPT, f"{FILE} is missing"),
+    "another rank's file": (
+        lambda root: exchange(root / STEP / FILE, root / STEP / FILE.replace("0.", "1.")),
+        CORRUPT,
+        FILE,
+    ),
+    "a file of another step": (lambda root: shutil.copy(root / AT_2 / FILE, root / STEP / FILE), CORRUPT, FILE),
+    "a pickle for a file": (lambda root: bomb(root / STEP / FILE), CORRUPT, FILE),
+    "a link for a file": (lambda root: linked(root / STEP / FILE), UNSAFE, f"{FILE} is a symbolic link"),
+    "a pipe for a file": (lambda root: become(root / STEP / FILE, os.mkfifo), UNSAFE, f"{FILE} is not an ordinary"),
+    "a directory for a file": (lambda root: become(root / STEP / FILE, os.mkdir), UNSAFE, f"{FILE} is not an ordinary"),
+}
+BYTES = {  # the manifest as bytes
+    "no manifest": (lambda root: (root / STEP / "manifest.json").unlink(), CORRUPT, "LATEST names step-00000003"),
+    "an empty manifest": (lambda root: sized(root / STEP, 0), CORRUPT, "manifest.json"),
+    "half a manifest": (lambda root: truncate(root / STEP / "manifest.json", 700), CORRUPT, "manifest.json"),
+    "a manifest of zeros": (lambda root: sized(root / STEP, 1 << 20), CORRUPT, "manifest.json"),
+    "a manifest of terabytes": (lambda root: sized(root / STEP, 1 << 41), UNSAFE, "manifest.json.* bytes"),
+    "a bit of the manifest": (lambda root: flip(root / STEP / "manifest.json", 400), CORRUPT, "manifest.json"),
+    "a pickle for the manifest": (lambda root: bomb(root / STEP / "manifest.json"), UNSAFE, "manifest.json.* pickle"),
+    "a link for the manifest": (lambda root: linked(root / STEP / "manifest.json"), UNSAFE, "manifest.json"),
+    "the manifest of another step": (
+        lambda root: shutil.copy(root / AT_2 / "manifest.json", root / STEP / "manifest.json"),
+        CORRUPT,
+        "manifest.json.* step 2",
+    ),
+    "a number too many digits": (replaced(b'"step":3', b'"step":' + b"9" * 5000), CORRUPT, "manifest.json"),
+    "nan": (replaced(b'"epoch":3', b'"epoch":NaN'), CORRUPT, "manifest.json.*NaN"),
+    "a name twice": (replaced(b'"epoch":3', b'"epoch":3,"epoch":4'), CORRUPT, "manifest.json.*epoch"),
+    "two manifests in one": (
+        lambda root: seal(root / STEP, body_of(root / STEP) + b',"manifest":' + body_of(root / AT_2)),
+        CORRUPT,
+        "manifest.json",
+    ),
+    "deeply nested": (
+        lambda root: seal(root / STEP, b'{"a":' + b"[" * 10**5 + b"]" * 10**5 + b"}"),
+        CORRUPT,
+        "manifest.json",
+    ),
+    "deeply nested values": (manifest(deep), MISMATCH, "epoch: is nested too deeply"),
+    "a list for a manifest": (lambda root: seal(root / STEP, b"[1]"), CORRUPT, "manifest.json"),
+}
+STATEMENTS = {  # what the manifest says of itself
+    "another format": (manifest(lambda c: c.update(format="dcp")), CORRUPT, "manifest.json is not the manifest"),
+    "another version": (manifest(lambda c: c.update(version=2)), CORRUPT, "manifest.json has version 2"),
+    "no algorithm": (manifest(lambda c: c["checksums"].update(algorithm="none")), CORRUPT, "checksums: 'none'"),
+    "blocks of no bytes": (manifest(lambda c: c["checksums"].update(block=0)), CORRUPT, "checksums: "),
+    "no tensors": (manifest(lambda c: c.pop("tensors")), CORRUPT, "tensors"),
+    "another step": (manifest(lambda c: c.update(step=4)), CORRUPT, "manifest.json.* step 4"),
+    "a step that is none": (manifest(lambda c: c.update(step=True)), CORRUPT, "True is not a count"),
+    "no ranks": (manifest(lambda c: c.update(ranks=0)), CORRUPT, "ranks"),
+    "values by rank of three": (manifest(lambda c: c["per_rank"]["mine"].append(1)), CORRUPT, "mine has values of 3"),
+    "values by rank as a string": (manifest(lambda c: c["per_rank"].update(mine="ab")), CORRUPT, "mine"),
+    "aliases of nothing": (manifest(lambda c: c["aliases"].update(a="b")), CORRUPT, "a is said to be b"),
+    "aliases in a circle": (manifest(lambda c: c["aliases"].update(a="b", b="a")), CORRUPT, "a is said to be b"),
+    "an alias of itself": (manifest(lambda c: c["aliases"].update({KEY: KEY})), CORRUPT, f"{KEY} is said to be"),
+    "aliases as pairs": (manifest(lambda c: c.update(aliases=[["a", KEY]])), CORRUPT, "aliases"),
+}
+NAMES = {  # names of files
+    **{
+        f"a file called {name}": (manifest(lambda c, name=name: rename_file(c, name)), UNSAFE, re.escape(repr(name)))
+        for name in (
+            f"../{AT_2}/{FILE}",
+            f"/tmp/{FILE}",
+            "..",
+            "",
+            "evil.pkl",
+            f"{FILE}\n",
+            FILE.replace("0", "\u0660"),
+        )
+    },
+    "a piece outside": (piece(0, f"../{AT_2}/{FILE}"), UNSAFE, rf"\.\./{AT_2}.*{KEY}"),
+    "a piece of no file": (piece(0, "rank-00009.safetensors"), CORRUPT, f"{KEY}: .*rank-00009"),
+    "a piece of a number": (piece(0, 5), CORRUPT, KEY),
+}
+DIGESTS = {  # digests
+    "too few digests": (manifest(lambda c: c["files"][FILE].update(blocks="AAAA")), CORRUPT, FILE),
+    "digests that are none": (manifest(lambda c: c["files"][FILE].update(blocks="§")), CORRUPT, FILE),
+    "another checksum of a file": (manifest(lambda c: c["files"][FILE].update(checksum="0" * 16)), CORRUPT, FILE),
+    "a file of a negative size": (manifest(lambda c: c["files"][FILE].update(size=-1)), CORRUPT, FILE),
+    "a file of a huge size": (manifest(lambda c: c["files"][FILE].update(size=HUGE - 1)), CORRUPT, FILE),
+}
+PIECES = {  # tensors and their pieces
+    "an unknown dtype": (entry("dtype", "float3"), CORRUPT, f"{KEY}.*float3"),
+    "a dtype that is code": (entry("dtype", "__class__"), CORRUPT, f"{KEY}.*__class__"),
+    "a negative extent": (entry("shape", [-8, -8]), CORRUPT, f"{KEY}.*-8"),
+    "a product that overflows": (entry("shape", [2**61, 2**61]), CORRUPT, KEY),
+    "a shape of floats": (entry("shape", [8.0, 8]), CORRUPT, f"{KEY}.*8.0"),
+    "a shape as a string": (entry("shape", ""), CORRUPT, KEY),
+    "a thousand dimensions": (entry("shape", [1] * 1000), CORRUPT, f"{KEY}.*1000 dimensions"),
+    "a gap": (tensor(lambda saved: saved["pieces"].pop()), CORRUPT, f"{KEY}: its pieces do not fill it"),
+    "an overlap": (piece(3, [4, 0]), CORRUPT, f"{KEY}: its pieces do not fill it"),
+    "a piece beyond": (piece(3, [5, 0]), CORRUPT, f"{KEY} of shape .* has a piece beyond"),
+    "an offset beyond the file": (
+        tensor(lambda saved: saved["pieces"][0].__setitem__(slice(1, 3), [HUGE - 256, HUGE - 128])),
+        CORRUPT,
+        f"{KEY}: a piece in bytes",
+    ),
+    "an offset beyond 64 bits": (piece(1, 2**64), CORRUPT, KEY),
+    "a negative offset": (piece(1, -128), CORRUPT, KEY),
+    "an end before the begin": (piece(2, 0), CORRUPT, KEY),
+    "bytes of another tensor": (manifest(point_to_the_bytes_of_another), CORRUPT, "share bytes of rank-0000"),
+    "a shape that does not fit": (
+        manifest(
+            lambda c: (
+                c["tensors"]["mean"].update(shape=[5, 1])
+                or c["tensors"]["mean"]["pieces"][0].__setitem__(slice(3, 5), [[0, 0], [5, 1]])
+            )
+        ),
+        MISMATCH,
+        r"mean: has shape \(5,\) here, and \(5, 1\) in the checkpoint",
+    ),
+}
+VALUES = {  # values
+    "a value of an unknown kind": (
+        manifest(lambda c: c["values"].update(epoch={"$": "pickle", "value": "gASV"})),
+        MISMATCH,
+        "epoch.*'pickle'",
+    ),
+    "an array of objects": (
+        manifest(
+            lambda c: c["values"].update(epoch={"$": "numpy", "dtype": "|O", "shape": None, "value": "AAAAAAAAAAA="})
+        ),
+        MISMATCH,
+        "epoch.*numpy",
+    ),
+    "an array of no elements": (
+        manifest(lambda c: c["values"].update(epoch={"$": "numpy", "dtype": "<f4", "shape": None, "value": ""})),
+        MISMATCH,
+        "epoch.*numpy",
+    ),
+    "a device that is none": (
+        manifest(lambda c: c["values"].update(epoch={"$": "device", "value": "evil"})),
+        MISMATCH,
+        "epoch.*device",
+    ),
+    "a number out of range": (
+        manifest(lambda c: c["values"].update(epoch={"$": "float", "value": "0x1p99999"})),
+        MISMATCH,
+        "epoch.*float",
+    ),
+    "a tensor that is not there": (
+        manifest(lambda c: c["values"]["counter"]["value"].update(trace={"$": "tensor", "key": "none"})),
+        MISMATCH,
+        "counter.*none.*no such tensor",
+    ),
+    "a generator with the state of something else": (
+        manifest(lambda c: c["values"].update(order={"$": "generator", "key": "mean"})),
+        MISMATCH,
+        "order",
+    ),
+    "a module that is a list": (manifest(lambda c: c["values"].update(model=[])), MISMATCH, "model: is a module here"),
+    "a module without its names": (manifest(lambda c: c["values"]["model"].pop("tensors")), MISMATCH, "model"),
+    "a module whose names are none": (manifest(lambda c: c["values"]["model"].update(tensors=5)), MISMATCH, "model"),
+    "an optimizer without groups": (
+        manifest(lambda c: c["values"]["optimizer"].update(groups=[])),
+        MISMATCH,
+        "optimizer: has 1 groups",
+    ),
+    "an optimizer whose groups are numbers": (
+        manifest(lambda c: c["values"]["optimizer"].update(groups=[1])),
+        MISMATCH,
+        "optimizer",
+    ),
+    "an optimizer without a learning rate": (
+        manifest(lambda c: c["values"]["optimizer"]["groups"][0].pop("lr")),
+        MISMATCH,
+        "optimizer.param_groups.0.*lr",
+    ),
+    "an optimizer whose state is a number": (
+        manifest(lambda c: c["values"]["optimizer"]["state"].update({KEY: 5})),
+        MISMATCH,
+        "optimizer",
+    ),
+}
+DIRECTORY = {  # the directory
+    "LATEST outside": (lambda root: (root / "LATEST").write_text("../x"), UNSAFE, r"LATEST names '\.\./x'"),
+    "LATEST absolute": (lambda root: (root / "LATEST").write_text(str(root / STEP)), UNSAFE, "LATEST names '/"),
+    "LATEST outside, cleverly": (
+        lambda root: (root / "LATEST").write_text(f"{STEP}\n/../{STEP}"), UNSAFE, "LATEST names"
+    ),
+    "LATEST empty": (lambda root: (root / "LATEST").write_text(""), CORRUPT, "LATEST"),
+    "LATEST of zeros": (lambda root: (root / "LATEST").write_bytes(b"\0" * 13), CORRUPT, "LATEST"),
+    "LATEST large": (lambda root: truncate(root / "LATEST", 1 << 41), UNSAFE, "LATEST"),
+    "LATEST of what is gone": (lambda root: shutil.rmtree(root / STEP), CORRUPT, f"LATEST names {STEP}.*{AT_2}"),
+    "LATEST a link": (lambda root: linked(root / "LATEST"), UNSAFE, "LATEST"),
+    "LATEST a pipe": (lambda root: become(root / "LATEST", os.mkfifo), UNSAFE, "LATEST"),
+    "LATEST a directory": (lambda root: become(root / "LATEST", os.mkdir), UNSAFE, "LATEST"),
+    "a link for a checkpoint": (lambda root: linked(root / STEP), UNSAFE, f"{STEP} is a symbolic link"),
+    "nothing": (shutil.rmtree, INCOMPLETE, "holds no checkpoint"),
+    "a file for the directory": (lambda root: become(root, os.mknod), INCOMPLETE, "holds no checkpoint"),
+}  # fmt: skip
+
+
+def test_spoilt_files_and_directories_are_refused(saved, tmp_path):
+    see_refused(saved, tmp_path, FILES | BYTES | DIRECTORY)
+
+
+def test_manifests_with_a_right_checksum_that_say_what_is_wrong_are_refused(saved, tmp_path):
+    see_refused(saved, tmp_path, STATEMENTS | NAMES | DIGESTS | PIECES | VALUES)
+
+
+# ----------------------------------------------------------------------------------- what does not fit, and users
+
+
+def another(**options):
+    return lambda state: state.update(make_state(1, **options))
+
+
+def other_optimizer(state):
+    state["optimizer"] = torch.optim.SGD(state["model"].parameters(), lr=0.1, momentum=0.9)
+
+
+def fewer_groups(state):
+    one, *others = state["model"].parameters()
+    state["optimizer"] = torch.optim.AdamW([{"params": [one]}, {"params": others}])
+
+
+def fails_on(rank):
+    return lambda state: setattr(state["counter"], "fails_on", rank)
+
+
+def raises(state):
+    def state_dict():
+        raise KeyError("lost")
+
+    if dist.get_rank() == 1:
+        state["counter"].state_dict = state_dict
+
+
+UNFIT = {
+    "a module of another shape": (
+        another(width=6),
+        {},
+        MISMATCH,
+        r"0\.weight: has shape \(8, 6\) here, and \(8, 8\) in",
+    ),
+    "a module of another dtype": (
+        lambda state: state["model"][2].to(torch.float64),
+        {},
+        MISMATCH,
+        "2.weight: has dtype float64 here, and float32 in the checkpoint; cast=True converts it",
+    ),
+    "a tensor of another dtype": (
+        lambda state: state.update(mean=state["mean"].long()),
+        {"cast": True},
+        MISMATCH,
+        "mean: has dtype int64 here, and float32",
+    ),
+    "a tensor of another shape": (
+        lambda state: state.update(mean=torch.zeros(6)),
+        {},
+        MISMATCH,
+        r"mean: has shape \(6",
+    ),
+    "a missing key": (
+        lambda state: state["model"].add_module("more", nn.Linear(2, 2)),
+        {},
+        MISMATCH,
+        "model.more.weight: is not in the checkpoint",
+    ),
+    "a key too many": (
+        another(bias=False),
+        {},
+        MISMATCH,
+        "model.2.bias: is in the checkpoint, and nothing here is called so",
+    ),
+    "an entry too many": (lambda state: state.update(more=1), {}, MISMATCH, "more: the checkpoint has no such entry"),
+    "an entry of another kind": (
+        lambda state: state.update(epoch=state["counter"]),
+        {},
+        MISMATCH,
+        "epoch: is an object with a state dict here, and a value in",
+    ),
+    "a generator for a number": (
+        lambda state: state.update(epoch=torch.Generator()),
+        {},
+        MISMATCH,
+        "epoch: is a generator here",
+    ),
+    "another optimizer": (other_optimizer, {}, MISMATCH, r"optimizer.param_groups.0.momentum: .*another kind of opt"),
+    "other groups": (fewer_groups, {}, MISMATCH, "optimizer: has 2 groups of parameters here, and 1 in"),
+    "values by rank that are none": (
+        lambda state: state.update(epoch=checkpoint.PerRank(1)),
+        {},
+        MISMATCH,
+        "epoch: the checkpoint has no values by rank",
+    ),
+    "no such step": (lambda state: None, {"step": 7}, INCOMPLETE, "no checkpoint of step 7; committed steps: 2, 3"),
+    "a load that one rank refuses": (fails_on(1), {}, cs.CheckpointError, "rank 1: counter: its load_state_dict has"),
+    "a load that rank 0 refuses": (fails_on(0), {}, cs.CheckpointError, "rank 0: .*ValueError: the counter is stuck"),
+    "a state that one rank refuses": (
+        raises,
+        {},
+        cs.CheckpointError,
+        "rank 1: counter: its state_dict has raised Key",
+    ),
+}
+
+
+def test_what_does_not_fit_is_named_on_all_ranks_and_changes_nothing(saved):
+    def load():
+        results = []
+        for change, options, _, _ in UNFIT.values():
+            state = make_state(1)
+            change(state)
+            results.append(tried(saved, state, **options))
+        return results
+
+    by_rank = spmd(2, timeout=60)(lambda here: load())
+    assert by_rank[0] == by_rank[1]
+    for (case, (_, _, kind, text)), (raised, message) in zip(UNFIT.items(), by_rank[0], strict=True):
+        assert raised is kind, (case, message)
+        assert re.search(text, message, re.DOTALL), (case, message)
+
+
+@simulated(world=2)
+def test_ranks_that_disagree_are_told_so(rank, world, tmp_path):
+    def save(kind, text, **changes):
+        arguments = {"directory": tmp_path, "state": {"x": 1, "t": torch.ones(2)}, "step": 5} | changes
+        with pytest.raises(kind, match=text):
+            checkpoint.save(**arguments)
+        assert [*tmp_path.iterdir()] == []
+
+    for name, value in {
+        "step": 5 + rank,
+        "directory": tmp_path / str(rank),
+        "overwrite": rank == 0,
+        "keep": 1 if rank else None,
+        "checksum": ("sha256", "crc32")[rank],
+    }.items():
+        save(MISMATCH, f"^{name}: rank 0 calls save with .* and rank 1 with", **{name: value})
+    only_1 = {"step": -1, "keep": 0, "checksum": "md5"}
+    for name, value in only_1.items():
+        save(cs.ShardConfigValueError, f"rank 1: {name}: ", **({name: value} if rank else {}))
+    save(cs.ShardConfigTypeError, "rank 1: step: 'x' is a str", **({"step": "x"} if rank else {}))
+    save(cs.ShardConfigTypeError, "rank 1: directory: None", **({"directory": None} if rank else {}))
+    save(cs.ShardConfigTypeError, "rank 1: state: is a list", **({"state": []} if rank else {}))
+    save(cs.ShardConfigTypeError, "rank 1: x is a builtins.object", **({"state": {"x": object()}} if rank else {}))
+    save(MISMATCH, "x is 0 on rank 0 and 1 on rank 1", state={"x": rank})
+    save(MISMATCH, r"t is .*shape \(1,\).* on rank 0 and .*shape \(2,\).* on rank 1", state={"t": torch.ones(1 + rank)})
+    loop = {}
+    loop["x"] = loop
+    save(cs.ShardConfigValueError, "nested too deeply, or holds itself", state=loop)
+
+    checkpoint.save(tmp_path, {"x": 1}, step=5)
+    (tmp_path / "other").mkdir(exist_ok=True)
+    for name, value in {
+        "directory": tmp_path if rank else tmp_path / "other",
+        "step": None if rank else 5,
+        "strict": rank == 0,
+        "cast": rank == 0,
+        "verify": rank == 0,
+    }.items():
+        state = {"x": 0}
+        with pytest.raises(MISMATCH, match=f"^{name}: rank 0 calls load with .* and rank 1 with"):
+            checkpoint.load(**({"directory": tmp_path, "state": state} | {name: value}))
+        assert state == {"x": 0}
+    for change, text in (({"step": "x"}, "step: 'x'"), ({"state": 5}, "state: is a int"), ({"directory": 5}, "direc")):
+        with pytest.raises(cs.ShardConfigTypeError, match=f"rank 1: {text}"):
+            checkpoint.load(**({"directory": tmp_path, "state": {"x": 0}} | (change if rank else {})))
+
+
+@simulated(world=2)
+def test_a_checkpoint_that_could_not_be_loaded_is_not_committed(rank, world, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if rank == 0:
+        model[1].weight = model[0].weight  # tied on one rank alone
+    with pytest.raises(cs.CheckpointError, match=r"could not be loaded again.*model.1.weight is said to be model.0"):
+        checkpoint.save(tmp_path, {"model": model}, step=0)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_generators_in_the_state_of_others_are_loaded_as_generators(tmp_path):
+    class Sampler:
+        def __init__(self, seed):
+            self.generator = torch.Generator().manual_seed(seed)
+
+        def state_dict(self):
+            return {"generator": self.generator}
+
+        def load_state_dict(self, state):
+            self.generator.set_state(state["generator"].get_state())
+
+    def states(seed):
+        nested = {"one": torch.Generator().manual_seed(seed + 1)}
+        return {
+            "sampler": Sampler(seed),
+            "mine": checkpoint.PerRank(nested),
+            "new": torch.Generator().manual_seed(seed),
+        }
+
+    state, other = states(0), states(5)
+    kept = other["mine"].value["one"]
+    checkpoint.save(tmp_path, state, step=0)
+    checkpoint.load(tmp_path, other | {"new": None})
+    checkpoint.load(tmp_path, other)
+    assert other["mine"].value["one"] is kept
+    for one, two in (
+        (other["sampler"].generator, state["sampler"].generator),
+        (kept, state["mine"].value["one"]),
+        (other["new"], state["new"]),
+    ):
+        assert torch.equal(one.get_state(), two.get_state())
+
+
+def test_checksums_of_a_package_that_is_not_installed_are_named(saved, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    directory = copy_of(saved, tmp_path, "run")
+    rewrite(directory / STEP, lambda manifest: manifest["checksums"].update(algorithm="xxh3"))
+    for read in (checkpoint.verify, lambda directory: checkpoint.load(directory, {"epoch": 0})):
+        with pytest.raises(cs.CheckpointError, match=r"manifest.json has checksums of the package xxhash.*pip install"):
+            read(directory)
+
+
+def test_a_save_that_was_not_committed_is_no_checkpoint(saved, tmp_path):
+    partial = copy_of(saved, tmp_path, "run") / ".step-00000003.tmp-3f"
+    (tmp_path / "run" / STEP).rename(partial)
+    for read in (checkpoint.verify, lambda directory: checkpoint.load(directory, {"epoch": 0})):
+        with pytest.raises(INCOMPLETE, match="is of a save that goes on, or was cut off"):
+            read(partial)
+
+
+# ------------------------------------------------------------------------------------------------ disks that fail
+
+
+def observing(monkeypatch, observe):
+    monkeypatch.setattr(files, "observe", observe)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_full_disk_at_any_operation_leaves_what_was_there(tmp_path, monkeypatch, failing):
+    """At each operation of a save in turn, on one rank, until none fails."""
+
+    def save(fail_at):
+        done = [0]
+
+        def observe(operation, path):
+            if dist.get_rank() != failing:
+                return
+            done[0] += 1
+            if done[0] == fail_at:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        observing(monkeypatch, observe)
+
+        def job():
+            state = {"t": torch.arange(6.0), "mine": checkpoint.PerRank(dist.get_rank()), "n": fail_at}
+            try:
+                checkpoint.save(tmp_path, state, step=7)
+            except cs.CheckpointError as error:
+                return type(error), str(error)
+            return None
+
+        try:
+            return spmd(2, timeout=60)(lambda here: job())
+        finally:
+            observing(monkeypatch, None)
+
+    checkpoint.save(tmp_path, {"n": 0}, step=6)
+    before = sorted(each.name for each in tmp_path.rglob("*"))
+    fail_at = 1
+    while (results := save(fail_at)) != [None, None]:
+        assert results[0] == results[1]
+        raised, message = results[0]
+        assert raised is cs.CheckpointError
+        assert re.fullmatch(rf"rank {failing}: OSError: \[Errno 28\] No space left on device: '{tmp_path}.*'", message)
+        names = sorted(each.name for each in tmp_path.rglob("*"))
+        if checkpoint.latest(tmp_path) == 7:  # the last fsync: it is committed, but perhaps not on the disk
+            assert message.endswith(f"{tmp_path}'")
+            shutil.rmtree(tmp_path / "step-00000007")
+            (tmp_path / "LATEST").write_text("step-00000006")
+        else:
+            assert names == before
+        fail_at += 1
+    assert fail_at > (14 if failing == 0 else 3)
+    state = {"n": 0}
+    assert checkpoint.load(tmp_path, state).step == 7
+    assert state == {"n": fail_at}
+
+
+def test_a_file_that_may_not_grow_is_an_error_that_names_it(tmp_path):
+    def save():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+        with pytest.raises(cs.CheckpointError, match=rf"{FILE}") as caught:
+            checkpoint.save(tmp_path, {"t": torch.zeros(1 << 20)}, step=1)
+        assert "File too large" in str(caught.value)
+
+    assert in_child(save) == 0
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.matrix
+def test_an_error_of_reading_on_one_rank_is_everyones(saved, monkeypatch):
+    """At each reading of a load in turn; the last ones fill tensors, and only they leave a part of them changed."""
+
+    def load(fail_at):
+        done = [0]
+
+        def observe(operation, path):
+            if operation not in ("open", "read") or path.name == "LATEST" or dist.get_rank() != 1:
+                return
+            done[0] += 1
+            if done[0] == fail_at:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        observing(monkeypatch, observe)
+
+        def job():
+            state = make_state(1)
+            before = content(state)
+            try:
+                checkpoint.load(saved, state)
+            except cs.CheckpointError as error:
+                after = content(state)
+                changed = {name for name in before if before[name] != after[name]}
+                return str(error), changed
+            return None
+
+        try:
+            return spmd(2, timeout=60)(lambda here: job())
+        finally:
+            observing(monkeypatch, None)
+
+    fail_at, untouched = 1, 0
+    while (results := load(fail_at))[0] is not None:
+        assert results[0][0] == results[1][0]
+        assert re.search(r"rank-0000\d.safetensors.*Input/output error|Input/output error.*rank-0000", results[0][0])
+        changed = results[0][1] | results[1][1]
+        assert bool(changed) <= ("are filled in part: load again" in results[0][0]), changed
+        untouched += not changed
+        assert all(name.startswith(("model.", "optimizer.", "mean")) for name in changed), changed
+        fail_at += 9 if changed else 1
+    assert untouched >= 4
+
+
+# -------------------------------------------------------------------------------------------- killed while saving
+
+
+def begin_child(work):
+    """Run something in a child of this process, whose exit code is 0 if it returns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks where threads run: the child uses none of them
+        child = os.fork()
+    if child:
+        return child
+    try:
+        torch.set_num_threads(1)  # OpenMP's threads are not in the child
+        work()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(99)
+
+
+def in_child(work):
+    """The same; waits for its end, and gives the exit code, or less than 0 for a signal."""
+    return ended(begin_child(work))
+
+
+def ended(child, limit_s=60):
+    limit = time.monotonic() + limit_s
+    while time.monotonic() < limit:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    pytest.fail(f"a child did not end in {limit_s} s")
+
+
+def die_at(number):
+    """Have this process killed at an operation of the file layer."""
+    done = [0]
+
+    def observe(operation, path):
+        done[0] += 1
+        if done[0] == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    files.observe = observe
+
+
+def values(step, rank=0):
+    tensors = {"large": torch.full((3 << 18,), float(step)), "small": torch.tensor(step)}
+    return tensors | {"step": step, "mine": checkpoint.PerRank([rank, step])}
+
+
+def see_whole(directory, steps):
+    """The latest is one of these steps, and is all of that step's."""
+    step = checkpoint.latest(directory)
+    assert step in steps
+    assert checkpoint.verify(directory).step == step
+    state = {"large": torch.zeros(3 << 18), "small": torch.tensor(0), "step": 0}
+    checkpoint.load(directory, state)
+    assert state["step"] == state["small"].item() == step
+    assert torch.equal(state["large"], torch.full((3 << 18,), float(step)))
+    return step
+
+
+SAVES = {  # what is asked of the save that is killed, and the steps that may be the latest then
+    "another step": ({"step": 2}, {1, 2}),
+    "the same step": ({"step": 1, "overwrite": True}, {1}),
+    "one that prunes": ({"step": 2, "keep": 1}, {1, 2}),
+    "the first": ({"step": 2}, {None, 2}),
+}
+
+
+def killed_save(directory, how, number):
+    """Save over step 1, killed at an operation; whether it was, and no mix of the two saves is there then."""
+    options, steps = SAVES[how]
+    directory.mkdir()
+    if how != "the first":
+        checkpoint.save(directory, values(1), step=1)
+
+    def save():
+        die_at(number)
+        checkpoint.save(directory, values(options["step"]), **options)
+
+    code = in_child(save)
+    assert code in (0, -signal.SIGKILL)
+    if checkpoint.latest(directory) is None:
+        assert None in steps
+    else:
+        see_whole(directory, steps)
+    checkpoint.save(directory, values(2), step=2, overwrite=True)
+    assert see_whole(directory, {2}) == 2
+    checkpoint.save(directory, values(3), step=3, keep=1)
+    assert sorted(each.name for each in directory.iterdir()) == ["LATEST", "step-00000003"]
+    assert see_whole(directory, {3}) == 3
+    return code != 0
+
+
+@pytest.mark.parametrize("how", SAVES)
+@pytest.mark.matrix
+def test_killed_at_every_operation_the_old_or_the_new_one_is_whole(tmp_path, how):
+    number = 1
+    while killed_save(tmp_path / str(number), how, number):
+        number += 1
+    assert number > 15
+
+
+def test_killed_at_some_operations_the_old_or_the_new_one_is_whole(tmp_path):
+    for number in (3, 9, 12, 13, 15, 17):
+        assert killed_save(tmp_path / str(number), "one that prunes", number)
+
+
+def two_killed(directory, victim, number):
+    """Two processes save, and one of them is killed; gives how both have ended."""
+
+    def rank(index):
+        store = dist.FileStore(str(directory / "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=index, world_size=2, timeout=timedelta(seconds=30))
+        checkpoint.save(directory / "run", values(1, index), step=1)
+        dist.barrier()
+        if index == victim:
+            die_at(number)
+        try:
+            checkpoint.save(directory / "run", values(2, index), step=2, keep=1)
+        except cs.CheckpointError as error:
+            os._exit(7 if f"rank {index} of 2 does not reach the others" in str(error) else 98)
+
+    directory.mkdir()
+    children = [begin_child(partial(rank, index)) for index in range(2)]
+    codes = [ended(child) for child in children]
+    see_whole(directory / "run", {1, 2})
+    return codes
+
+
+def see_two_killed(directory, victim, numbers):
+    for number in numbers:
+        codes = two_killed(directory / f"{victim}-{number}", victim, number)
+        assert codes[victim] in (0, -signal.SIGKILL), (victim, number, codes)
+        assert codes[1 - victim] in ((0, 7) if codes[victim] else (0,)), (victim, number, codes)
+        if codes[victim] == 0:
+            return number
+    return None
+
+
+def test_a_rank_that_is_killed_leaves_the_old_or_the_new_one_to_all(tmp_path):
+    assert see_two_killed(tmp_path, 1, (2,)) is None
+    assert see_two_killed(tmp_path, 0, (9,)) is None
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("victim", [0, 1])
+def test_either_rank_is_killed_at_every_operation(tmp_path, victim):
+    assert see_two_killed(tmp_path, victim, range(1, 40)) > (17 if victim == 0 else 3)
+
+
+# ------------------------------------------------------------------------------------------------- power failures
+
+
+class Disk:
+    """What of a directory is certain to be on the disk: contents of files, and names in directories, once synced.
+
+    `observe` is told of an operation before it is done; so what was told of the time before is done by then.
+    """
+
+    def __init__(self, root):
+        self.root = root
+        self.data = {}  # by inode, what is on disk of a file
+        self.names = {}  # by inode of a directory, the inodes of the names in it that are on disk
+        self.views = []  # before each operation: its name, what is on disk at least, and what may be there
+        self.synced = None
+        self.learn(root)
+
+    def learn(self, path):
+        """All below a path is on disk."""
+        self.names[path.stat().st_ino] = self.listed(path)
+        for each in path.iterdir():
+            if each.is_dir():
+                self.learn(each)
+            else:
+                self.data[each.stat().st_ino] = each.read_bytes()
+
+    def listed(self, path):
+        return {each.name: (each.stat().st_ino, each.is_dir()) for each in path.iterdir()}
+
+    def observe(self, operation, path):
+        if self.synced is not None:
+            inode = self.synced.stat().st_ino
+            if self.synced.is_dir():
+                self.names[inode] = self.listed(self.synced)
+            else:
+                self.data[inode] = self.synced.read_bytes()
+        self.synced = path if operation == "fsync" else None
+        there = {self.root.stat().st_ino: self.listed(self.root)}
+        there |= {each.stat().st_ino: self.listed(each) for each in self.root.rglob("*") if each.is_dir()}
+        for names in (self.names, there, self.names | {self.root.stat().st_ino: there[self.root.stat().st_ino]}):
+            self.views.append((f"{operation} {path.name}", self.tree(self.root.stat().st_ino, names)))
+
+    def tree(self, inode, names):
+        """What is there after a failure in which these names, and no data that was not synced, are on disk."""
+        return {
+            name: self.tree(each, names) if is_directory else self.data.get(each, b"")
+            for name, (each, is_directory) in names.get(inode, {}).items()
+        }
+
+
+def laid_out(path, tree):
+    path.mkdir()
+    for name, each in tree.items():
+        if isinstance(each, bytes):
+            (path / name).write_bytes(each)
+        else:
+            laid_out(path / name, each)
+
+
+def test_after_a_power_failure_at_any_operation_the_old_or_the_new_one_is_whole(tmp_path, monkeypatch):
+    root = tmp_path / "run"
+    checkpoint.save(root, values(1), step=1)
+    disk = Disk(root)
+    observing(monkeypatch, disk.observe)
+    checkpoint.save(root, values(2), step=2, keep=1)
+    observing(monkeypatch, None)
+    disk.observe("end", root)
+    steps, trees = [], []
+    for number, (operation, tree) in enumerate(disk.views):
+        if tree in trees:
+            continue
+        trees.append(tree)
+        where = tmp_path / str(number)
+        laid_out(where, tree)
+        try:
+            steps.append(see_whole(where, {1, 2}))
+        except Exception as error:
+            raise AssertionError(f"before {operation}: {error}") from error
+        shutil.rmtree(where)
+    assert steps[0] == 1
+    assert 2 in steps, steps
+    assert len(steps) > 7
+    see_whole(root, {2})
+
+
+@simulated(world=2)
+def test_all_is_on_disk_before_it_has_its_name(rank, world, tmp_path):
+    done = []
+    if rank == 0:
+        files.observe = lambda operation, path: done.append(f"{operation} {path.name}")
+    try:
+        checkpoint.save(tmp_path / "new" / "run", {"t": torch.ones(2), "mine": checkpoint.PerRank(rank)}, step=3)
+        checkpoint.save(tmp_path / "new" / "run", {"x": 1}, step=4, keep=1)
+    finally:
+        dist.barrier()
+        files.observe = None
+    if rank == 1:
+        return
+    assert done[:4] == ["mkdir new", f"fsync {tmp_path.name}", "mkdir run", "fsync new"]
+    order = [
+        *(f"fsync rank-0000{index}.safetensors" for index in range(2)),
+        "create manifest.json",
+        "fsync manifest.json",
+        "fsync .step-00000003",
+        "fsync .LATEST.tmp",
+        "rename step-00000003",
+        "fsync run",
+        "rename LATEST",
+        "fsync run",
+    ]
+    first = done[: done.index("rename LATEST") + 2]
+    at = 1  # the files of two ranks come in any order
+    places = [next(i for i, each in enumerate(first) if each.startswith(name)) for name in order[:2]]
+    at = max(places)
+    for name in order[2:]:
+        at += 1 + next(i for i, each in enumerate(first[at + 1 :]) if each.startswith(name))
+    second = done[len(first) :]
+    assert all(second.index("rename LATEST") < index for index, each in enumerate(second) if each.startswith("remove"))
+    assert any(each.startswith("remove rank-") for each in second)
