@@ -9,6 +9,9 @@ if checkpoint.latest("runs/1") is not None:
 checkpoint.save("runs/1", state, step=step, keep=3)
 """
 
+from ._huggingface import Imported as Imported
+from ._huggingface import export_safetensors as export_safetensors
+from ._huggingface import import_safetensors as import_safetensors
 from ._load import Loaded as Loaded
 from ._load import load as load
 from ._pruning import Verified as Verified
@@ -20,4 +23,18 @@ from ._save import save as save
 from ._state import PerRank as PerRank
 from ._state import Stateful as Stateful
 
-__all__ = ["Loaded", "PerRank", "RandomState", "Stateful", "Verified", "latest", "load", "prune", "save", "verify"]
+__all__ = [
+    "Imported",
+    "Loaded",
+    "PerRank",
+    "RandomState",
+    "Stateful",
+    "Verified",
+    "export_safetensors",
+    "import_safetensors",
+    "latest",
+    "load",
+    "prune",
+    "save",
+    "verify",
+]

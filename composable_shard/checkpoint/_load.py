@@ -81,11 +81,11 @@ def load(
     checkpoint, manifest = find_manifest(ranks, Path(directory), step)
     target = Target(manifest, ranks.rank, ranks.size, cast)
     ranks.together(lambda: _fit(target, state, checkpoint.path))
-    missing, unexpected = _names(ranks, target)
+    missing, unexpected = differences(ranks, target)
     if strict and (missing or unexpected):
         problems = [f"{name}: is not in the checkpoint" for name in missing]
         problems += [f"{name}: is in the checkpoint, and nothing here is called so" for name in unexpected]
-        raise _mismatch(checkpoint.path, problems)
+        raise mismatch(checkpoint.path, problems)
     reader = Reader(checkpoint.path, manifest)
 
     def check() -> None:
@@ -116,10 +116,10 @@ def _fit(target: Target, state: Mapping[str, Any], path: Path) -> None:
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointMismatchError(f"{path}: cannot be understood: {type(error).__name__}: {error}") from error
     if target.problems:
-        raise _mismatch(path, target.problems)
+        raise mismatch(path, target.problems)
 
 
-def _names(ranks: Ranks, target: Target) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def differences(ranks: Ranks, target: Target) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What any rank misses, and what no rank knows: ranks of a pipeline know some of the names each."""
     said = ranks.gather((target.missing, target.unexpected))
     missing = dict.fromkeys(name for each, _ in said for name in each)
@@ -127,7 +127,7 @@ def _names(ranks: Ranks, target: Target) -> tuple[tuple[str, ...], tuple[str, ..
     return tuple(missing), tuple(name for name in said[0][1] if name in known)
 
 
-def _mismatch(path: Path, problems: list[str]) -> CheckpointMismatchError:
+def mismatch(path: Path, problems: list[str]) -> CheckpointMismatchError:
     more = f"\n  and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
     listed = "".join(f"\n  {each}" for each in problems[:_MOST_NAMED])
     return CheckpointMismatchError(f"{path} does not fit what is loaded into:{listed}{more}")
