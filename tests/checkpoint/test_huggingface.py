@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import composable_shard as cs
 from _blocks import Transformer, token_batch
 from _engines import ENGINES
-from _pool import POOL, distributed
+from _pool import distributed
 from composable_shard import checkpoint
 from composable_shard.checkpoint._io import files
 
@@ -230,19 +230,19 @@ def test_indices_and_links_that_lead_elsewhere_are_refused(tmp_path):
     index = inside / "model.safetensors.index.json"
     for name in ("../outside.safetensors", str(outside), "x/../../outside.safetensors", ".safetensors", "a\n.bin"):
         index.write_text(json.dumps({"weight_map": {"a": name, "b": name}}))
-        with pytest.raises(cs.CheckpointUnsafeError, match="names a file .* which is not of its directory"):
+        with pytest.raises(cs.CheckpointUnsafeError, match=r"names a file .* which is not of its directory"):
             checkpoint.import_safetensors(inside, model)
     (inside / "part.safetensors").symlink_to(outside)
     index.write_text(json.dumps({"weight_map": {"a": "part.safetensors"}}))
     with pytest.raises(cs.CheckpointUnsafeError, match=r"part.safetensors is a link to .*Hugging Face's cache alone"):
         checkpoint.import_safetensors(inside, model)
     (inside / "part.safetensors").unlink()
-    with pytest.raises(cs.CheckpointCorruptError, match="part.safetensors is missing"):
+    with pytest.raises(cs.CheckpointCorruptError, match=r"part.safetensors is missing"):
         checkpoint.import_safetensors(inside, model)
     save_file({"a": torch.zeros(4), "b": torch.zeros(2)}, inside / "part.safetensors")
     with pytest.raises(cs.CheckpointCorruptError, match="holds b, and the index does not"):
         checkpoint.import_safetensors(inside, model)
-    index.write_text(json.dumps({"weight_map": {n: "part.safetensors" for n in "abc"}}))
+    index.write_text(json.dumps({"weight_map": dict.fromkeys("abc", "part.safetensors")}))
     with pytest.raises(cs.CheckpointCorruptError, match="its index names c, and the files have no such tensor"):
         checkpoint.import_safetensors(inside, model)
     for damaged in ("[", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}'):
