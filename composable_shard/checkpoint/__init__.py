@@ -9,7 +9,9 @@ if checkpoint.latest("runs/1") is not None:
 checkpoint.save("runs/1", state, step=step, keep=3)
 """
 
-from ._huggingface import Imported as Imported
+from ._dcp import export_dcp as export_dcp
+from ._dcp import import_dcp as import_dcp
+from ._exchange import Imported as Imported
 from ._huggingface import export_safetensors as export_safetensors
 from ._huggingface import import_safetensors as import_safetensors
 from ._load import Loaded as Loaded
@@ -30,7 +32,9 @@ __all__ = [
     "RandomState",
     "Stateful",
     "Verified",
+    "export_dcp",
     "export_safetensors",
+    "import_dcp",
     "import_safetensors",
     "latest",
     "load",

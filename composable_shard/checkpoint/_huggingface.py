@@ -7,36 +7,29 @@ import functools
 import itertools
 import os
 import re
-import secrets
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import CheckpointCorruptError, CheckpointError, ShardConfigTypeError, ShardConfigValueError
+from ._exchange import ROOT, Imported, Options, aliases_of, begin, commit, fill, unwrapped
 from ._format.huggingface import Described, Part, Stored, lay_out_parts, read_stored
 from ._format.manifest import SAFETENSORS, Manifest, SavedTensor, name_of
-from ._format.reading import Reader
 from ._format.writing import bytes_of
 from ._full.ranks import ModelRanks
 from ._full.tensors import Held, Holdings
 from ._full.transfer import Part as Gathered
 from ._full.transfer import gathered
 from ._io import files
-from ._load import differences, mismatch
 from ._ranks import Ranks
-from ._state import Target
 
 Rename = Callable[[str], str | None]
 
-_ROOT = "@"  # the model's entry in what is made of its files, which errors do not show
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}", re.ASCII)
-_AT_ONCE = 1 << 23
 
 
 def export_safetensors(
@@ -79,7 +72,7 @@ def export_safetensors(
             cannot be in such a file.
         CheckpointError: a tensor is on the meta device, or a file could not be written; the directory is then absent.
     """
-    model = _unwrapped(model)
+    model = unwrapped(model)
     held = Holdings(model)
     ranks = _RanksOf(held.ranks)
     directory = Path(path)
@@ -95,7 +88,7 @@ def export_safetensors(
     parts, index = lay_out_parts(stem, described, max_shard_size, dict(metadata or {}))
     if index is not None:
         extra = {**extra, f"{stem}.safetensors.index.json": index}
-    partial = ranks.first_alone(lambda: _begin(directory))
+    partial = ranks.first_alone(lambda: begin(directory))
     writer = _Writer(partial, parts) if held.ranks.leads else None
     wanted = [Gathered.of(key, chosen[key].tensor, dtype) for part in parts for key in part.names]
     try:
@@ -110,21 +103,6 @@ def export_safetensors(
                 files.remove_tree(partial)
         raise
     return directory
-
-
-@dataclass(frozen=True)
-class Imported:
-    """What was read of another library's files.
-
-    Attributes:
-        missing: names of the model that the files do not have; not empty under ``strict=False`` alone.
-        unexpected: names in the files that the model does not have; likewise.
-        bytes_read: by this rank, to fill its tensors.
-    """
-
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    bytes_read: int
 
 
 def import_safetensors(
@@ -164,40 +142,13 @@ def import_safetensors(
         CheckpointUnsafeError: links, or names that lead outside of the directory.
     """
     ranks = Ranks(process_group)
-    model = _unwrapped(model)
+    model = unwrapped(model)
     where = Path(path)
     _check_renaming(rename, adapter)
     stored = ranks.first_alone(lambda: read_stored(where))
-    wanted = ranks.together(lambda: _Wanted.of(model, stored, rename, adapter, cast, ranks))
-    problems = [problem.replace(f"{_ROOT}.", "") for problem in wanted.target.problems]
-    ranks.together(lambda: _refuse(where, problems))
-    missing, unexpected = differences(ranks, wanted.target)
-    missing = tuple(name.removeprefix(f"{_ROOT}.") for name in missing)
-    unexpected = tuple(name.removeprefix(f"{_ROOT}.") for name in unexpected)
-    if strict:
-        _refuse(
-            where,
-            [f"{name}: is not in the files" for name in missing]
-            + [f"{name}: is in the files, and nothing here is called so" for name in unexpected],
-        )
-    reader = Reader(where, wanted.manifest)
-    ranks.together(lambda: _check_sizes(stored))
-    ranks.together(lambda: reader.want(wanted.target.wanted))
-    with torch.no_grad():
-        ranks.together(reader.copy)
-        ranks.together(wanted.target.finish)
-    return Imported(missing, unexpected, reader.bytes_copied)
-
-
-def _refuse(path: Path, problems: list[str]) -> None:
-    if problems:
-        raise mismatch(path, problems)
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    while isinstance(model, DistributedDataParallel):
-        model = model.module
-    return model
+    manifest = ranks.together(lambda: _manifest(Holdings(model), stored, rename, adapter))
+    concerns = None if adapter is None else lambda name: _adapter_name(name, adapter) is not None
+    return fill(ranks, where, manifest, {ROOT: model}, Options(strict, cast, lambda _: _check_sizes(stored), concerns))
 
 
 # ----------------------------------------------------------------------------------------------------- names
@@ -302,16 +253,6 @@ class _RanksOf(Ranks):
         return self._ranks.from_lead(value)
 
 
-def _begin(directory: Path) -> Path:
-    if os.path.lexists(directory):
-        raise ShardConfigValueError(
-            f"path: {directory} exists; give a directory that does not, so that it is whole or absent"
-        )
-    partial = directory.with_name(f".{directory.name}.tmp-{secrets.token_hex(6)}")
-    files.make_directory(partial)
-    return partial
-
-
 class _Writer:
     """Writes the files of a model, whose tensors come in the order of the files."""
 
@@ -350,38 +291,21 @@ class _Writer:
             raise CheckpointError(f"{directory} could not be written: {self._error}") from self._error
         for name, content in extra.items():
             files.write_file(self._directory / name, content.encode() if isinstance(content, str) else content)
-        files.sync_directory(self._directory)
-        files.rename(self._directory, directory)
+        commit(self._directory, directory)
 
 
 # --------------------------------------------------------------------------------------------------- reading
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """What a model wants of files, with the files' tensors by the model's names."""
-
-    manifest: Manifest
-    target: Target
-
-    @staticmethod
-    def of(
-        model: nn.Module, stored: Stored, rename: Rename | None, adapter: str | None, cast: bool, ranks: Ranks
-    ) -> _Wanted:
-        held = Holdings(model)
-        tensors = _by_own_name(held, stored, rename, adapter)
-        aliases = _aliases(held, tensors)
-        manifest = Manifest(0, "", ranks.size, "crc32")
-        manifest.tensors.update({f"{_ROOT}.{name}": tensors[name] for name in tensors if name not in aliases})
-        manifest.aliases.update({f"{_ROOT}.{name}": f"{_ROOT}.{first}" for name, first in aliases.items()})
-        manifest.values[_ROOT] = {"$": "module", "tensors": [*dict.fromkeys((*tensors, *aliases))], "extra": {}}
-        target = Target(manifest, ranks.rank, ranks.size, cast)
-        target.add({_ROOT: model})
-        if adapter is not None:
-            target.missing = [
-                name for name in target.missing if _adapter_name(name.removeprefix(f"{_ROOT}."), adapter) is not None
-            ]
-        return _Wanted(manifest, target)
+def _manifest(held: Holdings, stored: Stored, rename: Rename | None, adapter: str | None) -> Manifest:
+    """The files as a checkpoint of a state that has the model alone."""
+    tensors = _by_own_name(held, stored, rename, adapter)
+    aliases = aliases_of(held, tensors)
+    manifest = Manifest(0, "", 1, "crc32")
+    manifest.tensors.update({f"{ROOT}.{name}": tensors[name] for name in tensors if name not in aliases})
+    manifest.aliases.update({f"{ROOT}.{name}": f"{ROOT}.{first}" for name, first in aliases.items()})
+    manifest.values[ROOT] = {"$": "module", "tensors": [*dict.fromkeys((*tensors, *aliases))], "extra": {}}
+    return manifest
 
 
 def _by_own_name(held: Holdings, stored: Stored, rename: Rename | None, adapter: str | None) -> dict[str, SavedTensor]:
@@ -398,33 +322,6 @@ def _by_own_name(held: Holdings, stored: Stored, rename: Rename | None, adapter:
             raise ShardConfigValueError(f"rename: two tensors of the files get the name {name}, {key} is one of them")
         tensors[name] = tensor
     return tensors
-
-
-def _aliases(held: Holdings, tensors: Mapping[str, SavedTensor]) -> dict[str, str]:
-    """Of tied weights, the names that take the values of another name, which the files have."""
-    by_first: dict[str, list[str]] = {}
-    for each in held.tensors.values():
-        by_first.setdefault(each.first, []).append(each.name)
-    aliases = {}
-    for names in by_first.values():
-        given = [name for name in names if name in tensors]
-        if len(names) > 1 and given:
-            equal = [name for name in given[1:] if _same(tensors[name], tensors[given[0]])]
-            aliases.update({name: given[0] for name in names if name not in given or name in equal})
-    return aliases
-
-
-def _same(one: SavedTensor, two: SavedTensor) -> bool:
-    """Whether two tensors of files are equal to the bit."""
-    if (one.dtype, one.shape) != (two.dtype, two.shape):
-        return False
-    [first], [second] = one.pieces, two.pieces
-    with files.opened(Path(first.file)) as left, files.opened(Path(second.file)) as right:
-        for at in range(0, first.end - first.begin, _AT_ONCE):
-            count = min(_AT_ONCE, first.end - first.begin - at)
-            if os.pread(left, count, first.begin + at) != os.pread(right, count, second.begin + at):
-                return False
-    return True
 
 
 def _check_sizes(stored: Stored) -> None:

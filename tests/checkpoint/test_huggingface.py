@@ -323,7 +323,7 @@ def test_an_export_is_whole_or_not_there(rank, world, tmp_path):
     barrier()
     assert list(tmp_path.iterdir()) == []
     checkpoint.export_safetensors(tmp_path / "out", model, max_shard_size=4000)
-    with pytest.raises(cs.ShardConfigValueError, match="out exists; give a directory that does not"):
+    with pytest.raises(cs.ShardConfigValueError, match="out exists; give a new one"):
         checkpoint.export_safetensors(tmp_path / "out", model)
     with torch.device("meta"):
         unfilled = transformer(seed=1)
