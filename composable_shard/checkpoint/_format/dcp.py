@@ -139,8 +139,8 @@ def _unpickled(data: bytes, where: Path) -> Any:
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            if (found := known.get((module, name))) is not None:
-                return found
+            if (stand_in := known.get((module, name))) is not None:
+                return stand_in
             if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
                 return dtype
             raise CheckpointUnsafeError(
@@ -347,12 +347,12 @@ def check(stored: Stored, wanted: Mapping[str, Sequence[tuple[SavedTensor, torch
     buffer = memoryview(bytearray(_AT_ONCE))
     for (file, begin), key in sorted(needed.items()):
         archive = stored.archives[file, begin]
-        found, at = 0, archive.begin
+        checksum, at = 0, archive.begin
         with files.opened(Path(file)) as descriptor:
             while at < archive.end and (count := _read(descriptor, buffer, at, archive.end)):
-                found, at = zlib.crc32(buffer[:count], found), at + count
+                checksum, at = zlib.crc32(buffer[:count], checksum), at + count
         read += at - archive.begin
-        if (found, at) != (archive.checksum, archive.end):
+        if (checksum, at) != (archive.checksum, archive.end):
             problems.append(f"{file} is damaged: {key}, bytes {archive.begin:,} to {archive.end:,}")
     if problems:
         raise CheckpointCorruptError("; ".join(problems[:20]))
