@@ -10,6 +10,11 @@ checkpoint.save("runs/1", state, step=step, keep=3)  # or checkpoint.async_save,
 """
 
 from ._async import async_save as async_save
+from ._dcp import export_dcp as export_dcp
+from ._dcp import import_dcp as import_dcp
+from ._exchange import Imported as Imported
+from ._huggingface import export_safetensors as export_safetensors
+from ._huggingface import import_safetensors as import_safetensors
 from ._load import Loaded as Loaded
 from ._load import load as load
 from ._pending import PendingSave as PendingSave
@@ -24,6 +29,7 @@ from ._state import PerRank as PerRank
 from ._state import Stateful as Stateful
 
 __all__ = [
+    "Imported",
     "Loaded",
     "PendingSave",
     "PerRank",
@@ -31,6 +37,10 @@ __all__ = [
     "Stateful",
     "Verified",
     "async_save",
+    "export_dcp",
+    "export_safetensors",
+    "import_dcp",
+    "import_safetensors",
     "latest",
     "load",
     "prune",

@@ -90,7 +90,7 @@ def _show_sharded(module: nn.Module) -> None:
         state.show_sharded()
 
 
-def _leaves(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any, Any]]:
+def leaves(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any, Any]]:
     """Path, value, the container that it is in, and its name there; containers of plain values are leaves."""
     for name, value in state.items():
         if not isinstance(name, str) or not name:
@@ -100,7 +100,7 @@ def _leaves(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def _below(path: str, value: Any, container: Any, name: Any) -> Iterator[tuple[str, Any, Any, Any]]:
     if isinstance(value, Mapping) and not _is_plain(value):
-        yield from _leaves(value, f"{path}.")
+        yield from leaves(value, f"{path}.")
     elif isinstance(value, (list, tuple)) and not _is_plain(value):
         for index, each in enumerate(value):
             yield from _below(f"{path}.{index}", each, value, index)
@@ -120,7 +120,7 @@ def _is_plain(value: Any) -> bool:
 def _names_of_parameters(state: Mapping[str, Any]) -> dict[int, str]:
     """The key of every parameter of the modules in a state, by its identity."""
     names: dict[int, str] = {}
-    for path, value, _, _ in _leaves(state):
+    for path, value, _, _ in leaves(state):
         if isinstance(value, nn.Module):
             module = _unwrapped(value)
             _show_sharded(module)
@@ -201,7 +201,7 @@ def collect(state: Mapping[str, Any], rank: int) -> Collected:
 def _collect(state: Mapping[str, Any], rank: int) -> Collected:
     collected = Collected()
     names = _names_of_parameters(state)
-    for path, value, _, _ in _leaves(state):
+    for path, value, _, _ in leaves(state):
         if path in collected.values or path in collected.per_rank:
             raise ShardConfigValueError(f"state: two entries are called {path}; rename one")
         if isinstance(value, nn.Module):
@@ -304,7 +304,7 @@ class Target:
             raise ShardConfigTypeError(f"state: is a {type(state).__name__}; give a dictionary of names")
         names = _names_of_parameters(state)
         by_name = _parameters_of(state)
-        for path, value, container, name in _leaves(state):
+        for path, value, container, name in leaves(state):
             try:
                 self._add(path, value, container, name, names, by_name)
             except CheckpointMismatchError as error:
@@ -587,7 +587,7 @@ def _resized(path: str, resize: Callable[[list[Any], int, int], Any], saved: lis
 
 def _parameters_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     parameters: dict[str, torch.Tensor] = {}
-    for path, value, _, _ in _leaves(state):
+    for path, value, _, _ in leaves(state):
         if isinstance(value, nn.Module):
             for name, parameter in _unwrapped(value).named_parameters(remove_duplicate=False):
                 parameters[f"{path}.{plain_name(name)}"] = parameter

@@ -292,7 +292,6 @@ def check(manifest: Manifest) -> None:
             raise ValueError(f"{name} of {file.size} bytes has {len(file.blocks)} bytes of digests")
     used: dict[str, list[tuple[int, int, str]]] = {name: [] for name in manifest.files}
     for key, tensor in manifest.tensors.items():
-        filled = 0
         for piece in tensor.pieces:
             if len(piece.offsets) != len(tensor.shape) or len(piece.shape) != len(tensor.shape):
                 raise ValueError(f"{key} has {len(tensor.shape)} dimensions and a piece of it {len(piece.shape)}")
@@ -304,8 +303,7 @@ def check(manifest: Manifest) -> None:
             if piece.file not in used or piece.end > manifest.files[piece.file].size:
                 raise ValueError(f"{key}: a piece in bytes {piece.begin} to {piece.end} of {piece.file}")
             used[piece.file].append((piece.begin, piece.end, key))
-            filled += count
-        if filled != math.prod(tensor.shape) or (len(tensor.pieces) > 1 and _overlap(tensor)):
+        if not fills(tensor):
             raise ValueError(f"{key}: its pieces do not fill it, or lie on top of each other")
     for name, ranges in used.items():
         for (_, end, key), (begin, _, other) in _neighbours(sorted(each for each in ranges if each[0] < each[1])):
@@ -317,6 +315,12 @@ def check(manifest: Manifest) -> None:
     for name, values in manifest.per_rank.items():
         if not isinstance(values, list) or len(values) != manifest.ranks:
             raise ValueError(f"{name} has values of {len(values)} ranks, and {manifest.ranks} have saved")
+
+
+def fills(tensor: SavedTensor) -> bool:
+    """Whether the pieces of a tensor, none of which lies beyond it, have each of its elements once."""
+    filled = sum(math.prod(piece.shape) for piece in tensor.pieces)
+    return filled == math.prod(tensor.shape) and not (len(tensor.pieces) > 1 and _overlap(tensor))
 
 
 def _neighbours(ranges: list[tuple[int, int, str]]) -> Iterator[tuple[tuple[int, int, str], tuple[int, int, str]]]:

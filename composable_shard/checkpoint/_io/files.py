@@ -151,6 +151,15 @@ def read_into(descriptor: int, view: memoryview, at: int, path: Path) -> int:
         raise
 
 
+def size_of(path: Path) -> int:
+    """Bytes of an ordinary file; an OSError where it is none, or a link."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not an ordinary file"
+        raise OSError(errno.EINVAL, kind, str(path))
+    return status.st_size
+
+
 def read_file(path: Path, most: int) -> bytes:
     """All of an ordinary file; an OSError where it has more bytes than `most`."""
     with opened(path) as descriptor:

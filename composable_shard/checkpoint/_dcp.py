@@ -1,0 +1,258 @@
+"""Checkpoints of `torch.distributed.checkpoint` (DCP), read and written for exchange with those who use it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from .._errors import CheckpointError, CheckpointMismatchError, ShardConfigValueError
+from ._exchange import ROOT, Imported, Options, aliases_of, begin, commit, fill, unwrapped
+from ._format.dcp import Stored, check, read_stored
+from ._format.manifest import Manifest, SavedTensor
+from ._format.values import encode
+from ._full.tensors import Holdings, parameters_of, plain_name
+from ._io import files
+from ._ranks import Ranks
+from ._state import Stateful, leaves
+
+
+def import_dcp(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any] | nn.Module,
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    verify: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> Imported:
+    """Load a checkpoint of DCP's: of FSDP2, FSDP1 or this library; all ranks call it alike.
+
+    Nothing that is in the checkpoint is executed. Each rank reads the bytes of its own shards straight into them. The
+    number of ranks and meshes may be others than those that saved.
+
+    Args:
+        path: the directory that `torch.distributed.checkpoint.save` was given.
+        state: as for `load`, by the names that were saved: ``{"model": model, "optimizer": optimizer}`` for what
+            `get_state_dict` gave under these names. A model alone where its state dict itself was saved. Objects with
+            ``state_dict`` and ``load_state_dict``, tensors and plain values are loaded, too.
+        strict: names of modules must be those of the checkpoint.
+        cast: convert floating-point tensors where dtypes differ.
+        verify: read the pieces that are needed and compare them with the CRC-32 of their archives, before.
+        process_group: of the ranks that load; by default all.
+
+    Returns:
+        what was not found, and bytes read.
+
+    Raises:
+        CheckpointIncompleteError: there is no such checkpoint.
+        CheckpointMismatchError: names, shapes or dtypes do not fit; it lists them.
+        CheckpointCorruptError: files are missing, or not as they were written; it names them.
+        CheckpointUnsafeError: a pickle asks for more than DCP's own classes, or files are links or lie elsewhere.
+    """
+    ranks = Ranks(process_group)
+    where = Path(path)
+    names = None if isinstance(state, nn.Module) else tuple(state)
+    stored = ranks.first_alone(lambda: read_stored(where, names))
+    given = {ROOT: state} if isinstance(state, nn.Module) else state
+    manifest = ranks.together(lambda: _Translation(stored, given).manifest(ranks.size))
+
+    def checked(wanted: Mapping[str, list[torch.Tensor]]) -> int:
+        if not verify:
+            return 0
+        return check(stored, {k: [(manifest.tensors[k], each) for each in some] for k, some in wanted.items()})
+
+    return fill(ranks, where, manifest, given, Options(strict, cast, checked))
+
+
+def export_dcp(
+    path: str | os.PathLike[str], state: Mapping[str, Any], *, process_group: dist.ProcessGroup | None = None
+) -> Path:
+    """Write a checkpoint of DCP's, as `torch.distributed.checkpoint.save` does it; all ranks call it alike.
+
+    Modules and optimizers are saved as torch's `get_model_state_dict` and `get_optimizer_state_dict` give them, so that
+    FSDP2 loads them by `torch.distributed.checkpoint.load` and `set_state_dict`. The directory gets its name when all
+    of it is on disk.
+
+    Args:
+        path: a directory, which does not exist yet.
+        state: modules, optimizers of theirs, and what DCP can save, by name.
+        process_group: of the ranks that save; by default all.
+
+    Returns:
+        the directory.
+
+    Raises:
+        ShardConfigValueError: the directory exists, or the module of an optimizer is not in the state.
+        CheckpointError: it could not be written; the directory is then absent.
+    """
+    ranks = Ranks(process_group)
+    directory = Path(path)
+    partial = ranks.first_alone(lambda: begin(directory))
+    try:
+        content = ranks.together(lambda: _state_dicts(state))
+        try:
+            alone = not dist.is_initialized()
+            save(content, checkpoint_id=partial, process_group=process_group, no_dist=alone)
+        except CheckpointException as error:  # of all ranks alike, and no Exception
+            failed = "; ".join(f"rank {rank}: {each[0]}" for rank, each in error.failures.items())
+            raise CheckpointError(f"{directory} could not be written: {failed}") from error
+        ranks.first_alone(lambda: commit(partial, directory))
+    except BaseException:
+        if ranks.rank == 0:
+            with contextlib.suppress(OSError):
+                files.remove_tree(partial)
+        raise
+    return directory
+
+
+def _state_dicts(state: Mapping[str, Any]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, nn.Module):
+            content[name] = get_model_state_dict(value)
+        elif isinstance(value, torch.optim.Optimizer):
+            content[name] = get_optimizer_state_dict(_module_of(name, value, state), value)
+        else:
+            content[name] = value
+    return content
+
+
+def _module_of(name: str, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> nn.Module:
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for value in state.values():
+        if isinstance(value, nn.Module) and stepped <= set(map(id, parameters_of(unwrapped(value)).values())):
+            return value
+    raise ShardConfigValueError(f"{name} steps on parameters of no module of the state; put the module into it, too")
+
+
+class _Translation:
+    """What DCP has saved, as a manifest of this library describes it."""
+
+    def __init__(self, stored: Stored, state: Mapping[str, Any]) -> None:
+        self._stored = stored
+        self._entries = {name: value for name, value, _, _ in leaves(state)}
+        self._modules = {n: unwrapped(value) for n, value in self._entries.items() if isinstance(value, nn.Module)}
+        self._manifest = Manifest(0, "", 1, "crc32")
+
+    def manifest(self, ranks: int) -> Manifest:
+        """The manifest, of the entries that the state has."""
+        for name, value in self._entries.items():
+            keys = self._keys(name)
+            if not keys:
+                continue  # the load says what is missing
+            if isinstance(value, nn.Module):
+                entry = self._module(name, keys)
+            elif isinstance(value, torch.optim.Optimizer):
+                entry = self._optimizer(name, value, keys)
+            else:
+                tree = self._tree(keys)
+                entry = {"$": "stateful", "value": tree} if isinstance(value, Stateful) else tree
+            self._manifest.values[name] = entry
+        return self._manifest
+
+    def _keys(self, name: str) -> dict[str, tuple[str | int, ...]]:
+        """The keys of an entry, each with the names that lead to it from the entry."""
+        paths = self._stored.paths
+        if name == ROOT:
+            return {key: (key,) for key in paths}
+        keys = {}
+        for key, path in paths.items():
+            if (depth := _depth(path, name)) is not None:
+                keys[key] = path[depth:]
+            elif key.startswith(f"{name}."):
+                keys[key] = (key.removeprefix(f"{name}."),)
+        return keys
+
+    def _module(self, name: str, keys: Mapping[str, tuple[str | int, ...]]) -> dict[str, Any]:
+        tensors: dict[str, SavedTensor] = {}
+        extra = {}
+        for key, path in keys.items():
+            own = plain_name(".".join(map(str, path)))
+            if key in self._stored.tensors:
+                tensors[own] = self._stored.tensors[key]
+            else:
+                extra[own] = encode(self._stored.values[key], key, _no_tensor)
+        aliases = aliases_of(Holdings(self._modules[name]), tensors)
+        self._manifest.tensors.update({f"{name}.{own}": each for own, each in tensors.items() if own not in aliases})
+        self._manifest.aliases.update({f"{name}.{own}": f"{name}.{first}" for own, first in aliases.items()})
+        return {"$": "module", "tensors": [*dict.fromkeys((*tensors, *aliases))], "extra": extra}
+
+    def _optimizer(
+        self, name: str, optimizer: torch.optim.Optimizer, keys: Mapping[str, tuple[str | int, ...]]
+    ) -> dict[str, Any]:
+        known = {own: f"{path}.{own}" for path, module in self._modules.items() for own in parameters_of(module)}
+        first = next(iter(self._modules), name)
+
+        def named(own: str) -> str:
+            return known.get(plain_name(own), f"{first}.{own}")
+
+        flat = all(len(path) == 1 for path in keys.values())  # saved with flatten_optimizer_state_dict=True
+        tree = self._unflattened(optimizer, keys) if flat else self._tree(keys)
+        groups = [{**group, "params": list(map(named, group["params"]))} for group in tree.get("param_groups", ())]
+        return {"$": "optimizer", "groups": groups, "state": {named(k): v for k, v in tree.get("state", {}).items()}}
+
+    def _unflattened(self, optimizer: torch.optim.Optimizer, keys: Mapping[str, tuple[str | int, ...]]) -> Any:
+        state: dict[str, dict[str, Any]] = {}
+        settings: dict[str, dict[str, Any]] = {}
+        for key, (path, *_) in keys.items():
+            kind, _, rest = str(path).partition(".")
+            own, _, entry = rest.rpartition(".")
+            (state if kind == "state" else settings).setdefault(own, {})[entry] = self._leaf(key)
+        names = {id(p): own for module in self._modules.values() for own, p in reversed(parameters_of(module).items())}
+        groups = []
+        for group in optimizer.param_groups:
+            params = [own for p in group["params"] if (own := names.get(id(p), "")) in settings]
+            groups.append({**settings[params[0]], "params": params} if params else {"params": []})
+        return {"state": state, "param_groups": groups}
+
+    def _tree(self, keys: Mapping[str, tuple[str | int, ...]]) -> Any:
+        root: dict[str | int, Any] = {}
+        for key, path in keys.items():
+            if not path:
+                return self._leaf(key)
+            node = root
+            for part in path[:-1]:
+                node = node.setdefault(part, {})
+            node[path[-1]] = self._leaf(key)
+        return _lists(root)
+
+    def _leaf(self, key: str) -> Any:
+        if key in self._stored.values:
+            value = encode(self._stored.values[key], key, _no_tensor)
+            return _Leaf(value) if isinstance(value, dict) else value
+        self._manifest.tensors[key] = self._stored.tensors[key]
+        return _Leaf({"$": "tensor", "key": key})
+
+
+def _depth(path: tuple[str | int, ...], name: str) -> int | None:
+    """How many of the names that lead to a tensor lead to the entry that it is in."""
+    return next((depth for depth in range(1, len(path) + 1) if ".".join(map(str, path[:depth])) == name), None)
+
+
+class _Leaf(dict[str, Any]):
+    """A tree that is encoded already."""
+
+
+def _lists(node: Any) -> Any:
+    """A tree whose dictionaries of 0, 1, ... are lists, as JSON has it."""
+    if type(node) is not dict:
+        return node
+    if list(node) == list(range(len(node))):
+        return [_lists(each) for each in node.values()]
+    if all(isinstance(name, str) for name in node) and "$" not in node:
+        return {name: _lists(each) for name, each in node.items()}
+    return {"$": "dict", "items": [[name, _lists(each)] for name, each in node.items()]}
+
+
+def _no_tensor(key: str, _: torch.Tensor) -> None:
+    raise CheckpointMismatchError(f"{key}: DCP has pickled a tensor in another value; save it under a name of its own")

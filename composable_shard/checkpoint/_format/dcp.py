@@ -1,0 +1,363 @@
+"""Checkpoints of `torch.distributed.checkpoint`, read without executing anything that is in them.
+
+`.metadata` is a pickle. Of what it names only the classes that DCP writes are known here, and for each of them stands
+one that holds what it is given, made for this one reading. Tensors are archives of `torch.save`, one after the other in
+`__0_0.distcp` and so on: where their bytes lie is found, and they are read like those of any other checkpoint.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import math
+import os
+import pickle
+import re
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from ..._errors import (
+    CheckpointCorruptError,
+    CheckpointIncompleteError,
+    CheckpointMismatchError,
+    CheckpointUnsafeError,
+)
+from .._io import files
+from .manifest import Piece, SavedTensor, fills
+from .reading import copies_for
+
+METADATA = ".metadata"
+_MOST_METADATA = 1 << 30  # bytes
+_AT_ONCE = 1 << 23
+_FILE_NAME = re.compile(r"__[0-9]{1,9}_[0-9]{1,9}\.distcp", re.ASCII)
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Archive:
+    """The archive of one piece of a tensor.
+
+    Attributes:
+        begin, end: of its tensor's storage in the file.
+        checksum: CRC-32 of those bytes.
+    """
+
+    begin: int
+    end: int
+    checksum: int
+
+
+@dataclass
+class Stored:
+    """What a checkpoint holds.
+
+    Attributes:
+        tensors: by key; the files of their pieces are absolute paths.
+        values: what is no tensor, by key.
+        paths: of each key, the names that lead to it in the state that was saved.
+        archives: by file and begin of a piece.
+        sizes: of the files, in bytes, by path.
+    """
+
+    tensors: dict[str, SavedTensor] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    archives: dict[tuple[str, int], Archive] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+
+def read_stored(directory: Path, names: Iterable[str] | None) -> Stored:
+    """Find out where the tensors of a checkpoint lie, and read its other values.
+
+    Args:
+        directory: that holds `.metadata`.
+        names: the entries of the state that are wanted; all, by default.
+
+    Raises:
+        CheckpointIncompleteError: there is no `.metadata`.
+        CheckpointUnsafeError: a pickle asks for something that no checkpoint needs, a file is a link, or is not of the
+            directory.
+        CheckpointCorruptError: files are missing, or contradict what is said of them.
+    """
+    directory = directory.resolve()
+    try:
+        data = files.read_file(directory / METADATA, _MOST_METADATA)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointIncompleteError(
+            f"{directory} has no {METADATA}: it is no checkpoint of DCP's, or not all of it"
+        ) from None
+    except OSError as error:
+        raise CheckpointUnsafeError(f"{directory / METADATA}: {error.strerror}") from None
+    wanted = None if names is None else set(names)
+    try:
+        return _understood(_unpickled(data, directory / METADATA), directory, wanted)
+    except (CheckpointCorruptError, CheckpointUnsafeError, CheckpointMismatchError):
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+        raise CheckpointCorruptError(
+            f"{directory / METADATA} cannot be understood: {type(error).__name__}: {error}"
+        ) from None
+
+
+# --------------------------------------------------------------------------------------------------- pickles
+
+
+class _Record:
+    """Stands for an object of DCP's: keeps what it is made with."""
+
+    state: Any = None
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__["state"] = state
+
+
+def _unpickled(data: bytes, where: Path) -> Any:
+    known: dict[tuple[str, str], Any] = {
+        (module, name): type(name, (_Record,), {}) for module, names in _CLASSES.items() for name in names
+    }
+    known["torch", "Size"] = type("Size", (tuple,), {})
+    known["torch.serialization", "_get_layout"] = type("Layout", (_Record,), {})
+    known["torch", "device"] = type("Device", (_Record,), {})
+    known["collections", "OrderedDict"] = type("OrderedDict", (collections.OrderedDict,), {})
+    for module in ("pathlib", "pathlib._local"):
+        known |= {(module, name): type(name, (_Record,), {}) for name in ("PosixPath", "WindowsPath")}
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if (stand_in := known.get((module, name))) is not None:
+                return stand_in
+            if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+                return dtype
+            raise CheckpointUnsafeError(
+                f"{where} asks for {module}.{name}, which no checkpoint of DCP's needs; nothing of it was executed"
+            )
+
+        def persistent_load(self, pid: Any) -> Any:
+            raise CheckpointUnsafeError(f"{where} refers to something outside of it: {str(pid)[:200]!r}")
+
+    try:
+        return Unpickler(io.BytesIO(data)).load()
+    except CheckpointUnsafeError:
+        raise
+    except Exception as error:  # what a damaged pickle raises is not bounded
+        raise CheckpointCorruptError(f"{where} is damaged: {type(error).__name__}: {error}") from None
+
+
+def _state(record: Any, kind: str) -> Any:
+    if not isinstance(record, _Record) or type(record).__name__ != kind:
+        raise TypeError(f"a {kind} is expected, and there is a {type(record).__name__}")
+    return record.state
+
+
+# ---------------------------------------------------------------------------------------------------- content
+
+
+def _understood(pickled: Any, directory: Path, wanted: set[str] | None) -> Stored:
+    metadata = _state(pickled, "Metadata")
+    places = {}
+    for index, info in metadata["storage_data"].items():
+        at, place = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
+        offset = at.get("offset")
+        places[at["fqn"], None if offset is None else tuple(offset)] = place
+    stored = Stored()
+    for key, record in metadata["state_dict_metadata"].items():
+        path = _path(key, metadata.get("planner_data"))
+        if wanted is not None and path[0] not in wanted and not any(key.startswith(f"{name}.") for name in wanted):
+            continue
+        stored.paths[key] = path
+        if type(record).__name__ == "BytesStorageMetadata":
+            stored.values[key] = _value(key, _place(directory, places[key, None], stored))
+        else:
+            stored.tensors[key] = _tensor(key, _state(record, "TensorStorageMetadata"), places, directory, stored)
+    return stored
+
+
+def _path(key: str, planner: Any) -> tuple[str | int, ...]:
+    path = (planner or {}).get(key, (key,))
+    if not isinstance(key, str) or not path or not all(type(each) in (str, int) for each in path):
+        raise TypeError(f"{key!r} is no name")
+    return tuple(path)
+
+
+def _count(given: Any) -> int:
+    if type(given) is not int or not 0 <= given < 1 << 62:
+        raise ValueError(f"{given!r} is not a count")
+    return given
+
+
+def _place(directory: Path, info: Mapping[str, Any], stored: Stored) -> tuple[Path, int, int]:
+    """File, begin and bytes of an entry."""
+    name, begin, length = info["relative_path"], _count(info["offset"]), _count(info["length"])
+    if not isinstance(name, str) or _FILE_NAME.fullmatch(name) is None:
+        raise CheckpointUnsafeError(
+            f"{directory / METADATA} names a file {str(name)[:200]!r}; DCP's are __0_0.distcp and so on"
+        )
+    if info.get("transform_descriptors"):
+        raise CheckpointMismatchError(
+            f"{directory / name} is compressed by an extension of DCP, which this library does not know"
+        )
+    path = directory / name
+    if str(path) not in stored.sizes:
+        try:
+            stored.sizes[str(path)] = files.size_of(path)
+        except FileNotFoundError:
+            raise CheckpointCorruptError(f"{path} is missing") from None
+        except OSError as error:
+            raise CheckpointUnsafeError(f"{path} is {error.strerror}") from None
+    if begin + length > stored.sizes[str(path)]:
+        raise CheckpointCorruptError(
+            f"{path} has {stored.sizes[str(path)]:,} bytes, and {begin + length:,} were written, or more"
+        )
+    return path, begin, length
+
+
+def _value(key: str, place: tuple[Path, int, int]) -> Any:
+    path, begin, length = place
+    with files.opened(path) as descriptor:
+        data = os.pread(descriptor, length, begin)
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointUnsafeError(
+            f"{path}: the value {key} asks for more than plain data and was not loaded: {str(error).splitlines()[0]}"
+        ) from None
+    except Exception as error:  # what a damaged archive raises is not bounded
+        raise CheckpointCorruptError(f"{path}: the value {key} is damaged: {type(error).__name__}: {error}") from None
+
+
+def _tensor(key: str, record: Mapping[str, Any], places: Any, directory: Path, stored: Stored) -> SavedTensor:
+    dtype = _state(record["properties"], "TensorProperties")[0]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{key} has dtype {dtype!r}")
+    shape = tuple(map(_count, record["size"]))
+    pieces = []
+    for chunk in record["chunks"]:
+        part = _state(chunk, "ChunkStorageMetadata")
+        offsets, sizes = tuple(map(_count, part["offsets"])), tuple(map(_count, part["sizes"]))
+        if not len(offsets) == len(sizes) == len(shape) or any(
+            at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)
+        ):
+            raise ValueError(f"{key} of shape {shape} has a piece of shape {sizes} at {offsets}")
+        if 0 in sizes:
+            continue
+        place = _place(directory, places[key, offsets], stored)
+        archive, first = _archive(key, place, dtype, sizes)
+        begin = archive.begin + first
+        stored.archives[str(place[0]), begin] = archive
+        pieces.append(Piece(offsets, sizes, str(place[0]), begin, begin + math.prod(sizes) * dtype.itemsize))
+    saved = SavedTensor(dtype, shape, tuple(pieces))
+    if not fills(saved):
+        raise ValueError(f"{key}: its pieces do not fill it, or lie on top of each other")
+    return saved
+
+
+class _View(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, descriptor: int, begin: int, length: int) -> None:
+        self._descriptor, self._begin, self._length, self._at = descriptor, begin, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        view = view[: max(0, self._length - self._at)]
+        count = os.preadv(self._descriptor, [view], self._begin + self._at) if len(view) else 0
+        self._at += count
+        return count
+
+
+def _archive(key: str, place: tuple[Path, int, int], dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Archive, int]:
+    """Where the storage of a tensor lies, and at which of its bytes the tensor begins."""
+    path, begin, length = place
+    with files.opened(path) as descriptor:
+        view = _View(descriptor, begin, length)
+        try:
+            tensor = torch.load(cast(IO[bytes], view), map_location="meta", weights_only=True)
+            with zipfile.ZipFile(view) as archive:
+                order = [each for each in archive.namelist() if each.endswith("/byteorder")]
+                if order and archive.read(order[0]) != b"little":
+                    raise ValueError("its bytes are in another order than this machine's")
+                [data] = [each for each in archive.infolist() if each.filename.endswith("/data/0")]
+            view.seek(data.header_offset)
+            header = view.read(30) or b""
+        except pickle.UnpicklingError as error:
+            raise CheckpointUnsafeError(
+                f"{path}: {key} is no tensor alone and was not loaded: {str(error).splitlines()[0]}"
+            ) from None
+        except Exception as error:  # what a damaged archive raises is not bounded
+            raise CheckpointCorruptError(f"{path}: {key} is damaged: {type(error).__name__}: {error}") from None
+    if type(tensor) is not torch.Tensor or tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        raise CheckpointCorruptError(f"{path}: holds another tensor than {key} of dtype {dtype} and shape {shape}")
+    if not tensor.is_contiguous():
+        raise CheckpointMismatchError(f"{path}: {key} does not lie row by row; save it contiguous")
+    at = data.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    first, size = int(tensor.storage_offset()) * dtype.itemsize, tensor.numel() * dtype.itemsize
+    if data.compress_type != zipfile.ZIP_STORED or first + size > data.file_size or at + data.file_size > length:
+        raise CheckpointCorruptError(f"{path}: {key} is damaged: its bytes lie beyond its archive")
+    return Archive(begin + at, begin + at + data.file_size, data.CRC), first
+
+
+def check(stored: Stored, wanted: Mapping[str, Sequence[tuple[SavedTensor, torch.Tensor]]]) -> int:
+    """Read the pieces that are needed, and compare them with the checksums that their archives have.
+
+    Args:
+        stored: of the checkpoint.
+        wanted: by key, what is saved and the tensors to fill with it.
+
+    Returns:
+        bytes read.
+
+    Raises:
+        CheckpointCorruptError: some are damaged; it names them.
+    """
+    needed = {
+        (copy.piece.file, copy.piece.begin): key
+        for key, pairs in wanted.items()
+        for saved, tensor in pairs
+        for copy in copies_for(key, saved, tensor)
+    }
+    problems, read = [], 0
+    buffer = memoryview(bytearray(_AT_ONCE))
+    for (file, begin), key in sorted(needed.items()):
+        archive = stored.archives[file, begin]
+        checksum, at = 0, archive.begin
+        with files.opened(Path(file)) as descriptor:
+            while at < archive.end and (count := _read(descriptor, buffer, at, archive.end)):
+                checksum, at = zlib.crc32(buffer[:count], checksum), at + count
+        read += at - archive.begin
+        if (checksum, at) != (archive.checksum, archive.end):
+            problems.append(f"{file} is damaged: {key}, bytes {archive.begin:,} to {archive.end:,}")
+    if problems:
+        raise CheckpointCorruptError("; ".join(problems[:20]))
+    return read
+
+
+def _read(descriptor: int, buffer: memoryview, begin: int, end: int) -> int:
+    return os.preadv(descriptor, [buffer[: end - begin]], begin)

@@ -1,0 +1,269 @@
+"""Models as Hugging Face keeps them: files of safetensors, and an index where they are several.
+
+Headers and indices may come from anywhere: everything in them is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..._errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointUnsafeError
+from .._io import files
+from .manifest import NAME as MANIFEST
+from .manifest import SAFETENSORS, Piece, SavedTensor
+
+INDEX = ".safetensors.index.json"
+STEMS = ("model", "adapter_model")  # of the files that are looked for first
+_MOST_HEADER = 100_000_000  # bytes; the library safetensors has the same bound
+_MOST_INDEX = 1 << 28
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}\.safetensors", re.ASCII)
+_PART_NAME = re.compile(r".*-[0-9]+-of-[0-9]+\.safetensors", re.ASCII)
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS.items()}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a model's files hold.
+
+    Attributes:
+        tensors: by name; the files of their pieces are absolute paths, no links.
+        sizes: of the files, in bytes, by path.
+    """
+
+    tensors: dict[str, SavedTensor]
+    sizes: dict[str, int]
+
+
+def read_stored(path: Path) -> Stored:
+    """Find a model's files and read their headers.
+
+    Args:
+        path: a directory, or one file.
+
+    Raises:
+        CheckpointIncompleteError: there is no such file, or no model in the directory.
+        CheckpointCorruptError: a file is missing, or a header or the index contradicts itself.
+        CheckpointUnsafeError: the index names what is no file of the directory, or a file is a link other than those of
+            Hugging Face's cache.
+    """
+    if path.is_dir():
+        directory = path.resolve()
+        parts, named = _parts(directory)
+    else:
+        directory, parts, named = path.parent.resolve(), [path.name], None
+        if not path.exists():
+            raise CheckpointIncompleteError(
+                f"{path} does not exist; give a directory with safetensors files, or one file"
+            )
+    tensors: dict[str, SavedTensor] = {}
+    sizes: dict[str, int] = {}
+    for name in parts:
+        own, size, real = _read_header(directory, name)
+        sizes[str(real)] = size
+        for key, tensor in own.items():
+            if key in tensors or (named is not None and named.get(key) != name):
+                where = (
+                    f"{Path(tensors[key].pieces[0].file).name} has it, too" if key in tensors else "the index does not"
+                )
+                raise CheckpointCorruptError(
+                    f"{directory / name}: holds {key}, and {where}; files of two exports are mixed"
+                )
+            tensors[key] = tensor
+    absent = [key for key in named or () if key not in tensors]
+    if absent:
+        listed = ", ".join(absent[:5])
+        raise CheckpointCorruptError(f"{directory}: its index names {listed}, and the files have no such tensor")
+    return Stored(tensors, sizes)
+
+
+def _parts(directory: Path) -> tuple[list[str], dict[str, str] | None]:
+    """The files of a model in a directory, and which of them has which tensor, if there is an index."""
+    for stem in STEMS:
+        if (directory / f"{stem}{INDEX}").exists():
+            return _read_index(directory / f"{stem}{INDEX}")
+        if (directory / f"{stem}.safetensors").exists():
+            return [f"{stem}.safetensors"], None
+    if (directory / MANIFEST).exists():
+        raise CheckpointIncompleteError(f"{directory} is a checkpoint of this library; read it by checkpoint.load")
+    names = sorted(each.name for each in directory.iterdir())
+    indices = [name for name in names if name.endswith(INDEX)]
+    whole = [name for name in names if name.endswith(".safetensors") and not _PART_NAME.fullmatch(name)]
+    if len(indices) == 1:
+        return _read_index(directory / indices[0])
+    if not indices and len(whole) == 1:
+        return whole, None
+    several = f"; it has {', '.join([*indices, *whole][:5])}: give one of these" if indices or whole else ""
+    partial = "; parts of a model are there, and no index" if any(map(_PART_NAME.fullmatch, names)) else ""
+    raise CheckpointIncompleteError(f"{directory} has neither model.safetensors nor model{INDEX}{several}{partial}")
+
+
+def _read_index(path: Path) -> tuple[list[str], dict[str, str]]:
+    data = _bytes_of(_real_file(path.parent, path.name), _MOST_INDEX)
+    try:
+        named = json.loads(data)["weight_map"]
+        if not isinstance(named, dict) or not named or not all(isinstance(each, str) for each in named.values()):
+            raise ValueError("weight_map must give a file for each tensor")
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointCorruptError(f"{path} is no index of safetensors: {type(error).__name__}: {error}") from None
+    for name in named.values():
+        if _FILE_NAME.fullmatch(name) is None:
+            raise CheckpointUnsafeError(f"{path} names a file {name[:200]!r}, which is not of its directory")
+    return list(dict.fromkeys(named.values())), named
+
+
+def _real_file(directory: Path, name: str) -> Path:
+    """A file's own path. A link is followed where it is one of Hugging Face's cache, from snapshots/ID to blobs."""
+    path = directory / name
+    if not path.is_symlink():
+        return path
+    real, cache = path.resolve(), directory.parent.parent
+    if directory.parent.name != "snapshots" or real.parent != cache / "blobs":
+        raise CheckpointUnsafeError(
+            f"{path} is a link to {real}; links are followed from snapshots/ to blobs/ of Hugging Face's cache alone. "
+            "Give the directory that it leads to"
+        )
+    return real
+
+
+def _bytes_of(path: Path, most: int) -> bytes:
+    try:
+        return files.read_file(path, most)
+    except FileNotFoundError:
+        raise CheckpointCorruptError(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointUnsafeError(f"{path}: {error.strerror}") from None
+
+
+def _read_header(directory: Path, name: str) -> tuple[dict[str, SavedTensor], int, Path]:
+    """A file's tensors, its bytes, and its own path."""
+    path = _real_file(directory, name)
+    try:
+        size = files.size_of(path)
+        with files.opened(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _MOST_HEADER):
+                raise CheckpointCorruptError(f"{path} of {size:,} bytes cannot have a header of {length:,} bytes")
+            data = file.read(length)
+    except FileNotFoundError:
+        raise CheckpointCorruptError(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointUnsafeError(f"{path}: {error.strerror}") from None
+    try:
+        entries = json.loads(data, object_pairs_hook=_once)
+        entries.pop("__metadata__", None)
+        tensors = {key: _tensor(key, entry, str(path), 8 + length) for key, entry in entries.items()}
+        _check(8 + length, size, tensors.items())
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointCorruptError(
+            f"{path}: its header cannot be understood: {type(error).__name__}: {error}"
+        ) from None
+    return tensors, size, path
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name stands in it twice")
+    return made
+
+
+def _tensor(key: str, entry: dict[str, Any], file: str, first: int) -> SavedTensor:
+    shape = tuple(_count(each) for each in entry["shape"])
+    begin, end = (_count(each) for each in entry["data_offsets"])
+    if entry["dtype"] not in _DTYPES:
+        raise ValueError(f"{key} has dtype {entry['dtype']!r}; known are {', '.join(_DTYPES)}")
+    dtype: torch.dtype = _DTYPES[entry["dtype"]]
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{key} of {entry['dtype']} and shape {shape} in {end - begin} bytes")
+    return SavedTensor(dtype, shape, (Piece((0,) * len(shape), shape, file, first + begin, first + end),))
+
+
+def _count(given: Any) -> int:
+    if type(given) is not int or not 0 <= given < 1 << 62:
+        raise ValueError(f"{given!r} is not a count")
+    return given
+
+
+def _check(first: int, size: int, tensors: Iterable[tuple[str, SavedTensor]]) -> None:
+    """See that tensors fill the file from its header to its end, each with bytes of its own."""
+    at = first
+    for begin, end, key in sorted((t.pieces[0].begin, t.pieces[0].end, key) for key, t in tensors):
+        if begin != at:
+            raise ValueError(f"{key} begins at byte {begin:,}, and what is before it ends at {at:,}")
+        at = end
+    if at != size:
+        raise ValueError(f"its tensors end at byte {at:,} of {size:,}")
+
+
+# ---------------------------------------------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file to be written: its name, its header, and the names of its tensors in their order."""
+
+    name: str
+    header: bytes
+    names: tuple[str, ...]
+
+
+Described = tuple[str, torch.dtype, tuple[int, ...]]  # a tensor's name, dtype and shape
+
+
+def lay_out_parts(
+    stem: str, described: Sequence[Described], most: int, metadata: dict[str, str]
+) -> tuple[list[Part], bytes | None]:
+    """Distribute a model's tensors over files of so many bytes at most, unless one tensor alone has more.
+
+    Args:
+        stem: of the files' names.
+        described: the tensors, in the order of the model.
+        most: bytes of a file's tensors.
+        metadata: for the headers.
+
+    Returns:
+        the files, and the index where they are several.
+    """
+    batches: list[list[Described]] = [[]]
+    total = filled = 0
+    for each in described:
+        size = _nbytes(each)
+        if batches[-1] and filled + size > most:
+            batches.append([])
+            filled = 0
+        batches[-1].append(each)
+        filled, total = filled + size, total + size
+    single = len(batches) == 1
+    parts = []
+    for number, batch in enumerate(batches, 1):
+        name = f"{stem}.safetensors" if single else f"{stem}-{number:05d}-of-{len(batches):05d}.safetensors"
+        parts.append(_lay_out(name, batch, metadata))
+    if single:
+        return parts, None
+    index = {"metadata": {"total_size": total}, "weight_map": {key: part.name for part in parts for key in part.names}}
+    return parts, json.dumps(index, indent=2).encode() + b"\n"
+
+
+def _nbytes(described: Described) -> int:
+    _, dtype, shape = described
+    return math.prod(shape) * dtype.itemsize
+
+
+def _lay_out(name: str, batch: Sequence[Described], metadata: dict[str, str]) -> Part:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    at = 0
+    ordered = sorted(batch, key=lambda each: -each[1].itemsize)  # so that all lie aligned
+    for each in ordered:
+        key, dtype, shape = each
+        entries[key] = {"dtype": SAFETENSORS[dtype], "shape": shape, "data_offsets": [at, at := at + _nbytes(each)]}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return Part(name, len(header).to_bytes(8, "little") + header, tuple(key for key, _, _ in ordered))
