@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which sharding needs, and which takes long to load
 
 from _console import Interrupt
 from _gpt import Corpus
@@ -42,13 +43,17 @@ def rank_of_the_demo(arguments, output, rank, world, port):
     sys.exit(DEMO.main(Interrupt()))
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def start(out, world, steps, every, *more):
     """Start the ranks; gives the processes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["_demo_ranks"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     arguments = [*options(out, steps, every), *more]
     ranks = [
         context.Process(target=rank_of_the_demo, args=(arguments, out / "said", rank, world, port), daemon=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import random
 import time
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ import _demo_ranks
 from _pool import distributed, more
 from composable_shard import checkpoint
 
-STEPS, EVERY = 40, 4
+STEPS, EVERY = 24, 4
 
 
 def wait_for(step, out, ranks, limit_s=90):
@@ -53,3 +51,76 @@ def test_killed_and_started_again_the_demo_goes_on_to_the_bit(undisturbed, tmp_p
     assert "goes on after step " in said(tmp_path)
     assert _demo_ranks.curve(tmp_path) == undisturbed
     assert checkpoint.latest(tmp_path / "checkpoints") == STEPS
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+def test_killed_at_many_moments_it_arrives_at_the_same(undisturbed, tmp_path):
+    """All ranks at once, or one of them, whereupon the others end; while they start, step or save."""
+    moments = random.Random(4)
+    latest = []
+    for _ in range(12):
+        ranks = _demo_ranks.start(tmp_path, 2, STEPS, 1)
+        begun = len(_demo_ranks.curve(tmp_path))
+        if moments.random() < 0.7:  # else while it starts
+            deadline = time.monotonic() + 60
+            while len(_demo_ranks.curve(tmp_path)) <= min(begun, STEPS - 2) and time.monotonic() < deadline:
+                time.sleep(0.002)
+        time.sleep(moments.uniform(0, 0.3))
+        if moments.random() < 0.5:
+            ranks[moments.randrange(2)].kill()
+            ranks[0].join(2)
+        _demo_ranks.kill(ranks)
+        latest.append(checkpoint.latest(tmp_path / "checkpoints") or 0)
+        if latest[-1]:
+            checkpoint.verify(tmp_path / "checkpoints")
+    assert latest == sorted(latest)
+    assert len(set(latest)) > 3
+    assert _demo_ranks.end(_demo_ranks.start(tmp_path, 2, STEPS, 1)) == [0, 0], said(tmp_path)
+    assert _demo_ranks.curve(tmp_path) == undisturbed
+
+
+@pytest.mark.matrix
+def test_on_other_numbers_of_ranks_it_goes_on_within_rounding(undisturbed, tmp_path):
+    """2, 1, 3 and 2 again; 3 ranks have not the same number of windows each."""
+    for world, until in ((2, 5), (1, 10), (3, 15)):
+        ranks = _demo_ranks.start(tmp_path, world, STEPS, EVERY)
+        wait_for(until, tmp_path, ranks)
+        _demo_ranks.kill(ranks)
+    assert _demo_ranks.end(_demo_ranks.start(tmp_path, 2, STEPS, EVERY)) == [0, 0], said(tmp_path)
+    assert said(tmp_path).count("goes on after step ") == 3
+    curve = torch.tensor(_demo_ranks.curve(tmp_path), dtype=torch.float64)
+    torch.testing.assert_close(curve, torch.tensor(undisturbed, dtype=torch.float64), rtol=1e-4, atol=0)
+
+
+@pytest.mark.matrix
+def test_a_run_that_has_ended_is_set_aside(undisturbed, tmp_path):
+    for _ in range(2):
+        assert _demo_ranks.end(_demo_ranks.start(tmp_path, 1, 3, 2)) == [0], said(tmp_path)
+    assert f"the checkpoints of the run before are in {tmp_path / 'checkpoints-1'}" in said(tmp_path)
+    assert "goes on" not in said(tmp_path)
+    for directory in ("checkpoints", "checkpoints-1"):
+        assert checkpoint.latest(tmp_path / directory) == 3
+    assert [step for step, *_ in _demo_ranks.curve(tmp_path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("strategy", [more(each) for each in ("none", "ddp", "zero1", "zero2", "fsdp2")])
+@distributed(world=2)
+def test_every_strategy_resumes_to_the_bit(rank, world, strategy, tmp_path):
+    demo, checkpoints = _demo_ranks.DEMO, importlib.import_module("_resume").Checkpoints
+    options = demo.Options(strategy=strategy, size="tiny", steps=6, evaluation=16, precision="float32")
+    device, corpus = torch.device("cpu"), demo.load_corpus()
+
+    def losses(directory, until):
+        model, position = demo.build_gpt(options.size, options.seed), demo.begin(options)
+        demo.shard(model, options, device)
+        optimizer = demo.make_optimizer(model, options)
+        kept = checkpoints(directory, model, optimizer, position, every=until)
+        resumed, stop = kept.resume(), lambda: position.step >= until
+        arguments = (model, optimizer, corpus, options, device, position)
+        return resumed, [each.loss for each in demo.train(*arguments, stop=stop, after_step=kept.after_step)]
+
+    whole, first, second = losses(tmp_path / "whole", 6), losses(tmp_path / "cut", 3), losses(tmp_path / "cut", 6)
+    assert (whole[0], first[0], second[0]) == (False, False, True)
+    assert len(first[1]) == 3
+    assert first[1] + second[1] == whole[1]
