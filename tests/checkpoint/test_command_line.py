@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -266,3 +267,16 @@ def test_a_bar_is_shown_on_a_terminal(saved):
     os.close(own)
     assert "verify" in shown
     assert "━" in shown
+
+
+def test_the_docs_read_a_checkpoint_with_numpy(saved):
+    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    (program,) = [each for each in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "def read(" in each]
+    names = {}
+    exec(program, names)
+    full = torch.load(saved / "full-0.pt")
+    for key, there in [
+        ("model.embed.weight", "model.embed.weight"),
+        ("optimizer.state.model.embed.weight.exp_avg", "optimizer.embed.weight.exp_avg"),
+    ]:
+        assert torch.equal(torch.from_numpy(names["read"](saved / "step-00000002", key)), full[there])
