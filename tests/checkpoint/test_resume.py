@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import os
 import random
+import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 import _demo_ranks
+from _launched import descendants, kill
 from _pool import distributed, more
 from composable_shard import checkpoint
 
 STEPS, EVERY = 24, 4
+LONG = 200  # steps, of a run that is watched from afar
+ROOT = Path(__file__).parents[2]
 
 
 def wait_for(step, out, ranks, limit_s=90):
@@ -59,7 +67,7 @@ def test_killed_at_many_moments_it_arrives_at_the_same(undisturbed, tmp_path):
     """All ranks at once, or one of them, whereupon the others end; while they start, step or save."""
     moments = random.Random(4)
     latest = []
-    for _ in range(12):
+    for _ in range(10):
         ranks = _demo_ranks.start(tmp_path, 2, STEPS, 1)
         begun = len(_demo_ranks.curve(tmp_path))
         if moments.random() < 0.7:  # else while it starts
@@ -91,6 +99,55 @@ def test_on_other_numbers_of_ranks_it_goes_on_within_rounding(undisturbed, tmp_p
     assert said(tmp_path).count("goes on after step ") == 3
     curve = torch.tensor(_demo_ranks.curve(tmp_path), dtype=torch.float64)
     torch.testing.assert_close(curve, torch.tensor(undisturbed, dtype=torch.float64), rtol=1e-4, atol=0)
+
+
+def torchrun(out, *arguments):
+    """The demo as users start it."""
+    folders = [str(each) for each in (ROOT, ROOT / "tests", ROOT / "tutorials")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *arguments]
+    command += [str(ROOT / "tests" / "_demo_ranks.py"), *_demo_ranks.options(out, LONG, 5)]
+    with (out / "said-0.txt").open("a") as file:
+        return subprocess.Popen(command, env={**environment, "OMP_NUM_THREADS": "1"}, stdout=file, stderr=file)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(400)
+def test_torchrun_restarts_it_on_fewer_ranks_and_starts_it_on_more(tmp_path):
+    """Two agents with a rank each; one is killed, and the other goes on alone. Then two ranks go on to the end."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    whole.mkdir()
+    out.mkdir()
+    assert _demo_ranks.end(_demo_ranks.start(whole, 2, LONG, 0)) == [0, 0], said(whole)
+    elastic = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.2"]
+    elastic += ["--rdzv-backend=c10d", "--rdzv-id=demo", f"--rdzv-endpoint=127.0.0.1:{_demo_ranks.free_port()}"]
+    conf = "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,is_host="
+    agents = [torchrun(out, *elastic, conf + str(int(first))) for first in (True, False)]
+    try:
+        wait(lambda: len(_demo_ranks.curve(out)) >= 12, out)
+        kill([*descendants(agents[1].pid), agents[1].pid])
+        wait(lambda: "on 1 processes" in said(out), out)
+        wait(lambda: len(_demo_ranks.curve(out)) >= 40, out)
+    finally:
+        for agent in agents:
+            kill([*descendants(agent.pid), agent.pid])
+            agent.wait()
+    last = torchrun(out, "--standalone", "--nproc-per-node=2")
+    try:
+        assert last.wait(200) == 0, said(out)
+    finally:
+        kill([*descendants(last.pid), last.pid])
+    assert said(out).count("goes on after step ") == 2
+    assert re.findall(r"on (\d) processes", said(out)) == ["2", "1", "2"]
+    curve, expected = (torch.tensor(_demo_ranks.curve(each), dtype=torch.float64) for each in (out, whole))
+    torch.testing.assert_close(curve, expected, rtol=1e-4, atol=0)
+
+
+def wait(happens, out, limit_s=120):
+    deadline = time.monotonic() + limit_s
+    while not happens():
+        assert time.monotonic() < deadline, said(out)
+        time.sleep(0.02)
 
 
 @pytest.mark.matrix
