@@ -84,21 +84,25 @@ def reshard(
 
 def _layouts(manifest: Manifest, ranks: int) -> list[FileLayout]:
     """The files as `save` would lay them out: a part of each tensor that is cut, and some of those that are not."""
-    own = {key: rank for values in manifest.per_rank.values() for rank, tree in enumerate(values) for key in keys(tree)}
-    shared = sorted(key for key in manifest.tensors if key not in own)
-    owned = set(_owned(manifest))
     boxes: list[list[tuple[str, Box]]] = [[] for _ in range(ranks)]
-    for turn, key in enumerate(shared):
-        tensor = manifest.tensors[key]
-        dim = _cut_dim(tensor, key in owned and len(manifest.files) == 1)
-        for rank, box in enumerate(_cut(tensor, dim, ranks)):
-            if 0 not in box.shape:
-                boxes[turn % ranks if dim is None else rank].append((key, box))
-    for key, rank in own.items():
-        tensor = manifest.tensors[key]
-        if 0 not in tensor.shape:
-            boxes[rank % ranks] += [(key, box) for box in _cut(tensor, None, ranks)]
+    for rank, key, box in _placed(manifest, ranks):
+        if 0 not in box.shape:
+            boxes[rank].append((key, box))
     return [lay_out(f"rank-{rank:05d}.safetensors", each) for rank, each in enumerate(boxes)]
+
+
+def _placed(manifest: Manifest, ranks: int) -> Iterator[tuple[int, str, Box]]:
+    """Rank, key and box of all parts of all tensors: those that the ranks share, then those of `PerRank` values."""
+    own = {key: rank for values in manifest.per_rank.values() for rank, tree in enumerate(values) for key in keys(tree)}
+    sharded = set(_owned(manifest)) if len(manifest.files) == 1 else set()
+    for turn, key in enumerate(sorted(manifest.tensors.keys() - own.keys())):
+        tensor = manifest.tensors[key]
+        dim = _cut_dim(tensor, key in sharded)
+        for rank, box in enumerate(_cut(tensor, dim, ranks)):
+            yield turn % ranks if dim is None else rank, key, box
+    for key, rank in own.items():
+        for box in _cut(manifest.tensors[key], None, ranks):
+            yield rank % ranks, key, box
 
 
 def keys(tree: Any) -> Iterator[str]:

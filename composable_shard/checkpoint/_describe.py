@@ -145,18 +145,20 @@ def _bytes(saved: SavedTensor) -> int:
     return math.prod(saved.shape) * saved.dtype.itemsize
 
 
-def _entry(manifest: Manifest, name: str, value: Any, kind: str | None = None) -> EntryInfo:
-    kind = kind or (value.get("$") if isinstance(value, dict) else None)
-    held = list(keys(value))
-    rest = value
-    if kind == "module":
-        held = [f"{name}.{each}" for each in value["tensors"]] + held
-        rest = value["extra"]
-    elif kind == "optimizer":
-        rest = [{option: each for option, each in group.items() if option != "params"} for group in value["groups"]]
-    elif kind == "stateful":
-        rest = value["value"]
-    elif kind != "per rank":
-        kind = "value"
-    held = list(dict.fromkeys(manifest.aliases.get(key, key) for key in held))
-    return EntryInfo(name, kind, tuple(held), sum(_bytes(manifest.tensors[key]) for key in held), rest)
+def _entry(manifest: Manifest, name: str, value: Any, kind: str = "") -> EntryInfo:
+    kind = kind or _kind(value)
+    held = [f"{name}.{each}" for each in value["tensors"]] if kind == "module" else []
+    held = list(dict.fromkeys(manifest.aliases.get(key, key) for key in (*held, *keys(value))))
+    return EntryInfo(name, kind, tuple(held), sum(_bytes(manifest.tensors[key]) for key in held), _rest(kind, value))
+
+
+def _kind(value: Any) -> str:
+    tag = value.get("$") if isinstance(value, dict) else None
+    return tag if tag in ("module", "optimizer", "stateful") else "value"
+
+
+def _rest(kind: str, value: Any) -> Any:
+    """What an entry holds beside the tensors of a module, and the names of an optimizer's parameters."""
+    if kind == "optimizer":
+        return [{option: each for option, each in group.items() if option != "params"} for group in value["groups"]]
+    return value[{"module": "extra", "stateful": "value"}[kind]] if kind in ("module", "stateful") else value
