@@ -4,11 +4,14 @@
     python tutorials/01_train_gpt.py --strategy zero2         # another way to shard
     python tutorials/01_train_gpt.py --size 10m --minutes 30  # a larger model, a longer time
 
-Started so, the script starts itself under `torchrun`; to start it on several machines, call
-`torchrun ... tutorials/01_train_gpt.py` yourself. The parts that matter for sharding are `shard`,
-which applies a strategy, and `one_step`, which shows that the training step stays the usual one.
-Everything else is what any training needs: the schedule, the evaluation, the checkpoint, the
-figures. The model and the text are in `_gpt.py`, what a run writes down in `_logbook.py`, the
+It saves a checkpoint every hundred steps. Whatever ends it, even `kill -9`, started again it goes on
+from the last one, also on another number of processes; `--fresh` begins anew.
+
+The script starts itself under `torchrun`; to start it on several machines, call `torchrun ...
+tutorials/01_train_gpt.py` yourself. The parts that matter for sharding are `shard`, which applies a
+strategy, and `one_step`, which shows that the training step stays the usual one.
+Everything else is what any training needs: the schedule, the evaluation, the figures. The model and
+the text are in `_gpt.py`, checkpoints in `_resume.py`, what a run writes down in `_logbook.py`, the
 progress bar and Ctrl-C in `_console.py`, the start of the processes in `_ranks.py`.
 """
 
@@ -45,8 +48,9 @@ from _gpt import (
     random_windows,
     spaced_windows,
 )
-from _logbook import Logbook, Moment, OneStep, draw, save_checkpoint
+from _logbook import METRICS, Logbook, Moment, OneStep, draw
 from _ranks import launch, start_ranks
+from _resume import Checkpoints, Position, set_aside
 
 OURS = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 STRATEGIES = ("none", *OURS, "fsdp2")
@@ -73,6 +77,9 @@ class Options:
     device: str = "auto"
     processes: int = 2
     out: Path = Path("runs/demo")
+    checkpoints: Path | None = None  # out/checkpoints
+    save_every: int = 100  # steps; 0 saves at the end alone
+    fresh: bool = False  # begin anew, whatever is there
 
 
 # ------------------------------------------------------------------ sharding, and a training step
@@ -101,15 +108,18 @@ def average_gradients(model: GPT) -> None:
 
 
 def one_step(
-    model: GPT, optimizer: torch.optim.Optimizer, microbatches: list[Tensor], options: Options
+    model: GPT, optimizer: torch.optim.Optimizer, microbatches: list[Tensor], count: int, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Forward, backward and update; gives this rank's loss and the norm of all gradients."""
+    """Forward, backward and update; gives this rank's loss and the norm of all gradients.
+
+    Of the `count` windows of all ranks each counts alike, also where ranks have not the same number of them.
+    """
     total = torch.zeros((), device=microbatches[0].device)
     for i, windows in enumerate(microbatches):
         if options.strategy != "none":  # ranks exchange gradients only after the last one
             model.set_requires_gradient_sync(i == len(microbatches) - 1)
         with autocast(options, windows.device):
-            loss = next_byte_loss(model, windows) / len(microbatches)
+            loss = next_byte_loss(model, windows) * (len(windows) * dist.get_world_size() / count)
         loss.backward()
         total += loss.detach()
     if options.strategy == "none":
@@ -150,39 +160,53 @@ def train(
     corpus: Corpus,
     options: Options,
     device: torch.device,
+    position: Position | None = None,
     *,
     report: Callable[[Moment], None] = lambda moment: None,
     stop: Callable[[], bool] = lambda: False,
+    after_step: Callable[[], None] = lambda: None,
 ) -> list[Moment]:
-    """Train until the time or the steps are used up, or any rank's `stop` says so."""
+    """Train from a position, or the begin, until the time or the steps are used up, or any rank's `stop` says so."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(options.seed)
+    position = begin(options) if position is None else position
+    if world * options.accumulate > position.windows:
+        parts = f"{world} ranks with {options.accumulate} microbatches each"
+        raise SystemExit(f"{position.windows} windows a step are too few for {parts}")
     peak = PEAK_RATE[options.optimizer] * min(1.0, 192 / model.config.width)  # wider models want smaller steps
     history: list[Moment] = []
-    began, progress, done, next_evaluation = time.monotonic(), 0.0, False, 0.2
+    began, done = time.monotonic() - position.seconds, position.progress >= 1.0
     while not done:
         step_began = time.monotonic()
-        rate = learning_rate(progress, peak)
+        rate = learning_rate(position.progress, peak)
         for group in optimizer.param_groups:
             group["lr"] = rate
         # Every rank draws the whole batch and takes its part: the data do not depend on the ranks.
-        count, length = options.batch * options.accumulate * world, model.config.context + 1
-        windows = random_windows(corpus.train, count, length, generator)[rank::world].to(device)
-        loss, norm = one_step(model, optimizer, list(windows.chunk(options.accumulate)), options)
+        length = model.config.context + 1
+        windows = random_windows(corpus.train, position.windows, length, position.data)[rank::world]
+        microbatches = list(windows.to(device).tensor_split(options.accumulate))
+        loss, norm = one_step(model, optimizer, microbatches, position.windows, options)
 
+        position.step += 1
         seconds = time.monotonic() - began
         ahead = seconds + (time.monotonic() - step_began)  # where one more step would end
-        progress, done = how_far(options, len(history) + 1, seconds, ahead)
+        progress, done = how_far(options, position.step, seconds, ahead)
         vote = stop() or (done and rank == 0)
-        loss, progress, done, seconds = agree(loss, progress, vote, seconds, device)
+        loss, position.progress, done, position.seconds = settle(loss, progress, vote, seconds, device)
         held_out = None
-        if progress >= next_evaluation and not done:
+        if position.progress >= position.next_evaluation and not done:
             held_out = evaluate(model, corpus, options, device, options.evaluation // 4)
-            next_evaluation += 0.2
-        step = len(history) + 1
-        history.append(Moment(step, progress, loss, rate, float(norm), seconds, held_out))
-        report(history[-1])
+            position.next_evaluation += 0.2
+        moment = Moment(position.step, position.progress, loss, rate, float(norm), position.seconds, held_out)
+        history.append(moment)
+        report(moment)
+        after_step()
     return history
+
+
+def begin(options: Options) -> Position:
+    """The position before the first step."""
+    windows = options.batch * options.accumulate * dist.get_world_size()
+    return Position(torch.Generator().manual_seed(options.seed), windows, options.precision)
 
 
 def how_far(options: Options, steps: int, seconds: float, ahead: float) -> tuple[float, bool]:
@@ -193,7 +217,7 @@ def how_far(options: Options, steps: int, seconds: float, ahead: float) -> tuple
     return (1.0, True) if ahead > limit else (seconds / limit, False)
 
 
-def agree(
+def settle(
     loss: Tensor, progress: float, vote: bool, seconds: float, device: torch.device
 ) -> tuple[float, float, bool, float]:
     """The mean loss, rank 0's clock, and whether any rank wants to stop: one small all-reduce.
@@ -300,13 +324,23 @@ def last_step(model: GPT, options: Options):
 def run(options: Options, interrupt: Interrupt) -> int:
     """The whole demo on one rank; gives the exit status."""
     device = start_ranks(options.device)
-    options = choose_precision(options, device)
-    tokens = SIZES[options.size].context * options.batch * options.accumulate * dist.get_world_size()
-    log = Logbook(options.out, tokens, device)
+    precision, options = options.precision, choose_precision(options, device)
     model = build_gpt(options.size, options.seed, device)
     shard(model, options, device)
     optimizer = make_optimizer(model, options)
+    position = begin(options)
+    directory = options.checkpoints or options.out / "checkpoints"
+    aside = set_aside(directory, options.out / METRICS, options.fresh) if dist.get_rank() == 0 else None
+    checkpoints = Checkpoints(directory, model, optimizer, position, options.save_every)
+    resumed = checkpoints.resume()
+    if precision == "auto":  # what this run has begun with, whatever is faster today
+        options = replace(options, precision=position.precision)
+    log = Logbook(options.out, position.windows * model.config.context, device, after=position.step)
+    if aside is not None:
+        log.say(f"the checkpoints of the run before are in {aside}")
     describe(model, options, log)
+    if resumed:
+        log.say(f"goes on after step {position.step}, from {directory}")
 
     corpus = load_corpus()
     bigram = bigram_entropy(corpus.train, corpus.held_out)
@@ -327,17 +361,18 @@ def run(options: Options, interrupt: Interrupt) -> int:
             corpus,
             options,
             device,
+            position,
             report=report,
             stop=lambda: interrupt.asked,
+            after_step=checkpoints.after_step,
         )
-        planned_and_done = last_step(model, options)
-        last = history[-1]
-        interrupted = last.progress < 1.0
-        path = save_checkpoint(model, optimizer, last.step, options.out)
+        planned_and_done = last_step(model, options) if history else None
+        path = checkpoints.save()
     log.display.close()
-    log.say(f"{last.step} steps, {log.rows[-1]['tokens']:,} tokens in {last.seconds:.0f} s; {path}")
-    if interrupted:
-        log.say("interrupted: the metrics and this checkpoint are kept")
+    tokens = position.step * position.windows * model.config.context
+    log.say(f"{position.step} steps, {tokens:,} tokens in {position.seconds:.0f} s; {path}")
+    if position.progress < 1.0:
+        log.say("interrupted: the metrics and this checkpoint are kept; started again, it goes on from there")
         return INTERRUPTED
     held_out = evaluate(model, corpus, options, device, options.evaluation)
     log.note_final(held_out)
@@ -376,6 +411,9 @@ def parse(arguments: list[str] | None = None) -> Options:
     add("--device", choices=("auto", "cpu", "cuda"), default=defaults.device)
     add("--processes", type=int, default=defaults.processes, help="how many to start")
     add("--out", type=Path, default=defaults.out, help="where metrics and checkpoints go")
+    add("--checkpoints", type=Path, help="where checkpoints go, if not to OUT/checkpoints")
+    add("--save-every", type=int, default=defaults.save_every, help="steps; 0: at the end alone")
+    add("--fresh", action="store_true", help="begin anew, whatever checkpoints are there")
     return Options(**vars(parser.parse_args(arguments)))
 
 

@@ -1,4 +1,4 @@
-"""What a training writes down: a line per step, the terminal's progress, checkpoints and figures."""
+"""What a training writes down: a line per step, the terminal's progress, and figures."""
 
 import json
 import resource
@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from _console import Display
+from _resume import read_rows, write_rows
+
+METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,12 @@ def memory_in_use(device: torch.device) -> int:
 
 
 class Logbook:
-    """Rank 0's view of a run: a line per step in metrics.jsonl, and what the terminal shows."""
+    """Rank 0's view of a run: a line per step in metrics.jsonl, and what the terminal shows.
 
-    def __init__(self, out: Path, tokens: int, device: torch.device) -> None:
+    A run that goes on `after` a step keeps the lines until there: what came after its last checkpoint is done again.
+    """
+
+    def __init__(self, out: Path, tokens: int, device: torch.device, after: int = 0) -> None:
         self._rank_0 = dist.get_rank() == 0
         self._tokens, self._device = tokens, device  # tokens a step
         self._smooth: float | None = None
@@ -48,7 +52,9 @@ class Logbook:
         self._file = None
         if self._rank_0:
             out.mkdir(parents=True, exist_ok=True)
-            self._file = (out / "metrics.jsonl").open("w", buffering=1)
+            self.rows = [row for row in read_rows(out / METRICS) if row["step"] <= after]
+            write_rows(out / METRICS, self.rows)
+            self._file = (out / METRICS).open("a", buffering=1)
 
     def say(self, text: str = "") -> None:
         self.display.say(text)
@@ -72,8 +78,8 @@ class Logbook:
         )
 
     def note_final(self, held_out: float) -> None:
-        self.rows[-1]["held_out"] = held_out
         if self._file is not None:
+            self.rows[-1]["held_out"] = held_out
             self._file.write(json.dumps({"step": self.rows[-1]["step"], "final": held_out}) + "\n")
 
 
@@ -117,19 +123,3 @@ def draw(log: Logbook, bigram: float, planned_and_done, watched: OneStep, out: P
         timeline(plan, record, out / "timeline.json")
         memory(plan, out / "plan_memory.png", record)
         log.say(f"one step: its memory {out / 'plan_memory.png'}; for https://ui.perfetto.dev {out / 'timeline.json'}")
-
-
-def save_checkpoint(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, out: Path) -> Path:
-    """Every rank writes its shards, into a directory that did not exist before."""
-    name = [""]
-    if dist.get_rank() == 0:
-        stem, again = f"step-{step:06d}", 1
-        name = [stem]
-        while (out / "checkpoints" / name[0]).exists():
-            again += 1
-            name = [f"{stem}-{again}"]
-    dist.broadcast_object_list(name)
-    path = out / "checkpoints" / name[0]
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state, "step": step}, checkpoint_id=path)
-    return path

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import run
+from . import checkpoint, run
 
-COMMANDS = (run,)  # each has `add_command`, which names the function that is called with what was parsed
+COMMANDS = (run, checkpoint)  # each has `add_command`, which names the function that is called with what was parsed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

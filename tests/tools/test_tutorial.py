@@ -7,6 +7,7 @@ import importlib
 import itertools
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import torch
 from _gpt import Corpus, bigram_entropy, build_gpt, load_corpus, next_byte_loss, spaced_windows
 from _launched import descendants, finish, kill
 from _pool import distributed, more
+from composable_shard import checkpoint
 
 TUTORIALS = Path(__file__).parents[2] / "tutorials"
 
@@ -135,8 +137,6 @@ def start(script, *arguments):
 
 @pytest.mark.timeout(240)
 def test_the_demo_shows_its_plan_and_leaves_metrics_figures_and_a_checkpoint(tmp_path):
-    import torch.distributed.checkpoint as dcp
-
     few = ["--steps", "6", "--sample", "20", "--precision", "float32"]
     process = start("01_train_gpt.py", "--size", "tiny", "--evaluation", "32", "--out", tmp_path, *few)
     output, errors = finish(process)
@@ -155,12 +155,9 @@ def test_the_demo_shows_its_plan_and_leaves_metrics_figures_and_a_checkpoint(tmp
     for name in ("loss.png", "memory.png", "plan_memory.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
-    # What was saved in shards is a whole model: plain torch reads it and has the same loss.
+    # What was saved in shards is a whole model: one that is not sharded has the same loss.
     model = build_gpt("tiny", seed=1)
-    state = {"model": model.state_dict()}
-    with pytest.warns(UserWarning, match="load in a single process"):
-        dcp.load(state, checkpoint_id=tmp_path / "checkpoints" / "step-000006", no_dist=True)
-    model.load_state_dict(state["model"])
+    assert checkpoint.load(tmp_path / "checkpoints", {"model": model}).step == 6
     with torch.no_grad():
         held_out = next_byte_loss(model, spaced_windows(load_corpus().held_out, 32, 33)).item()
     assert held_out == pytest.approx(rows[-1]["final"], rel=1e-4)
@@ -226,7 +223,7 @@ def test_ctrl_c_ends_every_rank_and_keeps_what_was_saved(tmp_path):
         assert "interrupted" in output
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
         assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-        assert len(list((tmp_path / "checkpoints").glob(f"step-{len(rows):06d}/.metadata"))) == 1
+        assert checkpoint.verify(tmp_path / "checkpoints").step == len(rows)
         assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     finally:
         kill(ranks)
@@ -246,3 +243,20 @@ def test_the_tutorial_on_compiling_shows_every_graph_and_ways_that_agree():
     # One group ahead, and reductions waited for behind the launch of the next one.
     assert graphs == [["forward", "GwGwGmmmmwmmmmm"], ["backward", "GmmmwGmmmmmmmRmwmmmmmmmwRwRw"]]
     assert "losses of all ways agree: 0e+00 apart" in output
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.matrix
+def test_the_tutorial_on_checkpoints_kills_itself_and_goes_on_to_the_bit(tmp_path):
+    process = start("05_checkpoint_and_resume.py", "--out", tmp_path / "05")
+    output, errors = finish(process, limit_s=200)
+    assert process.returncode == 0, output + errors
+    assert re.search(r"both ranks killed; left behind: \.step-\d{8}\.tmp-\w+, which does not count", output)
+    assert re.search(r"rank 1 killed after step \d+\n  rank 0 has ended: ", output)
+    assert "rank 0 of 2 goes on after step " in output
+    assert "0 left behind" in output
+    assert "all 40 losses are equal, bit by bit" in output
+    for world in (1, 3):
+        assert f"rank 0 of {world} goes on after step 20" in output
+        (apart,) = re.findall(rf"^number of ranks {world}: losses differ by (\S+) at most", output, re.MULTILINE)
+        assert float(apart) < 1e-5

@@ -29,6 +29,7 @@ from ..._errors import (
     CheckpointUnsafeError,
 )
 from .._io import files
+from .boxes import boxes_of
 from .manifest import Piece, SavedTensor, fills
 from .reading import copies_for
 
@@ -341,7 +342,8 @@ def check(stored: Stored, wanted: Mapping[str, Sequence[tuple[SavedTensor, torch
         (copy.piece.file, copy.piece.begin): key
         for key, pairs in wanted.items()
         for saved, tensor in pairs
-        for copy in copies_for(key, saved, tensor)
+        for box in boxes_of(key, tensor)
+        for copy in copies_for(saved, box)
     }
     problems, read = [], 0
     buffer = memoryview(bytearray(_AT_ONCE))

@@ -48,13 +48,12 @@ class Copy:
         return self.piece.begin + first, self.piece.begin + last + self.dtype.itemsize
 
 
-def copies_for(key: str, saved: SavedTensor, tensor: torch.Tensor) -> Iterator[Copy]:
-    """What this rank must read for its part of a tensor."""
-    for box in boxes_of(key, tensor):
-        for piece in saved.pieces:
-            if (part := _common(piece, box)) is not None:
-                source, destination = part
-                yield Copy(piece, saved.dtype, source, destination)
+def copies_for(saved: SavedTensor, box: Box) -> Iterator[Copy]:
+    """What must be read to fill a box of a tensor."""
+    for piece in saved.pieces:
+        if (part := _common(piece, box)) is not None:
+            source, destination = part
+            yield Copy(piece, saved.dtype, source, destination)
 
 
 def _common(piece: Piece, box: Box) -> tuple[tuple[tuple[int, int], ...], torch.Tensor] | None:
@@ -112,10 +111,15 @@ class Reader:
         """Ask for tensors by key."""
         for key, tensors in wanted.items():
             for tensor in tensors:
-                for copy in copies_for(key, self._manifest.tensors[key], tensor):
-                    self._copies.setdefault(copy.piece.file, []).append(copy)
+                for box in boxes_of(key, tensor):
+                    self.want_box(key, box)
         for copies in self._copies.values():
             copies.sort(key=lambda copy: copy.piece.begin)
+
+    def want_box(self, key: str, box: Box) -> None:
+        """Ask for a box of a tensor."""
+        for copy in copies_for(self._manifest.tensors[key], box):
+            self._copies.setdefault(copy.piece.file, []).append(copy)
 
     def check(self, digests: bool) -> None:
         """See that the files are there with their sizes, and what is wanted of them as it was written.

@@ -1,0 +1,220 @@
+"""``checkpoint``: a directory of checkpoints looked at, checked, laid out anew, thinned out or exported."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .. import checkpoint
+from .._errors import CheckpointError, ComposableShardError
+from ..checkpoint._convert import export_safetensors, reshard
+from ..checkpoint._describe import Info, TensorInfo, describe, grouped
+from ..checkpoint._format.manifest import DTYPES
+
+NAME = "checkpoint"
+DESCRIPTION = """\
+Look at, check or rewrite checkpoints that composable_shard.checkpoint.save has made. DIR is the directory that save
+was given, or one checkpoint in it. No process group, device or model is needed, and nothing that a checkpoint holds
+is executed.
+"""
+EXIT_CODES = """\
+exit codes: 0 it is done, and what was read is whole; 1 the checkpoint is damaged, unsafe or not there, or a file could
+not be written; 2 the arguments are wrong.
+"""
+_OUT = "directory of checkpoints to commit the new one into"
+_Answer = tuple[dict[str, Any], str]  # what --json prints, and what is printed without
+_Action = Callable[[argparse.Namespace], _Answer]
+
+
+def add_command(commands: Any) -> None:
+    """Let a parser know of this command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        NAME,
+        help="look at, check, rewrite or export checkpoints",
+        description=DESCRIPTION,
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    _add(actions, "verify", _verify, "read all files and compare them with their checksums")
+    info = _add(actions, "info", _info, "say what a checkpoint holds")
+    info.add_argument("--tensors", action="store_true", help="list every tensor, not those of all layers as one")
+    consolidate = _add(actions, "consolidate", _consolidate, "write a checkpoint anew, as one file")
+    consolidate.add_argument("out", metavar="OUT", type=Path, help=_OUT)
+    again = _add(actions, "reshard", _reshard, "write a checkpoint anew, in the files of another number of ranks")
+    again.add_argument("out", metavar="OUT", type=Path, help=_OUT)
+    again.add_argument("--ranks", metavar="N", type=int, required=True, help="how many ranks")
+    prune = _add(actions, "prune", _prune, "remove all but the newest checkpoints, and what saves cut off have left")
+    prune.add_argument("--keep", metavar="N", type=int, required=True, help="how many stay; the latest always does")
+    export = _add(actions, "export", _export, "write a module's weights for other programs, without the model")
+    export.add_argument("out", metavar="OUT", type=Path, help="a directory that does not exist")
+    export.add_argument("--format", choices=["safetensors"], default="safetensors", help="Hugging Face's layout")
+    export.add_argument("--name", help='of the module in the state; by default "model", or the only one')
+    export.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of floating-point tensors")
+    export.add_argument("--max-shard-size", metavar="SIZE", type=_size, default=_size("5GB"), help="of a file (5GB)")
+
+
+def _add(
+    actions: Any, name: str, action: Callable[[argparse.Namespace], _Answer], text: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
+    parser.add_argument("directory", metavar="DIR", type=Path, help="directory of checkpoints, or one of them")
+    if name != "prune":
+        parser.add_argument("--step", type=int, help="which checkpoint; by default the latest")
+    parser.add_argument("--json", action="store_true", help="print one object of JSON, of errors as well")
+    parser.set_defaults(command=lambda parsed: _run(action, parsed, parser))
+    return parser
+
+
+def _run(action: _Action, parsed: argparse.Namespace, parser: Any) -> int:
+    try:
+        if not parsed.directory.is_dir():
+            raise NotADirectoryError(f"{parsed.directory} is not a directory")
+        answer, text = action(parsed)
+    except (ComposableShardError, OSError) as error:
+        damaged = isinstance(error, CheckpointError) or not isinstance(error, ComposableShardError | NotADirectoryError)
+        if parsed.json:
+            print(json.dumps({"error": type(error).__name__, "message": str(error)}))
+        else:
+            sys.stderr.write(f"{parser.prog}: {_printable(str(error))}\n")
+        return 1 if damaged else 2
+    print(json.dumps(answer) if parsed.json else text)
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------- actions
+
+
+def _verify(parsed: argparse.Namespace) -> _Answer:
+    with _bar("verify") as progress:
+        whole = checkpoint.verify(parsed.directory, step=parsed.step, progress=progress)
+    answer = {**asdict(whole), "path": str(whole.path)}
+    return answer, f"{whole.path} is whole: step {whole.step}, {_count(whole.files, 'file')} of {_spoken(whole.bytes)}"
+
+
+def _info(parsed: argparse.Namespace) -> _Answer:
+    info = describe(parsed.directory, parsed.step)
+    tensors = info.tensors if parsed.tensors else tuple(grouped(info.tensors))
+    answer = {**asdict(info), "tensors": [asdict(each) for each in tensors]}
+    return answer, _printable("\n".join(_described(info, tensors)))
+
+
+def _consolidate(parsed: argparse.Namespace) -> _Answer:
+    parsed.ranks = 1
+    return _reshard(parsed)
+
+
+def _reshard(parsed: argparse.Namespace) -> _Answer:
+    with _bar("write") as progress:
+        path = reshard(parsed.directory, parsed.out, ranks=parsed.ranks, step=parsed.step, progress=progress)
+    return {"path": str(path), "files": parsed.ranks}, f"{path}: {_count(parsed.ranks, 'file')}"
+
+
+def _prune(parsed: argparse.Namespace) -> _Answer:
+    removed = [str(path) for path in checkpoint.prune(parsed.directory, keep=parsed.keep)]
+    return {"removed": removed}, "\n".join(f"removed {path}" for path in removed) or "nothing to remove"
+
+
+def _export(parsed: argparse.Namespace) -> _Answer:
+    with _bar("write") as progress:
+        made = export_safetensors(
+            parsed.directory,
+            parsed.out,
+            name=parsed.name,
+            dtype=None if parsed.dtype is None else DTYPES[parsed.dtype],
+            shard_bytes=parsed.max_shard_size,
+            step=parsed.step,
+            progress=progress,
+        )
+    sizes = f"{_count(made.tensors, 'tensor')} of {_spoken(made.bytes)} in {_count(len(made.files), 'file')}"
+    return {**asdict(made), "path": str(made.path)}, f"{made.path}: {sizes}"
+
+
+# ---------------------------------------------------------------------------------------------------------- text
+
+
+def _described(info: Info, tensors: tuple[TensorInfo, ...]) -> Iterator[str]:
+    files = f"{_count(len(info.files), 'file')} of {_spoken(sum(info.files.values()))}"
+    yield f"{info.path}: step {info.step}, saved by {_count(info.ranks, 'rank')}, {files}, checksums {info.checksums}"
+    if info.committed:
+        yield f"steps here: {', '.join(map(str, info.committed))}; the latest is {info.latest}"
+    for name in info.partial:
+        yield f"{name} is of a save that has not ended, and does not count"
+    yield ""
+    yield from _table([[name, _spoken(size)] for name, size in info.files.items()])
+    yield ""
+    for entry in info.entries:
+        yield f"{entry.name}: {entry.kind}, {_count(len(entry.tensors), 'tensor')}, {_spoken(entry.bytes)}"
+        if entry.value not in ({}, []):
+            yield f"  {_short(json.dumps(entry.value))}"
+    yield ""
+    yield from _table([_row(each) for each in tensors])
+
+
+def _row(tensor: TensorInfo) -> list[str]:
+    ties = f"also {', '.join(tensor.ties)}" if tensor.ties else ""
+    pieces = _count(tensor.pieces, "piece") if tensor.pieces != 1 else ""
+    count = f"{tensor.count} x" if tensor.count > 1 else ""
+    return [tensor.name, count, tensor.dtype, str(tensor.shape), _spoken(tensor.bytes), pieces, ties]
+
+
+def _table(rows: list[list[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width]
+        yield f"  {'  '.join(cells)}".rstrip()
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+def _printable(text: str) -> str:
+    """Without what would steer a terminal: names and values come from a file that anybody may have written."""
+    return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _spoken(size: int) -> str:
+    """Bytes in words."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= factor:
+            return f"{size / factor:,.1f} {unit}"
+    return _count(size, "byte")
+
+
+def _size(text: str) -> int:
+    """Bytes, from words."""
+    written = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)B?", text.strip().upper())
+    size = 0 if written is None else int(float(written[1]) * 10 ** (3 * " KMGT".index(written[2] or " ")))
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give one as in 5GB")
+    return size
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar on the terminal of errors; None where that is no terminal, or rich is not installed."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        yield None
+        return
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
