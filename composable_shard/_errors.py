@@ -121,7 +121,11 @@ class ArtifactMismatchError(ShardConfigValueError):
 
 
 class CheckpointError(ComposableShardError, RuntimeError):
-    """A checkpoint could not be written or read; on all ranks, and nothing that was to be loaded has changed."""
+    """A checkpoint could not be written or read; on all ranks.
+
+    What was to be loaded has not changed, unless the message says that it was filled in part: files that fail to be
+    read after they were checked are the one case.
+    """
 
 
 class CheckpointCorruptError(CheckpointError):

@@ -7,11 +7,10 @@ its checksums, and holds no more than `_AT_ONCE` bytes of it.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ import torch
 from .._errors import CheckpointCorruptError, ShardConfigValueError
 from ._format import commits
 from ._format.boxes import Box
+from ._format.huggingface import lay_out_parts
 from ._format.manifest import NAME, SAFETENSORS, Manifest, Piece, SavedFile, SavedTensor, name_of
 from ._format.reading import Reader
 from ._format.writing import FileLayout, bytes_of, lay_out, write
@@ -297,19 +297,24 @@ def export_safetensors(
         raise ShardConfigValueError(f"out: {out} exists; give a directory that does not")
     with understood(checkpoint.path):
         weights = _weights(manifest, name, dtype)
-    shards = _sharded(weights, shard_bytes)
-    count = _Count(sum(len(each.header) + each.size for each in shards.values()), progress)
+    ties = {tie: each.name for each in weights for tie in each.ties}  # as `safetensors.torch.save_model` names them
+    described = [(each.name, each.dtype, each.saved.shape) for each in weights]
+    parts, index = lay_out_parts("model", described, shard_bytes, ties)
+    by_name = {each.name: each for each in weights}
+    total = sum(each.size for each in weights)
+    count = _Count(total + sum(len(part.header) for part in parts), progress)
     partial = out.with_name(f".{out.name}.tmp-{secrets.token_hex(6)}")
     files.make_directory(partial)
     with _removed_on_error(partial):
-        for file, shard in shards.items():
-            content = _content(checkpoint.path, manifest, shard.header, shard.boxes(), dtype)
-            write(files.NewFile(partial / file), count.over(content), manifest.algorithm)
-        if len(shards) > 1:
-            files.write_file(partial / "model.safetensors.index.json", _index(shards))
+        for part in parts:
+            boxes = [(by_name[each].key, by_name[each].box) for each in part.names if by_name[each].size]
+            content = _content(checkpoint.path, manifest, part.header, boxes, dtype)
+            write(files.NewFile(partial / part.name), count.over(content), manifest.algorithm)
+        if index is not None:
+            files.write_file(partial / "model.safetensors.index.json", index)
         files.sync_directory(partial)
         files.rename(partial, out)
-    return Exported(out, tuple(shards), len(weights), sum(each.size for each in shards.values()))
+    return Exported(out, tuple(part.name for part in parts), len(weights), total)
 
 
 class _Weight(NamedTuple):
@@ -326,21 +331,10 @@ class _Weight(NamedTuple):
         """Bytes that it will have."""
         return math.prod(self.saved.shape) * self.dtype.itemsize
 
-
-class _Shard(NamedTuple):
-    weights: list[_Weight]
-    header: bytes
-
     @property
-    def size(self) -> int:
-        """Bytes of its tensors."""
-        return sum(each.size for each in self.weights)
-
-    def boxes(self) -> Iterator[tuple[str, Box]]:
-        """Key and box of each tensor that has elements."""
-        for each in self.weights:
-            if 0 not in each.saved.shape:
-                yield each.key, _box((0,) * len(each.saved.shape), each.saved.shape, each.saved.dtype)
+    def box(self) -> Box:
+        """All of it."""
+        return _box((0,) * len(self.saved.shape), self.saved.shape, self.saved.dtype)
 
 
 def _weights(manifest: Manifest, name: str | None, dtype: torch.dtype | None) -> list[_Weight]:
@@ -372,42 +366,3 @@ def _module_name(manifest: Manifest, name: str | None) -> str:
             f"name: no module of the checkpoint is called {name!r}; it has {', '.join(modules) or 'none'}"
         )
     return name
-
-
-def _sharded(weights: list[_Weight], shard_bytes: int) -> dict[str, _Shard]:
-    """Weights by file, in their order."""
-    groups: list[list[_Weight]] = [[]]
-    size = 0
-    for each in weights:
-        if groups[-1] and size + each.size > shard_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(each)
-        size += each.size
-    if len(groups) == 1:
-        return {"model.safetensors": _Shard(groups[0], _header(groups[0]))}
-    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
-    return {name: _Shard(group, _header(group)) for name, group in zip(names, groups, strict=True)}
-
-
-def _index(shards: Mapping[str, _Shard]) -> bytes:
-    files_by_name = {each.name: file for file, shard in shards.items() for each in shard.weights}
-    total = sum(each.size for each in shards.values())
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": files_by_name}, indent=2).encode()
-
-
-def _header(weights: list[_Weight]) -> bytes:
-    """The header of a file of safetensors; names of tied weights are in its metadata, as `save_model` writes them."""
-    metadata: Mapping[str, str] = {tie: each.name for each in weights for tie in each.ties} | {"format": "pt"}
-    entries: dict[str, Any] = {"__metadata__": metadata}
-    at = 0
-    for each in weights:
-        entries[each.name] = {
-            "dtype": SAFETENSORS[each.dtype],
-            "shape": each.saved.shape,
-            "data_offsets": [at, at + each.size],
-        }
-        at += each.size
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header
