@@ -166,6 +166,7 @@ class Steps:
 def asynchronous(job: Job, settings: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
     """Seconds for which saves hold up training, and seconds of steps beside them."""
     synchronous = slowest(lambda: job.save(0))
+    apart = dist.new_group(backend="gloo")  # DCP's collectives would pair with those of the steps
     steps = Steps(3 * synchronous)
     blocks: dict[str, list[float]] = {"ours": [], "ours, synchronous": [], "dcp": []}
     beside: dict[str, list[float]] = {"nothing": [], "ours": [], "a plain writer": [], "dcp": []}
@@ -179,7 +180,9 @@ def asynchronous(job: Job, settings: dict[str, Any]) -> dict[str, dict[str, list
             handles.append(checkpoint.async_save(job.folder / "ours", job.state, step=step, overwrite=True))
 
         def torchs(step: int = turn, handles: list[Any] = handles) -> None:
-            handles.append(dcp.async_save(job.of_torch(), checkpoint_id=job.folder / f"dcp-{step}"))
+            handles.append(
+                dcp.async_save(job.of_torch(), checkpoint_id=job.folder / f"dcp-{step}", process_group=apart)
+            )
 
         def plain(step: int = turn, handles: list[Any] = handles) -> None:
             argv = [sys.executable, "-c", WRITER, str(job.plain(step)), str(job.nbytes), str(AT_ONCE)]

@@ -63,20 +63,13 @@ def results_of(tensors: int, operation: str, seconds: dict[str, list[float]]) ->
 
 
 def print_table(results: list[CheckpointResult], nbytes: int) -> None:
-    others = list(dict.fromkeys(name for result in results for name in result.over))
-    rows = [
-        [
-            r.operation,
-            str(r.tensors),
-            r.who,
-            str(r.seconds),
-            *(str(r.over[name]) if name in r.over else "-" for name in others),
-        ]
-        for r in results
-    ]
+    rows = []
+    for r in results:
+        other, ratio = next(((name, str(ratio)) for name, ratio in r.over.items() if name != "dcp"), ("", "-"))
+        rows.append([r.operation, str(r.tensors), r.who, str(r.seconds), str(r.over.get("dcp", "-")), ratio, other])
     _report.table(
         f"A model and its AdamW: {nbytes / 1e6:,.0f} MB a rank",
-        ["operation", "tensors", "by", "seconds", *(f"/ {name}" for name in others)],
+        ["operation", "tensors", "by", "seconds", "/ dcp's", "ratio", "to"],
         rows,
         "median [quartiles] of interleaved rounds",
     )

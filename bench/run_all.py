@@ -79,6 +79,12 @@ RUNS = {
         "--size 150m --batch 8 --steps 10",
         "--size tiny --steps 1 --repeats 1",
     ),
+    "checkpoint": Run(
+        "checkpoint.py",
+        "--parameters 50000000 --rounds 3",
+        None,
+        "--parameters 100000 --tensors 6,30 --rounds 1",
+    ),
 }
 
 
