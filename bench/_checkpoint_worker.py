@@ -168,11 +168,19 @@ def asynchronous(job: Job, settings: dict[str, Any]) -> dict[str, dict[str, list
     synchronous = slowest(lambda: job.save(0))
     apart = dist.new_group(backend="gloo")  # DCP's collectives would pair with those of the steps
     steps = Steps(3 * synchronous)
-    blocks: dict[str, list[float]] = {"ours": [], "ours, synchronous": [], "dcp": []}
+    blocks: dict[str, list[float]] = {"ours": [], "ours, synchronous": [], "dcp": [], "a copy": []}
+    tensors = [p.to_local().detach() for p in job.model.parameters()]  # type: ignore[attr-defined]
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+
+    def copy() -> None:
+        for _ in range(3):  # as many bytes as the model and its optimizer have
+            torch._foreach_copy_(copies, tensors)
+
     beside: dict[str, list[float]] = {"nothing": [], "ours": [], "a plain writer": [], "dcp": []}
     for turn in range(settings["rounds"] + 1):
         figures: list[tuple[dict[str, list[float]], str, float]] = []
         figures.append((blocks, "ours, synchronous", slowest(functools.partial(job.save, 10 * turn))))
+        figures.append((blocks, "a copy", slowest(copy)))
         figures.append((beside, "nothing", slowest(steps.run)))
         handles: list[Any] = []
 

@@ -5,9 +5,10 @@
 
 The model and its optimizer are sharded by this library; all take turns in one run, checksums are made and checked, and
 files are on disk before a save is over. `files`: saves, and loads of files that the system has in memory (warm) and has
-not (cold). `async`: for how long a save that goes on in the background holds up training, and seconds of steps beside
-it and beside a process that writes the same bytes. `exchange`: DCP's files read into models of this library and of
-torch's FSDP2. `full`: the memory that `full_state_dict` takes.
+not (cold). `async`: for how long a save that goes on in the background holds up training, beside a copy of the same
+bytes in memory, which it cannot do without; and seconds of steps beside it and beside a process that writes the bytes.
+`exchange`: DCP's files read into models of this library and of torch's FSDP2. `full`: the memory that `full_state_dict`
+takes.
 """
 
 import argparse
