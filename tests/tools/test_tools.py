@@ -90,7 +90,7 @@ def fake_world():
         testing_torch.forget_meshes()
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(4,), more((2, 2))], ids=str)
 def test_a_whole_training_runs_on_fake_tensors_with_torchs_fake_group(fake_world, shape):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     shapes = {}
