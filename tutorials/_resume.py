@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from composable_shard import checkpoint
+from composable_shard import CheckpointIncompleteError, checkpoint
 
 
 @dataclass
@@ -49,11 +48,10 @@ class Checkpoints:
 
     def resume(self) -> bool:
         """Load the latest checkpoint; gives whether there was one."""
-        one_is_there = [dist.get_rank() == 0 and checkpoint.latest(self._directory) is not None]
-        dist.broadcast_object_list(one_is_there)  # what rank 0 finds on disk
-        if not one_is_there[0]:
+        try:
+            self._saved = checkpoint.load(self._directory, self._state).step
+        except CheckpointIncompleteError:  # on all ranks, like every error of a load
             return False
-        self._saved = checkpoint.load(self._directory, self._state).step
         return True
 
     def save(self) -> Path:

@@ -16,9 +16,8 @@ from ._format.manifest import NAME, SavedFile
 from ._format.writing import FileLayout, stage
 from ._io.process import WriterProcess
 from ._pending import PendingSave, background
-from ._pruning import prune_on_first
 from ._ranks import Ranks
-from ._save import Prepared, Request, finish, prepare, write_own
+from ._save import Prepared, Request, finish, prepare, prune, write_own
 from ._store import RankLostError, StoreRanks, can_talk
 
 
@@ -69,11 +68,18 @@ def async_save(
 
     prepared = prepare(ranks, asked, state, copy)
     pending = PendingSave(step, prepared.layout.size, progress)
-    beside = StoreRanks(process_group, prepared.attempt.partial.name)
+    beside: StoreRanks | None = None
+    try:
+        beside = StoreRanks(process_group, prepared.attempt.partial.name)
+        thread = threading.Thread(target=_run, args=(pending, beside, prepared, writer), name="checkpoint-save")
+        beside.start()
+        thread.start()
+    except BaseException as error:  # the other ranks find this one silent, or are told
+        if beside is not None:
+            beside.give_up(error)
+        pending.fail(error)
+        raise
     background().pending = pending
-    thread = threading.Thread(target=_run, args=(pending, beside, prepared, writer), name="checkpoint-save")
-    beside.start()
-    thread.start()
     return pending
 
 
@@ -96,8 +102,7 @@ def _finish(pending: PendingSave, ranks: StoreRanks, prepared: Prepared, writer:
         if ranks.rank == 0 or not (path / NAME).is_file():
             raise
         return path  # rank 0 was lost after it had committed
-    if (keep := prepared.request.keep) is not None:
-        prune_on_first(ranks, prepared.request.directory, keep)
+    prune(ranks, prepared.request)
     return path
 
 
@@ -123,8 +128,7 @@ def _at_once(
     prepared = prepare(ranks, asked, state)
     pending = PendingSave(prepared.request.step, prepared.layout.size, progress)
     path = finish(ranks, prepared, lambda: write_own(prepared))
-    if (keep := prepared.request.keep) is not None:
-        prune_on_first(ranks, prepared.request.directory, keep)
+    prune(ranks, prepared.request)
     pending.advance(prepared.layout.size)
     pending.succeed(path)
     return pending

@@ -101,7 +101,7 @@ def export_dcp(
     try:
         content = ranks.together(lambda: _state_dicts(state))
         try:
-            alone = not dist.is_initialized()
+            alone = not (dist.is_available() and dist.is_initialized())
             save(content, checkpoint_id=partial, process_group=process_group, no_dist=alone)
         except CheckpointException as error:  # of all ranks alike, and no Exception
             failed = "; ".join(f"rank {rank}: {each[0]}" for rank, each in error.failures.items())

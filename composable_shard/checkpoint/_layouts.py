@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .._torch.distributed import local_tensor
-from ._format.boxes import Box, boxes_of, writes
+from ._format.boxes import Box, boxes_of, plain, writes
 from ._format.writing import FileLayout, Laid, lay_out
 from ._ranks import Ranks
 from ._state import Collected
@@ -64,15 +64,16 @@ def _filled(kept: _Kept, collected: Collected) -> Iterator[Laid]:
     for key, offsets, shape, begin, end in kept.places:
         tensor = collected.tensors[key] if key in collected.tensors else collected.own[key]
         local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-        yield Laid(key, Box(offsets, shape, local), begin, end)
+        yield Laid(key, Box(offsets, shape, plain(key, local)), begin, end)
 
 
 def _new_layout(ranks: Ranks, collected: Collected, holders: dict[str, list[int]]) -> tuple[FileLayout, bool]:
     """A layout, and whether each of its tensors is all that this rank holds of it."""
     boxes: list[tuple[str, Box]] = []
     again = True
-    for turn, key in enumerate(sorted(collected.tensors)):
-        tensor = collected.tensors[key]
+    turns = {key: turn for turn, key in enumerate(sorted(holders))}  # the same on all ranks, whatever they hold
+    for key in sorted(collected.tensors):
+        tensor, turn = collected.tensors[key], turns[key]
         parts = boxes_of(key, tensor)
         again = again and len(parts) < 2
         if writes(tensor, turn, ranks.rank, holders[key]):

@@ -113,11 +113,8 @@ def fill(ranks: Ranks, target: Target, path: Path, manifest: Manifest, verify: b
         def copy() -> None:
             try:
                 rest.copy()
-            except (OSError, CheckpointError) as error:
-                raise CheckpointError(
-                    f"{error}; it was as it should be a moment before, and modules, optimizers and tensors are filled "
-                    "in part: load again before they are used"
-                ) from error
+            except Exception as error:
+                raise _in_part(error) from error
 
         ranks.together(check)
         try:
@@ -126,8 +123,23 @@ def fill(ranks: Ranks, target: Target, path: Path, manifest: Manifest, verify: b
         except BaseException:
             target.restore()
             raise
-        ranks.together(target.finish)
+
+        def finish() -> None:
+            try:
+                target.finish()
+            except Exception as error:
+                raise _in_part(error) from error
+
+        ranks.together(finish)
     return handed.bytes_read + rest.bytes_read
+
+
+def _in_part(error: Exception) -> CheckpointError:
+    text = str(error) if isinstance(error, (OSError, CheckpointError)) else f"{type(error).__name__}: {error}"
+    return CheckpointError(
+        f"{text}; all was as it should be a moment before, and modules, optimizers and tensors are filled in part: "
+        "load again before they are used"
+    )
 
 
 def _checked(directory: str | os.PathLike[str], step: int | None) -> Path:

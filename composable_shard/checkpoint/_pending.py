@@ -136,8 +136,8 @@ def wait() -> None:
     Raises:
         CheckpointError: the last save has failed, and no `result` or later save has raised that.
     """
-    if _backgrounds:
-        background().settle()
+    for each in list(_backgrounds.values()):  # several in simulated worlds, or where this process has had other ranks
+        each.settle()
 
 
 def _at_exit(process: int) -> None:

@@ -12,18 +12,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._errors import CheckpointError, CheckpointMismatchError, ShardConfigTypeError, ShardConfigValueError
 from ._format import commits
-from ._format.manifest import Manifest, Piece, SavedFile, SavedTensor, check, name_of
+from ._format.boxes import boxes_of, plain
+from ._format.manifest import MOST_BYTES, NAME, Manifest, Piece, SavedFile, SavedTensor, name_of, read_manifest
 from ._format.writing import FileLayout, bytes_of, stream, write
 from ._io import digests, files
 from ._layouts import layout_of
 from ._pending import background
 from ._pruning import prune_on_first
 from ._ranks import Ranks, compare
-from ._state import Collected, collect
+from ._state import Collected, collect, leaves, plain_name
+from ._state import _unwrapped as unwrapped
 
 _MOST_COMPARED = 1 << 20  # bytes of a tensor that ranks compare
 
@@ -70,9 +73,18 @@ def save(
     ranks = Ranks(process_group)
     prepared = prepare(ranks, lambda: Request.of(directory, step, overwrite, checksum, keep), state)
     path = finish(ranks, prepared, lambda: write_own(prepared))
-    if keep is not None:
-        prune_on_first(ranks, prepared.request.directory, keep)
+    prune(ranks, prepared.request)
     return path
+
+
+def prune(ranks: Ranks, request: Request) -> None:
+    """Remove old checkpoints, if that was asked for; where it fails, the error says that the new one is committed."""
+    if request.keep is None:
+        return
+    try:
+        prune_on_first(ranks, request.directory, request.keep)
+    except CheckpointError as error:
+        raise type(error)(f"step {request.step} is committed, but old checkpoints were not removed: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -182,6 +194,7 @@ class _Taken:
     about: dict[str, Any]
     described: dict[str, str]
     plain: dict[str, Any]
+    places: dict[str, list[int]]
     digest: bytes
 
 
@@ -189,7 +202,13 @@ def _take(ranks: Ranks, request: Request, state: Mapping[str, Any]) -> _Taken:
     background().settle()
     with torch.no_grad():
         collected = collect(state, ranks.rank)
-        described = {key: _described(tensor, key in collected.owned) for key, tensor in collected.tensors.items()}
+        buffers = _buffers(state)
+        described = {key: _described(key, tensor, key in buffers) for key, tensor in collected.tensors.items()}
+    places = {
+        key: tensor.device_mesh.mesh.flatten().tolist()
+        for key, tensor in collected.tensors.items()
+        if isinstance(tensor, DTensor)
+    }
     about = {
         "directory": str(request.directory),
         "step": request.step,
@@ -198,8 +217,15 @@ def _take(ranks: Ranks, request: Request, state: Mapping[str, Any]) -> _Taken:
         "keep": request.keep,
     }
     plain = {name: _shared(value) for name, value in collected.values.items()}
-    digest = hashlib.sha256(repr((sorted(described.items()), plain, collected.aliases)).encode()).digest()
-    return _Taken(request, collected, about, described, plain, digest)
+    compared = sorted(described.items()), plain, collected.aliases, places
+    digest = hashlib.sha256(repr(compared).encode()).digest()
+    return _Taken(request, collected, about, described, plain, places, digest)
+
+
+def _buffers(state: Mapping[str, Any]) -> set[str]:
+    """Keys of buffers: those that differ by rank are allowed, and one rank's are saved."""
+    modules = [(path, unwrapped(value)) for path, value, _, _ in leaves(state) if isinstance(value, nn.Module)]
+    return {f"{path}.{plain_name(name)}" for path, module in modules for name, _ in module.named_buffers()}
 
 
 @contextlib.contextmanager
@@ -228,24 +254,49 @@ def _agree(ranks: Ranks, taken: _Taken, said: list[tuple[dict[str, Any], bytes]]
     if all(each == taken.digest for _, each in said):
         return dict.fromkeys(taken.described, everyone)
     holders: dict[str, list[int]] = {}
-    gathered = ranks.gather((taken.described, taken.plain))
+    gathered = ranks.gather((taken.described, taken.plain, taken.places))
     tensors_of: dict[str, tuple[int, Any, str]] = {}
     values_of: dict[str, tuple[int, Any, str]] = {}
-    for rank, (tensors, values) in enumerate(gathered):
+    for rank, (tensors, values, _) in enumerate(gathered):
         for key, what in tensors.items():
             holders.setdefault(key, []).append(rank)
             _same(key, what, what, rank, tensors_of)
         for name, value in values.items():
             _same(name, value, _short(value), rank, values_of)
+    _agree_on_pieces(ranks, taken, [places for _, _, places in gathered])
     return holders
 
 
-def _same(key: str, what: Any, text: str, rank: int, first: dict[str, tuple[int, Any, str]]) -> None:
-    one, its_value, its_text = first.setdefault(key, (rank, what, text))
+def _agree_on_pieces(ranks: Ranks, taken: _Taken, places: list[dict[str, list[int]]]) -> None:
+    """See that what lies on several meshes is equal: stages of a pipeline may have different tensors of one name."""
+    several = {key for each in places for key, mesh in each.items() if any(mesh != p.get(key, mesh) for p in places)}
+    if not several:
+        return
+
+    def digests_of() -> dict[tuple[Any, ...], str]:
+        boxes = [
+            (key, box) for key in several & taken.places.keys() for box in boxes_of(key, taken.collected.tensors[key])
+        ]
+        return {
+            (key, box.offsets, box.shape): digests.file_checksum(taken.request.algorithm, bytes(bytes_of(box.local)))
+            for key, box in boxes
+        }
+
+    _, said = ranks.together_and_tell(digests_of, lambda each: each)
+    first: dict[tuple[Any, ...], tuple[int, Any, str]] = {}
+    for rank, each in enumerate(said):
+        for (key, offsets, shape), digest in each.items():
+            _same(key, digest, f"a piece with the checksum {digest}", rank, first, (key, offsets, shape))
+
+
+def _same(
+    key: str, what: Any, text: str, rank: int, first: dict[Any, tuple[int, Any, str]], place: object = None
+) -> None:
+    one, its_value, its_text = first.setdefault(place or key, (rank, what, text))
     if repr(its_value) != repr(what):
         raise CheckpointMismatchError(
-            f"{key} is {its_text} on rank {one} and {text} on rank {rank}; make it equal, or "
-            "wrap it in PerRank for every rank's to be saved"
+            f"{key} is {its_text} on rank {one} and {text} on rank {rank}; make it equal, give it a name of its own on "
+            "each rank, as stages of a pipeline need it, or wrap it in PerRank for every rank's to be saved"
         )
 
 
@@ -254,12 +305,21 @@ def _short(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def _described(tensor: torch.Tensor, owned: bool) -> str:
-    """What must be equal on the ranks that hold a tensor: of plain ones that no module owns, the values, too."""
+def _described(key: str, tensor: torch.Tensor, differs: bool) -> str:
+    """What must be equal on the ranks that hold a tensor: of plain ones the values, too, unless they may differ."""
     described = f"a tensor of dtype {name_of(tensor.dtype)} and shape {tuple(tensor.shape)}"
-    if owned or isinstance(tensor, DTensor) or tensor.numel() * tensor.element_size() > _MOST_COMPARED:
+    if differs or isinstance(tensor, DTensor):
         return described
-    return f"{described} with the SHA-256 {hashlib.sha256(bytes_of(tensor)).hexdigest()}"
+    tensor = plain(key, tensor)
+    data = bytes_of(tensor) if tensor.numel() * tensor.element_size() <= _MOST_COMPARED else _sample(tensor)
+    return f"{described} with the SHA-256 {hashlib.sha256(data).hexdigest()}"
+
+
+def _sample(tensor: torch.Tensor) -> memoryview:
+    """Some numbers of a large tensor."""
+    step = max(tensor.numel() * tensor.element_size() // _MOST_COMPARED, 1)
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
+    return bytes_of(flat[::step].contiguous())
 
 
 def _shared(value: Any) -> Any:
@@ -305,12 +365,17 @@ class _Part:
 
 
 def _commit(prepared: Prepared, parts: list[_Part]) -> None:
-    manifest = _merged(prepared.request, prepared.attempt, parts)
+    data = _merged(prepared.request, prepared.attempt, parts).to_json()
     try:
-        check(manifest)
-    except ValueError as error:
+        if len(data) > MOST_BYTES:
+            raise ValueError(
+                f"the manifest would have {len(data):,} bytes, and at most {MOST_BYTES:,} are read; save large arrays "
+                "as tensors (torch.from_numpy)"
+            )
+        read_manifest(data, NAME)
+    except (ValueError, CheckpointError) as error:
         raise CheckpointError(f"this could not be loaded again, and is not committed: {error}") from None
-    commits.commit(prepared.attempt, manifest.to_json())
+    commits.commit(prepared.attempt, data)
 
 
 def _merged(request: Request, attempt: commits.Attempt, parts: list[_Part]) -> Manifest:

@@ -52,12 +52,19 @@ class StoreRanks(Ranks):
         self._ended = threading.Event()
         self._store: Any = None if self.size == 1 else shared_store().clone()
         self._beats: dict[int, tuple[bytes, float]] = {}  # by rank, the last one and how long it is the last
-        self._thread = threading.Thread(target=self._beat, name="checkpoint-beat")
+        self._thread = threading.Thread(target=self._beat, name="checkpoint-beat", daemon=True)
 
     def start(self) -> None:
         """Begin to say that this rank is there; `alive` must follow."""
         if self.size > 1:
             self._thread.start()
+
+    def give_up(self, error: BaseException) -> None:
+        """In the place of `alive`: tell the others that nothing comes of it."""
+        self._ended.set()
+        if self.size > 1:
+            with contextlib.suppress(RuntimeError):
+                self._store.compare_set(self._failed, "", f"rank {self.rank}: {error}")
 
     @contextlib.contextmanager
     def alive(self) -> Iterator[None]:

@@ -17,13 +17,17 @@ from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
 
 import composable_shard as cs
 from _blocks import Transformer, next_token_loss, token_batch
 from _engines import ENGINES
 from _pool import POOL, distributed
 from composable_shard import checkpoint
+from composable_shard.checkpoint._format.boxes import Box
+from composable_shard.checkpoint._format.reading import Reader
 from composable_shard.checkpoint._io.digests import BLOCK
+from composable_shard.checkpoint._pruning import open_manifest
 
 
 def run(seed, engine="ours", mesh=None, **options):
@@ -142,7 +146,11 @@ def load_job(rank, world, tmp_path, how):
     loaded = checkpoint.load(tmp_path, state)
     assert_equal(state, torch.load(tmp_path / "full-0.pt"))
     again = tmp_path / f"{how}-{world}"
-    train(state, rank, 1)
+    data_rank = rank // 2 if how == "tp" else rank
+    torch.manual_seed(
+        data_rank
+    )  # ranks of a tensor-parallel group must draw alike; new ones have other generators
+    train(state, data_rank, 1)
     checkpoint.save(again, state, step=3)
     torch.save(content(state), again / f"full-{rank}.pt")
     return loaded.bytes_read
@@ -245,7 +253,7 @@ def test_plain_values_come_back_as_they_were(tmp_path):
 def test_values_that_differ_by_rank_are_kept_by_rank_or_refused(rank, world, tmp_path):
     for differs in (rank, torch.tensor([rank]), torch.Generator().manual_seed(rank), [torch.tensor(rank), 1]):
         with pytest.raises(
-            cs.CheckpointMismatchError, match=r"here[.0]* .*on rank 0 and .*on rank 1; make it equal, or wrap"
+            cs.CheckpointMismatchError, match=r"here[.0]* .*on rank 0 and .*on rank 1; make it equal, .*or wrap"
         ):
             checkpoint.save(tmp_path, {"here": differs}, step=0)
     checkpoint.save(tmp_path, {"here": checkpoint.PerRank({"rank": rank, "t": torch.tensor([rank])})}, step=0)
@@ -374,3 +382,79 @@ def test_every_checksum_finds_a_changed_bit(tmp_path, algorithm):
     with pytest.raises(cs.CheckpointCorruptError, match="is damaged"):
         checkpoint.load(tmp_path, {"t": there})
     assert not there.any()
+
+
+def stages(rank, world, same):
+    """A stage a rank; `same` gives the two one name."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(rank)
+    stage = cs.fully_shard(nn.Linear(4, 4), mesh=mesh["dp"])
+    return {"stage": stage} if same else {"stage": nn.ModuleDict({str(rank): stage})}
+
+
+@distributed(world=2)
+def test_stages_of_a_pipeline_need_names_of_their_own(rank, world, tmp_path):
+    with pytest.raises(
+        cs.CheckpointMismatchError, match=r"stage\.\w+ is a piece .* give it a name of its own"
+    ):
+        checkpoint.save(tmp_path, stages(rank, world, same=True), step=0)
+    plain = nn.Linear(2, 2)
+    nn.init.constant_(plain.weight, rank)
+    with pytest.raises(cs.CheckpointMismatchError, match=r"stage\.weight is a tensor .* give it a name of its own"):
+        checkpoint.save(tmp_path, {"stage": plain}, step=0)
+    assert checkpoint.latest(tmp_path) is None
+    state = {**stages(rank, world, same=False), "shared": torch.arange(3.0)}
+    if rank:
+        state["stage"]["1"].register_buffer("more", torch.ones(2))
+    checkpoint.save(tmp_path, state, step=0)
+    expected = {name: full(value).clone() for name, value in state["stage"].state_dict().items()}
+    torch.manual_seed(9)
+    for parameter in state["stage"].parameters():
+        nn.init.normal_(parameter)
+    checkpoint.load(tmp_path, state)
+    assert all(torch.equal(full(value), expected[name]) for name, value in state["stage"].state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (torch.empty(2, dtype=torch.bits8), r"x has dtype bits8"),
+        (TwoTensor(torch.zeros(2), torch.ones(2)), r"x is a TwoTensor"),
+        (np.zeros(200, np.int64), r"the manifest would have [\d,]+ bytes"),
+    ],
+    ids=["dtype", "subclass", "array"],
+)
+@pytest.mark.parametrize("save", [checkpoint.save, lambda *args, **kw: checkpoint.async_save(*args, **kw).result()])
+def test_what_could_not_be_loaded_is_not_saved(tmp_path, monkeypatch, value, what, save):
+    checkpoint.save(tmp_path, {"x": 1}, step=0)
+    monkeypatch.setattr("composable_shard.checkpoint._save.MOST_BYTES", 1000)
+    with pytest.raises((cs.ShardConfigValueError, cs.CheckpointError), match=what):
+        save(tmp_path, {"x": value}, step=1, keep=1)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-00000000"]
+
+
+def test_an_error_after_the_commit_says_that_it_is_committed(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, {"x": 1}, step=0)
+
+    def refuse(operation, path):
+        if operation == "remove":
+            raise PermissionError(13, "not permitted", str(path))
+
+    monkeypatch.setattr("composable_shard.checkpoint._io.files.observe", refuse)
+    with pytest.raises(cs.CheckpointError, match="step 1 is committed, but old checkpoints were not removed"):
+        checkpoint.save(tmp_path, {"x": 2}, step=1, keep=1)
+    assert checkpoint.latest(tmp_path) == 1
+
+
+def test_a_slice_of_columns_reads_little_more_than_it_needs(tmp_path):
+    wide = torch.arange(4 * 2**19, dtype=torch.float32).view(4, 2**19)  # rows of 2 MiB
+    checkpoint.save(tmp_path, {"wide": wide}, step=0)
+    found, manifest = open_manifest(tmp_path)
+    part = torch.zeros(4, 2**16)
+    reader = Reader(found.path, manifest)
+    reader.want_box("wide", Box((0, 2**17), (4, 2**16), part))
+    reader.check(True)
+    reader.copy()
+    assert torch.equal(part, wide[:, 2**17 : 2**17 + 2**16])
+    assert reader.bytes_copied == part.nbytes
+    assert reader.bytes_checked <= 4 * 2 * BLOCK

@@ -6,9 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..._errors import ShardConfigValueError
+from ..._torch.core import has_memory
 from ..._torch.distributed import local_tensor
+from .manifest import DTYPES, name_of
 
 
 class Box(NamedTuple):
@@ -26,14 +29,13 @@ def boxes_of(key: str, tensor: torch.Tensor) -> list[Box]:
         ShardConfigValueError: the tensor has no memory that could be written as it is.
     """
     if not isinstance(tensor, DTensor):
-        _check(key, tensor)
-        return [Box((0,) * tensor.dim(), tuple(tensor.shape), tensor.detach())] if tensor.numel() else []
+        whole = plain(key, tensor)
+        return [Box((0,) * whole.dim(), tuple(whole.shape), whole)] if whole.numel() else []
     if any(placement.is_partial() for placement in tensor.placements):
         raise ShardConfigValueError(
             f"{key} has a Partial placement: its sum over ranks is pending; redistribute it first"
         )
-    local = local_tensor(tensor).detach()
-    _check(key, local)
+    local = plain(key, local_tensor(tensor))
     if not local.numel():
         return []
     boxes = []
@@ -52,7 +54,22 @@ def _index(key: str, chunk: Any) -> Any:
     return MetadataIndex(key, chunk.offsets)
 
 
-def _check(key: str, local: torch.Tensor) -> None:
+def plain(key: str, local: torch.Tensor) -> torch.Tensor:
+    """A tensor of this rank's as one of torch's own class, in the same memory.
+
+    Raises:
+        ShardConfigValueError: it has no memory that could be written as it is.
+    """
+    if is_traceable_wrapper_subclass(local) or not has_memory(local):
+        raise ShardConfigValueError(
+            f"{key} is a {type(local).__name__}, which has no memory of its own; checkpoints hold plain tensors: put "
+            "what it is made of into the state"
+        )
+    if name_of(local.dtype) not in DTYPES:
+        raise ShardConfigValueError(
+            f"{key} has dtype {name_of(local.dtype)}, which checkpoints do not know; convert it, or save its "
+            "`view(torch.uint8)`"
+        )
     if local.device.type == "meta":
         raise ShardConfigValueError(
             f"{key} is on the meta device and has no values; materialise the model first (module.to_empty)"
@@ -62,6 +79,7 @@ def _check(key: str, local: torch.Tensor) -> None:
             f"{key} is {'quantized' if local.is_quantized else 'sparse'}: checkpoints hold dense tensors; "
             "dequantize it, or leave it out of the state"
         )
+    return local.detach().as_subclass(torch.Tensor)
 
 
 def writes(tensor: torch.Tensor, turn: int, rank: int, holders: list[int]) -> bool:

@@ -229,8 +229,9 @@ def _place(directory: Path, info: Mapping[str, Any], stored: Stored) -> tuple[Pa
 
 def _value(key: str, place: tuple[Path, int, int]) -> Any:
     path, begin, length = place
-    with files.opened(path) as descriptor:
-        data = os.pread(descriptor, length, begin)
+    with files.opened(path) as descriptor, os.fdopen(os.dup(descriptor), "rb") as file:
+        file.seek(begin)
+        data = file.read(length)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -316,6 +317,8 @@ def _archive(key: str, place: tuple[Path, int, int], dtype: torch.dtype, shape: 
             raise CheckpointCorruptError(f"{path}: {key} is damaged: {type(error).__name__}: {error}") from None
     if type(tensor) is not torch.Tensor or tensor.dtype != dtype or tuple(tensor.shape) != shape:
         raise CheckpointCorruptError(f"{path}: holds another tensor than {key} of dtype {dtype} and shape {shape}")
+    if tensor.is_conj() or tensor.is_neg():
+        raise CheckpointMismatchError(f"{path}: {key} is a conjugated or negated view; save `resolve_conj()` of it")
     if not tensor.is_contiguous():
         raise CheckpointMismatchError(f"{path}: {key} does not lie row by row; save it contiguous")
     at = data.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")

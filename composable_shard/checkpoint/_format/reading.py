@@ -53,7 +53,20 @@ def copies_for(saved: SavedTensor, box: Box) -> Iterator[Copy]:
     for piece in saved.pieces:
         if (part := _common(piece, box)) is not None:
             source, destination = part
-            yield Copy(piece, saved.dtype, source, destination)
+            yield from _apart(Copy(piece, saved.dtype, source, destination))
+
+
+def _apart(copy: Copy) -> Iterator[Copy]:
+    """A part as it is, or, where other bytes lie between its rows, and many, row by row."""
+    begin, end = copy.bytes()
+    dim = next((dim for dim, (_, size) in enumerate(copy.source) if size > 1), None)
+    if dim is None or end - begin - copy.destination.numel() * copy.dtype.itemsize < BLOCK:
+        yield copy
+        return
+    first, size = copy.source[dim]
+    for at in range(size):
+        row = (*copy.source[:dim], (first + at, 1), *copy.source[dim + 1 :])
+        yield from _apart(Copy(copy.piece, copy.dtype, row, copy.destination.narrow(dim, at, 1)))
 
 
 def _common(piece: Piece, box: Box) -> tuple[tuple[tuple[int, int], ...], torch.Tensor] | None:
