@@ -621,12 +621,10 @@ class Target:
         if isinstance(now, torch.Tensor) and _is_plain_beside(now, parameter) and is_split(parameter):
             raise CheckpointMismatchError(f"{key}: {_PLAIN_BESIDE_SHARDED}")
         if now is None and saved is not None and len(saved.shape) > 0:
-            if isinstance(parameter, DTensor):
-                now = (
-                    self._new(key, parameter)
-                    if key in plain and not is_split(parameter)
-                    else _state_like(parameter, saved)
-                )
+            if key in plain and not is_split(parameter):
+                now = self._new(key, parameter)
+            elif isinstance(parameter, DTensor):
+                now = _state_like(parameter, saved)
             elif saved.shape == tuple(parameter.shape):
                 now = torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
         return self._fetch(key, now)
@@ -740,7 +738,7 @@ def _finish_optimizer(
     optimizer.load_state_dict({"state": given, "param_groups": numbered})
     loaded = optimizer.state_dict()["state"]
     for index in set(indices.values()) & set(content):  # torch casts floating state to the dtype of its parameter
-        kept = loaded[index]
+        kept = loaded.get(index, {})
         for entry, value in content[index].items():
             now = kept.get(entry)
             if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
