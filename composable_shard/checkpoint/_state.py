@@ -550,15 +550,7 @@ class Target:
         names = set(saved["tensors"])
         self.missing += [f"{path}.{name}" for name in content if name not in names and name not in saved["extra"]]
         self.unexpected += [f"{path}.{name}" for name in (*saved["tensors"], *saved["extra"]) if name not in content]
-        held = Holdings(module) if any(map(_is_meta, tensors.values())) else None
-        made: dict[str, torch.Tensor] = {}
-        for name in (each for each in tensors if each in names):
-            first = ties.get(name)
-            if first in made and self._key(f"{path}.{first}") != self._key(f"{path}.{name}"):
-                self.problems.append(f"{path}.{name}: is one with {path}.{first} here, and another in the checkpoint")
-            made[name] = made[first] if first in made else tensors[name]
-            if held is not None and _is_meta(made[name]):
-                made[name] = _materialised(held, name)
+        made = self._made_for(path, module, {name: each for name, each in tensors.items() if name in names}, ties)
         for name, tensor in made.items():
             self.want(f"{path}.{name}", tensor)
         fetch = self._fetch_to_hand
@@ -568,6 +560,22 @@ class Target:
             now = {name: content[name] for name in extra}
             self._load_by(path, functools.partial(_load_extra, module), lambda: extra, now)
         self._finish.append(lambda: _finish_module(module, made, extra, plain, replaced))
+
+    def _made_for(
+        self, path: str, module: nn.Module, tensors: dict[str, torch.Tensor], ties: dict[str, str]
+    ) -> dict[str, torch.Tensor]:
+        """The tensors to fill: a module's own, or new ones where these are on meta; one for tied names."""
+        held = Holdings(module) if any(map(_is_meta, tensors.values())) else None
+        made: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            first = ties.get(name)
+            if first in made and self._key(f"{path}.{first}") != self._key(f"{path}.{name}"):
+                self.problems.append(f"{path}.{name}: is one with {path}.{first} here, and another in the checkpoint")
+            if first in made:
+                made[name] = made[first]
+            else:
+                made[name] = _materialised(held, name) if held is not None and _is_meta(tensor) else tensor
+        return made
 
     def _add_optimizer(
         self, path: str, optimizer: torch.optim.Optimizer, parameters: dict[str, torch.Tensor], saved: dict[str, Any]
