@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import ShardConfigValueError
 from ._format.manifest import Manifest, SavedTensor
@@ -21,6 +19,7 @@ from ._load import differences, mismatch
 from ._load import fill as fill_target
 from ._ranks import Ranks
 from ._state import Target
+from ._state import unwrapped as unwrapped
 
 ROOT = "@"  # the entry of a model that is no part of a state; errors do not show it
 _AT_ONCE = 1 << 23
@@ -106,13 +105,6 @@ def commit(partial: Path, directory: Path) -> None:
     """With all files on disk: give the directory its name."""
     files.sync_directory(partial)
     files.rename(partial, directory)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module in DDP."""
-    while isinstance(model, DistributedDataParallel):
-        model = model.module
-    return model
 
 
 def aliases_of(held: Holdings, tensors: Mapping[str, SavedTensor]) -> dict[str, str]:

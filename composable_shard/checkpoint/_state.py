@@ -25,11 +25,14 @@ from .._errors import (
     ShardConfigValueError,
 )
 from .._module.state import states_below
-from .._torch.distributed import local_tensor
+from .._torch.distributed import dtensor_like, local_tensor
 from ._format.manifest import Manifest, SavedTensor, name_of
 from ._format.values import decode, encode
+from ._full.tensors import Held, Holdings, is_split, parameters_of, plain_name
 
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}  # what others put around modules
+_PLAIN_BESIDE_SHARDED = (
+    "is a plain tensor of this rank, though its parameter is sharded over ranks; make it a DTensor like its parameter"
+)
 
 
 @runtime_checkable
@@ -74,15 +77,13 @@ def _state_of(path: str, value: Stateful) -> dict[str, Any]:
         return value.state_dict()
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
-    while isinstance(module, DistributedDataParallel):
-        module = module.module
-    return module
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without what compilation, checkpoints of activations and others put around modules."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile` and DDP have been given, in whatever order they are around it."""
+    while True:
+        inner = module.module if isinstance(module, DistributedDataParallel) else getattr(module, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
 
 
 def _show_sharded(module: nn.Module) -> None:
@@ -117,15 +118,22 @@ def _is_plain(value: Any) -> bool:
     return not isinstance(value, (torch.Tensor, PerRank, torch.Generator, Stateful))
 
 
-def _names_of_parameters(state: Mapping[str, Any]) -> dict[int, str]:
-    """The key of every parameter of the modules in a state, by its identity."""
-    names: dict[int, str] = {}
+def _parameters_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The parameters of the modules in a state by their keys: those that optimizers step."""
+    parameters: dict[str, torch.Tensor] = {}
     for path, value, _, _ in leaves(state):
         if isinstance(value, nn.Module):
-            module = _unwrapped(value)
-            _show_sharded(module)
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                names.setdefault(id(parameter), f"{path}.{plain_name(name)}")
+            module = unwrapped(value)
+            _state_of(path, module)  # torch's FSDP2 reshards now
+            parameters.update({f"{path}.{name}": each for name, each in parameters_of(module).items()})
+    return parameters
+
+
+def _names_of(parameters: Mapping[str, torch.Tensor]) -> dict[int, str]:
+    """The first key of every parameter, by its identity."""
+    names: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        names.setdefault(id(parameter), name)
     return names
 
 
@@ -173,15 +181,19 @@ class Collected:
 
     def keep(self, key: str, tensor: torch.Tensor) -> None:
         """Take in a tensor."""
-        if key in self.tensors or key in self.own:
-            raise ShardConfigValueError(f"state: two tensors have the key {key}; rename an entry")
+        self._refuse_second(key)
         self.tensors[key] = tensor
 
     def keep_own(self, key: str, tensor: torch.Tensor) -> None:
         """Take in a tensor of this rank alone."""
         if isinstance(tensor, DTensor):
             raise ShardConfigTypeError(f"{key} is sharded over ranks, so PerRank cannot hold it")
+        self._refuse_second(key)
         self.own[key] = tensor
+
+    def _refuse_second(self, key: str) -> None:
+        if key in self.tensors or key in self.own:
+            raise ShardConfigValueError(f"state: two tensors have the key {key}; rename an entry")
 
 
 def collect(state: Mapping[str, Any], rank: int) -> Collected:
@@ -200,14 +212,14 @@ def collect(state: Mapping[str, Any], rank: int) -> Collected:
 
 def _collect(state: Mapping[str, Any], rank: int) -> Collected:
     collected = Collected()
-    names = _names_of_parameters(state)
+    parameters = _parameters_of(state)
     for path, value, _, _ in leaves(state):
         if path in collected.values or path in collected.per_rank:
             raise ShardConfigValueError(f"state: two entries are called {path}; rename one")
         if isinstance(value, nn.Module):
-            collected.values[path] = _collect_module(path, _unwrapped(value), collected)
+            collected.values[path] = _collect_module(path, unwrapped(value), collected)
         elif isinstance(value, torch.optim.Optimizer):
-            collected.values[path] = _collect_optimizer(path, value, names, collected)
+            collected.values[path] = _collect_optimizer(path, value, parameters, collected)
         elif isinstance(value, PerRank):
             content = _state_of(path, value.value) if isinstance(value.value, Stateful) else value.value
             collected.per_rank[path] = encode(content, f"{path}@{rank}", collected.keep_own)
@@ -238,14 +250,60 @@ def _collect_module(path: str, module: nn.Module, collected: Collected) -> dict[
 
 
 def _collect_optimizer(
-    path: str, optimizer: torch.optim.Optimizer, names: dict[int, str], collected: Collected
+    path: str, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], collected: Collected
 ) -> dict[str, Any]:
-    groups = [_named_group(path, group, names) for group in optimizer.param_groups]
+    groups, content = _optimizer_content(path, optimizer, _names_of(parameters))
     state = {}
-    for parameter, values in optimizer.state.items():
-        if name := names.get(id(parameter)):
-            state[name] = encode(values, f"{path}.state.{name}", collected.keep_owned)
-    return {"$": "optimizer", "groups": encode(groups, f"{path}.param_groups", collected.keep), "state": state}
+    plain: list[str] = []  # tensors that are none of a mesh's though their parameters are DTensors
+    for name, values in content.items():
+        key = f"{path}.state.{name}"
+        if name not in parameters:
+            state[name] = encode(values, key, collected.keep)
+            continue
+
+        def keep(key: str, tensor: torch.Tensor, parameter: torch.Tensor = parameters[name]) -> None:
+            if _is_plain_beside(tensor, parameter):
+                if is_split(parameter):
+                    raise ShardConfigValueError(f"{key}: {_PLAIN_BESIDE_SHARDED}")
+                plain.append(key)
+            collected.keep_owned(key, tensor)
+
+        state[name] = encode(values, key, keep)
+    encoded = encode(groups, f"{path}.param_groups", collected.keep)
+    return {"$": "optimizer", "groups": encoded, "state": state, **({"plain": plain} if plain else {})}
+
+
+def _is_plain_beside(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether an optimizer's tensor is none of a mesh, though its parameter is a DTensor."""
+    return isinstance(parameter, DTensor) and not isinstance(tensor, DTensor) and tensor.dim() > 0
+
+
+def _optimizer_content(
+    path: str, optimizer: torch.optim.Optimizer, names: dict[int, str]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What an optimizer's state dict gives: its groups, and its state by the keys of parameters.
+
+    State of no parameter, which optimizers keep under names of their own, is there by these names.
+    """
+    content = _state_of(path, optimizer)
+    groups = [_named_group(path, group, names) for group in optimizer.param_groups]
+    given = content.get("param_groups", ())
+    if set(content) != {"state", "param_groups"} or [len(g["params"]) for g in given] != [
+        len(group["params"]) for group in groups
+    ]:
+        raise ShardConfigValueError(
+            f"{path}: the state_dict of {type(optimizer).__name__} does not give 'state' and 'param_groups' alone, of "
+            "all parameters; if it is around another optimizer, put that one into the state, and the rest apart"
+        )
+    pairs = list(zip(given, groups, strict=True))
+    named = {i: name for ours, group in pairs for i, name in zip(ours["params"], group["params"], strict=True)}
+    state: dict[str, Any] = {}
+    for index, values in content["state"].items():
+        name = named.get(index, index)
+        if not isinstance(name, str) or name in state:
+            raise ShardConfigValueError(f"{path}: its state has the key {index!r}, which is no parameter's, nor a name")
+        state[name] = values
+    return [{**ours, "params": group["params"]} for ours, group in pairs], state
 
 
 def _named_group(path: str, group: dict[str, Any], names: dict[int, str]) -> dict[str, Any]:
@@ -302,11 +360,10 @@ class Target:
         """Find what a state wants of the checkpoint."""
         if not isinstance(state, Mapping):
             raise ShardConfigTypeError(f"state: is a {type(state).__name__}; give a dictionary of names")
-        names = _names_of_parameters(state)
-        by_name = _parameters_of(state)
+        parameters = _parameters_of(state)
         for path, value, container, name in leaves(state):
             try:
-                self._add(path, value, container, name, names, by_name)
+                self._add(path, value, container, name, parameters)
             except CheckpointMismatchError as error:
                 self.problems.append(f"{path}: {error}")
             except ComposableShardError:
@@ -316,18 +373,16 @@ class Target:
             except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
                 self.problems.append(f"{path}: cannot be understood: {type(error).__name__}: {error}")
 
-    def _add(
-        self, path: str, value: Any, container: Any, name: Any, names: dict[int, str], by_name: dict[str, torch.Tensor]
-    ) -> None:
+    def _add(self, path: str, value: Any, container: Any, name: Any, parameters: dict[str, torch.Tensor]) -> None:
         saved: Any = self._manifest.values.get(path)
         if isinstance(value, PerRank):
             self._add_per_rank(path, value)
         elif path not in self._manifest.values:
             self.problems.append(f"{path}: the checkpoint has no such entry")
         elif isinstance(value, nn.Module):
-            self._add_kind(path, saved, "module", lambda: self._add_module(path, _unwrapped(value), saved))
+            self._add_kind(path, saved, "module", lambda: self._add_module(path, unwrapped(value), saved))
         elif isinstance(value, torch.optim.Optimizer):
-            self._add_kind(path, saved, "optimizer", lambda: self._add_optimizer(path, value, names, by_name, saved))
+            self._add_kind(path, saved, "optimizer", lambda: self._add_optimizer(path, value, parameters, saved))
         elif isinstance(value, Stateful):
             self._add_kind(path, saved, "stateful", lambda: self._add_stateful(path, value, saved["value"]))
         else:
@@ -387,7 +442,7 @@ class Target:
             return now
         saved = self._needed(key)
         fits = now is not None and tuple(now.shape) == saved.shape and now.dtype == saved.dtype
-        tensor = now if fits else self._new(key)
+        tensor = now if fits else self._new(key, now)
         self.want(key, tensor)
         return tensor
 
@@ -400,7 +455,7 @@ class Target:
             return generator
         saved = self._needed(key)
         fits = now is not None and tuple(now.shape) == saved.shape and now.dtype == saved.dtype
-        tensor = torch.empty_like(now, requires_grad=False) if fits else self._new(key)
+        tensor = torch.empty_like(now, requires_grad=False) if fits else self._new(key, now)
         self.want(key, tensor, handed=True)
         return tensor
 
@@ -421,10 +476,11 @@ class Target:
             raise CheckpointMismatchError(f"{key}: the checkpoint has no such tensor")
         return saved
 
-    def _new(self, key: str) -> torch.Tensor:
+    def _new(self, key: str, beside: torch.Tensor | None = None) -> torch.Tensor:
+        """A new tensor, on the CPU, or on the device of another one."""
         saved = self._needed(key)
         try:
-            return torch.empty(saved.shape, dtype=saved.dtype)
+            return torch.empty(saved.shape, dtype=saved.dtype, device="cpu" if beside is None else beside.device)
         except (RuntimeError, TypeError) as error:  # more than there is memory, or than can be addressed
             raise CheckpointMismatchError(f"{key}: there is no memory for shape {saved.shape}: {error}") from None
 
@@ -494,12 +550,7 @@ class Target:
         names = set(saved["tensors"])
         self.missing += [f"{path}.{name}" for name in content if name not in names and name not in saved["extra"]]
         self.unexpected += [f"{path}.{name}" for name in (*saved["tensors"], *saved["extra"]) if name not in content]
-        made: dict[str, torch.Tensor] = {}
-        for name in (each for each in tensors if each in names):
-            first = ties.get(name)
-            if first in made and self._key(f"{path}.{first}") != self._key(f"{path}.{name}"):
-                self.problems.append(f"{path}.{name}: is one with {path}.{first} here, and another in the checkpoint")
-            made[name] = made[first] if first in made else _materialised(tensors[name])
+        made = self._made_for(path, module, {name: each for name, each in tensors.items() if name in names}, ties)
         for name, tensor in made.items():
             self.want(f"{path}.{name}", tensor)
         fetch = self._fetch_to_hand
@@ -510,21 +561,58 @@ class Target:
             self._load_by(path, functools.partial(_load_extra, module), lambda: extra, now)
         self._finish.append(lambda: _finish_module(module, made, extra, plain, replaced))
 
+    def _made_for(
+        self, path: str, module: nn.Module, tensors: dict[str, torch.Tensor], ties: dict[str, str]
+    ) -> dict[str, torch.Tensor]:
+        """The tensors to fill: a module's own, or new ones where these are on meta; one for tied names."""
+        held = Holdings(module) if any(map(_is_meta, tensors.values())) else None
+        made: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            first = ties.get(name)
+            if first in made and self._key(f"{path}.{first}") != self._key(f"{path}.{name}"):
+                self.problems.append(f"{path}.{name}: is one with {path}.{first} here, and another in the checkpoint")
+            if first in made:
+                made[name] = made[first]
+            else:
+                made[name] = _materialised(held, name) if held is not None and _is_meta(tensor) else tensor
+        return made
+
     def _add_optimizer(
-        self,
-        path: str,
-        optimizer: torch.optim.Optimizer,
-        names: dict[int, str],
-        by_name: dict[str, torch.Tensor],
-        saved: dict[str, Any],
+        self, path: str, optimizer: torch.optim.Optimizer, parameters: dict[str, torch.Tensor], saved: dict[str, Any]
     ) -> None:
-        here = [_named_group(path, group, names) for group in optimizer.param_groups]
-        groups = self._decoded(saved["groups"], None)
+        here, present = _optimizer_content(path, optimizer, _names_of(parameters))
+        groups = decode(saved["groups"], here, self._fetch_to_hand)
         if len(groups) != len(here):
             self.problems.append(
                 f"{path}: has {len(here)} groups of parameters here, and {len(groups)} in the checkpoint"
             )
             return
+        self._compare_groups(path, optimizer, here, groups)
+        stepped = {name for group in here for name in group["params"]}
+        if any(_is_meta(parameters[name]) for name in stepped):
+            self.problems.append(
+                f"{path}: steps on parameters on the meta device, in whose place the load puts others; make the "
+                "optimizer after the model is loaded, or call model.to_empty(device=...) before it is made"
+            )
+            return
+        known = {name for group in groups for name in group["params"]}
+        plain = set(saved.get("plain", ()))
+        state = {}
+        for name, values in saved["state"].items():
+            now = present.get(name)
+            if name in stepped:
+                fetch = functools.partial(self._fetch_state, parameters[name], plain)
+                state[name] = decode(values, now or {}, fetch)
+                if not isinstance(state[name], dict):
+                    raise TypeError(f"the state of {name} is no dictionary")
+            elif name not in known:  # of no parameter
+                state[name] = self._decoded(values, now)
+        groups = [{**each, "params": ours["params"]} for each, ours in zip(groups, here, strict=True)]
+        self._finish.append(lambda: _finish_optimizer(optimizer, groups, state))
+
+    def _compare_groups(
+        self, path: str, optimizer: torch.optim.Optimizer, here: list[dict[str, Any]], groups: list[dict[str, Any]]
+    ) -> None:
         for index, (ours, saved_group) in enumerate(zip(here, groups, strict=True)):
             where = f"{path}.param_groups.{index}"
             self.problems += [
@@ -534,26 +622,19 @@ class Target:
             ]
             self.missing += [f"{where}.{name}" for name in ours["params"] if name not in set(saved_group["params"])]
             self.unexpected += [f"{where}.{name}" for name in saved_group["params"] if name not in set(ours["params"])]
-        groups = [{**each, "params": ours["params"]} for each, ours in zip(groups, here, strict=True)]
-        stepped = {name for group in here for name in group["params"]}
-        state = {}
-        for name, values in saved["state"].items():
-            if name not in stepped:
-                continue
-            parameter = by_name[name]
-            now = optimizer.state.get(parameter, {})
-            state[name] = decode(values, now, lambda key, tensor: self._fetch_state(key, tensor, parameter))  # noqa: B023
-            if not isinstance(state[name], dict):
-                raise TypeError(f"the state of {name} is no dictionary")
-        self._finish.append(lambda: _finish_optimizer(optimizer, groups, state, by_name))
 
-    def _fetch_state(self, key: str, now: Any, parameter: torch.Tensor) -> Any:
+    def _fetch_state(self, parameter: torch.Tensor, plain: set[str], key: str, now: Any) -> Any:
         """An optimizer's tensor: the one that it has, or a new one that is sharded like its parameter."""
         saved = self._saved(key)
-        if now is None and saved is not None and isinstance(parameter, DTensor) and len(saved.shape) > 0:
-            now = _state_like(parameter, saved)
-        elif now is None and saved is not None and saved.shape == tuple(parameter.shape) and len(saved.shape) > 0:
-            now = torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
+        if isinstance(now, torch.Tensor) and _is_plain_beside(now, parameter) and is_split(parameter):
+            raise CheckpointMismatchError(f"{key}: {_PLAIN_BESIDE_SHARDED}")
+        if now is None and saved is not None and len(saved.shape) > 0:
+            if key in plain and not is_split(parameter):
+                now = self._new(key, parameter)
+            elif isinstance(parameter, DTensor):
+                now = _state_like(parameter, saved)
+            elif saved.shape == tuple(parameter.shape):
+                now = torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
         return self._fetch(key, now)
 
 
@@ -585,15 +666,6 @@ def _resized(path: str, resize: Callable[[list[Any], int, int], Any], saved: lis
         return resize(saved, rank, ranks)
 
 
-def _parameters_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    parameters: dict[str, torch.Tensor] = {}
-    for path, value, _, _ in leaves(state):
-        if isinstance(value, nn.Module):
-            for name, parameter in _unwrapped(value).named_parameters(remove_duplicate=False):
-                parameters[f"{path}.{plain_name(name)}"] = parameter
-    return parameters
-
-
 def _become(value: MutableMapping[Any, Any], made: dict[Any, Any]) -> None:
     value.clear()
     value.update(made)
@@ -608,13 +680,17 @@ def _can_cast(saved: torch.dtype, wanted: torch.dtype) -> bool:
     return saved.is_floating_point and wanted.is_floating_point
 
 
-def _materialised(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor to load into: itself, or on the device of its mesh, or the CPU, where it is on meta."""
-    if tensor.device.type != "meta" and not (isinstance(tensor, DTensor) and local_tensor(tensor).is_meta):
-        return tensor
-    if isinstance(tensor, DTensor):
-        return torch.empty_like(tensor, device=tensor.device_mesh.device_type, requires_grad=False)
-    return torch.empty_like(tensor, device="cpu", requires_grad=False)
+def _is_meta(tensor: torch.Tensor) -> bool:
+    return (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).is_meta
+
+
+def _materialised(held: Holdings, name: str) -> torch.Tensor:
+    """A tensor to load into, instead of one on meta: where this belongs, pinned if it is offloaded to pinned memory."""
+    each: Held = held.tensors[name]
+    home = each.home(held.ranks)
+    pins = each.owner is not None and each.owner.info.pins and home.type == "cpu"
+    local = torch.empty_like(each.local, device=home, requires_grad=False, pin_memory=pins)
+    return dtensor_like(each.tensor, local) if isinstance(each.tensor, DTensor) else local
 
 
 def _state_like(parameter: DTensor, saved: SavedTensor) -> DTensor:
@@ -661,19 +737,17 @@ def _spelled(module: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _finish_optimizer(
-    optimizer: torch.optim.Optimizer,
-    groups: list[dict[str, Any]],
-    state: dict[str, dict[str, Any]],
-    by_name: dict[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: dict[str, dict[str, Any]]
 ) -> None:
     indices = {name: index for index, name in enumerate(name for group in groups for name in group["params"])}
     numbered = [{**group, "params": [indices[name] for name in group["params"]]} for group in groups]
-    optimizer.load_state_dict(
-        {"state": {indices[n]: dict(values) for n, values in state.items()}, "param_groups": numbered}
-    )
-    for name, values in state.items():  # torch casts floating state to the dtype of its parameter
-        kept = optimizer.state[by_name[name]]
-        for entry, value in values.items():
+    content = {indices.get(name, name): values for name, values in state.items()}
+    given = {key: dict(values) if isinstance(values, dict) else values for key, values in content.items()}
+    optimizer.load_state_dict({"state": given, "param_groups": numbered})
+    loaded = optimizer.state_dict()["state"]
+    for index in set(indices.values()) & set(content):  # torch casts floating state to the dtype of its parameter
+        kept = loaded.get(index, {})
+        for entry, value in content[index].items():
             now = kept.get(entry)
             if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
-                kept[entry] = value if entry != "step" else now
+                kept[entry] = value.to(now.device) if entry != "step" else now

@@ -100,6 +100,7 @@ def test_state_of_any_dtype_is_bit_equal_in_an_optimizer_that_never_stepped(rank
         values["note"] = {"steps": [1, 2]}
         values["rows"] = torch.arange(3, dtype=torch.int32)
         if isinstance(param, DTensor):
+            values["rows"] = DTensor.from_local(values["rows"], param.device_mesh)  # replicated
             values["whole"] = param.new_zeros(5)
     optimizer.param_groups[0]["lr"] = torch.tensor(0.125)
     state = cs.full_optimizer_state_dict(model, optimizer, rank0_only=False)

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
-from ..._errors import CheckpointError
+from ..._errors import CheckpointError, ShardConfigValueError
 from ..._torch.core import tree_tensors
 from .ranks import ModelRanks
 from .state import placed_like
-from .tensors import Held, Holdings, plain_name
+from .tensors import Held, Holdings, is_split, plain_name
 from .transfer import Expected, Part, cut_of, gathered, sent
 
 _NOT_HYPERPARAMETERS = ("params", "param_names")
@@ -43,6 +43,7 @@ def full_optimizer_state_dict(
     Raises:
         CheckpointError: the optimizer has a parameter that the model lacks, or state on the meta device, or DTensors
             in lists or dicts.
+        ShardConfigValueError: it has plain tensors of one dimension or more for a parameter that is sharded over ranks.
     """
     held = Holdings(model)
     names = _names(held, optimizer)
@@ -55,9 +56,9 @@ def full_optimizer_state_dict(
             state[name][key] = None  # keeps the order
             if isinstance(value, DTensor):
                 parts.append(Part.of((name, key), value))
-            elif any(isinstance(tensor, DTensor) for tensor in tree_tensors(value)):
-                raise CheckpointError(f"{key!r} of {name}: holds DTensors in a {type(value).__name__}; keep them apart")
-            elif wanted:
+                continue
+            _check_unsharded(param, f"{key!r} of {name}", value)
+            if wanted:
                 state[name][key] = _apart(value, device)
     for (name, key), full in gathered(parts, held.ranks, limit=held.limit, lead_only=rank0_only, device=device):
         state[name][key] = full
@@ -66,6 +67,18 @@ def full_optimizer_state_dict(
         for group in optimizer.param_groups
     ]
     return {"state": state, "param_groups": groups} if wanted else {}
+
+
+def _check_unsharded(param: nn.Parameter, what: str, value: Any) -> None:
+    """See that what is saved as one rank has it is no part of what the ranks have together."""
+    held = tree_tensors(value)
+    if any(isinstance(tensor, DTensor) for tensor in held):
+        raise CheckpointError(f"{what}: holds DTensors in a {type(value).__name__}; keep them apart")
+    if is_split(param) and any(tensor.ndim > 0 for tensor in held):
+        raise ShardConfigValueError(
+            f"{what}: is a plain tensor of this rank, though its parameter is sharded over ranks; make it a DTensor "
+            "like its parameter"
+        )
 
 
 def load_full_optimizer_state_dict(

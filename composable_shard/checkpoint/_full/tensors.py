@@ -19,14 +19,20 @@ from ..._torch.distributed import local_tensor, own_slices
 from .ranks import ModelRanks
 from .transfer import LIMIT, Cut, cut_of
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of torch's checkpoint_wrapper, and of torch.compile
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}  # what others put around modules
 
 
 def plain_name(name: str) -> str:
-    """A name without the parts that wrappers add to it."""
-    for part in _WRAPPERS:
-        name = name.replace(part, "")
-    return name
+    """A name without what compilation, checkpoints of activations and others put around modules."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def is_split(tensor: torch.Tensor) -> bool:
+    """Whether ranks hold different parts of it."""
+    if not isinstance(tensor, DTensor):
+        return False
+    mesh = tensor.device_mesh
+    return any(not each.is_replicate() and mesh.size(axis) > 1 for axis, each in enumerate(tensor.placements))
 
 
 class Owner(NamedTuple):

@@ -1,0 +1,254 @@
+"""What states are made of: optimizers' own state dicts, wrapped and unready models, names, and devices"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor
+
+import composable_shard as cs
+from _pool import distributed
+from composable_shard import checkpoint
+
+needs_accelerator = pytest.mark.skipif(
+    not torch.accelerator.is_available(), reason="no accelerator: all that is loaded is on the CPU"
+)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def step(model, optimizer):
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_same(one, two):
+    """Nested states are equal to the bit, tensors by dtype and value."""
+    assert type(one) is type(two)
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == two.dtype
+        assert torch.equal(one, two)
+    elif isinstance(one, dict):
+        assert one.keys() == two.keys()
+        for name, value in one.items():
+            assert_same(value, two[name])
+    elif isinstance(one, list):
+        assert len(one) == len(two)
+        for pair in zip(one, two, strict=True):
+            assert_same(*pair)
+    else:
+        assert one == two
+
+
+@distributed(world=2)
+def test_plain_state_of_a_sharded_parameter_is_refused(rank, world, tmp_path):
+    model = cs.fully_shard(nn.Linear(4, 4, bias=False))
+    optimizer = sgd(model)
+    step(model, optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    checkpoint.save(tmp_path, state, step=0)
+    own = optimizer.state[model.weight]
+    momentum = own["momentum_buffer"]
+    own["momentum_buffer"] = momentum.to_local().clone().fill_(rank)
+    with pytest.raises(
+        cs.CheckpointMismatchError, match=r"optimizer\.state\.model\.weight\.momentum_buffer: is a plain"
+    ):
+        checkpoint.load(tmp_path, state)
+    assert torch.all(own["momentum_buffer"] == rank)
+    own["momentum_buffer"] = {"nested": [own["momentum_buffer"]]}
+    with pytest.raises(cs.ShardConfigValueError, match=r"momentum_buffer\.nested\.0: is a plain .* make it a DTensor"):
+        checkpoint.save(tmp_path, state, step=1)
+    with pytest.raises(cs.ShardConfigValueError, match=r"'momentum_buffer' of weight: is a plain .* make it a DTensor"):
+        cs.full_optimizer_state_dict(model, optimizer)
+    own["momentum_buffer"] = momentum
+    own["factor"] = torch.tensor(2.0)  # one number is not sharded
+    checkpoint.save(tmp_path, state, step=1)
+
+
+@distributed(world=1)
+def test_plain_state_of_one_rank_stays_plain(rank, world, tmp_path):
+    model = cs.fully_shard(nn.Linear(4, 4, bias=False))
+    optimizer = sgd(model)
+    step(model, optimizer)
+    optimizer.state[model.weight].update(rows=torch.rand(3), like=torch.rand(4, 4))
+    checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer}, step=0)
+    fresh, torchs = sgd(model), sgd(model)
+    checkpoint.load(tmp_path, {"model": model, "optimizer": fresh})
+    torchs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_same(fresh.state_dict(), torchs.state_dict())
+    assert {type(value) for value in fresh.state[model.weight].values()} == {torch.Tensor, DTensor}
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Steps another optimizer, and is saved as that one."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner = inner
+        self.param_groups = inner.param_groups
+
+    def step(self, closure=None):
+        self.inner.step()
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.inner.load_state_dict(state_dict)
+
+
+class WithSlowWeights(Lookahead):
+    """Its state dict is not torch's."""
+
+    def state_dict(self):
+        return {**self.inner.state_dict(), "slow": 1}
+
+
+def test_an_optimizer_around_another_is_saved_as_its_state_dict_says(tmp_path):
+    model = nn.Linear(4, 2).bfloat16()
+    optimizer = Lookahead(sgd(model))
+    model(torch.ones(2, 4).bfloat16()).sum().backward()
+    optimizer.step()
+    for own in optimizer.inner.state.values():
+        own["momentum_buffer"] = own["momentum_buffer"].float() + 1e-6
+    saved = copy.deepcopy(optimizer.state_dict())
+    checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer}, step=0)
+    fresh = Lookahead(sgd(model))
+    checkpoint.load(tmp_path, {"model": model, "optimizer": fresh})
+    assert_same(fresh.inner.state_dict(), saved)
+    with pytest.raises(cs.ShardConfigValueError, match=r"optimizer: the state_dict of WithSlowWeights does not give"):
+        checkpoint.save(tmp_path, {"model": model, "optimizer": WithSlowWeights(sgd(model))}, step=1)
+
+
+def test_state_of_no_parameter_and_hooks_of_state_dicts_are_kept(tmp_path):
+    model = nn.Linear(4, 2)
+
+    def make(scale):
+        optimizer = sgd(model)
+        optimizer.state["global"] = {"count": 3 * scale, "norm": torch.full((2,), float(scale))}
+        optimizer.register_state_dict_post_hook(
+            lambda _, content: {**content, "state": {"scale": scale, **content["state"]}}
+        )
+        return optimizer
+
+    optimizer = make(2)
+    step(model, optimizer)
+    checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer}, step=0)
+    fresh, torchs = make(1), make(1)
+    checkpoint.load(tmp_path, {"model": model, "optimizer": fresh})
+    torchs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert fresh.state["scale"] == 2
+    assert_same(fresh.state_dict(), torchs.state_dict())
+    optimizer.state[7] = {"count": 1}
+    with pytest.raises(cs.ShardConfigValueError, match=r"optimizer: its state has the key 7, which is no parameter's"):
+        checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer}, step=1)
+
+
+def test_learning_rates_that_were_one_tensor_get_their_own_values(tmp_path):
+    model = nn.Linear(4, 2)
+
+    def make(*rates):
+        optimizer = torch.optim.SGD([{"params": [each]} for each in model.parameters()], lr=torch.tensor(0.5))
+        for group, rate in zip(optimizer.param_groups, rates, strict=False):
+            group["lr"] = torch.tensor(rate)
+        return optimizer
+
+    optimizer, fresh = make(0.1, 0.2), make()
+    checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer}, step=0)
+    before = fresh.param_groups[0]["lr"]
+    checkpoint.load(tmp_path, {"model": model, "optimizer": fresh})
+    assert_same(fresh.state_dict(), optimizer.state_dict())
+    assert before == 0.5
+
+
+@distributed(world=1)
+def test_an_optimizer_of_meta_parameters_is_refused(rank, world, tmp_path):
+    model = cs.fully_shard(nn.Linear(4, 2))
+    optimizer = sgd(model)
+    step(model, optimizer)
+    checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer}, step=0)
+    for shard in (cs.fully_shard, lambda module: module):
+        with torch.device("meta"):
+            other = shard(nn.Linear(4, 2))
+        with pytest.raises(cs.CheckpointMismatchError, match=r"optimizer: steps on parameters on the meta device"):
+            checkpoint.load(tmp_path, {"model": other, "optimizer": sgd(other)})
+        assert other.weight.is_meta
+        checkpoint.load(tmp_path, {"model": other})
+        fresh = sgd(other)
+        checkpoint.load(tmp_path, {"model": other, "optimizer": fresh})
+        step(other, fresh)
+    step(model, optimizer)
+    assert torch.equal(other.weight, model.weight.full_tensor())
+
+
+def test_two_tensors_of_one_key_are_refused_by_rank_too(tmp_path):
+    one, two = torch.zeros(2), torch.ones(2)
+    for value in ({"a.b": one, "a": {"b": two}}, {1: one, "1": two}):
+        with pytest.raises(cs.ShardConfigValueError, match=r"two tensors have the key each@0\."):
+            checkpoint.save(tmp_path, {"each": checkpoint.PerRank(value)}, step=0)
+
+
+@distributed(world=2)
+def test_torchs_model_is_saved_after_a_forward_without_backward(rank, world, tmp_path):
+    torch.manual_seed(0)
+    model, other = (fsdp2(nn.Linear(4, 4)) for _ in range(2))
+    optimizer, fresh = sgd(model), sgd(other)
+    step(model, optimizer)
+    model(torch.ones(2, 4))
+    other(torch.ones(2, 4))
+    checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer}, step=0)
+    checkpoint.load(tmp_path, {"model": other, "optimizer": fresh})
+    step(model, optimizer)
+    step(other, fresh)
+    for one, two in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), two.full_tensor())
+
+
+@distributed(world=1)
+def test_compiled_and_replicated_models_keep_their_names(rank, world, tmp_path):
+    def compiled(module):
+        return torch.compile(module, backend="eager")
+
+    ddp = nn.parallel.DistributedDataParallel
+    for number, wrap in enumerate((compiled, ddp, lambda m: compiled(ddp(m)), lambda m: compiled(ddp(compiled(m))))):
+        model, other = nn.Linear(4, 2), nn.Linear(4, 2)
+        wrapped = wrap(model)
+        checkpoint.save(tmp_path / "own", {"model": wrapped, "optimizer": sgd(wrapped)}, step=number)
+        checkpoint.load(tmp_path / "own", {"model": other, "optimizer": sgd(other)})
+        assert torch.equal(other.weight, model.weight)
+        checkpoint.export_safetensors(tmp_path / f"files-{number}", wrapped)
+        checkpoint.import_safetensors(tmp_path / f"files-{number}", nn.Linear(4, 2))
+
+
+@needs_accelerator
+@distributed(world=1)
+def test_what_is_loaded_is_on_its_device(rank, world, tmp_path):
+    device = torch.accelerator.current_accelerator().type
+    mesh = init_device_mesh(device, (1,))
+
+    def make(on):
+        with torch.device(on):
+            model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        cs.fully_shard(model[0], mesh=mesh, offload_policy=cs.CPUOffloadPolicy())
+        return model
+
+    model, other = make(device), make("meta")
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer}, step=0)
+    checkpoint.load(tmp_path, {"model": other})
+    local = other[0].weight.to_local()
+    assert local.device.type == "cpu"
+    assert local.is_pinned()
+    assert {tensor.device.type for tensor in (*other[1].parameters(), *other[1].buffers())} == {device}
+    fresh = torch.optim.SGD(other.parameters(), lr=rate.to(device))
+    checkpoint.load(tmp_path, {"model": other, "optimizer": fresh})
+    assert fresh.param_groups[0]["lr"].device.type == device
