@@ -20,13 +20,13 @@ from ._format import commits
 from ._format.boxes import boxes_of, plain
 from ._format.manifest import MOST_BYTES, NAME, Manifest, Piece, SavedFile, SavedTensor, name_of, read_manifest
 from ._format.writing import FileLayout, bytes_of, stream, write
+from ._full.tensors import plain_name
 from ._io import digests, files
 from ._layouts import layout_of
 from ._pending import background
 from ._pruning import prune_on_first
 from ._ranks import Ranks, compare
-from ._state import Collected, collect, leaves, plain_name
-from ._state import _unwrapped as unwrapped
+from ._state import Collected, collect, leaves, unwrapped
 
 _MOST_COMPARED = 1 << 20  # bytes of a tensor that ranks compare
 
@@ -408,4 +408,6 @@ def _united(one: Any, other: Any) -> Any:
         {**ours, "params": list(dict.fromkeys((*ours["params"], *others["params"])))}
         for ours, others in zip(one["groups"], other["groups"], strict=True)
     ]
-    return {"$": kind, "groups": groups, "state": {**other["state"], **one["state"]}}
+    both = {"$": kind, "groups": groups, "state": {**other["state"], **one["state"]}}
+    plain_keys = list(dict.fromkeys((*one.get("plain", ()), *other.get("plain", ()))))
+    return {**both, "plain": plain_keys} if plain_keys else both

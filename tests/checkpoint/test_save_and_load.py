@@ -147,9 +147,7 @@ def load_job(rank, world, tmp_path, how):
     assert_equal(state, torch.load(tmp_path / "full-0.pt"))
     again = tmp_path / f"{how}-{world}"
     data_rank = rank // 2 if how == "tp" else rank
-    torch.manual_seed(
-        data_rank
-    )  # ranks of a tensor-parallel group must draw alike; new ones have other generators
+    torch.manual_seed(data_rank)  # ranks of a tensor-parallel group must draw alike; new ones have other generators
     train(state, data_rank, 1)
     checkpoint.save(again, state, step=3)
     torch.save(content(state), again / f"full-{rank}.pt")
@@ -394,9 +392,7 @@ def stages(rank, world, same):
 
 @distributed(world=2)
 def test_stages_of_a_pipeline_need_names_of_their_own(rank, world, tmp_path):
-    with pytest.raises(
-        cs.CheckpointMismatchError, match=r"stage\.\w+ is a piece .* give it a name of its own"
-    ):
+    with pytest.raises(cs.CheckpointMismatchError, match=r"stage\.\w+ is a piece .* give it a name of its own"):
         checkpoint.save(tmp_path, stages(rank, world, same=True), step=0)
     plain = nn.Linear(2, 2)
     nn.init.constant_(plain.weight, rank)
