@@ -125,6 +125,7 @@ def test_a_failed_writer_fails_the_save_on_all_ranks_once(rank, world, tmp_path)
     for _ in range(2):
         with pytest.raises(cs.CheckpointError, match=full):
             pending.result(60)
+    dist.barrier()  # rank 0 has removed it when it has its result
     assert names(tmp_path) == ["LATEST", first.name], "nothing remains of it"
     checkpoint.wait()  # it has been told
     if rank == 1:
