@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,36 +110,31 @@ def fill(ranks: Ranks, target: Target, path: Path, manifest: Manifest, verify: b
             if verify is not None:
                 rest.check(verify)
 
-        def copy() -> None:
-            try:
-                rest.copy()
-            except Exception as error:
-                raise _in_part(error) from error
-
         ranks.together(check)
         try:
             ranks.together(target.hand)
-            ranks.together(copy)
+            ranks.together(_or_in_part(rest.copy))
         except BaseException:
             target.restore()
             raise
-
-        def finish() -> None:
-            try:
-                target.finish()
-            except Exception as error:
-                raise _in_part(error) from error
-
-        ranks.together(finish)
+        ranks.together(_or_in_part(target.finish))
     return handed.bytes_read + rest.bytes_read
 
 
-def _in_part(error: Exception) -> CheckpointError:
-    text = str(error) if isinstance(error, (OSError, CheckpointError)) else f"{type(error).__name__}: {error}"
-    return CheckpointError(
-        f"{text}; all was as it should be a moment before, and modules, optimizers and tensors are filled in part: "
-        "load again before they are used"
-    )
+def _or_in_part(work: Callable[[], None]) -> Callable[[], None]:
+    """The same work; an error of it says that what is loaded into was filled in part."""
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            text = str(error) if isinstance(error, (OSError, CheckpointError)) else f"{type(error).__name__}: {error}"
+            raise CheckpointError(
+                f"{text}; all was as it should be a moment before, and modules, optimizers and tensors are filled in "
+                "part: load again before they are used"
+            ) from error
+
+    return run
 
 
 def _checked(directory: str | os.PathLike[str], step: int | None) -> Path:
