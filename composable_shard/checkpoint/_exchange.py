@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 from .._errors import ShardConfigValueError
+from ._fitting import fit as fit_state
 from ._format.manifest import Manifest, SavedTensor
 from ._full.tensors import Holdings
 from ._io import files
 from ._load import differences, mismatch
 from ._load import fill as fill_target
 from ._ranks import Ranks
-from ._state import Target
 from ._state import unwrapped as unwrapped
+from ._target import Target
 
 ROOT = "@"  # the entry of a model that is no part of a state; errors do not show it
 _AT_ONCE = 1 << 23
@@ -66,7 +67,7 @@ def fill(ranks: Ranks, where: Path, manifest: Manifest, state: Mapping[str, Any]
     target = Target(manifest, ranks.rank, ranks.size, options.cast)
 
     def fit() -> None:
-        target.add(state)
+        fit_state(target, state)
         if target.problems:
             raise mismatch(where, list(map(_plainly, target.problems)))
 

@@ -10,10 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .._torch.distributed import local_tensor
+from ._collect import Collected
 from ._format.boxes import Box, boxes_of, plain, writes
 from ._format.writing import FileLayout, Laid, lay_out
 from ._ranks import Ranks
-from ._state import Collected
 
 
 @dataclass(frozen=True)

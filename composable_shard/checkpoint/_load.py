@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from .._errors import CheckpointError, CheckpointMismatchError, ShardConfigTypeError
+from ._fitting import fit as fit_state
 from ._format import commits
 from ._format.manifest import Manifest
 from ._format.reading import Reader, manifest_bytes
 from ._ranks import Ranks
-from ._state import Target
+from ._target import Target
 
 _MOST_NAMED = 20  # of problems in one error
 
@@ -161,7 +162,7 @@ def find_manifest(ranks: Ranks, directory: Path, step: int | None) -> tuple[comm
 
 
 def _fit(target: Target, state: Mapping[str, Any], path: Path) -> None:
-    target.add(state)
+    fit_state(target, state)
     if target.problems:
         raise mismatch(path, target.problems)
 

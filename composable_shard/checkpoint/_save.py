@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._errors import CheckpointError, CheckpointMismatchError, ShardConfigTypeError, ShardConfigValueError
+from ._collect import Collected, collect
 from ._format import commits
 from ._format.boxes import boxes_of, plain
 from ._format.manifest import MOST_BYTES, NAME, Manifest, Piece, SavedFile, SavedTensor, name_of, read_manifest
@@ -26,7 +27,7 @@ from ._layouts import layout_of
 from ._pending import background
 from ._pruning import prune_on_first
 from ._ranks import Ranks, compare
-from ._state import Collected, collect, leaves, unwrapped
+from ._state import leaves, unwrapped
 
 _MOST_COMPARED = 1 << 20  # bytes of a tensor that ranks compare
 

@@ -1,0 +1,109 @@
+"""A module fitted to a checkpoint: its own tensors are filled, those on meta are made."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .._module.state import states_below
+from .._torch.distributed import dtensor_like, local_tensor
+from ._format.values import decode
+from ._full.tensors import Held, Holdings, plain_name
+from ._state import ModuleContent
+from ._target import Target
+
+
+def fit_module(target: Target, path: str, module: nn.Module, content: ModuleContent, saved: Mapping[str, Any]) -> None:
+    """Find what a module wants of the checkpoint.
+
+    Args:
+        target: takes it.
+        path: of the module in the state.
+        module: to load into, without wrappers.
+        content: what its state dict gives.
+        saved: what the checkpoint says of it: names of tensors, and values that are none.
+    """
+    values, names = content.values, {*saved["tensors"], *saved["extra"]}
+    target.missing += [f"{path}.{name}" for name in values if name not in names]
+    target.unexpected += [f"{path}.{name}" for name in (*saved["tensors"], *saved["extra"]) if name not in values]
+    made = _made_for(target, path, module, content, set(saved["tensors"]))
+    for name, tensor in made.items():
+        target.want(f"{path}.{name}", tensor)
+    fetch = target.fetch_to_hand
+    extra = {name: decode(each, values[name], fetch) for name, each in saved["extra"].items() if name in values}
+    tied = content.tied
+    replaced = {name for name in made if made[tied.get(name, name)] is not values[tied.get(name, name)]}
+    if extra and content.own and not replaced:
+        now = {name: values[name] for name in extra}
+        target.load_by(path, functools.partial(_load_extra, module), lambda: extra, now)
+    target.after(lambda: _finish(module, made, extra, content.own, replaced))
+
+
+def _made_for(
+    target: Target, path: str, module: nn.Module, content: ModuleContent, names: set[str]
+) -> dict[str, torch.Tensor]:
+    """The tensors to fill: a module's own, or new ones where these are on meta; one for tied names."""
+    tensors = {name: each for name, each in content.values.items() if name in names and isinstance(each, torch.Tensor)}
+    held = Holdings(module) if any(map(is_meta, tensors.values())) else None
+    made: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        first = content.tied.get(name)
+        if first in made:
+            if target.key(f"{path}.{first}") != target.key(f"{path}.{name}"):
+                target.problems.append(f"{path}.{name}: is one with {path}.{first} here, and another in the checkpoint")
+            made[name] = made[first]
+        else:
+            made[name] = _materialised(held, name) if held is not None and is_meta(tensor) else tensor
+    return made
+
+
+def is_meta(tensor: torch.Tensor) -> bool:
+    """Whether this rank has no values of a tensor."""
+    return (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).is_meta
+
+
+def _materialised(held: Holdings, name: str) -> torch.Tensor:
+    """A tensor to load into, instead of one on meta: where this belongs, pinned if it is offloaded to pinned memory."""
+    each: Held = held.tensors[name]
+    home = each.home(held.ranks)
+    pins = each.owner is not None and each.owner.info.pins and home.type == "cpu"
+    local = torch.empty_like(each.local, device=home, requires_grad=False, pin_memory=pins)
+    return dtensor_like(each.tensor, local) if isinstance(each.tensor, DTensor) else local
+
+
+def _finish(
+    module: nn.Module, tensors: dict[str, torch.Tensor], extra: dict[str, Any], plain: bool, replaced: set[str]
+) -> None:
+    if replaced:
+        tensors = _as_parameters(module, tensors, replaced)
+    for state in states_below(module):
+        state.overwritten()
+    if replaced or not plain:
+        module.load_state_dict(_spelled(module, {**tensors, **extra}), strict=False, assign=bool(replaced))
+
+
+def _load_extra(module: nn.Module, extra: dict[str, Any]) -> None:
+    module.load_state_dict(_spelled(module, extra), strict=False)
+
+
+def _as_parameters(module: nn.Module, tensors: dict[str, torch.Tensor], replaced: set[str]) -> dict[str, torch.Tensor]:
+    """Tensors to assign: parameters that are there already as they are, and one new parameter for each new tensor."""
+    assigned, new = dict(tensors), dict[int, nn.Parameter]()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        name = plain_name(name)
+        if name in replaced:
+            tensor = tensors[name]
+            assigned[name] = new.setdefault(id(tensor), nn.Parameter(tensor, requires_grad=parameter.requires_grad))
+        elif name in tensors:
+            assigned[name] = parameter
+    return assigned
+
+
+def _spelled(module: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
+    """Values by the names that the module's own state dict has for them."""
+    return {name: values[plain_name(name)] for name in module.state_dict() if plain_name(name) in values}

@@ -1,0 +1,120 @@
+"""An optimizer fitted to a checkpoint: its tensors are filled, those that it has not yet are made."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from .._errors import CheckpointMismatchError
+from .._torch.distributed import local_tensor
+from ._fitting_modules import is_meta
+from ._format.manifest import SavedTensor
+from ._format.values import decode
+from ._full.tensors import is_split
+from ._state import PLAIN_BESIDE_SHARDED, Modules, OptimizerContent, is_plain_beside
+from ._target import Target
+
+
+def fit_optimizer(
+    target: Target, path: str, optimizer: torch.optim.Optimizer, modules: Modules, saved: Mapping[str, Any]
+) -> None:
+    """Find what an optimizer wants of the checkpoint.
+
+    Args:
+        target: takes it.
+        path: of the optimizer in the state.
+        optimizer: to load into; it need not have stepped.
+        modules: those of the state, whose parameters it steps.
+        saved: what the checkpoint says of it: groups, and state by the keys of parameters.
+    """
+    content = OptimizerContent.of(path, optimizer, modules)
+    groups = decode(saved["groups"], content.groups, target.fetch_to_hand)
+    if not _same_groups(target, path, optimizer, content.groups, groups):
+        return
+    stepped = {name: modules.parameters[name] for group in content.groups for name in group["params"]}
+    if any(map(is_meta, stepped.values())):
+        target.problems.append(
+            f"{path}: steps on parameters on the meta device, in whose place the load puts others; make the "
+            "optimizer after the model is loaded, or call model.to_empty(device=...) before it is made"
+        )
+        return
+    others = {name for group in groups for name in group["params"]} - stepped.keys()
+    plain = set(saved.get("plain", ()))
+    state = {}
+    for name, values in saved["state"].items():
+        if name in others:  # of parameters that this optimizer does not step
+            continue
+        fetch = functools.partial(_fetch, target, stepped[name], plain) if name in stepped else target.fetch
+        state[name] = decode(values, content.state.get(name, {} if name in stepped else None), fetch)
+        if name in stepped and not isinstance(state[name], dict):
+            raise TypeError(f"the state of {name} is no dictionary")
+    groups = [{**each, "params": ours["params"]} for each, ours in zip(groups, content.groups, strict=True)]
+    target.after(lambda: _finish(optimizer, groups, state))
+
+
+def _same_groups(
+    target: Target,
+    path: str,
+    optimizer: torch.optim.Optimizer,
+    here: list[dict[str, Any]],
+    saved: list[dict[str, Any]],
+) -> bool:
+    """Whether as many groups were saved; how they differ goes to the target."""
+    if len(saved) != len(here):
+        target.problems.append(f"{path}: has {len(here)} groups of parameters here, and {len(saved)} in the checkpoint")
+        return False
+    for index, (ours, theirs) in enumerate(zip(here, saved, strict=True)):
+        where = f"{path}.param_groups.{index}"
+        target.problems += [
+            f"{where}.{name}: the checkpoint has no such option; it is of another kind of optimizer"
+            for name, default in optimizer.defaults.items()
+            if name not in theirs and default is not None and not isinstance(default, bool)
+        ]
+        target.missing += [f"{where}.{name}" for name in ours["params"] if name not in set(theirs["params"])]
+        target.unexpected += [f"{where}.{name}" for name in theirs["params"] if name not in set(ours["params"])]
+    return True
+
+
+def _fetch(target: Target, parameter: torch.Tensor, plain: set[str], key: str, now: Any) -> Any:
+    """An optimizer's tensor: the one that it has, or a new one that is sharded like its parameter."""
+    if isinstance(now, torch.Tensor) and is_plain_beside(now, parameter) and is_split(parameter):
+        raise CheckpointMismatchError(f"{key}: {PLAIN_BESIDE_SHARDED}")
+    saved = target.saved(key)
+    if now is None and saved is not None and saved.shape:
+        is_plain = key in plain and not is_split(parameter)
+        now = target.new(key, parameter) if is_plain else _like(parameter, saved)
+    return target.fetch(key, now)
+
+
+def _like(parameter: torch.Tensor, saved: SavedTensor) -> torch.Tensor | None:
+    """A new tensor, sharded like its parameter as far as its shape is the parameter's."""
+    if saved.shape == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
+    if not isinstance(parameter, DTensor):
+        return None
+    replicated = [Replicate()] * parameter.device_mesh.ndim
+    local = torch.empty(saved.shape, dtype=saved.dtype, device=local_tensor(parameter).device)
+    return DTensor.from_local(local, parameter.device_mesh, replicated, run_check=False)
+
+
+def _finish(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: dict[str, dict[str, Any]]) -> None:
+    indices = {name: index for index, name in enumerate(name for group in groups for name in group["params"])}
+    numbered = [{**group, "params": [indices[name] for name in group["params"]]} for group in groups]
+    content = {indices.get(name, name): values for name, values in state.items()}
+    given = {key: dict(values) if isinstance(values, dict) else values for key, values in content.items()}
+    optimizer.load_state_dict({"state": given, "param_groups": numbered})
+    loaded = optimizer.state_dict()["state"]
+    for index in set(indices.values()) & set(content):
+        _keep_dtypes(loaded.get(index, {}), content[index])
+
+
+def _keep_dtypes(loaded: dict[str, Any], saved: dict[str, Any]) -> None:
+    """torch casts floating state to the dtype of its parameter; it gets the dtype back in which it was saved."""
+    for entry, value in saved.items():
+        now = loaded.get(entry)
+        if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+            loaded[entry] = value.to(now.device) if entry != "step" else now
