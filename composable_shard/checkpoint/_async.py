@@ -79,7 +79,7 @@ def async_save(
             beside.give_up(error)
         pending.fail(error)
         raise
-    background().pending = pending
+    background().hold(pending)
     return pending
 
 

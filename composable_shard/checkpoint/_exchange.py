@@ -73,14 +73,13 @@ def fill(ranks: Ranks, where: Path, manifest: Manifest, state: Mapping[str, Any]
 
     ranks.together(fit)
     missing, unexpected = (tuple(map(_plainly, names)) for names in differences(ranks, target))
-    missing = tuple(name for name in missing if options.concerns is None or options.concerns(name))
+    if options.concerns is not None:
+        missing = tuple(filter(options.concerns, missing))
     if options.strict and (missing or unexpected):
         problems = [f"{name}: is not in the files" for name in missing]
         problems += [f"{name}: is in the files, and nothing here is called so" for name in unexpected]
         raise mismatch(where, problems)
-    keys = [*target.handed, *target.wanted]
-    wanted = {key: [*target.handed.get(key, ()), *target.wanted.get(key, ())] for key in keys}
-    checked = ranks.together(lambda: options.check(wanted)) or 0
+    checked = ranks.together(lambda: options.check(target.all_wanted())) or 0
     read = fill_target(ranks, target, where, manifest, verify=None)
     return Imported(missing, unexpected, checked + read)
 

@@ -28,9 +28,8 @@ def fit_module(target: Target, path: str, module: nn.Module, content: ModuleCont
         content: what its state dict gives.
         saved: what the checkpoint says of it: names of tensors, and values that are none.
     """
-    values, names = content.values, {*saved["tensors"], *saved["extra"]}
-    target.missing += [f"{path}.{name}" for name in values if name not in names]
-    target.unexpected += [f"{path}.{name}" for name in (*saved["tensors"], *saved["extra"]) if name not in values]
+    values, names = content.values, dict.fromkeys((*saved["tensors"], *saved["extra"]))
+    target.differ(path, here=values, there=names)
     made = _made_for(target, path, module, content, set(saved["tensors"]))
     for name, tensor in made.items():
         target.want(f"{path}.{name}", tensor)

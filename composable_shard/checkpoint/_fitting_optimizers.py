@@ -44,14 +44,11 @@ def fit_optimizer(
         return
     others = {name for group in groups for name in group["params"]} - stepped.keys()
     plain = set(saved.get("plain", ()))
-    state = {}
-    for name, values in saved["state"].items():
-        if name in others:  # of parameters that this optimizer does not step
-            continue
-        fetch = functools.partial(_fetch, target, stepped[name], plain) if name in stepped else target.fetch
-        state[name] = decode(values, content.state.get(name, {} if name in stepped else None), fetch)
-        if name in stepped and not isinstance(state[name], dict):
-            raise TypeError(f"the state of {name} is no dictionary")
+    state = {
+        name: _decoded(target, name, values, content.state.get(name), stepped.get(name), plain)
+        for name, values in saved["state"].items()
+        if name not in others
+    }
     groups = [{**each, "params": ours["params"]} for each, ours in zip(groups, content.groups, strict=True)]
     target.after(lambda: _finish(optimizer, groups, state))
 
@@ -69,14 +66,23 @@ def _same_groups(
         return False
     for index, (ours, theirs) in enumerate(zip(here, saved, strict=True)):
         where = f"{path}.param_groups.{index}"
-        target.problems += [
+        target.problems.extend(
             f"{where}.{name}: the checkpoint has no such option; it is of another kind of optimizer"
             for name, default in optimizer.defaults.items()
             if name not in theirs and default is not None and not isinstance(default, bool)
-        ]
-        target.missing += [f"{where}.{name}" for name in ours["params"] if name not in set(theirs["params"])]
-        target.unexpected += [f"{where}.{name}" for name in theirs["params"] if name not in set(ours["params"])]
+        )
+        target.differ(where, here=dict.fromkeys(ours["params"]), there=dict.fromkeys(theirs["params"]))
     return True
+
+
+def _decoded(target: Target, name: str, saved: Any, now: Any, parameter: torch.Tensor | None, plain: set[str]) -> Any:
+    """The state of a parameter, or that of none, which the optimizer has under a name of its own."""
+    if parameter is None:
+        return decode(saved, now, target.fetch)
+    values = decode(saved, now or {}, functools.partial(_fetch, target, parameter, plain))
+    if not isinstance(values, dict):
+        raise TypeError(f"the state of {name} is no dictionary")
+    return values
 
 
 def _fetch(target: Target, parameter: torch.Tensor, plain: set[str], key: str, now: Any) -> Any:

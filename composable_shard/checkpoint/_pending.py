@@ -106,6 +106,10 @@ class Background:
         self.writer = WriterProcess()
         self.pending: PendingSave | None = None
 
+    def hold(self, pending: PendingSave) -> None:
+        """Keep the save that goes on now."""
+        self.pending = pending
+
     def settle(self) -> None:
         """Wait for the last save, and raise its error unless it has been raised already."""
         error = None if self.pending is None else self.pending.unseen

@@ -113,14 +113,19 @@ class Request:
             raise ShardConfigValueError(
                 f"keep: {keep!r} is not a number of checkpoints; give at least 1, or None for all"
             )
-        algorithm = digests.best() if checksum is None else checksum
-        if algorithm not in digests.ALGORITHMS:
-            raise ShardConfigValueError(f"checksum: {checksum!r} is not one of {', '.join(digests.ALGORITHMS)}")
-        if algorithm == "xxh3" and digests.best() != "xxh3":
-            raise ShardConfigValueError(
-                'checksum: "xxh3" needs the package xxhash: pip install composable-shard[checkpoint]'
-            )
-        return Request(Path(directory), step, overwrite, algorithm, keep)
+        return Request(Path(directory), step, overwrite, _algorithm(checksum), keep)
+
+
+def _algorithm(checksum: str | None) -> str:
+    """The checksums that were asked for, or the best that can be made here."""
+    algorithm = digests.best() if checksum is None else checksum
+    if algorithm not in digests.ALGORITHMS:
+        raise ShardConfigValueError(f"checksum: {checksum!r} is not one of {', '.join(digests.ALGORITHMS)}")
+    if algorithm == "xxh3" and digests.best() != "xxh3":
+        raise ShardConfigValueError(
+            'checksum: "xxh3" needs the package xxhash: pip install composable-shard[checkpoint]'
+        )
+    return algorithm
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +104,16 @@ class Target:
         else:
             wanted = self.handed if handed else self.wanted
             wanted.setdefault(self.key(key), []).append(tensor.detach())
+
+    def all_wanted(self) -> dict[str, list[torch.Tensor]]:
+        """By key of the checkpoint, all tensors to fill."""
+        keys = dict.fromkeys((*self.handed, *self.wanted))
+        return {key: [*self.handed.get(key, ()), *self.wanted.get(key, ())] for key in keys}
+
+    def differ(self, path: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+        """Note which names below a path are missing, and which are unexpected."""
+        self.missing += [f"{path}.{name}" for name in here if name not in there]
+        self.unexpected += [f"{path}.{name}" for name in there if name not in here]
 
     def key(self, key: str) -> str:
         """The key under which the tensor of a key is saved: another one, if it is tied."""

@@ -107,14 +107,17 @@ def _info(parsed: argparse.Namespace) -> _Answer:
 
 
 def _consolidate(parsed: argparse.Namespace) -> _Answer:
-    parsed.ranks = 1
-    return _reshard(parsed)
+    return _rewritten(parsed, 1)
 
 
 def _reshard(parsed: argparse.Namespace) -> _Answer:
+    return _rewritten(parsed, parsed.ranks)
+
+
+def _rewritten(parsed: argparse.Namespace, ranks: int) -> _Answer:
     with _bar("write") as progress:
-        path = reshard(parsed.directory, parsed.out, ranks=parsed.ranks, step=parsed.step, progress=progress)
-    return {"path": str(path), "files": parsed.ranks}, f"{path}: {_count(parsed.ranks, 'file')}"
+        path = reshard(parsed.directory, parsed.out, ranks=ranks, step=parsed.step, progress=progress)
+    return {"path": str(path), "files": ranks}, f"{path}: {_count(ranks, 'file')}"
 
 
 def _prune(parsed: argparse.Namespace) -> _Answer:

@@ -189,18 +189,8 @@ def twice(rank, world):
 
 
 def test_a_module_used_twice_is_gathered_and_reduced_twice():
-    text = graphs_of(twice)
-    if torch.__version__ >= "2.15":  # equal waits are not merged, and what is gathered is saved for backward
-        assert_expected_inline(
-            text,
-            """\
-forward GwGwmmwmmm, saves 1440 bytes
-backward mmwmmmmRwwmmmmRwRw
-""",
-        )
-        return
     assert_expected_inline(
-        text,
+        graphs_of(twice),
         """\
 forward GwGwmmmmm, saves 1104 bytes
 backward GmmwmmmmRmmmmRwwRw

@@ -84,6 +84,19 @@ def newest(directory: Path) -> Committed | None:
     checkpoints = committed(directory)
     if not os.path.lexists(path):
         return checkpoints[-1] if checkpoints else None
+    name = _named_in(path)
+    for each in checkpoints:
+        if each.path.name == name:
+            return each
+    _refuse_links(directory, name.__eq__)
+    others = ", ".join(each.path.name for each in checkpoints) or "none"
+    raise CheckpointCorruptError(
+        f"{path} names {name}, which is not there or has no manifest; committed are: {others}; {_REMEDY}"
+    )
+
+
+def _named_in(path: Path) -> str:
+    """The name of a checkpoint that LATEST holds."""
     try:
         name = files.read_file(path, 1024).decode().strip()
     except UnicodeDecodeError:
@@ -95,14 +108,7 @@ def newest(directory: Path) -> Committed | None:
     if _COMMITTED.fullmatch(name) is None:
         kind = CheckpointUnsafeError if "/" in name or "\\" in name or name == ".." else CheckpointCorruptError
         raise kind(f"{path} names {name[:200]!r}, which is not the name of a checkpoint; {_REMEDY}")
-    for each in checkpoints:
-        if each.path.name == name:
-            return each
-    _refuse_links(directory, name.__eq__)
-    others = ", ".join(each.path.name for each in checkpoints) or "none"
-    raise CheckpointCorruptError(
-        f"{path} names {name}, which is not there or has no manifest; committed are: {others}; {_REMEDY}"
-    )
+    return name
 
 
 def find(directory: Path, step: int | None) -> Committed:
@@ -111,24 +117,29 @@ def find(directory: Path, step: int | None) -> Committed:
     Raises:
         CheckpointIncompleteError: there is none.
     """
-    named = _COMMITTED.fullmatch(directory.name)
     if _PARTIAL.fullmatch(directory.name):
         raise CheckpointIncompleteError(f"{directory} is of a save that goes on, or was cut off: it is no checkpoint")
     if (directory / NAME).is_file():
-        if step is not None and named and int(named[1]) != step:
+        own = _step_of(directory.name)
+        if None not in (step, own) and step != own:
             raise CheckpointIncompleteError(f"{directory} is not a checkpoint of step {step}")
-        return Committed(int(named[1]) if named else 0, 0, directory)
-    checkpoint = (
-        newest(directory) if step is None else next((e for e in committed(directory)[::-1] if e.step == step), None)
-    )
+        return Committed(own or 0, 0, directory)
+    checkpoint = newest(directory) if step is None else _last_of(directory, step)
     if checkpoint is not None:
         return checkpoint
-    if step is not None:
-        _refuse_links(directory, lambda name: _step_of(name) == step)
     steps = ", ".join(str(each.step) for each in committed(directory)) or "none"
     partial = "; a save that has not ended is there, and does not count" if partials(directory) else ""
     wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     raise CheckpointIncompleteError(f"{directory} holds {wanted}; committed steps: {steps}{partial}")
+
+
+def _last_of(directory: Path, step: int) -> Committed | None:
+    """The last save at a step."""
+    for each in reversed(committed(directory)):
+        if each.step == step:
+            return each
+    _refuse_links(directory, lambda name: _step_of(name) == step)
+    return None
 
 
 def manifest_of(checkpoint: Committed, data: bytes) -> Manifest:
@@ -181,18 +192,23 @@ def begin(directory: Path, step: int, overwrite: bool) -> Attempt:
         raise ShardConfigValueError(f"directory: {directory} is itself a checkpoint; give the directory that it is in")
     name = f"step-{step:08d}"
     same = [each.again for each in committed(directory) if each.step == step]
-    latest = newest(directory) if same else None
-    if same and not overwrite and latest is not None and step <= latest.step:
-        raise ShardConfigValueError(
-            f"step: {directory} has a checkpoint of step {step} already; save another step, remove it (`prune`), "
-            "or give overwrite=True, which replaces it once the new one is committed"
-        )
+    if same and not overwrite:
+        _refuse_again(directory, step)
     final = directory / (f"{name}-{max(same) + 1}" if same else name)
     if os.path.lexists(final):
         raise ShardConfigValueError(f"step: {final} exists and is no committed checkpoint; move it away, or remove it")
     attempt = Attempt(directory / f".{name}.tmp-{secrets.token_hex(6)}", final)
     files.make_directory(attempt.partial)
     return attempt
+
+
+def _refuse_again(directory: Path, step: int) -> None:
+    latest = newest(directory)
+    if latest is not None and step <= latest.step:
+        raise ShardConfigValueError(
+            f"step: {directory} has a checkpoint of step {step} already; save another step, remove it (`prune`), "
+            "or give overwrite=True, which replaces it once the new one is committed"
+        )
 
 
 def commit(attempt: Attempt, manifest: bytes) -> None:

@@ -302,30 +302,41 @@ def _archive(key: str, place: tuple[Path, int, int], dtype: torch.dtype, shape: 
         view = _View(descriptor, begin, length)
         try:
             tensor = torch.load(cast(IO[bytes], view), map_location="meta", weights_only=True)
-            with zipfile.ZipFile(view) as archive:
-                order = [each for each in archive.namelist() if each.endswith("/byteorder")]
-                if order and archive.read(order[0]) != b"little":
-                    raise ValueError("its bytes are in another order than this machine's")
-                [data] = [each for each in archive.infolist() if each.filename.endswith("/data/0")]
-            view.seek(data.header_offset)
-            header = view.read(30) or b""
+            data, at = _data_in(view)
         except pickle.UnpicklingError as error:
             raise CheckpointUnsafeError(
                 f"{path}: {key} is no tensor alone and was not loaded: {str(error).splitlines()[0]}"
             ) from None
         except Exception as error:  # what a damaged archive raises is not bounded
             raise CheckpointCorruptError(f"{path}: {key} is damaged: {type(error).__name__}: {error}") from None
+    _check_tensor(key, path, tensor, dtype, shape)
+    first, size = int(tensor.storage_offset()) * dtype.itemsize, tensor.numel() * dtype.itemsize
+    if data.compress_type != zipfile.ZIP_STORED or first + size > data.file_size or at + data.file_size > length:
+        raise CheckpointCorruptError(f"{path}: {key} is damaged: its bytes lie beyond its archive")
+    return Archive(begin + at, begin + at + data.file_size, data.CRC), first
+
+
+def _data_in(view: _View) -> tuple[zipfile.ZipInfo, int]:
+    """The entry of an archive that holds a tensor's bytes, and where these begin."""
+    with zipfile.ZipFile(cast(IO[bytes], view)) as archive:
+        order = [each for each in archive.namelist() if each.endswith("/byteorder")]
+        if order and archive.read(order[0]) != b"little":
+            raise ValueError("its bytes are in another order than this machine's")
+        [data] = [each for each in archive.infolist() if each.filename.endswith("/data/0")]
+    view.seek(data.header_offset)
+    header = view.read(30) or b""
+    name, extra = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
+    return data, data.header_offset + 30 + name + extra
+
+
+def _check_tensor(key: str, path: Path, tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """See that a tensor is the one that the metadata tells of, and lies as it is read."""
     if type(tensor) is not torch.Tensor or tensor.dtype != dtype or tuple(tensor.shape) != shape:
         raise CheckpointCorruptError(f"{path}: holds another tensor than {key} of dtype {dtype} and shape {shape}")
     if tensor.is_conj() or tensor.is_neg():
         raise CheckpointMismatchError(f"{path}: {key} is a conjugated or negated view; save `resolve_conj()` of it")
     if not tensor.is_contiguous():
         raise CheckpointMismatchError(f"{path}: {key} does not lie row by row; save it contiguous")
-    at = data.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    first, size = int(tensor.storage_offset()) * dtype.itemsize, tensor.numel() * dtype.itemsize
-    if data.compress_type != zipfile.ZIP_STORED or first + size > data.file_size or at + data.file_size > length:
-        raise CheckpointCorruptError(f"{path}: {key} is damaged: its bytes lie beyond its archive")
-    return Archive(begin + at, begin + at + data.file_size, data.CRC), first
 
 
 def check(stored: Stored, wanted: Mapping[str, Sequence[tuple[SavedTensor, torch.Tensor]]]) -> int:

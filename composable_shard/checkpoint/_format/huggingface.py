@@ -63,6 +63,18 @@ def read_stored(path: Path) -> Stored:
             raise CheckpointIncompleteError(
                 f"{path} does not exist; give a directory with safetensors files, or one file"
             )
+    tensors, sizes = _read_headers(directory, parts, named)
+    absent = [key for key in named or () if key not in tensors]
+    if absent:
+        listed = ", ".join(absent[:5])
+        raise CheckpointCorruptError(f"{directory}: its index names {listed}, and the files have no such tensor")
+    return Stored(tensors, sizes)
+
+
+def _read_headers(
+    directory: Path, parts: Sequence[str], named: dict[str, str] | None
+) -> tuple[dict[str, SavedTensor], dict[str, int]]:
+    """The tensors of all files, and the files' bytes by path."""
     tensors: dict[str, SavedTensor] = {}
     sizes: dict[str, int] = {}
     for name in parts:
@@ -77,11 +89,7 @@ def read_stored(path: Path) -> Stored:
                     f"{directory / name}: holds {key}, and {where}; files of two exports are mixed"
                 )
             tensors[key] = tensor
-    absent = [key for key in named or () if key not in tensors]
-    if absent:
-        listed = ", ".join(absent[:5])
-        raise CheckpointCorruptError(f"{directory}: its index names {listed}, and the files have no such tensor")
-    return Stored(tensors, sizes)
+    return tensors, sizes
 
 
 def _parts(directory: Path) -> tuple[list[str], dict[str, str] | None]:
@@ -91,6 +99,11 @@ def _parts(directory: Path) -> tuple[list[str], dict[str, str] | None]:
             return _read_index(directory / f"{stem}{INDEX}")
         if (directory / f"{stem}.safetensors").exists():
             return [f"{stem}.safetensors"], None
+    return _only_parts(directory)
+
+
+def _only_parts(directory: Path) -> tuple[list[str], dict[str, str] | None]:
+    """The same of a directory where nothing has the usual name: of the one model that is there."""
     if (directory / MANIFEST).exists():
         raise CheckpointIncompleteError(f"{directory} is a checkpoint of this library; read it by checkpoint.load")
     names = sorted(each.name for each in directory.iterdir())
@@ -100,9 +113,10 @@ def _parts(directory: Path) -> tuple[list[str], dict[str, str] | None]:
         return _read_index(directory / indices[0])
     if not indices and len(whole) == 1:
         return whole, None
-    several = f"; it has {', '.join([*indices, *whole][:5])}: give one of these" if indices or whole else ""
-    partial = "; parts of a model are there, and no index" if any(map(_PART_NAME.fullmatch, names)) else ""
-    raise CheckpointIncompleteError(f"{directory} has neither model.safetensors nor model{INDEX}{several}{partial}")
+    hint = f"; it has {', '.join([*indices, *whole][:5])}: give one of these" if indices or whole else ""
+    if any(map(_PART_NAME.fullmatch, names)):
+        hint += "; parts of a model are there, and no index"
+    raise CheckpointIncompleteError(f"{directory} has neither model.safetensors nor model{INDEX}{hint}")
 
 
 def _read_index(path: Path) -> tuple[list[str], dict[str, str]]:

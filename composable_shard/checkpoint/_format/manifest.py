@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -290,25 +289,7 @@ def check(manifest: Manifest) -> None:
     for name, file in manifest.files.items():
         if len(file.blocks) != width * math.ceil(file.size / BLOCK):
             raise ValueError(f"{name} of {file.size} bytes has {len(file.blocks)} bytes of digests")
-    used: dict[str, list[tuple[int, int, str]]] = {name: [] for name in manifest.files}
-    for key, tensor in manifest.tensors.items():
-        for piece in tensor.pieces:
-            if len(piece.offsets) != len(tensor.shape) or len(piece.shape) != len(tensor.shape):
-                raise ValueError(f"{key} has {len(tensor.shape)} dimensions and a piece of it {len(piece.shape)}")
-            if any(at + size > whole for at, size, whole in zip(piece.offsets, piece.shape, tensor.shape, strict=True)):
-                raise ValueError(f"{key} of shape {tensor.shape} has a piece beyond it")
-            count = math.prod(piece.shape)
-            if piece.end - piece.begin != count * tensor.dtype.itemsize:
-                raise ValueError(f"{key}: a piece of shape {piece.shape} in {piece.end - piece.begin} bytes")
-            if piece.file not in used or piece.end > manifest.files[piece.file].size:
-                raise ValueError(f"{key}: a piece in bytes {piece.begin} to {piece.end} of {piece.file}")
-            used[piece.file].append((piece.begin, piece.end, key))
-        if not fills(tensor):
-            raise ValueError(f"{key}: its pieces do not fill it, or lie on top of each other")
-    for name, ranges in used.items():
-        for (_, end, key), (begin, _, other) in _neighbours(sorted(each for each in ranges if each[0] < each[1])):
-            if begin < end:
-                raise ValueError(f"{key} and {other} share bytes of {name}")
+    _check_tensors(manifest)
     for alias, key in manifest.aliases.items():
         if key not in manifest.tensors or alias in manifest.tensors:
             raise ValueError(f"{alias} is said to be {key}")
@@ -317,14 +298,38 @@ def check(manifest: Manifest) -> None:
             raise ValueError(f"{name} has values of {len(values)} ranks, and {manifest.ranks} have saved")
 
 
+def _check_tensors(manifest: Manifest) -> None:
+    """See that every tensor is there once, in bytes of its own."""
+    used: dict[str, list[tuple[int, int, str]]] = {name: [] for name in manifest.files}
+    for key, tensor in manifest.tensors.items():
+        for piece in tensor.pieces:
+            _check_piece(key, tensor, piece)
+            if piece.file not in used or piece.end > manifest.files[piece.file].size:
+                raise ValueError(f"{key}: a piece in bytes {piece.begin} to {piece.end} of {piece.file}")
+            if piece.begin < piece.end:
+                used[piece.file].append((piece.begin, piece.end, key))
+        if not fills(tensor):
+            raise ValueError(f"{key}: its pieces do not fill it, or lie on top of each other")
+    for name, ranges in used.items():
+        for (_, end, key), (begin, _, other) in itertools.pairwise(sorted(ranges)):
+            if begin < end:
+                raise ValueError(f"{key} and {other} share bytes of {name}")
+
+
+def _check_piece(key: str, tensor: SavedTensor, piece: Piece) -> None:
+    """See that a piece lies in its tensor, and has its bytes."""
+    if len(piece.offsets) != len(tensor.shape) or len(piece.shape) != len(tensor.shape):
+        raise ValueError(f"{key} has {len(tensor.shape)} dimensions and a piece of it {len(piece.shape)}")
+    if any(at + size > whole for at, size, whole in zip(piece.offsets, piece.shape, tensor.shape, strict=True)):
+        raise ValueError(f"{key} of shape {tensor.shape} has a piece beyond it")
+    if piece.end - piece.begin != math.prod(piece.shape) * tensor.dtype.itemsize:
+        raise ValueError(f"{key}: a piece of shape {piece.shape} in {piece.end - piece.begin} bytes")
+
+
 def fills(tensor: SavedTensor) -> bool:
     """Whether the pieces of a tensor, none of which lies beyond it, have each of its elements once."""
     filled = sum(math.prod(piece.shape) for piece in tensor.pieces)
     return filled == math.prod(tensor.shape) and not (len(tensor.pieces) > 1 and _overlap(tensor))
-
-
-def _neighbours(ranges: list[tuple[int, int, str]]) -> Iterator[tuple[tuple[int, int, str], tuple[int, int, str]]]:
-    return itertools.pairwise(ranges)
 
 
 def _overlap(tensor: SavedTensor) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import collections
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -62,41 +63,74 @@ def _is_plain(value: Mapping[Any, Any]) -> bool:
 
 
 def _tagged(value: Any, key: str, keep: Keep) -> dict[str, Any] | None:
-    if isinstance(value, (tuple, set, frozenset)):
-        if hasattr(value, "_fields"):
-            return None  # a named tuple: its class would have to be found by name
-        kind = "size" if isinstance(value, torch.Size) else next(k for k in _SEQUENCES if type(value) is _SEQUENCES[k])
-        items = value if isinstance(value, tuple) else sorted(value, key=repr)
-        return {"$": kind, "items": [encode(each, f"{key}.{index}", keep) for index, each in enumerate(items)]}
-    if type(value) in (dict, collections.OrderedDict, collections.Counter):
-        kind = "counter" if isinstance(value, collections.Counter) else "dict"
-        pairs = [[encode(n, f"{key}.{n}", keep), encode(each, f"{key}.{n}", keep)] for n, each in value.items()]
-        return {"$": kind, "items": pairs}
-    if isinstance(value, (bytes, bytearray)):
-        return {"$": "bytes", "value": base64.b64encode(value).decode()}
-    if isinstance(value, complex):
-        return {"$": "complex", "value": [value.real.hex(), value.imag.hex()]}
-    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-        return {
-            "$": "numpy",
-            "dtype": value.dtype.str,
-            "shape": None,
-            "value": base64.b64encode(value.tobytes()).decode(),
-        }
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
-        return {"$": "numpy", "dtype": value.dtype.str, "shape": list(value.shape), "value": data}
-    if isinstance(value, torch.dtype):
-        return {"$": "dtype", "value": name_of(value)}
-    if isinstance(value, torch.device):
-        return {"$": "device", "value": str(value)}
-    if isinstance(value, torch.Generator):
-        keep(key, value.get_state())
-        return {"$": "generator", "key": key}
-    return None
+    encoder = _ENCODERS.get(type(value))
+    if encoder is None:
+        encoder = next((each for base, each in _BASES.items() if isinstance(value, base)), None)
+    return None if encoder is None else encoder(value, key, keep)
 
 
-_SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+def _encode_items(kind: str, value: Any, key: str, keep: Keep) -> dict[str, Any]:
+    items = value if isinstance(value, tuple) else sorted(value, key=repr)
+    return {"$": kind, "items": [encode(each, f"{key}.{index}", keep) for index, each in enumerate(items)]}
+
+
+def _encode_pairs(kind: str, value: Mapping[Any, Any], key: str, keep: Keep) -> dict[str, Any]:
+    pairs = [[encode(name, f"{key}.{name}", keep), encode(each, f"{key}.{name}", keep)] for name, each in value.items()]
+    return {"$": kind, "items": pairs}
+
+
+def _encode_bytes(value: bytes | bytearray, key: str, keep: Keep) -> dict[str, Any]:
+    return {"$": "bytes", "value": base64.b64encode(value).decode()}
+
+
+def _encode_complex(value: complex, key: str, keep: Keep) -> dict[str, Any]:
+    return {"$": "complex", "value": [value.real.hex(), value.imag.hex()]}
+
+
+def _encode_dtype(value: torch.dtype, key: str, keep: Keep) -> dict[str, Any]:
+    return {"$": "dtype", "value": name_of(value)}
+
+
+def _encode_device(value: torch.device, key: str, keep: Keep) -> dict[str, Any]:
+    return {"$": "device", "value": str(value)}
+
+
+def _encode_generator(value: torch.Generator, key: str, keep: Keep) -> dict[str, Any]:
+    keep(key, value.get_state())
+    return {"$": "generator", "key": key}
+
+
+def _encode_numpy(value: Any, key: str, keep: Keep) -> dict[str, Any] | None:
+    """An array, or a scalar, whose shape is None."""
+    if value.dtype.kind not in "biufc":
+        return None
+    shape = list(value.shape) if isinstance(value, np.ndarray) else None
+    data = np.ascontiguousarray(value).tobytes()
+    return {"$": "numpy", "dtype": value.dtype.str, "shape": shape, "value": base64.b64encode(data).decode()}
+
+
+_SEQUENCES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size}
+_PAIRS: dict[str, Callable[[Any], Any]] = {"dict": dict, "counter": collections.Counter}
+_Encoder = Callable[[Any, str, Keep], dict[str, Any] | None]
+_ENCODERS: dict[type, _Encoder] = {  # by the very type: the class of a named tuple would have to be found by name
+    tuple: functools.partial(_encode_items, "tuple"),
+    set: functools.partial(_encode_items, "set"),
+    frozenset: functools.partial(_encode_items, "frozenset"),
+    torch.Size: functools.partial(_encode_items, "size"),
+    dict: functools.partial(_encode_pairs, "dict"),
+    collections.OrderedDict: functools.partial(_encode_pairs, "dict"),
+    collections.Counter: functools.partial(_encode_pairs, "counter"),
+}
+_BASES: dict[type, _Encoder] = {
+    np.generic: _encode_numpy,
+    np.ndarray: _encode_numpy,
+    bytes: _encode_bytes,
+    bytearray: _encode_bytes,
+    complex: _encode_complex,
+    torch.dtype: _encode_dtype,
+    torch.device: _encode_device,
+    torch.Generator: _encode_generator,
+}
 
 
 def decode(saved: Any, now: Any, fetch: Fetch) -> Any:
@@ -129,37 +163,42 @@ def decode(saved: Any, now: Any, fetch: Fetch) -> Any:
 
 
 def _made(kind: Any, saved: dict[str, Any], now: Any, fetch: Fetch) -> Any:
-    if kind == "float":
-        return float.fromhex(saved["value"])
     if kind == "tensor":
         return fetch(saved["key"], now if isinstance(now, torch.Tensor) else None)
     if kind == "generator":
         return fetch(saved["key"], now if isinstance(now, torch.Generator) else torch.Generator())
-    if kind in _SEQUENCES or kind == "size":
-        items = decode(saved["items"], now if isinstance(now, tuple) else None, fetch)
-        return torch.Size(items) if kind == "size" else _SEQUENCES[kind](items)
-    if kind in ("dict", "counter"):
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](decode(saved["items"], now if isinstance(now, tuple) else None, fetch))
+    if kind in _PAIRS:
         present = now if isinstance(now, Mapping) else {}
         pairs = [(decode(name, None, fetch), each) for name, each in saved["items"]]
-        content = {name: decode(each, present.get(name), fetch) for name, each in pairs}
-        return collections.Counter(content) if kind == "counter" else content
-    return _plain(kind, saved)
-
-
-def _plain(kind: Any, saved: dict[str, Any]) -> Any:
-    value = saved["value"]
-    if kind == "bytes":
-        return base64.b64decode(value, validate=True)
-    if kind == "complex":
-        return complex(*map(float.fromhex, value))
-    if kind == "dtype":
-        return DTYPES[value]
-    if kind == "device":
-        return torch.device(value)
+        return _PAIRS[kind]({name: decode(each, present.get(name), fetch) for name, each in pairs})
     if kind == "numpy":
-        if _NUMBERS.fullmatch(saved["dtype"]) is None:
-            raise ValueError(f"dtype {saved['dtype']!r}")
-        dtype = np.dtype(saved["dtype"])
-        array = np.frombuffer(base64.b64decode(value, validate=True), dtype)
-        return array[0] if saved["shape"] is None else array.reshape(saved["shape"]).copy()
+        return _decode_numpy(saved)
+    if kind in _DECODERS:
+        return _DECODERS[kind](saved["value"])
     raise ValueError("this library does not know it; a newer one may")
+
+
+def _decode_numpy(saved: dict[str, Any]) -> Any:
+    if _NUMBERS.fullmatch(saved["dtype"]) is None:
+        raise ValueError(f"dtype {saved['dtype']!r}")
+    array = np.frombuffer(_decode_bytes(saved["value"]), np.dtype(saved["dtype"]))
+    return array[0] if saved["shape"] is None else array.reshape(saved["shape"]).copy()
+
+
+def _decode_bytes(value: str) -> bytes:
+    return base64.b64decode(value, validate=True)
+
+
+def _decode_complex(value: list[str]) -> complex:
+    return complex(*map(float.fromhex, value))
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "float": float.fromhex,
+    "bytes": _decode_bytes,
+    "complex": _decode_complex,
+    "dtype": DTYPES.__getitem__,
+    "device": torch.device,
+}

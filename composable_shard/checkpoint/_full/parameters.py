@@ -65,21 +65,14 @@ def full_parameters(
         )
     states = states_with_parameters_in(module)
     _check_idle(module, states)
-    for each in module.modules():
-        if isinstance(each, FSDPModule):
-            each.reshard()
-    for state in states:
-        state.release()
+    _reshard(module, states)
     held = Holdings(module)
     held.check_material("full_parameters")
     places = _places(module, held, recurse)
-    sharded = list(dict.fromkeys(place.held for place in places))
+    parts = [Part.of(each, each.tensor) for each in dict.fromkeys(place.held for place in places)]
     device = torch.device("cpu") if offload_to_cpu else None
-    parts = [Part.of(each, each.tensor) for each in sharded]
-    shown = {
-        each: _shown(full, each)
-        for each, full in gathered(parts, held.ranks, limit=held.limit, lead_only=rank0_only, device=device)
-    }
+    full = gathered(parts, held.ranks, limit=held.limit, lead_only=rank0_only, device=device)
+    shown = {each: _shown(value, each) for each, value in full}
     if not shown:
         yield
         return
@@ -110,6 +103,15 @@ def _check_idle(module: nn.Module, states: list[ShardState]) -> None:
     for name, param in module.named_parameters():
         if hasattr(param, _SHOWN):
             raise ShardConfigStateError(f"full_parameters: {name} is shown in full already; leave that context first")
+
+
+def _reshard(module: nn.Module, states: list[ShardState]) -> None:
+    """Have the sharded parameters in place, and no memory of unsharded ones."""
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
+    for state in states:
+        state.release()
 
 
 def _places(module: nn.Module, held: Holdings, recurse: bool) -> list[_Place]:

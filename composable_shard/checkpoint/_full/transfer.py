@@ -193,18 +193,24 @@ def _gather(
             rows = None if whole is None else whole.view(-1).view(torch.uint8).view(world, -1)
             _exchange(direct, rows, group, lead)
             return {} if whole is None else {parts[0].name: whole}
-        sizes = [0 if part.cut is None else part.cut.nbytes(part.tensor.shape, part.sent_as) for part in parts]
-        begins = [0, *accumulate(sizes)]
-        own = torch.empty(begins[-1], dtype=torch.uint8, device=wire)
-        for part, begin in zip(parts, begins, strict=False):
-            local = local_tensor(part.tensor)
-            _view(own, begin, local.shape, part.sent_as).copy_(local)
+        own, begins = _packed(parts, wire)
         rows = torch.empty((world, begins[-1]), dtype=torch.uint8, device=wire) if wanted else None
         _exchange(own, rows, group, lead)
         del own
         if rows is None:
             return {}
         return {part.name: _put_together(part, rows, at, home) for part, at in zip(parts, begins, strict=False)}
+
+
+def _packed(parts: list[Part], wire: torch.device) -> tuple[torch.Tensor, list[int]]:
+    """The bytes of this rank's pieces, and where each begins."""
+    sizes = [0 if part.cut is None else part.cut.nbytes(part.tensor.shape, part.sent_as) for part in parts]
+    begins = [0, *accumulate(sizes)]
+    own = torch.empty(begins[-1], dtype=torch.uint8, device=wire)
+    for part, begin in zip(parts, begins, strict=False):
+        local = local_tensor(part.tensor)
+        _view(own, begin, local.shape, part.sent_as).copy_(local)
+    return own, begins
 
 
 def _direct(parts: list[Part], wire: torch.device, home: torch.device) -> torch.Tensor | None:

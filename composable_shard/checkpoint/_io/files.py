@@ -24,8 +24,13 @@ def _doing(operation: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.filename is None and error.errno is not None:
-            error.filename = str(path)
+            raise _of(path, error) from None
         raise
+
+
+def _of(path: Path, error: OSError) -> OSError:
+    """The same error, naming the file."""
+    return OSError(error.errno, error.strerror, str(path))
 
 
 def make_directory(path: Path) -> None:
@@ -147,8 +152,7 @@ def read_into(descriptor: int, view: memoryview, at: int, path: Path) -> int:
             observe("read", path)
         return os.preadv(descriptor, [view], at)
     except OSError as error:
-        error.filename = str(path)
-        raise
+        raise _of(path, error) from None
 
 
 def size_of(path: Path) -> int:
