@@ -160,8 +160,9 @@ class _Order:
         return self.first if module == ROOT_NAME else self._computes.get(module, [self.last])[0]
 
     def ready(self, module: str) -> int:
-        """Where a module has begun and its own weights have come: it gathers ahead from there."""
-        return self._arrivals[module] if module in self._arrivals else self.begin(module)
+        """Where a module gathers ahead, as in eager: behind its own weights, or where its backward begins."""
+        own = module in self._arrivals and (module == ROOT_NAME or not self.backward)
+        return self._arrivals[module] if own else self.begin(module)
 
     def middle(self, module: str) -> int:
         """Half-way through what a module computes."""

@@ -158,7 +158,7 @@ def test_lists_plans_and_budgets_place_the_communication_of_graphs(rank, world):
             """\
 lists
 forward GwGGmwGGmmwmmwmmwmm, saves 2880 bytes
-backward GmwGGmmmRmwmmmwRmwmmmwRwGmwmmmRmwRw
+backward GGGmwmmmRmwmmmwRmwmmmwRwGmwmmmRmwRw
 a given plan
 forward GwGmwmmGwmmGwmmGwmm, saves 2880 bytes
 backward GmwmmmRwGmwmmmRwGmwmmmRwGmwmmmRmwRw

@@ -140,7 +140,7 @@ forward GwGwGmmwGmmwGmmwmm, saves 36120 bytes
 backward mmmmRmmmmRmmmmwRmmmmwRwRww
 three, but for one group's
 forward GwGwGmmwGmmwGmmwmm, saves 3352 bytes
-backward GmwGmmmRmwGmmmRmwGmmmwwRmwmmmRRwww
+backward GGmwmmmRGmwmmmRGmwmmmwwRmwmmmRRwww
 both
 forward GwGwGmmwGmmwGmmwmm, saves 19736 bytes
 backward GmmmmRmwmmmwRmmwGmmRmwmmmwRwRw
