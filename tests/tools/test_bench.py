@@ -248,6 +248,17 @@ def test_overlap_shows_what_engines_leave_exposed_beside_what_a_simulation_says(
     assert found["virtual", "ours-compiled"] == found["streams", "ours-compiled"] < found["streams", "fsdp2"]
 
 
+@pytest.mark.matrix
+def test_a_compiled_step_exposes_what_its_plan_says(tmp_path: Path) -> None:
+    file = tmp_path / "overlap.json"
+    engines = ("ours-auto", "ours-compiled-auto")
+    bench("overlap.py", "--models=experts", "--ratios=1", "--clocks=streams", "--rounds=1", f"--json={file}",
+          f"--engines={','.join(engines)},fsdp2")  # fmt: skip
+    results = {each["engine"]: each for each in read(file)["results"]}
+    for engine in engines:
+        assert results[engine]["exposed_ms"]["median"] == pytest.approx(results[engine]["predicted_ms"], rel=0.02)
+
+
 SIMULATE = """
 import random
 from _simulate import Stage, exposed, least_exposed
