@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._errors import CheckpointError, CheckpointMismatchError, ShardConfigTypeError, ShardConfigValueError
@@ -210,11 +211,7 @@ def _take(ranks: Ranks, request: Request, state: Mapping[str, Any]) -> _Taken:
         collected = collect(state, ranks.rank)
         buffers = _buffers(state)
         described = {key: _described(key, tensor, key in buffers) for key, tensor in collected.tensors.items()}
-    places = {
-        key: tensor.device_mesh.mesh.flatten().tolist()
-        for key, tensor in collected.tensors.items()
-        if isinstance(tensor, DTensor)
-    }
+    places = _places(collected)
     about = {
         "directory": str(request.directory),
         "step": request.step,
@@ -226,6 +223,19 @@ def _take(ranks: Ranks, request: Request, state: Mapping[str, Any]) -> _Taken:
     compared = sorted(described.items()), plain, collected.aliases, places
     digest = hashlib.sha256(repr(compared).encode()).digest()
     return _Taken(request, collected, about, described, plain, places, digest)
+
+
+def _places(collected: Collected) -> dict[str, list[int]]:
+    """Of each sharded tensor, the ranks of its mesh."""
+    ranks: dict[DeviceMesh, list[int]] = {}  # to ask a mesh takes as long as to read a small tensor
+    places = {}
+    for key, tensor in collected.tensors.items():
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            if mesh not in ranks:
+                ranks[mesh] = mesh.mesh.flatten().tolist()
+            places[key] = ranks[mesh]
+    return places
 
 
 def _buffers(state: Mapping[str, Any]) -> set[str]:

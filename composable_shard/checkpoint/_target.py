@@ -103,7 +103,7 @@ class Target:
             self.problems.append(f"{key}: has dtype {here} here, and {saved_as} in the checkpoint{hint}")
         else:
             wanted = self.handed if handed else self.wanted
-            wanted.setdefault(self.key(key), []).append(tensor.detach())
+            wanted.setdefault(self.key(key), []).append(tensor)
 
     def all_wanted(self) -> dict[str, list[torch.Tensor]]:
         """By key of the checkpoint, all tensors to fill."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -39,13 +40,31 @@ def boxes_of(key: str, tensor: torch.Tensor) -> list[Box]:
     if not local.numel():
         return []
     boxes = []
-    chunks: Any = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # how DTensors tell checkpoints
+    chunks = _chunks_of(tensor)
     if len(chunks) == 1:
         return [Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes), local)]
     for chunk in chunks:
         part = tensor.__get_tensor_shard__(_index(key, chunk))  # type: ignore[no-untyped-call]
         boxes.append(Box(tuple(chunk.offsets), tuple(chunk.sizes), part.detach()))
     return boxes
+
+
+_known: dict[tuple[Any, ...], Any] = {}  # chunks by mesh, placements and shape: most tensors are like others
+_MOST_KNOWN = 4096
+
+
+def _chunks_of(tensor: DTensor) -> Any:
+    """The chunks that a DTensor names to those who save it."""
+    if type(local_tensor(tensor)) is not torch.Tensor:  # others may name chunks of their own
+        return tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    kind = tensor.device_mesh, tensor.placements, tensor.shape, rank
+    chunks = _known.get(kind)
+    if chunks is None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        chunks = _known[kind] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return chunks
 
 
 def _index(key: str, chunk: Any) -> Any:
@@ -60,7 +79,8 @@ def plain(key: str, local: torch.Tensor) -> torch.Tensor:
     Raises:
         ShardConfigValueError: it has no memory that could be written as it is.
     """
-    if is_traceable_wrapper_subclass(local) or not has_memory(local):
+    is_own = type(local) is torch.Tensor
+    if not is_own and (is_traceable_wrapper_subclass(local) or not has_memory(local)):
         raise ShardConfigValueError(
             f"{key} is a {type(local).__name__}, which has no memory of its own; checkpoints hold plain tensors: put "
             "what it is made of into the state"
@@ -79,7 +99,7 @@ def plain(key: str, local: torch.Tensor) -> torch.Tensor:
             f"{key} is {'quantized' if local.is_quantized else 'sparse'}: checkpoints hold dense tensors; "
             "dequantize it, or leave it out of the state"
         )
-    return local.detach().as_subclass(torch.Tensor)
+    return local.detach() if is_own else local.detach().as_subclass(torch.Tensor)
 
 
 def writes(tensor: torch.Tensor, turn: int, rank: int, holders: list[int]) -> bool:

@@ -20,6 +20,7 @@ FORMAT = "composable_shard checkpoint"
 VERSION = 1
 NAME = "manifest.json"
 MOST_BYTES = 1 << 30  # of a manifest
+_MOST = 1 << 62  # of a count
 FILE_NAME = re.compile(r"rank-[0-9]{5,9}\.safetensors", re.ASCII)
 
 # How safetensors names the dtypes; those that it does not have are kept as bytes.
@@ -268,7 +269,7 @@ def _tensor(key: str, given: Any, where: str) -> SavedTensor:
 
 
 def _count(given: Any) -> int:
-    if type(given) is not int or not 0 <= given < 1 << 62:
+    if type(given) is not int or not 0 <= given < _MOST:
         raise ValueError(f"{given!r} is not a count")
     return given
 
@@ -278,7 +279,10 @@ def _counts(given: Any) -> tuple[int, ...]:
         raise TypeError(f"{given!r} is not a list of counts")
     if len(given) > 64:
         raise ValueError(f"{len(given)} dimensions")
-    return tuple(_count(each) for each in given)
+    for each in given:
+        if type(each) is not int or not 0 <= each < _MOST:
+            raise ValueError(f"{each!r} is not a count")
+    return tuple(given)
 
 
 def check(manifest: Manifest) -> None:
