@@ -1,6 +1,8 @@
 """One rank of `checkpoint.py`: seconds of saves and loads of a state, in turns, and of what they are compared with."""
 
+import ctypes
 import functools
+import gc
 import json
 import os
 import resource
@@ -228,11 +230,13 @@ def exchanged(settings: dict[str, Any], folder: Path) -> dict[str, dict[str, lis
 
 def full(job: Job) -> dict[str, int]:
     """Bytes that `full_state_dict` takes at most on any rank but 0, and on rank 0 beyond the copy that it gives."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # or what was freed before would be taken again, and not be seen
     before = resident()
     with_peak = peak_of(lambda: cs.full_state_dict(job.model, rank0_only=True, cpu_offload=True))
     copy = sum(p.numel() * p.element_size() for p in job.model.parameters()) if dist.get_rank() == 0 else 0
     largest = max(sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in job.model)
-    beyond = _launch.everyone(torch.tensor(max(with_peak - before - copy, 0)))
+    beyond = _launch.everyone(torch.tensor(with_peak - before - copy))
     return {"largest group": largest, "rank 0": int(beyond[0]), "other ranks": int(beyond[1:].max())}
 
 

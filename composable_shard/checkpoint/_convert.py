@@ -78,7 +78,7 @@ def reshard(
         saved = {each.name: _copy(checkpoint.path, manifest, each, attempt.partial, count) for each in layouts}
         identity = attempt.partial.name.rpartition("-")[2]
         anew = replace(manifest, identity=identity, files=saved, tensors=_tensors(manifest, layouts))
-        commits.commit(attempt, anew.to_json())
+        commits.commit(attempt, anew)
     return attempt.final
 
 

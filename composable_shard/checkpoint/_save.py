@@ -20,7 +20,7 @@ from .._errors import CheckpointError, CheckpointMismatchError, ShardConfigTypeE
 from ._collect import Collected, collect
 from ._format import commits
 from ._format.boxes import boxes_of, plain
-from ._format.manifest import MOST_BYTES, NAME, Manifest, Piece, SavedFile, SavedTensor, name_of, read_manifest
+from ._format.manifest import Manifest, Piece, SavedFile, SavedTensor, name_of
 from ._format.writing import FileLayout, bytes_of, stream, write
 from ._full.tensors import plain_name
 from ._io import digests, files
@@ -381,17 +381,7 @@ class _Part:
 
 
 def _commit(prepared: Prepared, parts: list[_Part]) -> None:
-    data = _merged(prepared.request, prepared.attempt, parts).to_json()
-    try:
-        if len(data) > MOST_BYTES:
-            raise ValueError(
-                f"the manifest would have {len(data):,} bytes, and at most {MOST_BYTES:,} are read; save large arrays "
-                "as tensors (torch.from_numpy)"
-            )
-        read_manifest(data, NAME)
-    except (ValueError, CheckpointError) as error:
-        raise CheckpointError(f"this could not be loaded again, and is not committed: {error}") from None
-    commits.commit(prepared.attempt, data)
+    commits.commit(prepared.attempt, _merged(prepared.request, prepared.attempt, parts))
 
 
 def _merged(request: Request, attempt: commits.Attempt, parts: list[_Part]) -> Manifest:

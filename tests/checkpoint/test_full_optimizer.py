@@ -62,7 +62,7 @@ def test_it_equals_what_torch_gathers_and_each_loads_the_others(rank, world, eng
     model, optimizer = trained(engine, rank)
     expected = get_optimizer_state_dict(model, optimizer, options=FULL)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensors, "LIMIT", 512)
+        patch.setattr(tensors, "CPU_LIMIT", 512)
         state = cs.full_optimizer_state_dict(model, optimizer, rank0_only=False)
     assert state["state"].keys() == expected["state"].keys()
     assert groups(state) == groups(expected)
@@ -111,7 +111,7 @@ def test_state_of_any_dtype_is_bit_equal_in_an_optimizer_that_never_stepped(rank
     its.param_groups[0]["lr"] = 7.0
     given = state if rank == 0 or not broadcast else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensors, "LIMIT", 512)
+        patch.setattr(tensors, "CPU_LIMIT", 512)
         cs.load_full_optimizer_state_dict(other, its, given, broadcast_from_rank0=broadcast)
     assert_same_state(cs.full_optimizer_state_dict(other, its, rank0_only=False), state)
     for (param, values), (twin, theirs) in zip(optimizer.state.items(), its.state.items(), strict=True):
@@ -136,6 +136,25 @@ def test_an_optimizer_without_state_and_a_load_that_clears_one(rank, world):
     step(model, fresh, rank)
     cs.load_full_optimizer_state_dict(model, fresh, state)
     assert not fresh.state
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@distributed(world=2)
+def test_state_of_no_parameter_is_kept_under_its_name(rank, world, broadcast):
+    model, optimizer = trained(rank=rank)
+    optimizer.state["global"] = {"d": 0.5, "sums": torch.tensor([1.0, 2.0])}
+    state = cs.full_optimizer_state_dict(model, optimizer, rank0_only=False)
+    assert state["own_state"]["global"]["sums"].tolist() == [1.0, 2.0]
+    optimizer.state["global"]["sums"].add_(1)
+    optimizer.state["other"] = 1
+    cs.load_full_optimizer_state_dict(model, optimizer, state if rank == 0 or not broadcast else None,
+                                      broadcast_from_rank0=broadcast)  # fmt: skip
+    assert optimizer.state["global"]["sums"].tolist() == [1.0, 2.0]
+    assert optimizer.state["global"]["d"] == 0.5
+    assert "other" not in optimizer.state
+    optimizer.state["global"]["sums"] = model.embed.weight.detach()
+    with pytest.raises(cs.CheckpointError, match="state 'global' of the optimizer: holds DTensors"):
+        cs.full_optimizer_state_dict(model, optimizer)
 
 
 @pytest.mark.parametrize("broadcast", [False, True])

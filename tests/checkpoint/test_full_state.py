@@ -30,7 +30,7 @@ SIZES = [None, 256]  # bytes to move at a time: all of these small models togeth
 def moving(nbytes):
     """Let so many bytes travel together."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensors, "LIMIT", nbytes or transfer.LIMIT)
+        patch.setattr(tensors, "CPU_LIMIT", nbytes or transfer.CPU_LIMIT)
         yield
 
 

@@ -26,7 +26,7 @@ from ..._errors import (
     ShardConfigValueError,
 )
 from .._io import files
-from .manifest import NAME, Manifest, read_manifest
+from .manifest import MOST_BYTES, NAME, Manifest, read_manifest
 
 LATEST = "LATEST"
 _NEW_LATEST = ".LATEST.tmp"  # the next one, before it is in the place of the other
@@ -211,14 +211,17 @@ def _refuse_again(directory: Path, step: int) -> None:
         )
 
 
-def commit(attempt: Attempt, manifest: bytes) -> None:
+def commit(attempt: Attempt, manifest: Manifest) -> None:
     """With all other files on disk: write the manifest, give the directory its name, and let LATEST name it.
 
     What needs room on the disk is written before the directory has its name. Where something fails before LATEST names
     it, it loses the name again.
+
+    Raises:
+        CheckpointError: the manifest could not be read again.
     """
     root = attempt.final.parent
-    files.write_file(attempt.partial / NAME, manifest)
+    files.write_file(attempt.partial / NAME, _readable(manifest))
     files.sync_directory(attempt.partial)
     latest = root / _NEW_LATEST
     if os.path.lexists(latest):
@@ -233,6 +236,21 @@ def commit(attempt: Attempt, manifest: bytes) -> None:
             if not os.path.lexists(attempt.partial):
                 attempt.final.rename(attempt.partial)
         raise
+
+
+def _readable(manifest: Manifest) -> bytes:
+    """A manifest's bytes, which are read again before they are believed."""
+    data = manifest.to_json()
+    try:
+        if len(data) > MOST_BYTES:
+            raise ValueError(
+                f"the manifest would have {len(data):,} bytes, and at most {MOST_BYTES:,} are read; save large arrays "
+                "as tensors (torch.from_numpy)"
+            )
+        read_manifest(data, NAME)
+    except (ValueError, CheckpointError) as error:
+        raise CheckpointError(f"this could not be loaded again, and is not committed: {error}") from None
+    return data
 
 
 def removable(directory: Path, keep: int) -> Iterator[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -301,22 +302,19 @@ def _damage(
     if size != saved.size:
         return f"{path} has {size:,} bytes, and {saved.size:,} were written", 0
     width = len(digest(manifest.algorithm, b""))
-    buffer = memoryview(bytearray(min(_AT_ONCE, size)))
+    buffer = memoryview(bytearray(min(BLOCK, size)))
     read = 0
-    for first, last in [(0, -(-size // BLOCK))] if ranges is None else ranges:
-        for block in range(first, last, _AT_ONCE // BLOCK):
-            begin, end = block * BLOCK, min(min(block + _AT_ONCE // BLOCK, last) * BLOCK, size)
-            data = buffer[: end - begin]
-            try:
-                _read_into(descriptor, data, begin, path)
-            except OSError as error:
-                return f"{path} cannot be read from byte {begin:,}: {error.strerror or error}", read
-            read += end - begin
-            for at in range(0, end - begin, BLOCK):
-                index = block + at // BLOCK
-                if digest(manifest.algorithm, data[at : at + BLOCK]) != saved.blocks[index * width :][:width]:
-                    bytes_ = f"bytes {index * BLOCK:,} to {min((index + 1) * BLOCK, size):,}"
-                    return f"{path} is damaged in {bytes_}: {_keys(manifest, path.name, index)}", read
+    for block in itertools.chain(*itertools.starmap(range, [(0, -(-size // BLOCK))] if ranges is None else ranges)):
+        begin, end = block * BLOCK, min((block + 1) * BLOCK, size)
+        data = buffer[: end - begin]
+        try:
+            _read_into(descriptor, data, begin, path)
+        except OSError as error:
+            return f"{path} cannot be read from byte {begin:,}: {error.strerror or error}", read
+        read += end - begin
+        if digest(manifest.algorithm, data) != saved.blocks[block * width : (block + 1) * width]:
+            where = f"bytes {begin:,} to {end:,}"
+            return f"{path} is damaged in {where}: {_keys(manifest, path.name, block)}", read
     return "", read
 
 

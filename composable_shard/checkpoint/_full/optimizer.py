@@ -38,7 +38,8 @@ def full_optimizer_state_dict(
     Returns:
         ``{"state": {fqn: {name: value}}, "param_groups": [{"params": [fqn, ...], "lr": ..., ...}]}``, the format of
         torch's `get_optimizer_state_dict` with ``full_state_dict=True``. Dtypes are those of the state. A parameter
-        without state, and an optimizer that has not stepped, have none here. A tied weight has its first name.
+        without state, and an optimizer that has not stepped, have none here. A tied weight has its first name. State of
+        no parameter, which some optimizers keep under names of their own, is this rank's, in a third entry "own_state".
 
     Raises:
         CheckpointError: the optimizer has a parameter that the model lacks, or state on the meta device, or DTensors
@@ -66,7 +67,18 @@ def full_optimizer_state_dict(
         {"params": [names[param] for param in group["params"]], **_hyperparameters(group)}
         for group in optimizer.param_groups
     ]
-    return {"state": state, "param_groups": groups} if wanted else {}
+    own = _own_state(optimizer, device)
+    return {"state": state, "param_groups": groups, **({"own_state": own} if own else {})} if wanted else {}
+
+
+def _own_state(optimizer: torch.optim.Optimizer, device: torch.device | None) -> dict[str, Any]:
+    """State of no parameter, which some optimizers keep under names of their own."""
+    state: dict[Any, Any] = optimizer.state
+    own = {key: value for key, value in state.items() if isinstance(key, str)}
+    for key, value in own.items():
+        if any(isinstance(tensor, DTensor) for tensor in tree_tensors(value)):
+            raise CheckpointError(f"state {key!r} of the optimizer: holds DTensors; keep such state by parameter")
+    return {key: _apart(value, device) for key, value in own.items()}
 
 
 def _check_unsharded(param: nn.Parameter, what: str, value: Any) -> None:
@@ -125,8 +137,16 @@ def load_full_optimizer_state_dict(
     for group in optimizer.param_groups:
         _restore(group, held, names, offer, fresh)
     optimizer.state.update({param: fresh[name] for param, name in names.items() if name in fresh})
+    _replace_own(optimizer, offer.own)
     for (name, key), value in _pieces(targets, held, given, broadcast_from_rank0):
         fresh[name][key] = targets[name, key].made(value, held.ranks)
+
+
+def _replace_own(optimizer: torch.optim.Optimizer, own: Mapping[str, Any]) -> None:
+    """Put state of no parameter in the place of that which the optimizer has."""
+    state: dict[Any, Any] = optimizer.state
+    before = {key: state.pop(key) for key in [*state] if isinstance(key, str)}
+    state.update({key: _as_before(value, before.get(key)) for key, value in own.items()})
 
 
 def _restore(
@@ -184,6 +204,7 @@ class _Offer(NamedTuple):
         keys: names of the state of each parameter, in order.
         tensors: shapes and dtypes of the tensors to move, by parameter and name.
         values: the rest: tensors of one number, and what is no tensor.
+        own: state of no parameter, by name.
         groups: hyperparameters.
         group_of: the index of the group of each parameter.
         problems: what of it cannot be loaded.
@@ -192,6 +213,7 @@ class _Offer(NamedTuple):
     keys: dict[str, list[str]]
     tensors: dict[tuple[str, str], tuple[torch.Size, torch.dtype]]
     values: dict[tuple[str, str], Any]
+    own: dict[str, Any]
     groups: list[dict[str, Any]]
     group_of: dict[str, int]
     problems: list[str]
@@ -204,10 +226,13 @@ def _offered(held: Holdings, sd: Mapping[str, Any]) -> tuple[dict[tuple[str, str
         name = plain_name(fqn)
         return held.params[name].first if name in held.params else name
 
-    offer = _Offer({}, {}, {}, [], {}, [])
+    offer = _Offer({}, {}, {}, _apart(dict(sd.get("own_state", {})), _CPU), [], {}, [])
     given: dict[tuple[str, str], torch.Tensor] = {}
     if not {"state", "param_groups"} <= sd.keys():
         offer.problems.append("sd: has no 'state' and 'param_groups'; give what full_optimizer_state_dict gave")
+    for index, group in enumerate(sd.get("param_groups", ())):
+        offer.groups.append(_hyperparameters(group))
+        offer.group_of.update(dict.fromkeys(map(first, group["params"]), index))
     for fqn, state in sd.get("state", {}).items():
         name = first(fqn)
         offer.keys[name] = [*state]
@@ -219,9 +244,6 @@ def _offered(held: Holdings, sd: Mapping[str, Any]) -> tuple[dict[tuple[str, str
                 offer.tensors[name, key] = value.shape, value.dtype
             else:
                 offer.values[name, key] = _apart(value, _CPU)
-    for index, group in enumerate(sd.get("param_groups", ())):
-        offer.groups.append(_hyperparameters(group))
-        offer.group_of.update(dict.fromkeys(map(first, group["params"]), index))
     return given, offer
 
 

@@ -17,7 +17,7 @@ from ..._module.state_dict import states_with_parameters_in
 from ..._torch.core import storage_id
 from ..._torch.distributed import local_tensor, own_slices
 from .ranks import ModelRanks
-from .transfer import LIMIT, Cut, cut_of
+from .transfer import CPU_LIMIT, LIMIT, Cut, cut_of
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}  # what others put around modules
 
@@ -112,7 +112,7 @@ class Holdings:
         others: what is no tensor (`get_extra_state`), by key in the state dict.
         order: all keys of the state dict.
         ranks: those that hold the model.
-        limit: bytes to move at a time: those of the largest group, and not more than `LIMIT`.
+        limit: bytes to move at a time: those of the largest group, and not more than `LIMIT`, or `CPU_LIMIT`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -142,7 +142,7 @@ class Holdings:
                     first = firsts.setdefault(id(buffers.get(name, value)), name)
                     self.tensors[name] = Held(name, key, value, first, cut_of(value), None, False)
         self.ranks = ModelRanks(meshes_of(held.tensor for held in self.tensors.values()))
-        self.limit = limit_of(model)
+        self.limit = limit_of(model, CPU_LIMIT if self.ranks.wire().type == "cpu" else LIMIT)
 
     def once(self) -> list[Held]:
         """The tensors, tied ones under their first name alone."""
@@ -183,8 +183,8 @@ def meshes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
     return list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
 
 
-def limit_of(model: nn.Module) -> int:
-    """Bytes to move at a time: those of the largest group, and not more than `LIMIT`."""
+def limit_of(model: nn.Module, most: int) -> int:
+    """Bytes to move at a time: those of the largest group, and not more than `most`."""
     groups = [state.declaration.params for state in states_with_parameters_in(model)]
     sizes = [sum(param.sharded.numel() * param.dtype.itemsize for param in params) for params in groups]
-    return min(LIMIT, max(sizes, default=0) or LIMIT)
+    return min(most, max(sizes, default=0) or most)

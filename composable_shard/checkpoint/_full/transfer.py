@@ -24,6 +24,7 @@ from ..._torch.distributed import local_tensor
 from .ranks import ModelRanks, along, wire_device
 
 LIMIT = 64 * 2**20  # bytes of a buffer, unless one tensor alone needs more
+CPU_LIMIT = 4 * 2**20  # the same on CPUs, where larger tensors go to their place at once, and buffers scatter the heap
 _ALIGNED = 16  # bytes, of which the beginning of each tensor in a buffer is a multiple, as views need it
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .digests import Digester
+from .digests import BLOCK, Digester
 from .files import NewFile
 
 _STEP = 8 << 20  # bytes at a time
@@ -45,14 +45,29 @@ def write_stream(
     digester = Digester(algorithm)
     try:
         for each in data:
-            digester.update(each)
-            file.write(each)
+            for block in _blocks(each, file.size):  # which is in the processor's cache still when it is written
+                digester.update(block)
+                file.write(block)
             if tell is not None:
                 tell(file.size)
         file.commit()
     finally:
         file.close()
     return file.size, digester.finish()
+
+
+def _blocks(data: memoryview, begin: int) -> Iterator[memoryview]:
+    """Data cut where the file's blocks end.
+
+    Args:
+        data: some bytes of the file.
+        begin: where in the file they begin.
+    """
+    at = 0
+    while at < len(data):
+        end = at + BLOCK - (begin + at) % BLOCK
+        yield data[at:end]
+        at = end
 
 
 def _slices(memory: memoryview) -> Iterator[memoryview]:
