@@ -150,6 +150,9 @@ class Modules:
     Attributes:
         contents: what each gives, by its path in the state.
         parameters: those that optimizers step, by key.
+
+    Raises:
+        ShardConfigValueError: two have one path.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -157,6 +160,8 @@ class Modules:
         self.parameters: dict[str, torch.Tensor] = {}
         for path, value, _, _ in leaves(state):
             if isinstance(value, nn.Module):
+                if path in self.contents:
+                    raise ShardConfigValueError(f"state: two entries are called {path}; rename one")
                 module = unwrapped(value)
                 with named(path, "state_dict"):
                     self.contents[path] = ModuleContent.of(module)  # torch's FSDP2 reshards now

@@ -152,6 +152,9 @@ def test_state_of_no_parameter_is_kept_under_its_name(rank, world, broadcast):
     assert optimizer.state["global"]["sums"].tolist() == [1.0, 2.0]
     assert optimizer.state["global"]["d"] == 0.5
     assert "other" not in optimizer.state
+    del state["own_state"]
+    cs.load_full_optimizer_state_dict(model, optimizer, state)
+    assert "global" in optimizer.state
     optimizer.state["global"]["sums"] = model.embed.weight.detach()
     with pytest.raises(cs.CheckpointError, match="state 'global' of the optimizer: holds DTensors"):
         cs.full_optimizer_state_dict(model, optimizer)

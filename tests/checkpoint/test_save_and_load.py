@@ -230,7 +230,7 @@ VALUES = {
     "numbers": [1, -(2**70), 0.1, -0.0, 1e-320, math.inf, math.nan, 3 + 4j, True, None, "ü\n"],
     "containers": [(1, (2,)), {3, 1}, frozenset({2}), {1: "a", (2, 3): [4]}, {"$": "x"}, collections.Counter({30: 2})],
     "bytes": b"\x00\xff",
-    "numpy": [np.float32(0.1), np.arange(6, dtype=np.int16).reshape(2, 3), np.float64(0.3)],
+    "numpy": [np.float32(0.1), np.arange(6, dtype=np.int16).reshape(2, 3), np.float64(0.3), np.complex128(1 + 2j)],
     "torch": [torch.bfloat16, torch.Size([2, 3]), torch.device("cpu")],
 }
 
@@ -245,6 +245,25 @@ def test_plain_values_come_back_as_they_were(tmp_path):
     for one, two in zip(state["history"], tensors, strict=True):
         assert one.dtype == two.dtype
         assert torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8))
+
+
+def test_kinds_that_are_subclasses_of_others(tmp_path):
+    pair = collections.namedtuple("pair", "one two")  # its class would have to be found by name
+    for refused in (pair(1, 2), type("mine", (tuple,), {})((1,)), collections.defaultdict(list)):
+        with pytest.raises(cs.ShardConfigTypeError, match=r"value is a .*checkpoints hold no pickled objects"):
+            checkpoint.save(tmp_path, {"value": refused}, step=1)
+    checkpoint.save(tmp_path, {"value": [np.bytes_(b"ab"), collections.OrderedDict(b=1, a=2)]}, step=1)
+    state = {"value": None}
+    checkpoint.load(tmp_path, state)
+    assert state["value"] == [b"ab", {"b": 1, "a": 2}]
+
+
+def test_two_modules_of_one_path_are_refused(tmp_path):
+    checkpoint.save(tmp_path, {"a.b": torch.nn.Linear(2, 2)}, step=1)
+    state = {"a": {"b": torch.nn.Linear(2, 2)}, "a.b": torch.nn.Linear(2, 2)}
+    for use in (lambda: checkpoint.load(tmp_path, state), lambda: checkpoint.save(tmp_path, state, step=2)):
+        with pytest.raises(cs.ShardConfigValueError, match=r"two entries are called a\.b"):
+            use()
 
 
 @distributed(world=2)

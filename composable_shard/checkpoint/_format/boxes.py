@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -49,7 +50,8 @@ def boxes_of(key: str, tensor: torch.Tensor) -> list[Box]:
     return boxes
 
 
-_known: dict[tuple[Any, ...], Any] = {}  # chunks by mesh, placements and shape: most tensors are like others
+# Chunks by mesh, and by placements, shape and this rank's coordinate: most tensors are like others.
+_known: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[Any, ...], Any]] = weakref.WeakKeyDictionary()
 _MOST_KNOWN = 4096
 
 
@@ -57,13 +59,14 @@ def _chunks_of(tensor: DTensor) -> Any:
     """The chunks that a DTensor names to those who save it."""
     if type(local_tensor(tensor)) is not torch.Tensor:  # others may name chunks of their own
         return tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    kind = tensor.device_mesh, tensor.placements, tensor.shape, rank
-    chunks = _known.get(kind)
+    mesh = tensor.device_mesh
+    known = _known.setdefault(mesh, {})
+    kind = tensor.placements, tensor.shape, tuple(mesh.get_coordinate() or ())
+    chunks = known.get(kind)
     if chunks is None:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        chunks = _known[kind] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+        chunks = known[kind] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     return chunks
 
 

@@ -121,11 +121,11 @@ _ENCODERS: dict[type, _Encoder] = {  # by the very type: the class of a named tu
     collections.OrderedDict: functools.partial(_encode_pairs, "dict"),
     collections.Counter: functools.partial(_encode_pairs, "counter"),
 }
-_BASES: dict[type, _Encoder] = {
-    np.generic: _encode_numpy,
-    np.ndarray: _encode_numpy,
+_BASES: dict[type, _Encoder] = {  # the first that fits: NumPy's bytes are bytes, its complex numbers are NumPy's
     bytes: _encode_bytes,
     bytearray: _encode_bytes,
+    np.generic: _encode_numpy,
+    np.ndarray: _encode_numpy,
     complex: _encode_complex,
     torch.dtype: _encode_dtype,
     torch.device: _encode_device,

@@ -74,8 +74,10 @@ def full_optimizer_state_dict(
 def _own_state(optimizer: torch.optim.Optimizer, device: torch.device | None) -> dict[str, Any]:
     """State of no parameter, which some optimizers keep under names of their own."""
     state: dict[Any, Any] = optimizer.state
-    own = {key: value for key, value in state.items() if isinstance(key, str)}
+    own = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
     for key, value in own.items():
+        if not isinstance(key, str):
+            raise CheckpointError(f"state of the optimizer: is under {key!r}, which is no parameter, nor a name")
         if any(isinstance(tensor, DTensor) for tensor in tree_tensors(value)):
             raise CheckpointError(f"state {key!r} of the optimizer: holds DTensors; keep such state by parameter")
     return {key: _apart(value, device) for key, value in own.items()}
@@ -106,6 +108,8 @@ def load_full_optimizer_state_dict(
     to the bit, where torch's `Optimizer.load_state_dict` casts it to that of the parameter. Hyperparameters of the
     groups are restored. Groups may be cut otherwise than those that were saved, as long as each has parameters of one
     saved group. Hooks of the optimizer's `load_state_dict` are not called.
+
+    State of no parameter is replaced if `sd` has such state ("own_state"), and stays otherwise.
 
     Args:
         model: the model.
@@ -142,9 +146,11 @@ def load_full_optimizer_state_dict(
         fresh[name][key] = targets[name, key].made(value, held.ranks)
 
 
-def _replace_own(optimizer: torch.optim.Optimizer, own: Mapping[str, Any]) -> None:
-    """Put state of no parameter in the place of that which the optimizer has."""
+def _replace_own(optimizer: torch.optim.Optimizer, own: Mapping[str, Any] | None) -> None:
+    """Put state of no parameter in the place of that which the optimizer has, if there is any."""
     state: dict[Any, Any] = optimizer.state
+    if own is None:
+        return
     before = {key: state.pop(key) for key in [*state] if isinstance(key, str)}
     state.update({key: _as_before(value, before.get(key)) for key, value in own.items()})
 
@@ -167,8 +173,12 @@ def _restore(
 
 
 def _as_before(value: Any, before: Any) -> Any:
-    """A copy of a hyperparameter; a tensor, such as a learning rate, on the device of the one before."""
-    return _apart(value, before.device if isinstance(before, torch.Tensor) else None)
+    """A copy of a value; a tensor, such as a learning rate, on the device of the one before."""
+    if isinstance(before, torch.Tensor):
+        return _apart(value, before.device)
+    if type(value) is dict and isinstance(before, Mapping):
+        return {key: _as_before(each, before.get(key)) for key, each in value.items()}
+    return _apart(value, None)
 
 
 def _names(held: Holdings, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
@@ -191,9 +201,13 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _apart(value: Any, device: torch.device | None) -> Any:
-    """A copy of a value; of a tensor, on `device` if that is given."""
+    """A copy of a value; of tensors, also in dictionaries and lists, on `device` if that is given."""
     if isinstance(value, torch.Tensor):
         return value.detach().to(device or value.device, copy=True)
+    if type(value) is dict:
+        return {key: _apart(each, device) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_apart(each, device) for each in value)
     return copy.deepcopy(value)
 
 
@@ -204,7 +218,7 @@ class _Offer(NamedTuple):
         keys: names of the state of each parameter, in order.
         tensors: shapes and dtypes of the tensors to move, by parameter and name.
         values: the rest: tensors of one number, and what is no tensor.
-        own: state of no parameter, by name.
+        own: state of no parameter, by name; None if nothing was saved of it.
         groups: hyperparameters.
         group_of: the index of the group of each parameter.
         problems: what of it cannot be loaded.
@@ -213,7 +227,7 @@ class _Offer(NamedTuple):
     keys: dict[str, list[str]]
     tensors: dict[tuple[str, str], tuple[torch.Size, torch.dtype]]
     values: dict[tuple[str, str], Any]
-    own: dict[str, Any]
+    own: dict[str, Any] | None
     groups: list[dict[str, Any]]
     group_of: dict[str, int]
     problems: list[str]
@@ -226,8 +240,10 @@ def _offered(held: Holdings, sd: Mapping[str, Any]) -> tuple[dict[tuple[str, str
         name = plain_name(fqn)
         return held.params[name].first if name in held.params else name
 
-    offer = _Offer({}, {}, {}, _apart(dict(sd.get("own_state", {})), _CPU), [], {}, [])
+    offer = _Offer({}, {}, {}, _apart(sd.get("own_state"), _CPU), [], {}, [])
     given: dict[tuple[str, str], torch.Tensor] = {}
+    if not isinstance(offer.own, dict | None):
+        offer.problems.append(f"own_state: is a {type(offer.own).__name__}; it must be a dictionary")
     if not {"state", "param_groups"} <= sd.keys():
         offer.problems.append("sd: has no 'state' and 'param_groups'; give what full_optimizer_state_dict gave")
     for index, group in enumerate(sd.get("param_groups", ())):

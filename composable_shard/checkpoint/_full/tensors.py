@@ -142,7 +142,7 @@ class Holdings:
                     first = firsts.setdefault(id(buffers.get(name, value)), name)
                     self.tensors[name] = Held(name, key, value, first, cut_of(value), None, False)
         self.ranks = ModelRanks(meshes_of(held.tensor for held in self.tensors.values()))
-        self.limit = limit_of(model, CPU_LIMIT if self.ranks.wire().type == "cpu" else LIMIT)
+        self.limit = limit_of(model, CPU_LIMIT if self.ranks.device.type == "cpu" else LIMIT)
 
     def once(self) -> list[Held]:
         """The tensors, tied ones under their first name alone."""

@@ -182,6 +182,8 @@ def read_into(descriptor: int, view: memoryview, at: int, path: Path) -> int:
             observe("read", path)
         return os.preadv(descriptor, [view], at)
     except OSError as error:
+        if error.errno is None:
+            raise
         raise _of(path, error) from None
 
 
