@@ -235,7 +235,8 @@ def test_the_profile_shows_functions_of_the_package() -> None:
 def test_overlap_shows_what_engines_leave_exposed_beside_what_a_simulation_says(tmp_path: Path) -> None:
     file = tmp_path / "overlap.json"
     engines = "--engines=ours,ours-auto,ours-compiled,fsdp2,fsdp2-again"
-    shown = bench("overlap.py", "--models=uniform", "--ratios=1", "--rounds=1", "--log=ours", engines, f"--json={file}")
+    shown = bench("overlap.py", "--models=uniform", "--ratios=1", "--rounds=1", "--log=ours", engines, f"--json={file}",
+                  limit_s=240.0)  # fmt: skip
     assert "Exposed communication, ms: uniform, streams clock" in " ".join(shown.split())
     assert "reduce_scatter" in shown
     found = {(r["clock"], r["engine"]): r["exposed_ms"]["median"] for r in read(file)["results"]}
@@ -253,7 +254,7 @@ def test_a_compiled_step_exposes_what_its_plan_says(tmp_path: Path) -> None:
     file = tmp_path / "overlap.json"
     engines = ("ours-auto", "ours-compiled-auto")
     bench("overlap.py", "--models=experts", "--ratios=1", "--clocks=streams", "--rounds=1", f"--json={file}",
-          f"--engines={','.join(engines)},fsdp2")  # fmt: skip
+          f"--engines={','.join(engines)},fsdp2", limit_s=240.0)  # fmt: skip
     results = {each["engine"]: each for each in read(file)["results"]}
     for engine in engines:
         assert results[engine]["exposed_ms"]["median"] == pytest.approx(results[engine]["predicted_ms"], rel=0.02)
