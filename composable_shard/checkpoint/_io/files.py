@@ -49,12 +49,11 @@ def make_directory(path: Path) -> None:
 
 def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
     """Linux's system call; None on another system."""
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     try:
-        call = ctypes.CDLL(None).sync_file_range
-        call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+        return kind(("sync_file_range", ctypes.CDLL(None)))
     except (AttributeError, OSError, TypeError):
         return None
-    return call
 
 
 _sync_file_range = _find_sync_file_range()
