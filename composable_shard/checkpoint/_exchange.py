@@ -71,8 +71,8 @@ def fill(ranks: Ranks, where: Path, manifest: Manifest, state: Mapping[str, Any]
         if target.problems:
             raise mismatch(where, list(map(_plainly, target.problems)))
 
-    ranks.together(fit)
-    missing, unexpected = (tuple(map(_plainly, names)) for names in differences(ranks, target))
+    _, differ = ranks.together_and_tell(fit, lambda _: (target.missing, target.unexpected))
+    missing, unexpected = (tuple(map(_plainly, names)) for names in differences(differ))
     if options.concerns is not None:
         missing = tuple(filter(options.concerns, missing))
     if options.strict and (missing or unexpected):

@@ -16,7 +16,7 @@ from ._fitting import fit as fit_state
 from ._format import commits
 from ._format.manifest import Manifest
 from ._format.reading import Reader, manifest_bytes
-from ._ranks import Ranks
+from ._ranks import Ranks, compare
 from ._target import Target
 
 _MOST_NAMED = 20  # of problems in one error
@@ -81,12 +81,17 @@ def load(
         CheckpointUnsafeError: links, or names that lead outside of the directory.
     """
     ranks = Ranks(process_group)
-    root = ranks.together(lambda: _checked(directory, step))
-    ranks.alike("load", {"directory": str(root), "step": step, "strict": strict, "cast": cast, "verify": verify})
+    root, said = ranks.together_and_tell(
+        lambda: _checked(directory, step),
+        lambda root: {"directory": str(root), "step": step, "strict": strict, "cast": cast, "verify": verify},
+    )
+    compare("load", said)
     checkpoint, manifest = find_manifest(ranks, root, step)
     target = Target(manifest, ranks.rank, ranks.size, cast)
-    ranks.together(lambda: _fit(target, state, checkpoint.path))
-    missing, unexpected = differences(ranks, target)
+    _, differ = ranks.together_and_tell(
+        lambda: _fit(target, state, checkpoint.path), lambda _: (target.missing, target.unexpected)
+    )
+    missing, unexpected = differences(differ)
     if strict and (missing or unexpected):
         problems = [f"{name}: is not in the checkpoint" for name in missing]
         problems += [f"{name}: is in the checkpoint, and nothing here is called so" for name in unexpected]
@@ -111,9 +116,10 @@ def fill(ranks: Ranks, target: Target, path: Path, manifest: Manifest, verify: b
             if verify is not None:
                 rest.check(verify)
 
-        ranks.together(check)
+        _, hand = ranks.together_and_tell(check, lambda _: target.hands)
         try:
-            ranks.together(target.hand)
+            if any(hand):
+                ranks.together(target.hand)
             ranks.together(_or_in_part(rest.copy))
         except BaseException:
             target.restore()
@@ -167,9 +173,12 @@ def _fit(target: Target, state: Mapping[str, Any], path: Path) -> None:
         raise mismatch(path, target.problems)
 
 
-def differences(ranks: Ranks, target: Target) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What any rank misses, and what no rank knows: ranks of a pipeline know some of the names each."""
-    said = ranks.gather((target.missing, target.unexpected))
+def differences(said: list[tuple[list[str], list[str]]]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What any rank misses, and what no rank knows: ranks of a pipeline know some of the names each.
+
+    Args:
+        said: of each rank, the names that it misses and that it does not know.
+    """
     missing = dict.fromkeys(name for each, _ in said for name in each)
     known = set.intersection(*(set(each) for _, each in said))
     return tuple(missing), tuple(name for name in said[0][1] if name in known)

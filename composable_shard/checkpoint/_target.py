@@ -53,6 +53,11 @@ class Target:
         self._finish: list[Callable[[], None]] = []
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
 
+    @property
+    def hands(self) -> bool:
+        """Whether there is anything for `hand` to do."""
+        return bool(self._hand)
+
     def hand(self) -> None:
         """With the tensors of `handed` filled: call the methods of the user's that load."""
         for each in self._hand:

@@ -11,6 +11,7 @@ DIR/
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -26,7 +27,7 @@ from ..._errors import (
     ShardConfigValueError,
 )
 from .._io import files
-from .manifest import MOST_BYTES, NAME, Manifest, read_manifest
+from .manifest import MOST_BYTES, NAME, Manifest, check, read_manifest
 
 LATEST = "LATEST"
 _NEW_LATEST = ".LATEST.tmp"  # the next one, before it is in the place of the other
@@ -239,7 +240,7 @@ def commit(attempt: Attempt, manifest: Manifest) -> None:
 
 
 def _readable(manifest: Manifest) -> bytes:
-    """A manifest's bytes, which are read again before they are believed."""
+    """A manifest's bytes, of which it is certain that they can be read again."""
     data = manifest.to_json()
     try:
         if len(data) > MOST_BYTES:
@@ -247,8 +248,10 @@ def _readable(manifest: Manifest) -> bytes:
                 f"the manifest would have {len(data):,} bytes, and at most {MOST_BYTES:,} are read; save large arrays "
                 "as tensors (torch.from_numpy)"
             )
-        read_manifest(data, NAME)
-    except (ValueError, CheckpointError) as error:
+        check(manifest)
+        for values in (manifest.values, manifest.per_rank):  # the user's, which may be nested deeply
+            json.loads(json.dumps(values))
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"this could not be loaded again, and is not committed: {error}") from None
     return data
 

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,8 +53,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A box of a tensor, and the bytes of a file that hold it, row by row."""
 
     offsets: tuple[int, ...]  # where the box begins in the tensor

@@ -8,6 +8,7 @@ block of bytes; here one piece at a time is in memory beside what the model hold
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .._io.digests import BLOCK
 from .._io.files import NewFile
 from .._io.writer import write_stream
 from .boxes import Box
@@ -22,7 +24,6 @@ from .manifest import SAFETENSORS, Piece, SavedFile
 
 _ALIGNED = 64  # bytes at a multiple of which the tensors begin, and every tensor of at least as many
 _SPLIT = 1 << 18  # bytes of a tensor that is worth several threads
-_BUFFER = 1 << 22  # bytes that are collected of small tensors before they are written
 
 
 @dataclass(frozen=True)
@@ -92,19 +93,23 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def stream(layout: FileLayout) -> Iterator[memoryview]:
-    """A file's bytes in their order, small tensors together."""
-    buffer = bytearray(layout.header)
-    for part in layout.parts:
-        data = bytes_of(part.box.local)
-        if len(data) < _BUFFER // 4:
-            buffer += data
-        if len(buffer) >= _BUFFER or (buffer and len(data) >= _BUFFER // 4):
-            yield memoryview(buffer)
-            buffer = bytearray()
-        if len(data) >= _BUFFER // 4:
+    """A file's bytes in their order, small tensors together; what is given holds until the next is asked for."""
+    buffer, filled = memoryview(bytearray(min(BLOCK, layout.size))), 0
+    tensors = (bytes_of(part.box.local) for part in layout.parts)
+    for data in itertools.chain([memoryview(layout.header)], tensors):
+        if len(data) >= BLOCK:
+            yield buffer[:filled]
             yield data
-    if buffer:
-        yield memoryview(buffer)
+            filled = 0
+            continue
+        while len(data):
+            some = data[: len(buffer) - filled]
+            buffer[filled : filled + len(some)] = some
+            filled, data = filled + len(some), data[len(some) :]
+            if filled == len(buffer):
+                yield buffer
+                filled = 0
+    yield buffer[:filled]
 
 
 def write(file: NewFile, data: Iterable[memoryview], algorithm: str) -> SavedFile:
