@@ -29,7 +29,7 @@ def fit_module(target: Target, path: str, module: nn.Module, content: ModuleCont
         saved: what the checkpoint says of it: names of tensors, and values that are none.
     """
     values, names = content.values, dict.fromkeys((*saved["tensors"], *saved["extra"]))
-    target.differ(path, here=values, there=names)
+    target.differ(path, here=values, saved=names)
     made = _made_for(target, path, module, content, set(saved["tensors"]))
     for name, tensor in made.items():
         target.want(f"{path}.{name}", tensor)

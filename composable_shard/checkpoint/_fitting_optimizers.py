@@ -64,14 +64,14 @@ def _same_groups(
     if len(saved) != len(here):
         target.problems.append(f"{path}: has {len(here)} groups of parameters here, and {len(saved)} in the checkpoint")
         return False
-    for index, (ours, theirs) in enumerate(zip(here, saved, strict=True)):
+    for index, (ours, other) in enumerate(zip(here, saved, strict=True)):
         where = f"{path}.param_groups.{index}"
         target.problems.extend(
             f"{where}.{name}: the checkpoint has no such option; it is of another kind of optimizer"
             for name, default in optimizer.defaults.items()
-            if name not in theirs and default is not None and not isinstance(default, bool)
+            if name not in other and default is not None and not isinstance(default, bool)
         )
-        target.differ(where, here=dict.fromkeys(ours["params"]), there=dict.fromkeys(theirs["params"]))
+        target.differ(where, here=dict.fromkeys(ours["params"]), saved=dict.fromkeys(other["params"]))
     return True
 
 

@@ -115,10 +115,10 @@ class Target:
         keys = dict.fromkeys((*self.handed, *self.wanted))
         return {key: [*self.handed.get(key, ()), *self.wanted.get(key, ())] for key in keys}
 
-    def differ(self, path: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+    def differ(self, path: str, here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         """Note which names below a path are missing, and which are unexpected."""
-        self.missing += [f"{path}.{name}" for name in here if name not in there]
-        self.unexpected += [f"{path}.{name}" for name in there if name not in here]
+        self.missing += [f"{path}.{name}" for name in here if name not in saved]
+        self.unexpected += [f"{path}.{name}" for name in saved if name not in here]
 
     def key(self, key: str) -> str:
         """The key under which the tensor of a key is saved: another one, if it is tied."""
