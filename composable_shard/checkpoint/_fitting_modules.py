@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._module.state import states_below
-from .._torch.distributed import dtensor_like, local_tensor
+from .._torch.distributed import dtensor_like
 from ._format.values import decode
-from ._full.tensors import Held, Holdings, plain_name
+from ._full.tensors import Held, Holdings, is_meta, plain_name
 from ._state import ModuleContent
 from ._target import Target
 
@@ -61,11 +61,6 @@ def _made_for(
     return made
 
 
-def is_meta(tensor: torch.Tensor) -> bool:
-    """Whether this rank has no values of a tensor."""
-    return (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).is_meta
-
-
 def _materialised(held: Holdings, name: str) -> torch.Tensor:
     """A tensor to load into, instead of one on meta: where this belongs, pinned if it is offloaded to pinned memory."""
     each: Held = held.tensors[name]
@@ -76,13 +71,14 @@ def _materialised(held: Holdings, name: str) -> torch.Tensor:
 
 
 def _finish(
-    module: nn.Module, tensors: dict[str, torch.Tensor], extra: dict[str, Any], plain: bool, replaced: set[str]
+    module: nn.Module, tensors: dict[str, torch.Tensor], extra: dict[str, Any], own: bool, replaced: set[str]
 ) -> None:
+    """With all tensors filled: have the module take those that are not its own, and know that its own have changed."""
     if replaced:
         tensors = _as_parameters(module, tensors, replaced)
     for state in states_below(module):
         state.overwritten()
-    if replaced or not plain:
+    if replaced or not own:
         module.load_state_dict(_spelled(module, {**tensors, **extra}), strict=False, assign=bool(replaced))
 
 

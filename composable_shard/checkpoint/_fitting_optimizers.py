@@ -11,10 +11,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from .._errors import CheckpointMismatchError
 from .._torch.distributed import local_tensor
-from ._fitting_modules import is_meta
 from ._format.manifest import SavedTensor
 from ._format.values import decode
-from ._full.tensors import is_split
+from ._full.tensors import is_meta, is_split
 from ._state import PLAIN_BESIDE_SHARDED, Modules, OptimizerContent, is_plain_beside
 from ._target import Target
 

@@ -37,6 +37,18 @@ def moving(nbytes):
 # ---- gathering
 
 
+def test_a_whole_model_in_a_group_without_a_backend_for_cpus():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("cuda:fake", store=FakeStore(), rank=0, world_size=2)  # as with NCCL alone
+    try:
+        model = build()
+        assert_equal(cs.full_state_dict(model), model.state_dict())
+        assert [name for name, _ in cs.iter_full_state(model)]
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("engine", ["ours", "fsdp2"])
 @pytest.mark.parametrize("limit", SIZES)
 @distributed(world=2)

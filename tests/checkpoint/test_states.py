@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import composable_shard as cs
 from _pool import distributed
-from composable_shard import checkpoint
+from composable_shard import checkpoint, testing
+from composable_shard.checkpoint._format.boxes import boxes_of
 
 needs_accelerator = pytest.mark.skipif(
     not torch.accelerator.is_available(), reason="no accelerator: all that is loaded is on the CPU"
@@ -46,6 +47,17 @@ def assert_same(one, two):
             assert_same(*pair)
     else:
         assert one == two
+
+
+def test_the_boxes_of_a_tensor_are_those_of_the_rank_that_asks():
+    tensors = []
+    for rank in (0, 1):
+        with testing.fake(2, rank):
+            mesh = init_device_mesh("cpu", (2,))
+            tensors.append(DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)], run_check=False))
+            assert boxes_of("t", tensors[rank])[0].offsets == (2 * rank, 0)
+    for rank in (0, 1):  # after the groups are gone, too
+        assert boxes_of("t", tensors[rank])[0].offsets == (2 * rank, 0)
 
 
 @distributed(world=2)

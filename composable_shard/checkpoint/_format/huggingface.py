@@ -99,11 +99,11 @@ def _parts(directory: Path) -> tuple[list[str], dict[str, str] | None]:
             return _read_index(directory / f"{stem}{INDEX}")
         if (directory / f"{stem}.safetensors").exists():
             return [f"{stem}.safetensors"], None
-    return _only_parts(directory)
+    return _only_model(directory)
 
 
-def _only_parts(directory: Path) -> tuple[list[str], dict[str, str] | None]:
-    """The same of a directory where nothing has the usual name: of the one model that is there."""
+def _only_model(directory: Path) -> tuple[list[str], dict[str, str] | None]:
+    """The files of the one model of a directory in which no file has a usual name."""
     if (directory / MANIFEST).exists():
         raise CheckpointIncompleteError(f"{directory} is a checkpoint of this library; read it by checkpoint.load")
     names = sorted(each.name for each in directory.iterdir())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -304,7 +303,8 @@ def _damage(
     width = len(digest(manifest.algorithm, b""))
     buffer = memoryview(bytearray(min(BLOCK, size)))
     read = 0
-    for block in itertools.chain(*itertools.starmap(range, [(0, -(-size // BLOCK))] if ranges is None else ranges)):
+    chosen = [(0, -(-size // BLOCK))] if ranges is None else ranges
+    for block in (block for first, last in chosen for block in range(first, last)):
         begin, end = block * BLOCK, min((block + 1) * BLOCK, size)
         data = buffer[: end - begin]
         try:

@@ -35,6 +35,11 @@ def is_split(tensor: torch.Tensor) -> bool:
     return any(not each.is_replicate() and mesh.size(axis) > 1 for axis, each in enumerate(tensor.placements))
 
 
+def is_meta(tensor: torch.Tensor) -> bool:
+    """Whether this rank has no values of it."""
+    return (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).is_meta
+
+
 class Owner(NamedTuple):
     """What this library knows of a parameter that it has sharded."""
 
@@ -112,7 +117,7 @@ class Holdings:
         others: what is no tensor (`get_extra_state`), by key in the state dict.
         order: all keys of the state dict.
         ranks: those that hold the model.
-        limit: bytes to move at a time: those of the largest group, and not more than `LIMIT`, or `CPU_LIMIT`.
+        limit: bytes to move at a time: those of the largest group, at most `CPU_LIMIT` on CPUs and `LIMIT` elsewhere.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -27,14 +27,14 @@ def _doing(operation: str, path: Path) -> Iterator[None]:
             observe(operation, path)
         yield
     except OSError as error:
-        if error.filename is None and error.errno is not None:
+        if error.filename is None:
             raise _of(path, error) from None
         raise
 
 
 def _of(path: Path, error: OSError) -> OSError:
-    """The same error, naming the file."""
-    return OSError(error.errno, error.strerror, str(path))
+    """The same error, naming the file; one without a number, which the system has not raised, as it is."""
+    return error if error.errno is None else OSError(error.errno, error.strerror, str(path))
 
 
 def make_directory(path: Path) -> None:
@@ -181,8 +181,6 @@ def read_into(descriptor: int, view: memoryview, at: int, path: Path) -> int:
             observe("read", path)
         return os.preadv(descriptor, [view], at)
     except OSError as error:
-        if error.errno is None:
-            raise
         raise _of(path, error) from None
 
 
