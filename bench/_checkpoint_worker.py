@@ -4,6 +4,7 @@ import ctypes
 import functools
 import gc
 import json
+import mmap
 import os
 import resource
 import shutil
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 
 import _launch
+import _models
 import composable_shard as cs
 from _engines import shard_units
 from composable_shard import checkpoint
@@ -41,23 +43,35 @@ os.fsync(descriptor)
 """
 
 
-class Job:
-    """A model and its AdamW, with as many tensors and numbers as are asked for, sharded over all ranks."""
+def layers_of(parameters: int, tensors: int) -> tuple[nn.Module, list[nn.Module]]:
+    """Equal layers in groups that have, with AdamW's moments, as many tensors and numbers as are asked for."""
+    count = max(tensors // 3, 1)  # a parameter has two more tensors in the optimizer
+    rows = max(parameters // count // COLUMNS, 2)
+    layers = [nn.Linear(COLUMNS, rows, bias=False) for _ in range(count)]
+    each = -(-count // GROUPS)
+    model = nn.Sequential(*(nn.Sequential(*layers[at : at + each]) for at in range(0, count, each)))
+    return model, list(model)
 
-    def __init__(self, parameters: int, tensors: int, engine: str, folder: Path) -> None:
-        count = max(tensors // 3, 1)  # a parameter has two more tensors in the optimizer
-        rows = max(parameters // count // COLUMNS, 2)
-        layers = [nn.Linear(COLUMNS, rows, bias=False) for _ in range(count)]
-        each = -(-count // GROUPS)
-        self.model = nn.Sequential(*(nn.Sequential(*layers[at : at + each]) for at in range(0, count, each)))
-        shard_units(engine, self.model, list(self.model), init_device_mesh("cpu", (dist.get_world_size(),)))
+
+def gpt_of(size: str) -> tuple[nn.Module, list[nn.Module]]:
+    model = _models.GPT(_models.SIZES[size])
+    return model, list(model.blocks)  # type: ignore[arg-type]
+
+
+class Job:
+    """A model and its AdamW, sharded over all ranks by the modules that are given with it."""
+
+    def __init__(self, model: nn.Module, units: list[nn.Module], engine: str, folder: Path) -> None:
+        self.model = model
+        shard_units(engine, model, units, init_device_mesh("cpu", (dist.get_world_size(),)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=False)
         for parameter in self.model.parameters():
             parameter.grad = torch.ones_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.folder = folder
-        self.buffer = memoryview(bytearray(b"x" * AT_ONCE))
+        self.buffer = memoryview(mmap.mmap(-1, AT_ONCE))  # at a page, where plain reads are fastest
+        self.buffer[:] = b"x" * AT_ONCE
         self.nbytes = 3 * sum(p.to_local().nbytes for p in self.model.parameters())  # type: ignore[attr-defined]
 
     @property
@@ -216,7 +230,8 @@ def asynchronous(job: Job, settings: dict[str, Any]) -> dict[str, dict[str, list
 def exchanged(settings: dict[str, Any], folder: Path) -> dict[str, dict[str, list[float]]]:
     """Seconds in which DCP reads a checkpoint, into models of ours and of FSDP2."""
     jobs = {
-        engine: Job(settings["parameters"], settings["tensors"][-1], engine, folder) for engine in ("ours", "fsdp2")
+        engine: Job(*layers_of(settings["parameters"], settings["tensors"][-1]), engine, folder)
+        for engine in ("ours", "fsdp2")
     }
     jobs["ours"].save_dcp(0)
     seconds: dict[str, list[float]] = {engine: [] for engine in jobs}
@@ -263,13 +278,17 @@ def main() -> None:
     try:
         answers: dict[str, Any] = {"seconds": [], "full": None}
         if "exchange" in settings["parts"]:
-            answers["seconds"].append((settings["tensors"][-1], exchanged(settings, folder)))
+            answers["seconds"].append(("layers", settings["tensors"][-1], exchanged(settings, folder)))
+        if "gpt" in settings["parts"]:
+            job = Job(*gpt_of(settings["gpt"]), "ours", folder)
+            tensors = 3 * len(list(job.model.parameters()))
+            answers["seconds"].append((f"gpt {settings['gpt']}", tensors, saves_and_loads(job, settings)))
         for tensors in settings["tensors"]:
-            job = Job(settings["parameters"], tensors, "ours", folder)
+            job = Job(*layers_of(settings["parameters"], tensors), "ours", folder)
             if "files" in settings["parts"]:
-                answers["seconds"].append((tensors, saves_and_loads(job, settings)))
+                answers["seconds"].append(("layers", tensors, saves_and_loads(job, settings)))
             if "async" in settings["parts"] and tensors == settings["tensors"][0]:
-                answers["seconds"].append((tensors, asynchronous(job, settings)))
+                answers["seconds"].append(("layers", tensors, asynchronous(job, settings)))
             if "full" in settings["parts"] and tensors == settings["tensors"][-1]:
                 answers["full"] = full(job)
             answers["bytes"] = job.nbytes

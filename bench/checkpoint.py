@@ -5,10 +5,10 @@
 
 The model and its optimizer are sharded by this library; all take turns in one run, checksums are made and checked, and
 files are on disk before a save is over. `files`: saves, and loads of files that the system has in memory (warm) and has
-not (cold). `async`: for how long a save that goes on in the background holds up training, beside a copy of the same
-bytes in memory, which it cannot do without; and seconds of steps beside it and beside a process that writes the bytes.
-`exchange`: DCP's files read into models of this library and of torch's FSDP2. `full`: the memory that `full_state_dict`
-takes.
+not (cold), of equal layers, few and large ones or many small ones; `gpt`: the same of a GPT. `async`: for how long a
+save that goes on in the background holds up training, beside a copy of the same bytes in memory, which it cannot do
+without; and seconds of steps beside it and beside a process that writes the bytes. `exchange`: DCP's files read into
+models of this library and of torch's FSDP2. `full`: the memory that `full_state_dict` takes.
 """
 
 import argparse
@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import _launch
+import _models
 import _report
 
-PARTS = ("files", "async", "exchange", "full")
+PARTS = ("files", "gpt", "async", "exchange", "full")
 LESS_OF = {"blocked": "ours, synchronous", "steps beside": "a plain writer", "dcp reads": "fsdp2"}
 
 
@@ -29,6 +30,7 @@ LESS_OF = {"blocked": "ours, synchronous", "steps beside": "a plain writer", "dc
 class CheckpointResult:
     """Seconds of the slowest rank; `over` are ratios to the others, formed within each round."""
 
+    model: str
     tensors: int
     operation: str
     who: str
@@ -45,11 +47,12 @@ class FullResult:
     other_ranks: int
 
 
-def results_of(tensors: int, operation: str, seconds: dict[str, list[float]]) -> list[CheckpointResult]:
+def results_of(model: str, tensors: int, operation: str, seconds: dict[str, list[float]]) -> list[CheckpointResult]:
     """Of one operation: seconds by who did it."""
     references = [name for name in ("dcp", "plain", LESS_OF.get(operation, "")) if name in seconds]
     return [
         CheckpointResult(
+            model,
             tensors,
             operation,
             who,
@@ -67,10 +70,11 @@ def print_table(results: list[CheckpointResult], nbytes: int) -> None:
     rows = []
     for r in results:
         other, ratio = next(((name, str(ratio)) for name, ratio in r.over.items() if name != "dcp"), ("", "-"))
-        rows.append([r.operation, str(r.tensors), r.who, str(r.seconds), str(r.over.get("dcp", "-")), ratio, other])
+        over_dcp = str(r.over.get("dcp", "-"))
+        rows.append([r.operation, r.model, str(r.tensors), r.who, str(r.seconds), over_dcp, ratio, other])
     _report.table(
-        f"A model and its AdamW: {nbytes / 1e6:,.0f} MB a rank",
-        ["operation", "tensors", "by", "seconds", "/ dcp's", "ratio", "to"],
+        f"A model and its AdamW: layers with {nbytes / 1e6:,.0f} MB a rank",
+        ["operation", "model", "tensors", "by", "seconds", "/ dcp's", "ratio", "to"],
         rows,
         "median [quartiles] of interleaved rounds",
     )
@@ -80,6 +84,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, default=350_000_000, help="of the model (default: 350,000,000)")
     parser.add_argument("--tensors", type=_report.integers, default=[64, 4096], help="in all (default: 64,4096)")
+    parser.add_argument("--gpt", choices=_models.SIZES, default="150m", help="size of the GPT (default: 150m)")
     parser.add_argument("--parts", type=_report.names(PARTS), default=list(PARTS), help=f"(default: {','.join(PARTS)})")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: 5)")
     parser.add_argument("--world", type=int, default=2, help="number of ranks (default: 2)")
@@ -98,9 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _launch.launch(script, json.dumps(settings), world=options.world, timeout=options.timeout, tuned=False)
     )
     results: list[CheckpointResult] = []
-    for tensors, operations in answer["seconds"]:
+    for model, tensors, operations in answer["seconds"]:
         for operation, seconds in operations.items():
-            results += results_of(tensors, operation, seconds)
+            results += results_of(model, tensors, operation, seconds)
     print_table(results, answer["bytes"])
     held = [FullResult(*answer["full"].values())] if answer["full"] else []
     for each in held:

@@ -83,7 +83,7 @@ RUNS = {
         "checkpoint.py",
         "--parameters 50000000 --rounds 3",
         None,
-        "--parameters 100000 --tensors 6,30 --rounds 1",
+        "--parameters 100000 --tensors 6,30 --gpt tiny --rounds 1",
     ),
 }
 

@@ -192,11 +192,13 @@ def test_first_steps_of_many_modules_are_timed_beside_fsdp2(tmp_path: Path) -> N
 @pytest.mark.matrix
 def test_checkpoints_are_timed_beside_dcp_and_plain_files(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint.json"
-    small = ("--parameters=100000", "--tensors=6,30", "--rounds=1", f"--folder={tmp_path}")
+    small = ("--parameters=100000", "--tensors=6,30", "--gpt=tiny", "--rounds=1", f"--folder={tmp_path}")
     assert "blocked" in bench("checkpoint.py", *small, f"--json={file}")
     found = {(each["operation"], each["tensors"], each["who"]): each for each in read(file)["results"][:-1]}
+    models = {(each["model"], each["tensors"]) for each in found.values()}
+    assert models == {("layers", 6), ("layers", 30), ("gpt tiny", 45)}
     for operation in ("save", "load, warm", "load, cold"):
-        for tensors in (6, 30):
+        for tensors in (6, 30, 45):
             assert found[operation, tensors, "ours"]["seconds"]["median"] > 0
             assert found[operation, tensors, "dcp"]["over"]["dcp"]["median"] == 1.0
     assert found["blocked", 6, "ours"]["over"]["ours, synchronous"]["median"] > 0

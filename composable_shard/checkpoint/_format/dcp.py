@@ -360,7 +360,7 @@ def check(stored: Stored, wanted: Mapping[str, Sequence[tuple[SavedTensor, torch
         for copy in copies_for(saved, box)
     }
     problems, read = [], 0
-    buffer = memoryview(bytearray(_AT_ONCE))
+    buffer = files.buffer(_AT_ONCE)
     for (file, begin), key in sorted(needed.items()):
         archive = stored.archives[file, begin]
         checksum, at = 0, archive.begin

@@ -166,7 +166,7 @@ class Reader:
 
     def copy(self) -> None:
         """Fill the tensors."""
-        buffer = bytearray()
+        buffer = memoryview(b"")
         for name, copies in self._copies.items():
             with contextlib.ExitStack() as stack:
                 descriptor = self._open.get(name)
@@ -175,7 +175,7 @@ class Reader:
                 for copy in copies:
                     buffer = self._copy(descriptor, copy, buffer, self._path / name)
 
-    def _copy(self, descriptor: int, copy: Copy, buffer: bytearray, path: Path) -> bytearray:
+    def _copy(self, descriptor: int, copy: Copy, buffer: memoryview, path: Path) -> memoryview:
         begin, end = copy.bytes()
         self.bytes_copied += end - begin
         destination = copy.destination
@@ -186,8 +186,8 @@ class Reader:
         for part, first in _in_slices(copy):
             begin, end = part.bytes()
             if len(buffer) < end - begin:
-                buffer = bytearray(max(end - begin, _AT_ONCE))
-            _read_into(descriptor, memoryview(buffer)[: end - begin], begin, path)
+                buffer = files.buffer(max(end - begin, _AT_ONCE))
+            _read_into(descriptor, buffer[: end - begin], begin, path)
             rows = torch.frombuffer(buffer, dtype=torch.uint8, count=end - begin)
             part.destination.copy_(_strided(rows, part, first))
         return buffer
@@ -301,7 +301,7 @@ def _damage(
     if size != saved.size:
         return f"{path} has {size:,} bytes, and {saved.size:,} were written", 0
     width = len(digest(manifest.algorithm, b""))
-    buffer = memoryview(bytearray(min(BLOCK, size)))
+    buffer = files.buffer(min(BLOCK, size))
     read = 0
     chosen = [(0, -(-size // BLOCK))] if ranges is None else ranges
     for block in (block for first, last in chosen for block in range(first, last)):

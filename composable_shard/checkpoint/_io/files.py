@@ -6,6 +6,7 @@ each operation before it is done, by its name and path; a test ends the process 
 
 import ctypes
 import errno
+import mmap
 import os
 import shutil
 import stat
@@ -182,6 +183,15 @@ def read_into(descriptor: int, view: memoryview, at: int, path: Path) -> int:
         return os.preadv(descriptor, [view], at)
     except OSError as error:
         raise _of(path, error) from None
+
+
+def buffer(size: int) -> memoryview:
+    """Memory to read files into, which begins at a page.
+
+    Some processors copy at a quarter of their speed to where the address, within its page, is up to 31 bytes past that
+    of the source, which is where a large `bytearray` lies and a block of a file does not.
+    """
+    return memoryview(mmap.mmap(-1, max(size, 1)))[:size]
 
 
 def size_of(path: Path) -> int:
