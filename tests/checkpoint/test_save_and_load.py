@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import math
 import random
 
@@ -473,3 +474,27 @@ def test_a_slice_of_columns_reads_little_more_than_it_needs(tmp_path):
     assert torch.equal(part, wide[:, 2**17 : 2**17 + 2**16])
     assert reader.bytes_copied == part.nbytes
     assert reader.bytes_checked <= 4 * 2 * BLOCK
+
+
+def test_tensors_that_can_begin_at_multiples_of_64_bytes(tmp_path):
+    state = {f"{kind}.{i}": torch.ones(shape) for i in range(4) for kind, shape in (("step", ()), ("moment", (3, 16)))}
+    checkpoint.save(tmp_path, {**state, "double": torch.ones(3, dtype=torch.float64)}, step=0)
+    _, manifest = open_manifest(tmp_path)
+    begins = {key: tensor.pieces[0].begin for key, tensor in manifest.tensors.items()}
+    assert [begins[f"moment.{i}"] % 64 for i in range(4)] == [0, 0, 0, 0]
+    assert begins["double"] % 8 == 0
+    assert max(begins, key=begins.__getitem__).startswith("step")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_after_a_load_as_before_it(tmp_path, enabled):
+    checkpoint.save(tmp_path, {"x": 1}, step=0)
+    (gc.enable if enabled else gc.disable)()
+    try:
+        checkpoint.load(tmp_path, {"x": 0})
+        assert gc.isenabled() == enabled
+        with pytest.raises(cs.CheckpointMismatchError):
+            checkpoint.load(tmp_path, {"y": 0})
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()

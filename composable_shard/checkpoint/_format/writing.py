@@ -22,7 +22,7 @@ from .._io.writer import write_stream
 from .boxes import Box
 from .manifest import SAFETENSORS, Piece, SavedFile
 
-_ALIGNED = 64  # bytes at a multiple of which the tensors begin, and every tensor of at least as many
+_ALIGNED = 64  # bytes at a multiple of which each tensor begins that has a multiple of as many
 _SPLIT = 1 << 18  # bytes of a tensor that is worth several threads
 
 
@@ -62,8 +62,8 @@ def lay_out(name: str, boxes: Sequence[tuple[str, Box]]) -> FileLayout:
     offsets: dict[str, dict[str, object]] = {}
     places = []
     at = 0
-    for key, box in sorted(boxes, key=lambda each: -each[1].local.element_size()):  # so that all lie aligned
-        size = box.local.numel() * box.local.element_size()
+    for key, box in sorted(boxes, key=_turn):
+        size = box.local.nbytes
         entry, number = key, 1
         while entry in entries or entry == "__metadata__":
             entry, number = f"{key}#{number}", number + 1
@@ -77,6 +77,13 @@ def lay_out(name: str, boxes: Sequence[tuple[str, Box]]) -> FileLayout:
     first = 8 + len(header)
     parts = tuple(Laid(key, box, first + begin, first + end) for key, box, begin, end in places)
     return FileLayout(name, len(header).to_bytes(8, "little") + header, parts, first + at)
+
+
+def _turn(keyed: tuple[str, Box]) -> tuple[bool, int]:
+    """Where in a file a box comes: those that leave the next one aligned first, then the larger elements, whose size
+    is a multiple of that of smaller ones."""
+    local = keyed[1].local
+    return local.nbytes % _ALIGNED != 0, -local.element_size()
 
 
 def _described(local: torch.Tensor) -> dict[str, object]:
