@@ -102,7 +102,7 @@ def shard_auto(
     The other arguments, the result and the errors are those of `shard_by_class`. A model without repetition becomes
     one group.
     """
-    return _shard(model, _repeated(model), strategy, replicas, mesh, root, options)
+    return _shard(model, repeated_blocks(model), strategy, replicas, mesh, root, options)
 
 
 def _module_classes(classes: Any) -> tuple[type[nn.Module], ...]:
@@ -126,7 +126,8 @@ def _structure(module: nn.Module) -> tuple[Any, ...]:
     return type(module), params, tuple((name, _structure(child)) for name, child in module.named_children())
 
 
-def _repeated(model: nn.Module) -> list[nn.Module]:
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The outermost siblings that are alike in class, structure and parameter shapes, in the order of the modules."""
     children = [child for child in model.children() if any(True for _ in child.parameters())]
     kinds = Counter(map(_structure, children))
     blocks: list[nn.Module] = []
@@ -134,7 +135,7 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
         if kinds[_structure(child)] > 1 and _has_forward(child):
             blocks.append(child)
         else:
-            blocks += _repeated(child)
+            blocks += repeated_blocks(child)
     return blocks
 
 

@@ -1,7 +1,7 @@
 """What the planner knows of a machine: how fast a device computes and copies, and how fast its links are. Frozen data.
 
 All figures are *sustained* ones, which programs reach, not those of data sheets. `measure-links` writes what it has
-measured as JSON; `KNOWN` has data sheets' figures times what is reached of them (`_REACHED`).
+measured as JSON; `KNOWN` has data sheets' figures times what is reached of them.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Machine:
         host_link: the link of a device to the memory of its host.
         host_memory_bandwidth: bytes per second that the processors of a host read and write for one device, which is
             what an optimizer on offloaded parameters takes.
+        streams: whether streams wait for communication, as on an accelerator, and never the host.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Machine:
     devices_per_node: int = 8
     host_link: Link = field(default_factory=lambda: Link(25 * _GB, 1e-5))
     host_memory_bandwidth: float = 20.0 * _GB
+    streams: bool = True
 
     def __post_init__(self) -> None:
         for name in ("memory", "memory_bandwidth", "devices_per_node", "host_memory_bandwidth"):
@@ -95,7 +97,9 @@ class Machine:
             content = json.loads(text)
             if content.pop("machine") != JSON_VERSION:
                 raise ValueError(f"this library reads version {JSON_VERSION}")
-            links = {name: Link(**content.pop(name)) for name in ("intra_node", "inter_node", "host_link")}
+            links: dict[str, Any] = {
+                name: Link(**content.pop(name)) for name in ("intra_node", "inter_node", "host_link")
+            }
             return cls(**content, **links)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ShardConfigValueError(
@@ -108,3 +112,37 @@ def _require(name: str, value: Any, above: float | None = None) -> None:
         raise ShardConfigTypeError(f"{name}: {value!r} is no number")
     if not math.isfinite(value) or value < 0 or (above is not None and value <= above):
         raise ShardConfigValueError(f"{name}={value!r}: expected a finite number{' above 0' if above == 0 else ''}")
+
+
+# Of data sheets' figures: of matrix products and of memory what well-sized operators reach; of links what large
+# collectives do. https://github.com/stas00/ml-engineering (compute/accelerator/benchmarks) lists measured products.
+_REACHED_FLOPS, _REACHED_MEMORY, _REACHED_LINK = 0.60, 0.85, 0.80
+
+
+def _accelerator(
+    name: str, memory: float, bfloat16: float, float32: float, bandwidth: float, link: float, outside: float
+) -> Machine:
+    """A machine by data sheets: GiB, teraflops of dense products, TB/s, and GB/s in one direction of both links."""
+    flops = {"bfloat16": bfloat16, "float16": bfloat16, "float32": float32, "float8": 2 * bfloat16}
+    return Machine(
+        name=name,
+        memory=int(memory * _GIB),
+        flops={dtype: _REACHED_FLOPS * each * 1e12 for dtype, each in flops.items()},
+        memory_bandwidth=_REACHED_MEMORY * bandwidth * 1e12,
+        launch=5e-6,
+        intra_node=Link(_REACHED_LINK * link * _GB),
+        inter_node=Link(_REACHED_LINK * outside * _GB, 1e-5),
+    )
+
+
+# Teraflops without sparsity, of tensor cores (TF32 for float32); NVLink or PCIe within, a network card for each device
+# outside. Memory is what is left beside the context of the driver.
+KNOWN = {
+    "h100": _accelerator("H100 SXM 80 GB, NVLink, 400 Gb/s", 78.5, 989, 495, 3.35, 450, 50),
+    "h100-96gb": _accelerator("H100 SXM 96 GB HBM2e, NVLink, 400 Gb/s", 94.5, 884, 442, 2.4, 450, 50),
+    "h200": _accelerator("H200 SXM 141 GB, NVLink, 400 Gb/s", 139.0, 989, 495, 4.8, 450, 50),
+    "a100-80gb": _accelerator("A100 SXM 80 GB, NVLink, 200 Gb/s", 78.5, 312, 156, 2.04, 300, 25),
+    "a100-40gb": _accelerator("A100 SXM 40 GB, NVLink, 200 Gb/s", 39.0, 312, 156, 1.56, 300, 25),
+    "l40s": _accelerator("L40S 48 GB, PCIe 4.0, 100 Gb/s", 44.0, 362, 183, 0.864, 25, 12.5),
+    "rtx4090": _accelerator("RTX 4090 24 GB, PCIe 4.0, 25 Gb/s", 23.0, 165, 82, 1.01, 25, 3.1),
+}

@@ -1,0 +1,255 @@
+"""Which strategy for a model, some devices and a network: all that are possible, estimated, and one recommended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .._errors import ShardConfigTypeError, ShardConfigValueError
+from .._plan.plan import ShardPlan
+from .machine import KNOWN, Link, Machine
+from .memory import Memory, memory_of
+from .profile import Profile
+from .shape import Shape
+from .sources import PRECISIONS, Precision, Source, source_of
+from .strategies import Strategy, held_bytes, moved_bytes, plan_of, shard_bytes, strategies
+from .timing import Time, compute_seconds, time_of
+
+_CLOSE = 0.02  # of tokens a second: of strategies that are as close, the simplest, then the smallest is taken
+_REPLICATED = ("none", "ddp")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a strategy takes.
+
+    Attributes:
+        strategy: which.
+        memory: of a device.
+        host_bytes: of the host's memory for each device, where parameters are offloaded.
+        moved: bytes that a rank sends in a step.
+        time: of a step.
+        tokens_per_second: of all devices together.
+        short: bytes by which it does not fit; 0 if it fits.
+    """
+
+    strategy: Strategy
+    memory: Memory
+    host_bytes: int
+    moved: int
+    time: Time
+    tokens_per_second: float
+    short: int
+
+    @property
+    def exposed_share(self) -> float:
+        """Of a step's time, the part in which compute waits for communication between shards and replicas."""
+        return self.time.exposed / self.time.seconds
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has the memory."""
+        return self.short == 0
+
+
+@dataclass(frozen=True)
+class Advice:
+    """All strategies, and which to take.
+
+    Attributes:
+        model: in words.
+        machine: on which it is to run.
+        devices: how many.
+        precision: name of the dtypes.
+        tokens: of a step on all devices.
+        estimates: of all strategies; those that fit first, the fastest one at the beginning.
+        recommended: the strategy to take; None if none fits.
+        reason: why, in words; if none fits, what is missing.
+    """
+
+    model: str
+    machine: Machine
+    devices: int
+    precision: str
+    tokens: int
+    estimates: tuple[Estimate, ...]
+    recommended: Estimate | None
+    reason: str
+
+
+def advise(
+    model: Shape | str | os.PathLike[str] | Callable[[], Any],
+    *,
+    devices: int,
+    machine: Machine | str = "h100",
+    memory_per_device: int | None = None,
+    intra_node: float | None = None,
+    inter_node: float | None = None,
+    batch: int = 1,
+    sequence: int | None = None,
+    precision: str = "bfloat16-mixed",
+    tensor: Sequence[int] = (1,),
+    adapters: int = 0,
+) -> Advice:
+    """Which strategy to take.
+
+    Nothing is allocated and no device is needed. Activations, checkpoints and tensor parallelism are counted in a trace
+    of a step with fake tensors, buffers of communication in the plan that this library follows; times come from a
+    roofline of the operators and from the simulation of the plan (see docs/advise.md for all formulas).
+
+    Args:
+        model: a `Shape`, its name or its words; the path of a ``config.json`` of Hugging Face; or a function without
+            arguments that makes the model, or its import path ``package.module:function``. It may give a pair: the
+            model, and a function that takes it and a number of sequences and gives the loss.
+        devices: how many there are.
+        machine: of which kind: a name in `KNOWN`, or what ``measure-links`` has measured (a `Machine`, or its file).
+        memory_per_device: bytes, in the place of the machine's.
+        intra_node, inter_node: bytes per second of the links within nodes and between them, likewise.
+        batch: sequences of a step for each device.
+        sequence: tokens of a sequence, in the place of the shape's; a factory needs it.
+        precision: ``float32``, ``bfloat16-mixed`` (parameters, optimizer and reductions in float32),
+            ``float16-mixed`` or ``bfloat16``.
+        tensor: numbers of ranks of tensor parallelism to consider, for shapes.
+        adapters: rank of low-rank adapters that train alone; 0 for a training of all parameters.
+
+    Raises:
+        ShardConfigTypeError, ShardConfigValueError: an argument makes no sense; it says which and what would.
+    """
+    chosen = _adjusted(machine_of(machine), memory_per_device, intra_node, inter_node)
+    for name, value in (("devices", devices), ("batch", batch)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ShardConfigValueError(f"{name}: {value!r} is not a number above 0")
+    if precision not in PRECISIONS:
+        raise ShardConfigValueError(f"precision: {precision!r} is none of {', '.join(PRECISIONS)}")
+    source = source_of(model, sequence, adapters)
+    planner = _Planner(source, PRECISIONS[precision], chosen, batch)
+    estimates = [planner.estimate(each) for each in strategies(devices, chosen.devices_per_node, tuple(tensor))]
+    if not estimates:
+        raise ShardConfigValueError(f"tensor: {list(tensor)} divide no {devices} devices within a node")
+    estimates.sort(key=lambda each: (each.short, -each.tokens_per_second))
+    recommended, reason = _recommended(estimates, devices)
+    tokens = batch * devices * source.sequence
+    return Advice(source.name, chosen, devices, precision, tokens, tuple(estimates), recommended, reason)
+
+
+def machine_of(machine: Machine | str | os.PathLike[str]) -> Machine:
+    """A machine by its name in `KNOWN`, or from the file that ``measure-links`` has written."""
+    if isinstance(machine, Machine):
+        return machine
+    if not isinstance(machine, (str, os.PathLike)):
+        raise ShardConfigTypeError(f"machine: {machine!r} is a {type(machine).__name__}; give a name or a path")
+    name = os.fspath(machine)
+    if name in KNOWN:
+        return KNOWN[name]
+    try:
+        return Machine.from_json(Path(name).read_text())
+    except OSError:
+        raise ShardConfigValueError(
+            f"machine: {name!r} is neither a file nor one of {', '.join(KNOWN)}; measure yours with "
+            "`composable-shard measure-links --json FILE`"
+        ) from None
+
+
+def _adjusted(machine: Machine, memory: int | None, intra: float | None, inter: float | None) -> Machine:
+    if memory is not None:
+        machine = replace(machine, memory=memory)
+    if intra is not None:
+        machine = replace(machine, intra_node=Link(intra, machine.intra_node.latency))
+    if inter is not None:
+        machine = replace(machine, inter_node=Link(inter, machine.inter_node.latency))
+    return machine
+
+
+class _Planner:
+    """Estimates strategies, and traces nothing twice."""
+
+    def __init__(self, source: Source, precision: Precision, machine: Machine, batch: int) -> None:
+        self._source, self._precision, self._machine, self._batch = source, precision, machine, batch
+        self._profiles: dict[tuple[int, str], Profile] = {}
+        self._plans: dict[int, ShardPlan] = {}
+
+    def estimate(self, strategy: Strategy) -> Estimate:
+        machine, layout = self._machine, strategy.layout
+        profile, base = self._profile(strategy), self._base(layout.tensor)
+        plan = plan_of(base, strategy, machine)
+        shards = shard_bytes(base, plan)
+        held = held_bytes(strategy, plan, shards, self._cast(base, plan))
+        gradients = {fqn: 0 if strategy.offload else trained for fqn, (_, trained) in shards.items()}
+        memory = memory_of(profile, held, gradients)
+        stored, trained = (sum(each[index] for each in shards.values()) for index in (0, 1))
+        time = time_of(plan, strategy, compute_seconds(profile, machine, layout), machine, trained)
+        return Estimate(
+            strategy=strategy,
+            memory=memory,
+            host_bytes=stored + 3 * trained if strategy.offload else 0,
+            moved=moved_bytes(plan, strategy),
+            time=time,
+            tokens_per_second=profile.tokens * layout.shard * layout.replicas / time.seconds,
+            short=max(0, (memory.reserved if machine.streams else memory.peak.total) - machine.memory),
+        )
+
+    def _cast(self, base: ShardPlan, plan: ShardPlan | None) -> int:
+        """Bytes of the copies that autocast makes where nothing is sharded, and keeps until the step is over."""
+        if plan is not None or self._precision.compute == self._precision.stored:
+            return 0
+        return sum(p.numel * p.gathered.itemsize for group in base.groups for p in group.params)
+
+    def _profile(self, strategy: Strategy) -> Profile:
+        key = strategy.layout.tensor, strategy.checkpointing
+        if key not in self._profiles:
+            sequences = self._batch * strategy.layout.tensor
+            self._profiles[key] = self._source.traced(
+                self._precision, strategy.checkpointing, sequences, strategy.layout.tensor
+            )
+        return self._profiles[key]
+
+    def _base(self, tensor: int) -> ShardPlan:
+        if tensor not in self._plans:
+            self._plans[tensor] = self._source.plan(self._precision, tensor)
+        return self._plans[tensor]
+
+
+def _recommended(estimates: list[Estimate], devices: int) -> tuple[Estimate | None, str]:
+    fitting = [each for each in estimates if each.fits]
+    if not fitting:
+        least = estimates[0]
+        return None, (
+            f"Nothing fits. {least.strategy} comes closest and lacks {_gib(least.short)} on each device: take more "
+            "devices, shorter sequences, or fewer of them at a time."
+        )
+    fastest = fitting[0].tokens_per_second
+    close = [each for each in fitting if each.tokens_per_second >= (1 - _CLOSE) * fastest]
+    chosen = min(close, key=lambda each: (*_complexity(each.strategy), each.memory.reserved))
+    return chosen, _reason(chosen, fitting, estimates, devices)
+
+
+def _complexity(strategy: Strategy) -> tuple[bool, bool, int]:
+    replicated = _REPLICATED.index(strategy.name) if strategy.name in _REPLICATED else len(_REPLICATED)
+    return strategy.offload, strategy.layout.tensor > 1, replicated
+
+
+def _reason(chosen: Estimate, fitting: list[Estimate], estimates: list[Estimate], devices: int) -> str:
+    name = chosen.strategy.name
+    begin = {
+        "none": "Do not shard: one device holds all of it",
+        "ddp": "Do not shard parameters, replicate them: every device holds all of it",
+    }.get(name, f"Take {chosen.strategy}")
+    text = f"{begin}, in {_gib(chosen.memory.reserved)}, at {chosen.tokens_per_second:,.0f} tokens a second"
+    text += f"; {chosen.exposed_share:.0%} of a step waits for communication." if devices > 1 else "."
+    simpler = [each for each in estimates if _complexity(each.strategy) < _complexity(chosen.strategy)]
+    if missing := [each for each in simpler if not each.fits]:
+        closest = min(missing, key=lambda each: each.short)
+        text += f" {closest.strategy} would be simpler and lacks {_gib(closest.short)}."
+    others = [each for each in fitting if each.strategy.name != name]
+    if others:
+        best = others[0]
+        ratio = chosen.tokens_per_second / best.tokens_per_second
+        text += f" The best of the others, {best.strategy}, gives {1 / ratio:.2f} of its tokens."
+    return text
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB"

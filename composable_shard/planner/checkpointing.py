@@ -1,0 +1,61 @@
+"""Activation checkpoints around the blocks of a model, whole or selective.
+
+Sublinear memory by computing again: https://arxiv.org/abs/1604.06174; which operators are worth keeping:
+https://arxiv.org/abs/2205.05198.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+Checkpointing = Literal["none", "selective", "full"]
+CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
+
+_aten = torch.ops.aten
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default}
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def checkpoint_modules(modules: Iterable[nn.Module], kind: Checkpointing) -> None:
+    """Let modules be activation checkpoints from now on.
+
+    Args:
+        modules: changed in place.
+        kind: ``full`` keeps the inputs of a module alone; ``selective`` keeps what attention gives, and every second
+            matrix product, too; ``none`` changes nothing.
+    """
+    if kind == "none":
+        return
+    for module in modules:
+        module.forward = functools.partial(_checkpointed, module.forward, kind)
+
+
+def _checkpointed(forward: Callable[..., Any], kind: Checkpointing, *args: Any, **kwargs: Any) -> Any:
+    if kind == "full":
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+
+
+def _contexts() -> Any:
+    products = {False: 0, True: 0}  # so far, by whether it is computed again
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator in _PRODUCTS:
+            products[context.is_recompute] += 1
+            keep = products[context.is_recompute] % 2 == 1
+        else:
+            keep = operator in _ATTENTION
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

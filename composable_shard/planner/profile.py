@@ -1,0 +1,299 @@
+"""What a step of a model takes, from a trace with fake tensors: operations, bytes moved, and the bytes that live.
+
+A trace allocates nothing and computes nothing, so that a model of any size is traced on a laptop; shapes, dtypes,
+checkpoints and tensor parallelism are those of the model, for they are run. It knows nothing of data-parallel sharding:
+gradients leave it where autograd has accumulated them, and what is done with parameters is arithmetic
+(`memory.py`, `timing.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .._torch.core import current_backward, tree_tensors
+from .._torch.tracing import bytes_of_operator, collective_bytes, flops_of_operator
+
+ROOT = ""
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """An operator, with all that decides how long it takes.
+
+    Attributes:
+        flops: operations of matrix products, a multiplication and an addition counted as two.
+        nbytes: read and written in memory.
+        dtype: of its first floating-point argument, without ``torch.``.
+        sent: bytes of a collective, as tensor parallelism has them; 0 for all others.
+    """
+
+    flops: int
+    nbytes: int
+    dtype: str
+    sent: int = 0
+
+
+@dataclass
+class Segment:
+    """What happens between two marks of a step.
+
+    Attributes:
+        direction: `FORWARD` or `BACKWARD`.
+        group: FQN of the group that computes; `ROOT` between groups.
+        begins: whether a use of the group begins here.
+        activations: most bytes within, gradients of the group's parameters that wait for its end included.
+        rests: the bytes that are left at the end.
+        work: how often each operator runs.
+    """
+
+    direction: str
+    group: str
+    begins: bool
+    activations: int = 0
+    rests: int = 0
+    work: Counter[Work] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A step of a model, on one rank, before any data-parallel sharding.
+
+    Attributes:
+        segments: in the order of time.
+        tokens: of the batch of a rank.
+    """
+
+    segments: tuple[Segment, ...]
+    tokens: int
+
+    @property
+    def flops(self) -> int:
+        """Of matrix products, in forward and backward."""
+        return sum(work.flops * count for each in self.segments for work, count in each.work.items())
+
+    @property
+    def activations(self) -> int:
+        """Most bytes at a moment, with gradients of one group."""
+        return max(each.activations for each in self.segments)
+
+
+def profile(
+    model: nn.Module, groups: Mapping[str, nn.Module], step: Callable[[], torch.Tensor], tokens: int
+) -> Profile:
+    """Trace a step.
+
+    Args:
+        model: with fake parameters (made within ``FakeTensorMode``), in the dtypes of compute.
+        groups: by FQN, the modules that shall be sharded, without the model itself.
+        step: runs the forward and gives the loss; the backward is run here.
+        tokens: of the batch.
+    """
+    tracker = _Tracker(model)
+    with contextlib.ExitStack() as stack:
+        for fqn, module in groups.items():
+            for handle in _marked(tracker, fqn, module):
+                stack.callback(handle.remove)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                stack.callback(_on_gradient(parameter, tracker.accumulated).remove)
+        with tracker:
+            loss = step()
+            tracker.mark(BACKWARD, ROOT)
+            loss.backward()  # type: ignore[no-untyped-call]
+            del loss
+            tracker.mark(BACKWARD, ROOT)
+    return Profile(tuple(tracker.segments), tokens)
+
+
+class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what is alive, and what is computed, from mark to mark."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.segments = [Segment(FORWARD, ROOT, True)]
+        self._live = 0
+        self._gradients = 0  # of the group whose backward runs
+        self._storages: dict[int, int] = {}  # bytes, by address of a storage of an activation
+        self._owned = {_key(storage) for tensor in _held(model) for storage in _storages(tensor)}
+
+    def mark(self, direction: str, group: str, begins: bool = False) -> None:
+        """A use of a group begins, or the root goes on."""
+        now = self.segments[-1]
+        self._gradients = 0
+        now.rests = self._live
+        self.segments.append(Segment(direction, group, begins, activations=self._live))
+
+    def accumulated(self, parameter: torch.Tensor) -> None:
+        """A gradient is there: it is no activation any longer, and waits for the end of its group."""
+        for storage in _storages(parameter.grad):
+            nbytes = self._storages.pop(_key(storage), 0)
+            self._live -= nbytes
+            self._gradients += nbytes
+        parameter.grad = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it runs operators on local tensors, and collectives, which come by one by one
+        out = func(*args, **(kwargs or {}))
+        inputs = list(tree_tensors((args, kwargs or {})))
+        self._seen(func, inputs, out, args, kwargs or {})
+        return out
+
+    def _seen(self, func: Any, inputs: list[torch.Tensor], out: Any, args: Any, kwargs: Any) -> None:
+        outputs = [tensor for tensor in tree_tensors(out) if not isinstance(tensor, DTensor)]
+        known = {_key(storage) for tensor in inputs for storage in _storages(tensor)}
+        for tensor in outputs:
+            for storage in _storages(tensor):
+                if _key(storage) not in known:
+                    self._made(storage)
+        segment = self.segments[-1]
+        segment.activations = max(segment.activations, self._live + self._gradients)
+        nbytes = bytes_of_operator(func, inputs, outputs)
+        if nbytes:
+            kind = next((str(t.dtype).removeprefix("torch.") for t in inputs if t.is_floating_point()), "float32")
+            flops = flops_of_operator(func, args, kwargs, out)
+            segment.work[Work(flops, nbytes, kind, collective_bytes(func, outputs))] += 1
+
+    def _made(self, storage: torch.UntypedStorage) -> None:
+        key = _key(storage)
+        if key in self._storages or key in self._owned:
+            return
+        self._storages[key] = storage.nbytes()
+        self._live += storage.nbytes()
+        weakref.finalize(storage, self._freed, key)
+
+    def _freed(self, key: int) -> None:
+        self._live -= self._storages.pop(key, 0)
+
+
+def _key(storage: torch.UntypedStorage) -> int:
+    return int(storage._cdata)
+
+
+def _on_gradient(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
+    return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _held(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _storages(tensor: Any) -> list[torch.UntypedStorage]:
+    if tensor is None:
+        return []
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return [local.untyped_storage()]
+
+
+def _marked(tracker: _Tracker, fqn: str, module: nn.Module) -> list[Any]:
+    """Have the uses of a group marked, forward, backward, and where a checkpoint runs it again."""
+    used: list[int] = []
+
+    def before(*_: Any) -> None:
+        if current_backward() < 0:
+            tracker.mark(FORWARD, fqn, begins=True)
+        else:
+            reached()
+
+    def reached(*_: Any) -> None:
+        if used:
+            used.pop()
+            tracker.mark(BACKWARD, fqn, begins=True)
+
+    def over(*_: Any) -> None:
+        if tracker.segments[-1].group == fqn:
+            tracker.mark(BACKWARD, ROOT)
+
+    def after(_: nn.Module, arguments: Any, output: Any) -> None:
+        if current_backward() >= 0:
+            return
+        tracker.mark(FORWARD, ROOT)
+        nodes = {tensor.grad_fn for tensor in tree_tensors(output) if tensor.grad_fn is not None}
+        if nodes:
+            used.append(1)
+        for node in nodes:
+            node.register_prehook(reached)
+        for tensor in tree_tensors(arguments):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(over)
+
+    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+
+def materialize(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Give a model on meta, or of fake tensors, fake parameters and buffers of the CPU; called in ``FakeTensorMode``.
+
+    Args:
+        model: changed in place; ties stay.
+        dtype: of its floating-point parameters from now on; None leaves each its own.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = _fake_parameter(parameter, dtype)
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+
+
+def _fake_parameter(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
+    wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+    if isinstance(parameter, DTensor):
+        data: torch.Tensor = parameter.detach().to(wanted)
+    else:
+        data = torch.empty(parameter.shape, dtype=wanted)
+    return nn.Parameter(data, requires_grad=parameter.requires_grad)
+
+
+def repeated(traced: Profile, names: list[str]) -> Profile:
+    """The profile of a model with more blocks, from that of the same one with three.
+
+    The first and the last block are next to what comes before and behind; all others take what the second one takes,
+    and leave as many bytes behind.
+
+    Args:
+        traced: of a model of three equal blocks, each a group, that run one after the other.
+        names: FQNs of the blocks of the larger model, in order; at least three.
+    """
+    passes = _uses(traced)
+    grows = passes[FORWARD][2][-1].rests - passes[FORWARD][1][-1].rests
+    more = len(names) - 3
+    segments: list[Segment] = []
+    for direction, order in ((FORWARD, range(len(names))), (BACKWARD, reversed(range(len(names))))):
+        root, *blocks = passes[direction]
+        segments += [_moved(each, each.group, grows * more if direction == BACKWARD else 0) for each in root]
+        turns = dict(zip((0, 1, 2) if direction == FORWARD else (2, 1, 0), blocks, strict=True))
+        for index in order:
+            turn = min(index, 1) if index < len(names) - 1 else 2
+            for each in turns[turn]:
+                segments.append(_moved(each, names[index] if each.group else ROOT, grows * (index - turn)))
+    return Profile(tuple(segments), traced.tokens)
+
+
+def _uses(traced: Profile) -> dict[str, list[list[Segment]]]:
+    """The segments of each pass: the root's at its beginning, then those of each use with the root's behind it."""
+    uses: dict[str, list[list[Segment]]] = {FORWARD: [[]], BACKWARD: [[]]}
+    for segment in traced.segments:
+        if segment.begins and segment.group:
+            uses[segment.direction].append([])
+        uses[segment.direction][-1].append(segment)
+    return uses
+
+
+def _moved(segment: Segment, group: str, nbytes: int) -> Segment:
+    return replace(segment, group=group, activations=segment.activations + nbytes, rests=segment.rests + nbytes)

@@ -1,0 +1,156 @@
+"""The shape of a decoder: what a planner must know of a model that is not there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .._errors import ShardConfigTypeError, ShardConfigValueError
+
+_OPTIONAL = ("key_value_heads", "hidden", "tied", "head_width")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder of blocks with RMSNorm, rotary embeddings, grouped-query attention and a gated feed-forward network.
+
+    Attributes:
+        layers: number of blocks.
+        width: of the residual stream.
+        heads: of attention.
+        vocabulary: number of tokens that are told apart.
+        sequence: tokens of a sequence.
+        key_value_heads: of attention; as many as `heads` if None.
+        hidden: width within the feed-forward network; 8/3 of `width`, rounded up to a multiple of 256, if None.
+        tied: whether the embedding is the head, too.
+        head_width: channels of a head; ``width / heads`` if None.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    key_value_heads: int | None = None
+    hidden: int | None = None
+    tied: bool = False
+    head_width: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "vocabulary", "sequence", "key_value_heads", "hidden", "head_width"):
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ShardConfigTypeError(f"Shape.{name}: {value!r} is a {type(value).__name__}; give an int")
+            if value < 1:
+                raise ShardConfigValueError(f"Shape.{name}={value}: expected at least 1")
+        if self.head_width is None and self.width % self.heads:
+            raise ShardConfigValueError(f"Shape.width={self.width} is no multiple of heads={self.heads}")
+        if self.heads % self.kv_heads:
+            raise ShardConfigValueError(f"Shape.heads={self.heads} is no multiple of key_value_heads={self.kv_heads}")
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and of values."""
+        return self.key_value_heads or self.heads
+
+    @property
+    def channels(self) -> int:
+        """Of a head."""
+        return self.head_width or self.width // self.heads
+
+    @property
+    def feed_forward(self) -> int:
+        """Width within the feed-forward network."""
+        return self.hidden or -(-8 * self.width // 3 // 256) * 256
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        attention = 2 * self.width * self.channels * (self.heads + self.kv_heads)
+        block = attention + 3 * self.width * self.feed_forward + 2 * self.width
+        ends = (1 if self.tied else 2) * self.vocabulary * self.width + self.width
+        return self.layers * block + ends
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """From text such as ``layers=32,width=4096,heads=32,vocabulary=128256,sequence=8192``, or a name in `NAMED`.
+
+        Raises:
+            ShardConfigValueError: it is neither; it says what is missing or unknown.
+        """
+        if text in NAMED:
+            return NAMED[text]
+        try:
+            pairs = dict(part.split("=", 1) for part in text.split(","))
+            numbers = {name.strip().replace("-", "_"): int(value) for name, value in pairs.items()}
+            tied = bool(numbers.pop("tied", 0))
+            return cls(**numbers, tied=tied)
+        except (TypeError, ValueError) as error:
+            raise ShardConfigValueError(
+                f"shape: {text!r} is no shape ({error}). Give one of {', '.join(NAMED)}, or for example "
+                "layers=12,width=768,heads=12,vocabulary=50304,sequence=1024"
+            ) from None
+
+    @classmethod
+    def from_config(cls, path: Path, sequence: int | None = None) -> Shape:
+        """From a ``config.json`` of Hugging Face.
+
+        Args:
+            path: of the file, or of the directory in which it lies.
+            sequence: tokens of a sequence; by default as many as the model was made for.
+
+        Raises:
+            ShardConfigValueError: there is no such file, or it does not describe a decoder of this form.
+        """
+        file = path / "config.json" if path.is_dir() else path
+        try:
+            config = json.loads(file.read_text())
+        except OSError as error:
+            raise ShardConfigValueError(f"{file} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise ShardConfigValueError(f"{file} is no JSON: {error}") from None
+        return cls._of(config, str(file), sequence)
+
+    @classmethod
+    def _of(cls, config: Mapping[str, Any], where: str, sequence: int | None) -> Shape:
+        kind = config.get("model_type")
+        if kind not in _KINDS:
+            raise ShardConfigValueError(
+                f"{where} is of model_type {kind!r}; known are {', '.join(sorted(_KINDS))}. For another one give a "
+                "factory of your model by its import path"
+            )
+        missing = [name for name in _REQUIRED.values() if name not in config]
+        if missing:
+            raise ShardConfigValueError(f"{where} lacks {', '.join(missing)}")
+        given = {name: config[key] for name, key in _REQUIRED.items()}
+        return cls(
+            **given,
+            sequence=sequence or config.get("max_position_embeddings", 2048),
+            key_value_heads=config.get("num_key_value_heads"),
+            tied=config.get("tie_word_embeddings", False),
+            head_width=config.get("head_dim"),
+        )
+
+
+_KINDS = {"llama", "mistral", "qwen2", "qwen3", "gemma", "smollm3", "phi3", "olmo2"}
+_REQUIRED = {
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "vocabulary": "vocab_size",
+    "hidden": "intermediate_size",
+}
+
+NAMED = {
+    "gpt2-124m": Shape(12, 768, 12, 50304, 1024, hidden=2048, tied=True),
+    "llama3-1b": Shape(16, 2048, 32, 128256, 8192, 8, 8192, tied=True),
+    "llama3-8b": Shape(32, 4096, 32, 128256, 8192, 8, 14336),
+    "llama3-70b": Shape(80, 8192, 64, 128256, 8192, 8, 28672),
+    "llama2-7b": Shape(32, 4096, 32, 32000, 4096, hidden=11008),
+    "qwen2.5-7b": Shape(28, 3584, 28, 152064, 8192, 4, 18944),
+}

@@ -1,0 +1,204 @@
+"""What is planned for: a shape, a configuration of Hugging Face on disk, or a factory of a model."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.parallel import loss_parallel
+
+from .. import testing
+from .._api import fully_shard, make_plan
+from .._errors import ShardConfigTypeError, ShardConfigValueError
+from .._plan.plan import ShardPlan
+from .._policies import MixedPrecisionPolicy
+from .._wrap import repeated_blocks
+from . import decoder
+from .checkpointing import Checkpointing, checkpoint_modules
+from .profile import Profile, materialize, profile, repeated
+from .shape import NAMED, Shape
+
+Step = Callable[[nn.Module, int], Tensor]  # a model and a number of sequences; gives the loss
+Made = nn.Module | tuple[nn.Module, Step]
+_TRACED_LAYERS = 3  # of a shape, whose further ones are as the second
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Dtypes of parameters.
+
+    Attributes:
+        name: for users.
+        stored: as the optimizer has them.
+        compute: in forward and backward.
+        reduce: of gradients on their way.
+    """
+
+    name: str
+    stored: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        """The policy to shard with."""
+        compute = None if self.compute == self.stored else self.compute
+        reduce = None if self.reduce == self.compute else self.reduce
+        return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+
+
+PRECISIONS = {
+    each.name: each
+    for each in (
+        Precision("float32", torch.float32, torch.float32, torch.float32),
+        Precision("bfloat16-mixed", torch.float32, torch.bfloat16, torch.float32),
+        Precision("float16-mixed", torch.float32, torch.float16, torch.float32),
+        Precision("bfloat16", torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that can be made as often as it is wanted.
+
+    Attributes:
+        name: in words.
+        shape: of a decoder; None if `factory` makes the model.
+        factory: makes a model, perhaps with a step of it.
+        sequence: tokens of a sequence.
+        adapters: rank of adapters (LoRA), where these alone train; 0 for none. For shapes alone.
+    """
+
+    name: str
+    sequence: int
+    shape: Shape | None = None
+    factory: Callable[[], Made] | None = None
+    adapters: int = 0
+
+    def traced(self, precision: Precision, checkpointing: Checkpointing, sequences: int, tensor: int = 1) -> Profile:
+        """The profile of a step.
+
+        Args:
+            precision: whose dtype of compute the parameters have.
+            checkpointing: of the blocks.
+            sequences: of the batch of a rank, or of those ranks that share tensors.
+            tensor: ranks of tensor parallelism.
+        """
+        small = self.shape is not None and self.shape.layers > _TRACED_LAYERS
+        layers = _TRACED_LAYERS if small else None
+        with testing.fake(tensor) as world, FakeTensorMode():
+            model, step = self._made(layers)
+            if tensor > 1:
+                _parallelize(model, world.mesh)
+            materialize(model, precision.compute)
+            blocks = _named_blocks(model)
+            checkpoint_modules(blocks.values(), checkpointing)
+            with loss_parallel():
+                traced = profile(model, blocks, lambda: step(model, sequences), sequences * self.sequence)
+        if not small:
+            return traced
+        assert self.shape is not None
+        return repeated(traced, [f"blocks.{index}" for index in range(self.shape.layers)])
+
+    def plan(self, precision: Precision, tensor: int = 1) -> ShardPlan:
+        """The plan of the model, sharded over two ranks."""
+        with testing.fake(2 * tensor, mesh={"shard": 2, "tensor": tensor}) as world, FakeTensorMode():
+            model, _ = self._made()
+            if tensor > 1:
+                _parallelize(model, world.mesh["tensor"])
+            materialize(model, precision.stored)
+            for module in (*_named_blocks(model).values(), model):
+                fully_shard(module, mesh=world.mesh["shard"], mp_policy=precision.policy)
+            return make_plan(model)
+
+    def _made(self, layers: int | None = None) -> tuple[nn.Module, Step]:
+        if self.shape is not None:
+            model = decoder.Decoder(replace(self.shape, layers=layers or self.shape.layers))
+            if self.adapters:
+                decoder.add_adapters(model, self.adapters)
+            return model, self._step_of_decoder
+        assert self.factory is not None
+        made = self.factory()
+        if isinstance(made, nn.Module):
+            return made, self._default_step
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
+            return made
+        raise ShardConfigTypeError(
+            f"{self.name}: gave a {type(made).__name__}; a factory gives an nn.Module, or a pair of one and of a "
+            "function that takes it and a number of sequences and gives the loss"
+        )
+
+    def _step_of_decoder(self, model: nn.Module, sequences: int) -> Tensor:
+        return decoder.loss_of(model, torch.zeros(sequences, self.sequence + 1, dtype=torch.int64))
+
+    def _default_step(self, model: nn.Module, sequences: int) -> Tensor:
+        """A language model's step: one of Hugging Face computes its loss itself."""
+        if "labels" not in inspect.signature(model.forward).parameters:
+            return self._step_of_decoder(model, sequences)
+        tokens = torch.zeros(sequences, self.sequence, dtype=torch.int64)
+        return model(input_ids=tokens, labels=tokens).loss  # type: ignore[no-any-return]
+
+
+def source_of(model: Any, sequence: int | None = None, adapters: int = 0) -> Source:
+    """What a user names.
+
+    Args:
+        model: a `Shape`; a name in `NAMED`, or a shape in words (`Shape.parse`); the path of a ``config.json``, or of
+            the directory in which it lies; a function without arguments that makes a model, or its import path
+            (``package.module:function``).
+        sequence: tokens of a sequence; that of the shape, or of the configuration, if None.
+        adapters: rank of adapters that train alone.
+
+    Raises:
+        ShardConfigTypeError, ShardConfigValueError: it is none of these.
+    """
+    if isinstance(model, (str, os.PathLike)):
+        model = _named(os.fspath(model), sequence)
+    if isinstance(model, Shape):
+        shape = model if sequence is None else replace(model, sequence=sequence)
+        name = next((name for name, known in NAMED.items() if known == model), "the shape")
+        return Source(name, shape.sequence, shape=shape, adapters=adapters)
+    if not callable(model) or isinstance(model, nn.Module):
+        raise ShardConfigTypeError(
+            f"model: {type(model).__name__} is no shape, no path and no factory; give a function that makes the model, "
+            "so that it can be made without memory"
+        )
+    if sequence is None:
+        raise ShardConfigValueError("sequence: give the tokens of a sequence, which a factory does not tell")
+    if adapters:
+        raise ShardConfigValueError("adapters: are added to shapes alone; let the factory give the model with its own")
+    return Source(getattr(model, "__qualname__", "the model"), sequence, factory=model)
+
+
+def _named(text: str, sequence: int | None) -> Any:
+    if Path(text).exists():
+        return Shape.from_config(Path(text), sequence)
+    module, colon, function = text.partition(":")
+    if not colon:
+        return Shape.parse(text)
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ShardConfigValueError(f"model: {text!r} cannot be imported: {error}") from None
+
+
+def _named_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    names = {id(module): name for name, module in model.named_modules()}
+    return {names[id(module)]: module for module in repeated_blocks(model)}
+
+
+def _parallelize(model: nn.Module, mesh: Any) -> None:
+    if not isinstance(model, decoder.Decoder):
+        raise ShardConfigValueError(
+            "tensor: is planned for shapes alone; let the factory give a model that is parallel"
+        )
+    decoder.parallelize(model, mesh)

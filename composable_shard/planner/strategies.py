@@ -1,0 +1,165 @@
+"""The strategies among which the planner chooses, and what each makes of a plan and of memory that is held."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from .._comm.collectives import ALONE_FROM_BYTES
+from .._comm.transports import LARGE_FROM_BYTES
+from .._plan.group_plan import GroupPlan
+from .._plan.layout import Route
+from .._plan.plan import ShardPlan
+from .._plan.schedule import Kind
+from .checkpointing import CHECKPOINTING, Checkpointing
+from .machine import Machine
+from .memory import Bytes, pool_bytes
+
+_KEEPS_AFTER_FORWARD = ("ddp", "zero1", "zero2")
+_STAYS = ("ddp", "zero1")
+_MOMENTS = 2  # of Adam, as large as the parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How ranks are laid out: tensor parallelism innermost, then shards, then replicas.
+
+    Attributes:
+        tensor, shard, replicas: number of ranks along each.
+    """
+
+    tensor: int = 1
+    shard: int = 1
+    replicas: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A way to train.
+
+    Attributes:
+        name: that `shard_by_class` and its neighbours take.
+        layout: of the ranks.
+        checkpointing: which activations are computed again: those of whole blocks, or all but attention and every
+            second matrix product.
+        offload: whether parameters, gradients and the optimizer are in the memory of the host.
+    """
+
+    name: str
+    layout: Layout
+    checkpointing: Checkpointing = "none"
+    offload: bool = False
+
+    def __str__(self) -> str:
+        parts = [self.name]
+        if self.name == "hsdp":
+            parts = [f"hsdp {self.layout.replicas}x{self.layout.shard}"]
+        parts += [f"tp {self.layout.tensor}"] if self.layout.tensor > 1 else []
+        parts += [f"{self.checkpointing} checkpointing"] if self.checkpointing != "none" else []
+        parts += ["offload"] if self.offload else []
+        return ", ".join(parts)
+
+
+def strategies(devices: int, per_node: int, tensor: tuple[int, ...]) -> Iterator[Strategy]:
+    """All that a number of devices allows.
+
+    Args:
+        devices: in all.
+        per_node: that share a fast link; tensor parallelism stays within.
+        tensor: ranks of tensor parallelism to consider.
+    """
+    for ranks in tensor:
+        if devices % ranks or ranks > per_node:
+            continue
+        for name, layout in _layouts(devices // ranks, ranks):
+            for checkpointing in CHECKPOINTING:
+                yield Strategy(name, layout, checkpointing)
+                if name in ("zero3", "hsdp"):
+                    yield Strategy(name, layout, checkpointing, offload=True)
+
+
+def _layouts(ranks: int, tensor: int) -> Iterator[tuple[str, Layout]]:
+    if ranks == 1:
+        yield "none", Layout(tensor)
+        yield "zero3", Layout(tensor)
+        return
+    yield "ddp", Layout(tensor, 1, ranks)
+    for name in ("zero1", "zero2", "zero3"):
+        yield name, Layout(tensor, ranks)
+    for shard in range(2, ranks):
+        if ranks % shard == 0:
+            yield "hsdp", Layout(tensor, shard, ranks // shard)
+
+
+def plan_of(base: ShardPlan, strategy: Strategy, machine: Machine) -> ShardPlan | None:
+    """The plan of a strategy, from that of the same model sharded by any other."""
+    if strategy.name == "none":
+        return None
+    groups = tuple(_group(group, strategy, machine) for group in base.groups)
+    return replace(base, groups=groups, schedule=None, places=())
+
+
+def _group(group: GroupPlan, strategy: Strategy, machine: Machine) -> GroupPlan:
+    shard = strategy.layout.shard
+    return replace(
+        group,
+        shard_size=shard,
+        reshard_after_forward=strategy.name not in _KEEPS_AFTER_FORWARD and not group.is_root,
+        route=_route(group, machine) if shard > 1 else None,
+        reduces_first=not machine.streams and strategy.layout.replicas == 1,
+    )
+
+
+def _route(group: GroupPlan, machine: Machine) -> Route:
+    """As `TransportCache` chooses them: NCCL's, or gloo's."""
+    if machine.streams:
+        return Route("direct", gather_from=0)
+    stored = sum(parameter.numel * parameter.stored.itemsize for parameter in group.params)
+    if stored >= LARGE_FROM_BYTES:
+        return Route("p2p", gather_from=ALONE_FROM_BYTES, sums=True)
+    return Route("packed", sums=True)
+
+
+def shard_bytes(base: ShardPlan, plan: ShardPlan | None) -> dict[str, tuple[int, int]]:
+    """By group, the bytes of what a rank stores: of all parameters, and of those that train."""
+    groups = plan.groups if plan is not None else tuple(replace(each, shard_size=1, route=None) for each in base.groups)
+    trained = (replace(each, params=tuple(p for p in each.params if p.trains)) for each in groups)
+    return {each.fqn: (each.shard_bytes, part.shard_bytes) for each, part in zip(groups, trained, strict=True)}
+
+
+def held_bytes(
+    strategy: Strategy, plan: ShardPlan | None, shards: Mapping[str, tuple[int, int]], cast: int = 0
+) -> Bytes:
+    """The bytes of a device that are there all the time.
+
+    Args:
+        strategy: which.
+        plan: of its groups; None if nothing is sharded.
+        shards: of `shard_bytes`.
+        cast: bytes of unsharded parameters in the dtype of compute, where there is no plan.
+    """
+    parameters, trained = (sum(each[index] for each in shards.values()) for index in (0, 1))
+    unsharded, communication = pool_bytes(plan, strategy.name in _STAYS) if plan is not None else (cast, 0)
+    if strategy.offload:
+        parameters = trained = 0
+    return Bytes(parameters, _MOMENTS * trained, unsharded=unsharded, communication=communication)
+
+
+def moved_bytes(plan: ShardPlan | None, strategy: Strategy) -> int:
+    """Bytes that a rank sends in a step to other shards and replicas."""
+    if plan is None:
+        return 0
+    shard, replicas = strategy.layout.shard, strategy.layout.replicas
+    moved = 0.0
+    gathers = Counter(action.fqn for action in plan.actions() if action.kind is Kind.UNSHARD)
+    for group in plan.groups:
+        parts = gathers[group.fqn] * sum(group.moved.gather) + sum(group.moved.reduce)
+        moved += parts * (shard - 1) / shard
+        moved += 2 * (replicas - 1) / replicas * replicated_bytes(group) / shard
+    return int(moved)
+
+
+def replicated_bytes(group: GroupPlan) -> int:
+    """Bytes of the gradients of a group, in the dtype of their reduction."""
+    return sum(parameter.numel * parameter.reduced.itemsize for parameter in group.params if parameter.trains)

@@ -1,0 +1,134 @@
+"""Seconds of a step: compute by a roofline, communication by the links, and the plan's simulation of both.
+
+An operator takes as long as its operations or its bytes, whichever takes longer (the roofline of Williams et al.,
+https://doi.org/10.1145/1498765.1498785); a host that launches more slowly than the device computes is what counts. A
+ring sends ``(ranks - 1) / ranks`` of the bytes over every link (https://doi.org/10.1016/j.jpdc.2008.09.002).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .._plan.costs import Costs
+from .._plan.plan import ShardPlan
+from .machine import Link, Machine
+from .profile import FORWARD, Profile, Segment, Work
+from .strategies import Layout, Strategy, replicated_bytes
+
+_ADAM_ACCESSES = 7  # reads of parameter, gradient and two moments, writes of all but the gradient
+
+
+def ring(machine: Machine, ranks: int, stride: int) -> Link:
+    """The link that a ring of ranks has, where each is `stride` ranks from the next one.
+
+    A ring within a node has the faster link. One over several nodes leaves each node once in a direction; as many rings
+    as it has ranks in a node share the load, each through a device's own link to other nodes.
+    """
+    within = max(1, min(ranks, machine.devices_per_node // stride)) if stride < machine.devices_per_node else 1
+    nodes = math.ceil(ranks / within)
+    if nodes == 1:
+        return machine.intra_node
+    bandwidth = within * machine.inter_node.bandwidth
+    if within > 1:
+        bandwidth = min(bandwidth, machine.intra_node.bandwidth)
+    latency = (nodes - 1) * machine.inter_node.latency + (machine.intra_node.latency if within > 1 else 0.0)
+    return Link(bandwidth, latency)
+
+
+def sent(link: Link, ranks: int, nbytes: float) -> float:
+    """Seconds of a collective of as many bytes, all ranks' parts together."""
+    return link.latency + (ranks - 1) / ranks * nbytes / link.bandwidth if ranks > 1 and nbytes else 0.0
+
+
+def compute_seconds(profile: Profile, machine: Machine, layout: Layout) -> dict[tuple[str, str], float]:
+    """Seconds by direction and group ("" for the root) of all but data-parallel communication."""
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    for segment in profile.segments:
+        seconds[segment.direction, segment.group] += _seconds(segment, machine, layout)
+    return seconds
+
+
+def _seconds(segment: Segment, machine: Machine, layout: Layout) -> float:
+    device = sum(_work_seconds(work, machine, layout) * count for work, count in segment.work.items())
+    return max(device, machine.launch * segment.work.total())
+
+
+def _work_seconds(work: Work, machine: Machine, layout: Layout) -> float:
+    if work.sent:
+        return sent(ring(machine, layout.tensor, 1), layout.tensor, work.sent)
+    return max(work.flops / machine.flops_of(work.dtype), work.nbytes / machine.memory_bandwidth)
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """Seconds of a step.
+
+    Attributes:
+        seconds: in all.
+        compute: of forward and backward alone, communication of tensor parallelism included.
+        exposed: of data-parallel communication that compute waits for.
+        optimizer: of the optimizer.
+    """
+
+    seconds: float
+    compute: float
+    exposed: float
+    optimizer: float
+
+
+def time_of(
+    plan: ShardPlan | None,
+    strategy: Strategy,
+    computed: Mapping[tuple[str, str], float],
+    machine: Machine,
+    trained: int,
+) -> Time:
+    """Seconds of a step.
+
+    Args:
+        plan: of the groups; None if nothing is communicated.
+        strategy: that the plan follows.
+        computed: of `compute_seconds`.
+        machine: on which it runs.
+        trained: bytes of the parameters that this rank's optimizer updates.
+    """
+    compute = sum(computed.values())
+    bandwidth = machine.host_memory_bandwidth if strategy.offload else machine.memory_bandwidth
+    optimizer = _ADAM_ACCESSES * trained / bandwidth
+    if plan is None:
+        return Time(compute + optimizer, compute, 0.0, optimizer)
+    predicted = plan.with_policies(costs=costs_of(plan, strategy, computed, machine)).predicted()
+    assert predicted.seconds is not None
+    assert predicted.exposed is not None
+    return Time(predicted.seconds + optimizer, compute, predicted.exposed, optimizer)
+
+
+def costs_of(plan: ShardPlan, strategy: Strategy, computed: Mapping[tuple[str, str], float], machine: Machine) -> Costs:
+    """What a plan's simulation must know."""
+    layout = strategy.layout
+    shards = ring(machine, layout.shard, layout.tensor)
+    replicas = ring(machine, layout.replicas, layout.tensor * layout.shard)
+    forward, backward = ({group.fqn: 0.0 for group in plan.groups} for _ in range(2))
+    for (direction, fqn), seconds in computed.items():
+        (forward if direction == FORWARD else backward)[fqn] += seconds
+    gather, reduce = {}, {}
+    for group in plan.groups:
+        whole = replicated_bytes(group)
+        gather[group.fqn] = sum(sent(shards, layout.shard, nbytes) for nbytes in group.moved.gather)
+        reduce[group.fqn] = sum(sent(shards, layout.shard, nbytes) for nbytes in group.moved.reduce)
+        reduce[group.fqn] += sent(replicas, layout.replicas, 2 * whole / layout.shard)
+        if strategy.offload:  # shards come from the host, and gradients go there
+            gather[group.fqn] += group.shard_bytes / machine.host_link.bandwidth
+            reduce[group.fqn] += whole / layout.shard / machine.host_link.bandwidth
+    return Costs.of(
+        latency=shards.latency,
+        bandwidth=shards.bandwidth,
+        forward=forward,
+        backward=backward,
+        gather=gather,
+        reduce=reduce,
+        streams=machine.streams,
+    )
