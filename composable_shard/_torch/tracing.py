@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+# Attention that torch does not count, with the index of its queries among the arguments.
+_ATTENTION = {_FLASH: 0, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: 1}
+
 _COLLECTIVES = {  # bytes that a rank sends, as multiples of what the collective gives
     "all_reduce": 2.0,
     "all_gather_into_tensor": 1.0,
@@ -18,7 +22,15 @@ _ROWS = ("aten::embedding", "aten::index_select", "aten::gather")  # read as muc
 
 
 def flops_of_operator(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Operations of matrix products and of attention, a multiplication and an addition counted as two; else 0."""
+    """Operations of matrix products and of attention, a multiplication and an addition counted as two; else 0.
+
+    Attention counts whole squares, as torch counts them: causal kernels leave half out, and run at about half the rate
+    of other products (https://arxiv.org/abs/2407.08608).
+    """
+    if func._overloadpacket in _ATTENTION:
+        query, key = args[_ATTENTION[func._overloadpacket] :][:2]
+        products = 2 if func._overloadpacket is _FLASH else 5
+        return 2 * products * query.numel() * int(key.shape[-2])
     formula = flop_registry.get(func._overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 

@@ -7,9 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import checkpoint, run
+from . import advise, checkpoint, run
 
-COMMANDS = (run, checkpoint)  # each has `add_command`, which names the function that is called with what was parsed
+COMMANDS = (
+    run,
+    advise,
+    checkpoint,
+)  # each has `add_command`, which names the function that is called with what was parsed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,15 @@
 """Before a run: what a strategy takes of memory and time, on machines that need not be there."""
 
+from .._wrap import repeated_blocks as repeated_blocks
+from .advise import Advice as Advice
+from .advise import Estimate as Estimate
+from .advise import advise as advise
+from .checkpointing import checkpoint_modules as checkpoint_modules
+from .machine import KNOWN as KNOWN
 from .machine import Link as Link
 from .machine import Machine as Machine
+from .picture import draw as draw
+from .shape import NAMED as NAMED
+from .shape import Shape as Shape
+from .strategies import Layout as Layout
+from .strategies import Strategy as Strategy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from .sources import PRECISIONS, Precision, Source, source_of
 from .strategies import Strategy, held_bytes, moved_bytes, plan_of, shard_bytes, strategies
 from .timing import Time, compute_seconds, time_of
 
-_CLOSE = 0.02  # of tokens a second: of strategies that are as close, the simplest, then the smallest is taken
+_CLOSE = 0.05  # of tokens a second: of strategies that are as close, the simplest, then the smallest is taken
 _REPLICATED = ("none", "ddp")
 
 
@@ -33,6 +33,7 @@ class Estimate:
         moved: bytes that a rank sends in a step.
         time: of a step.
         tokens_per_second: of all devices together.
+        needed: bytes that a device must have.
         short: bytes by which it does not fit; 0 if it fits.
     """
 
@@ -42,6 +43,7 @@ class Estimate:
     moved: int
     time: Time
     tokens_per_second: float
+    needed: int
     short: int
 
     @property
@@ -68,6 +70,7 @@ class Advice:
         estimates: of all strategies; those that fit first, the fastest one at the beginning.
         recommended: the strategy to take; None if none fits.
         reason: why, in words; if none fits, what is missing.
+        on: estimates the same strategies on another machine, in the same order, without tracing again.
     """
 
     model: str
@@ -78,6 +81,7 @@ class Advice:
     estimates: tuple[Estimate, ...]
     recommended: Estimate | None
     reason: str
+    on: Callable[[Machine], list[Estimate]] = field(repr=False, compare=False)
 
 
 def advise(
@@ -125,14 +129,24 @@ def advise(
     if precision not in PRECISIONS:
         raise ShardConfigValueError(f"precision: {precision!r} is none of {', '.join(PRECISIONS)}")
     source = source_of(model, sequence, adapters)
-    planner = _Planner(source, PRECISIONS[precision], chosen, batch)
-    estimates = [planner.estimate(each) for each in strategies(devices, chosen.devices_per_node, tuple(tensor))]
-    if not estimates:
+    planner = Planner(source, PRECISIONS[precision], batch)
+    possible = list(strategies(devices, chosen.devices_per_node, tuple(tensor)))
+    if not possible:
         raise ShardConfigValueError(f"tensor: {list(tensor)} divide no {devices} devices within a node")
+    estimates = [planner.estimate(each, chosen) for each in possible]
     estimates.sort(key=lambda each: (each.short, -each.tokens_per_second))
     recommended, reason = _recommended(estimates, devices)
-    tokens = batch * devices * source.sequence
-    return Advice(source.name, chosen, devices, precision, tokens, tuple(estimates), recommended, reason)
+    return Advice(
+        model=source.name,
+        machine=chosen,
+        devices=devices,
+        precision=precision,
+        tokens=batch * devices * source.sequence,
+        estimates=tuple(estimates),
+        recommended=recommended,
+        reason=reason,
+        on=lambda other: [planner.estimate(each.strategy, other) for each in estimates],
+    )
 
 
 def machine_of(machine: Machine | str | os.PathLike[str]) -> Machine:
@@ -163,16 +177,17 @@ def _adjusted(machine: Machine, memory: int | None, intra: float | None, inter: 
     return machine
 
 
-class _Planner:
+class Planner:
     """Estimates strategies, and traces nothing twice."""
 
-    def __init__(self, source: Source, precision: Precision, machine: Machine, batch: int) -> None:
-        self._source, self._precision, self._machine, self._batch = source, precision, machine, batch
+    def __init__(self, source: Source, precision: Precision, batch: int) -> None:
+        self._source, self._precision, self._batch = source, precision, batch
         self._profiles: dict[tuple[int, str], Profile] = {}
         self._plans: dict[int, ShardPlan] = {}
 
-    def estimate(self, strategy: Strategy) -> Estimate:
-        machine, layout = self._machine, strategy.layout
+    def estimate(self, strategy: Strategy, machine: Machine) -> Estimate:
+        """What a strategy takes on a machine."""
+        layout = strategy.layout
         profile, base = self._profile(strategy), self._base(layout.tensor)
         plan = plan_of(base, strategy, machine)
         shards = shard_bytes(base, plan)
@@ -181,6 +196,7 @@ class _Planner:
         memory = memory_of(profile, held, gradients)
         stored, trained = (sum(each[index] for each in shards.values()) for index in (0, 1))
         time = time_of(plan, strategy, compute_seconds(profile, machine, layout), machine, trained)
+        needed = memory.reserved if machine.streams else memory.peak.total
         return Estimate(
             strategy=strategy,
             memory=memory,
@@ -188,7 +204,8 @@ class _Planner:
             moved=moved_bytes(plan, strategy),
             time=time,
             tokens_per_second=profile.tokens * layout.shard * layout.replicas / time.seconds,
-            short=max(0, (memory.reserved if machine.streams else memory.peak.total) - machine.memory),
+            needed=needed,
+            short=max(0, needed - machine.memory),
         )
 
     def _cast(self, base: ShardPlan, plan: ShardPlan | None) -> int:
@@ -237,7 +254,7 @@ def _reason(chosen: Estimate, fitting: list[Estimate], estimates: list[Estimate]
         "none": "Do not shard: one device holds all of it",
         "ddp": "Do not shard parameters, replicate them: every device holds all of it",
     }.get(name, f"Take {chosen.strategy}")
-    text = f"{begin}, in {_gib(chosen.memory.reserved)}, at {chosen.tokens_per_second:,.0f} tokens a second"
+    text = f"{begin}, in {_gib(chosen.needed)}, at {chosen.tokens_per_second:,.0f} tokens a second"
     text += f"; {chosen.exposed_share:.0%} of a step waits for communication." if devices > 1 else "."
     simpler = [each for each in estimates if _complexity(each.strategy) < _complexity(chosen.strategy)]
     if missing := [each for each in simpler if not each.fits]:

@@ -53,7 +53,8 @@ class Machine:
         host_link: the link of a device to the memory of its host.
         host_memory_bandwidth: bytes per second that the processors of a host read and write for one device, which is
             what an optimizer on offloaded parameters takes.
-        streams: whether streams wait for communication, as on an accelerator, and never the host.
+        backend: of its process groups, which decides how parameters travel: "nccl", "gloo", or "fake", whose
+            collectives do nothing.
     """
 
     name: str
@@ -66,16 +67,23 @@ class Machine:
     devices_per_node: int = 8
     host_link: Link = field(default_factory=lambda: Link(25 * _GB, 1e-5))
     host_memory_bandwidth: float = 20.0 * _GB
-    streams: bool = True
+    backend: str = "nccl"
 
     def __post_init__(self) -> None:
         for name in ("memory", "memory_bandwidth", "devices_per_node", "host_memory_bandwidth"):
             _require(f"Machine.{name}", getattr(self, name), above=0)
         _require("Machine.launch", self.launch)
+        if self.backend not in ("nccl", "gloo", "fake"):
+            raise ShardConfigValueError(f"Machine.backend={self.backend!r}: expected 'nccl', 'gloo' or 'fake'")
         if "float32" not in self.flops:
             raise ShardConfigValueError("Machine.flops: give operations per second of 'float32' at least")
         for dtype, flops in self.flops.items():
             _require(f"Machine.flops[{dtype!r}]", flops, above=0)
+
+    @property
+    def streams(self) -> bool:
+        """Whether streams wait for communication, as on an accelerator, and never the host."""
+        return self.backend == "nccl"
 
     def flops_of(self, dtype: str) -> float:
         """Operations per second in a dtype; one that is not known goes as fast as float32."""

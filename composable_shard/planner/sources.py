@@ -96,11 +96,11 @@ class Source:
         small = self.shape is not None and self.shape.layers > _TRACED_LAYERS
         layers = _TRACED_LAYERS if small else None
         with testing.fake(tensor) as world, FakeTensorMode():
-            model, step = self._made(layers)
+            model, step = self.made(layers)
             if tensor > 1:
                 _parallelize(model, world.mesh)
             materialize(model, precision.compute)
-            blocks = _named_blocks(model)
+            blocks = named_blocks(model)
             checkpoint_modules(blocks.values(), checkpointing)
             with loss_parallel():
                 traced = profile(model, blocks, lambda: step(model, sequences), sequences * self.sequence)
@@ -112,20 +112,25 @@ class Source:
     def plan(self, precision: Precision, tensor: int = 1) -> ShardPlan:
         """The plan of the model, sharded over two ranks."""
         with testing.fake(2 * tensor, mesh={"shard": 2, "tensor": tensor}) as world, FakeTensorMode():
-            model, _ = self._made()
+            model, _ = self.made()
             if tensor > 1:
                 _parallelize(model, world.mesh["tensor"])
             materialize(model, precision.stored)
-            for module in (*_named_blocks(model).values(), model):
+            for module in (*named_blocks(model).values(), model):
                 fully_shard(module, mesh=world.mesh["shard"], mp_policy=precision.policy)
             return make_plan(model)
 
-    def _made(self, layers: int | None = None) -> tuple[nn.Module, Step]:
+    def made(self, layers: int | None = None) -> tuple[nn.Module, Step]:
+        """A model, and a step of it; to be called in ``FakeTensorMode``.
+
+        Args:
+            layers: of a shape, if it shall have others.
+        """
         if self.shape is not None:
             model = decoder.Decoder(replace(self.shape, layers=layers or self.shape.layers))
             if self.adapters:
                 decoder.add_adapters(model, self.adapters)
-            return model, self._step_of_decoder
+            return model, self.step_of_decoder
         assert self.factory is not None
         made = self.factory()
         if isinstance(made, nn.Module):
@@ -137,13 +142,14 @@ class Source:
             "function that takes it and a number of sequences and gives the loss"
         )
 
-    def _step_of_decoder(self, model: nn.Module, sequences: int) -> Tensor:
+    def step_of_decoder(self, model: nn.Module, sequences: int) -> Tensor:
+        """The loss of a decoder, or of any model that takes tokens and gives logits."""
         return decoder.loss_of(model, torch.zeros(sequences, self.sequence + 1, dtype=torch.int64))
 
     def _default_step(self, model: nn.Module, sequences: int) -> Tensor:
         """A language model's step: one of Hugging Face computes its loss itself."""
         if "labels" not in inspect.signature(model.forward).parameters:
-            return self._step_of_decoder(model, sequences)
+            return self.step_of_decoder(model, sequences)
         tokens = torch.zeros(sequences, self.sequence, dtype=torch.int64)
         return model(input_ids=tokens, labels=tokens).loss  # type: ignore[no-any-return]
 
@@ -191,7 +197,8 @@ def _named(text: str, sequence: int | None) -> Any:
         raise ShardConfigValueError(f"model: {text!r} cannot be imported: {error}") from None
 
 
-def _named_blocks(model: nn.Module) -> dict[str, nn.Module]:
+def named_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """By FQN, the modules that are sharded one by one."""
     names = {id(module): name for name, module in model.named_modules()}
     return {names[id(module)]: module for module in repeated_blocks(model)}
 

@@ -113,7 +113,7 @@ def _group(group: GroupPlan, strategy: Strategy, machine: Machine) -> GroupPlan:
 
 def _route(group: GroupPlan, machine: Machine) -> Route:
     """As `TransportCache` chooses them: NCCL's, or gloo's."""
-    if machine.streams:
+    if machine.backend != "gloo":
         return Route("direct", gather_from=0)
     stored = sum(parameter.numel * parameter.stored.itemsize for parameter in group.params)
     if stored >= LARGE_FROM_BYTES:

@@ -1,0 +1,176 @@
+"""What the planner predicts beside what was measured: memory and time of strategies, here and as others have published.
+
+    python bench/planner.py                                   # all parts, minutes
+    python bench/planner.py --parts published
+
+`traces`: the memory of every strategy at worlds of 8 to 512, beside sharded models that run with fake tensors, where
+all storages are counted. `gloo`: memory and time of real steps of two ranks, beside predictions for this machine as
+`measure-links` has measured it in the same run. `published`: configurations that others have measured, on machines that
+the planner knows by their data sheets; no constant is fitted to any of them.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import _launch
+import _report
+from composable_shard.planner import KNOWN, NAMED, Layout, Machine, Shape, Strategy
+from composable_shard.planner.advise import Planner
+from composable_shard.planner.live import live_bytes
+from composable_shard.planner.sources import PRECISIONS, source_of
+
+PARTS = ("traces", "gloo", "published")
+CHECKPOINTING = ("none", "selective", "full")
+TRACED = Shape(layers=6, width=384, heads=6, vocabulary=1024, sequence=256, key_value_heads=2)
+GLOO = Shape(layers=6, width=384, heads=6, vocabulary=1024, sequence=256, key_value_heads=2)
+SEQUENCES = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prediction beside a measurement; bytes or seconds."""
+
+    part: str
+    what: str
+    strategy: str
+    quantity: str
+    predicted: float
+    measured: float
+    within: float
+
+    @property
+    def apart(self) -> float:
+        """By how much they differ, relative to what was measured."""
+        return self.predicted / self.measured - 1
+
+
+def strategies(world: int) -> Iterator[Strategy]:
+    """All names, layouts and checkpoints that the library has, but for offload and tensor parallelism."""
+    layouts = [("ddp", Layout(1, 1, world)), *((f"zero{stage}", Layout(1, world)) for stage in (1, 2, 3))]
+    layouts += [("hsdp", Layout(1, world // 2, 2))] if world > 2 else []
+    for name, layout in layouts:
+        for checkpointing in CHECKPOINTING:
+            yield Strategy(name, layout, checkpointing)  # type: ignore[arg-type]
+
+
+def traces(worlds: Sequence[int]) -> Iterator[Row]:
+    source, machine = source_of(TRACED), dataclasses.replace(KNOWN["h100"], backend="fake")
+    for precision in ("float32", "bfloat16-mixed"):
+        planner = Planner(source, PRECISIONS[precision], SEQUENCES)
+        for world in worlds:
+            for strategy in strategies(world):
+                predicted = planner.estimate(strategy, machine).memory.peak.total
+                measured = live_bytes(source, strategy, PRECISIONS[precision], SEQUENCES).total
+                yield Row("traces", f"world {world}, {precision}", str(strategy), "bytes", predicted, measured, 0.05)
+
+
+def gloo(rounds: int, timeout: float) -> Iterator[Row]:
+    """Both ranks measure the machine, and then run the strategies in turns."""
+    plan = [dataclasses.asdict(each) for each in strategies(2)]
+    settings = {"shape": dataclasses.asdict(GLOO), "sequences": SEQUENCES, "strategies": plan, "rounds": rounds}
+    worker = Path(__file__).with_name("_planner_worker.py")
+    answer = json.loads(_launch.launch(worker, json.dumps(settings), world=2, timeout=timeout, tuned=True))
+    machine = Machine.from_json(answer["machine"])
+    planner = Planner(source_of(GLOO), PRECISIONS["float32"], SEQUENCES)
+    for strategy, found in zip(strategies(2), answer["strategies"], strict=True):
+        estimate = planner.estimate(strategy, machine)
+        total = estimate.memory.peak.total
+        yield Row("gloo", "world 2, float32", str(strategy), "bytes", total, found["bytes"], 0.05)
+        yield Row("gloo", "world 2, float32", str(strategy), "seconds", estimate.time.seconds, found["seconds"], 0.25)
+
+
+@dataclass(frozen=True)
+class Published:
+    """What others have measured: tokens a second and device, and GiB that the allocator had reserved."""
+
+    what: str
+    shape: str
+    machine: str
+    strategy: Strategy
+    sequences: int
+    tokens_per_second: float
+    memory: float | None = None
+
+
+# Llama 3.1 in torchtitan (https://arxiv.org/abs/2410.06511), eager; the second one with asynchronous tensor parallelism
+# switched off (https://discuss.pytorch.org/t/209487).
+PUBLISHED = (
+    Published("8B, 8 devices", "llama3-8b", "h100-96gb", Strategy("zero3", Layout(1, 8), "selective"), 2, 5762, 82.4),
+    Published(
+        "8B, 128 devices", "llama3-8b", "h100-96gb", Strategy("zero3", Layout(1, 128), "selective"), 2, 5605, 67.0
+    ),
+    Published("70B, 256 devices", "llama3-70b", "h100-96gb", Strategy("zero3", Layout(8, 32), "full"), 1, 597),
+)
+
+
+def published() -> Iterator[Row]:
+    for each in PUBLISHED:
+        planner = Planner(source_of(NAMED[each.shape]), PRECISIONS["bfloat16-mixed"], each.sequences)
+        estimate = planner.estimate(each.strategy, KNOWN[each.machine])
+        ranks = each.strategy.layout.tensor * each.strategy.layout.shard
+        predicted = each.sequences * NAMED[each.shape].sequence * ranks / estimate.tokens_per_second
+        measured = each.sequences * NAMED[each.shape].sequence / each.tokens_per_second
+        yield Row("published", each.what, str(each.strategy), "seconds", predicted, measured, 0.25)
+        if each.memory is not None:
+            reserved = estimate.memory.reserved
+            yield Row("published", each.what, str(each.strategy), "bytes", reserved, each.memory * 2**30, 0.15)
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    def shown(row: Row, value: float) -> str:
+        return f"{value:.3f} s" if row.quantity == "seconds" else f"{value / 1e6:,.1f} MB"
+
+    _report.table(
+        "Predicted beside measured",
+        ["part", "what", "strategy", "predicted", "measured", "apart", "aim"],
+        [
+            [
+                row.part,
+                row.what,
+                row.strategy,
+                shown(row, row.predicted),
+                shown(row, row.measured),
+                f"{row.apart:+.1%}",
+                f"{row.within:.0%}{'' if abs(row.apart) <= row.within else ', missed'}",
+            ]
+            for row in rows
+        ],
+    )
+    for part in dict.fromkeys((row.part, row.quantity) for row in rows):
+        apart = [abs(row.apart) for row in rows if (row.part, row.quantity) == part]
+        missed = sum(abs(row.apart) > row.within for row in rows if (row.part, row.quantity) == part)
+        print(f"{part[0]}, {part[1]}: at most {max(apart):.1%} apart, {missed} of {len(apart)} beyond the aim")
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", type=_report.names(PARTS), default=list(PARTS), help=f"(default: {','.join(PARTS)})")
+    parser.add_argument("--worlds", type=_report.integers, default=[8, 64, 512], help="of traces (default: 8,64,512)")
+    parser.add_argument("--rounds", type=int, default=5, help="of real steps (default: 5)")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds of the ranks (default: 900)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    rows: list[Row] = []
+    if "traces" in options.parts:
+        rows += traces(options.worlds)
+    if "gloo" in options.parts:
+        rows += gloo(options.rounds, options.timeout)
+    if "published" in options.parts:
+        rows += published()
+    print_table(rows)
+    if options.json:
+        _report.write_json(options.json, "planner", {"parts": options.parts, "worlds": options.worlds}, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

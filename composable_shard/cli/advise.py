@@ -1,0 +1,130 @@
+"""``advise``: which strategy for a model, some devices and a network, before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from .._errors import ComposableShardError
+
+NAME = "advise"
+DESCRIPTION = """\
+Say which strategy to take for a model on some devices: memory by kind, time of a step and what does not fit, for every
+strategy there is. No device is needed and nothing is allocated: a step of the model is traced with fake tensors.
+
+MODEL is a named shape (llama3-8b, gpt2-124m, ...), a shape in words, the path of a Hugging Face config.json, or the
+import path of a function that makes your model (package.module:function).
+"""
+EXAMPLE = """\
+examples:
+  python -m composable_shard advise llama3-8b --devices 8 --machine h100 --batch 2
+  python -m composable_shard advise layers=12,width=768,heads=12,vocabulary=50304,sequence=1024 --devices 4
+  python -m composable_shard advise my_package.models:build --sequence 2048 --devices 16 --machine machine.json
+
+exit codes: 0 a strategy fits; 1 none does; 2 the arguments are wrong.
+"""
+_UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20, "KB": 10**3, "KiB": 2**10}
+
+
+def add_command(commands: Any) -> None:
+    """Let a parser know of this command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        NAME,
+        help="which strategy for a model, some devices and a network",
+        description=DESCRIPTION,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a shape, a config.json, or package.module:function")
+    add("--devices", type=int, required=True, metavar="N", help="how many there are")
+    add("--machine", default="h100", metavar="NAME", help="a known one, or a file of measure-links (default: h100)")
+    add("--memory", type=_bytes, metavar="SIZE", help="of a device, such as 40GiB, in the place of the machine's")
+    add("--intra-node", type=_bytes, metavar="SIZE", help="bytes a second between devices of a node, such as 300GB")
+    add("--inter-node", type=_bytes, metavar="SIZE", help="bytes a second of a device to other nodes, such as 25GB")
+    add("--batch", type=int, default=1, metavar="N", help="sequences of a step for each device (default: 1)")
+    add("--sequence", type=int, metavar="N", help="tokens of a sequence")
+    add(
+        "--precision", default="bfloat16-mixed", metavar="NAME", help="float32, bfloat16-mixed (default), bfloat16, ..."
+    )
+    add("--tensor", type=_integers, default=(1,), metavar="N,N", help="ranks of tensor parallelism to try (default: 1)")
+    add("--adapters", type=int, default=0, metavar="RANK", help="train adapters of this rank alone (LoRA)")
+    add("--all", action="store_true", help="show every strategy, not the first dozen")
+    add("--emit", type=Path, metavar="FILE", help="write the lines that shard a model so")
+    add("--plot", type=Path, metavar="FILE", help="draw memory by kind, and time against bandwidth")
+    add("--json", action="store_true", help="print one object of JSON, of errors as well")
+    parser.set_defaults(command=lambda parsed: _run(parsed, parser))
+
+
+def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from ..planner import text
+    from ..planner.advise import advise
+    from ..planner.picture import draw
+
+    sys.path.insert(0, "")  # where a factory is looked for, as `python -m` does
+    try:
+        advice = advise(
+            parsed.model,
+            devices=parsed.devices,
+            machine=parsed.machine,
+            memory_per_device=parsed.memory,
+            intra_node=parsed.intra_node,
+            inter_node=parsed.inter_node,
+            batch=parsed.batch,
+            sequence=parsed.sequence,
+            precision=parsed.precision,
+            tensor=parsed.tensor,
+            adapters=parsed.adapters,
+        )
+        if parsed.emit and advice.recommended is not None:
+            parsed.emit.write_text(text.script(advice, advice.recommended))
+        if parsed.plot:
+            draw(advice, parsed.plot)
+    except (ComposableShardError, OSError, ImportError) as error:
+        if parsed.json:
+            print(json.dumps({"error": type(error).__name__, "message": str(error)}))
+        else:
+            sys.stderr.write(f"{parser.prog}: {error}\n")
+        return 2
+    if parsed.json:
+        print(json.dumps(text.as_json(advice)))
+    else:
+        _print(advice, None if parsed.all else 12)
+    return 0 if advice.recommended is not None else 1
+
+
+def _print(advice: Any, most: int | None) -> None:
+    from ..planner import text
+
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(text.text(advice, most))
+        return
+    console = Console()
+    if not console.is_terminal:
+        print(text.text(advice, most))
+        return
+    table = Table(title=text.title(advice), caption=text.NOTE, title_justify="left", caption_justify="left")
+    for column, name in enumerate(text.HEAD):
+        table.add_column(name, justify="left" if column < 2 else "right")
+    for row, estimate in zip(text.rows(advice, most), text.shown(advice, most), strict=True):
+        style = "bold green" if estimate is advice.recommended else ("" if estimate.fits else "dim")
+        table.add_row(*row, style=style)
+    console.print(table)
+    console.print(advice.reason)
+
+
+def _bytes(given: str) -> int:
+    for unit, size in _UNITS.items():
+        if given.endswith(unit):
+            return int(float(given.removesuffix(unit)) * size)
+    return int(given)
+
+
+def _integers(given: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in given.split(","))

@@ -1,0 +1,86 @@
+"""An advice as a picture: memory by kind, strategy by strategy, and the time of a step against bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from .advise import Advice, Estimate
+from .machine import Link, Machine
+from .memory import Bytes
+from .text import shown
+
+_SCALES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0)
+_COLORS = ("#30638e", "#7aa6c2", "#e3b23c", "#d1495b", "#66a182", "#9aa0a6")
+_LINES = 6
+
+
+def draw(advice: Advice, path: Path, most: int = 12) -> None:
+    """Draw an advice.
+
+    Args:
+        advice: whose first `most` strategies are shown.
+        path: of the picture to write; its ending gives the kind.
+        most: how many.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    from matplotlib.figure import Figure
+
+    estimates = shown(advice, most)
+    figure = Figure(figsize=(11, 2.4 + 0.3 * len(estimates)), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    _memory(left, advice, estimates)
+    best = {
+        (each.strategy.name, each.strategy.layout): each
+        for each in reversed(advice.estimates)
+        if not each.strategy.offload
+    }
+    _times(right, advice, list(reversed(best.values()))[:_LINES])
+    figure.suptitle(f"{advice.model} on {advice.devices} x {advice.machine.name}", x=0.01, ha="left", fontsize=11)
+    figure.savefig(path, dpi=150)
+
+
+def _memory(axes: Any, advice: Advice, estimates: Sequence[Estimate]) -> None:
+    names = [str(each.strategy) for each in estimates]
+    begin = [0.0] * len(estimates)
+    for color, field in zip(_COLORS, fields(Bytes), strict=True):
+        sizes = [getattr(each.memory.most, field.name) / 2**30 for each in estimates]
+        axes.barh(names, sizes, left=begin, color=color, label=field.name)
+        begin = [one + two for one, two in zip(begin, sizes, strict=True)]
+    axes.axvline(advice.machine.memory / 2**30, color="black", linewidth=1, linestyle="--")
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB a device, each kind at its most (dashed: what it has)")
+    axes.tick_params(axis="y", labelsize=8)
+    axes.legend(fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _times(axes: Any, advice: Advice, estimates: Sequence[Estimate]) -> None:
+    spans = advice.devices > advice.machine.devices_per_node
+    link = advice.machine.inter_node if spans else advice.machine.intra_node
+    bandwidths = [scale * link.bandwidth for scale in _SCALES]
+    series: dict[str, list[float]] = {str(each.strategy): [] for each in estimates}
+    for bandwidth in bandwidths:
+        times = {str(each.strategy): each.time.seconds for each in advice.on(_with(advice.machine, bandwidth, spans))}
+        for name, seconds in series.items():
+            seconds.append(times[name])
+    for name, seconds in series.items():
+        axes.plot([each / 1e9 for each in bandwidths], seconds, marker="o", markersize=3, linewidth=1.2, label=name)
+    axes.axvline(link.bandwidth / 1e9, color="black", linewidth=1, linestyle="--")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel(f"GB/s {'between nodes' if spans else 'within a node'} (dashed: here)")
+    axes.set_ylabel("seconds of a step")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=7, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _with(machine: Machine, bandwidth: float, spans: bool) -> Machine:
+    if spans:
+        return replace(machine, inter_node=Link(bandwidth, machine.inter_node.latency))
+    return replace(machine, intra_node=Link(bandwidth, machine.intra_node.latency))

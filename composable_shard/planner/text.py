@@ -1,0 +1,131 @@
+"""An advice in words: a table, JSON, and a script that trains by it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from .advise import Advice, Estimate
+from .strategies import Strategy
+
+HEAD = ("strategy", "fits", "memory", "params", "optimizer", "grads", "activ.", "gathered", "step", "tokens/s", "waits")
+_POLICIES = {
+    "float32": "",
+    "bfloat16-mixed": "cs.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
+    "float16-mixed": "cs.MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)",
+    "bfloat16": "",
+}
+
+
+def rows(advice: Advice, most: int | None = None) -> list[list[str]]:
+    """The cells of a table: the recommended strategy first, then as they come; memory in GiB."""
+    return [_row(each) for each in shown(advice, most)]
+
+
+def shown(advice: Advice, most: int | None) -> list[Estimate]:
+    """What `rows` has, in its order."""
+    first = [advice.recommended] if advice.recommended is not None else []
+    listed = first + [each for each in advice.estimates if each is not advice.recommended]
+    return listed[:most]
+
+
+def _row(estimate: Estimate) -> list[str]:
+    most = estimate.memory.most
+    kinds = (most.parameters, most.optimizer, most.gradients, most.activations, most.unsharded + most.communication)
+    return [
+        str(estimate.strategy),
+        "yes" if estimate.fits else f"no, by {_gib(estimate.short)}",
+        _gib(estimate.needed),
+        *map(_gib, kinds),
+        f"{estimate.time.seconds:.3g} s",
+        f"{estimate.tokens_per_second:,.0f}",
+        f"{estimate.exposed_share:.1%}",
+    ]
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f}"
+
+
+def title(advice: Advice) -> str:
+    """What is planned, on what."""
+    devices = "1 device" if advice.devices == 1 else f"{advice.devices} devices"
+    memory = advice.machine.memory / 2**30
+    return (
+        f"{advice.model}, {advice.precision}, {advice.tokens:,} tokens a step on {devices} "
+        f"({advice.machine.name}, {memory:.1f} GiB each)"
+    )
+
+
+NOTE = "memory in GiB a device, each kind at its most; waits: the share of a step in which compute waits for others"
+
+
+def text(advice: Advice, most: int | None = 12) -> str:
+    """All of it as plain text."""
+    cells = [list(HEAD), *rows(advice, most)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(HEAD))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+    return "\n".join([title(advice), "", *lines, "", NOTE, "", advice.reason])
+
+
+def as_json(advice: Advice) -> dict[str, Any]:
+    """The advice as plain data."""
+
+    def estimate(each: Estimate) -> dict[str, Any]:
+        return {
+            "strategy": str(each.strategy),
+            "fits": each.fits,
+            "needed_bytes": each.needed,
+            "reserved_bytes": each.memory.reserved,
+            "exposed_share": each.exposed_share,
+            **asdict(each),
+        }
+
+    return {
+        "model": advice.model,
+        "machine": asdict(advice.machine),
+        "devices": advice.devices,
+        "precision": advice.precision,
+        "tokens": advice.tokens,
+        "recommended": None if advice.recommended is None else estimate(advice.recommended),
+        "reason": advice.reason,
+        "estimates": [estimate(each) for each in advice.estimates],
+    }
+
+
+def script(advice: Advice, estimate: Estimate) -> str:
+    """Python lines that shard a model by a strategy; `model` is to be made before them."""
+    strategy = estimate.strategy
+    lines = ["import torch", "import composable_shard as cs", ""]
+    if strategy.checkpointing != "none":
+        lines += [f"# {strategy.checkpointing} activation checkpoints: each block before it is sharded"]
+        lines += ["from composable_shard.planner import checkpoint_modules, repeated_blocks", ""]
+        lines += [f'checkpoint_modules(repeated_blocks(model), "{strategy.checkpointing}")']
+    lines += _sharding(strategy, _POLICIES[advice.precision])
+    lines += ["optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)", ""]
+    return "\n".join(lines)
+
+
+def _sharding(strategy: Strategy, policy: str) -> list[str]:
+    arguments = [f'strategy="{strategy.name}"']
+    arguments += [f"replicas={strategy.layout.replicas}"] if strategy.name == "hsdp" else []
+    before: list[str] = []
+    if strategy.layout.tensor > 1:
+        dims = strategy.layout.replicas, strategy.layout.shard, strategy.layout.tensor
+        before = [
+            "from torch.distributed.device_mesh import init_device_mesh",
+            "",
+            f'mesh = init_device_mesh("cuda", {dims}, mesh_dim_names=("replicate", "shard", "tensor"))',
+            '# parallelize_module(block, mesh["tensor"], ...) for each block comes here',
+        ]
+        arguments += ['mesh=mesh["replicate", "shard"]']
+    arguments += [f"mp_policy={policy}"] if policy else []
+    arguments += ["offload_policy=cs.CPUOffloadPolicy()"] if strategy.offload else []
+    call = ["cs.shard_auto(", "    model,", *(f"    {each}," for each in arguments), ")"]
+    return [*before, *call]
