@@ -73,14 +73,17 @@ except _PackageNotFoundError:  # run from a checkout that was never installed
 
 if _TYPE_CHECKING:
     from . import checkpoint as checkpoint
+    from . import planner as planner
     from .checkpoint._full.optimizer import full_optimizer_state_dict as full_optimizer_state_dict
     from .checkpoint._full.optimizer import load_full_optimizer_state_dict as load_full_optimizer_state_dict
     from .checkpoint._full.parameters import full_parameters as full_parameters
     from .checkpoint._full.state import full_state_dict as full_state_dict
     from .checkpoint._full.state import iter_full_state as iter_full_state
     from .checkpoint._full.state import load_full_state_dict as load_full_state_dict
+    from .planner.advise import advise as advise
 
 _LOADED_WHEN_USED = {
+    "advise": "planner.advise",
     "checkpoint": "checkpoint",
     "full_state_dict": "checkpoint._full.state",
     "iter_full_state": "checkpoint._full.state",
@@ -88,10 +91,13 @@ _LOADED_WHEN_USED = {
     "full_optimizer_state_dict": "checkpoint._full.optimizer",
     "load_full_optimizer_state_dict": "checkpoint._full.optimizer",
     "full_parameters": "checkpoint._full.parameters",
+    "planner": "planner",
 }  # names, by the module that has them, or that they are
 
 _keep_from_dynamo(_sys.modules, __name__)
-__all__ = sorted({*_LOADED_WHEN_USED, *(name for name in globals() if not name.startswith("_"))} - {"checkpoint"})
+__all__ = sorted(
+    {*_LOADED_WHEN_USED, *(name for name in globals() if not name.startswith("_"))} - {"checkpoint", "planner"}
+)
 
 
 def __getattr__(name: str) -> _Any:

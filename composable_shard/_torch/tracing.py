@@ -30,7 +30,7 @@ def flops_of_operator(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     if func._overloadpacket in _ATTENTION:
         query, key = args[_ATTENTION[func._overloadpacket] :][:2]
         products = 2 if func._overloadpacket is _FLASH else 5
-        return 2 * products * query.numel() * int(key.shape[-2])
+        return int(2 * products * query.numel() * key.shape[-2])
     formula = flop_registry.get(func._overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 

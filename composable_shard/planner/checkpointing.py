@@ -38,7 +38,7 @@ def checkpoint_modules(modules: Iterable[nn.Module], kind: Checkpointing) -> Non
     if kind == "none":
         return
     for module in modules:
-        module.forward = functools.partial(_checkpointed, module.forward, kind)
+        vars(module)["forward"] = functools.partial(_checkpointed, module.forward, kind)
 
 
 def _checkpointed(forward: Callable[..., Any], kind: Checkpointing, *args: Any, **kwargs: Any) -> Any:

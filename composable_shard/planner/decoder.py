@@ -106,7 +106,7 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         if shape.tied:
-            self.head.weight = self.embedding.weight
+            self.head.register_parameter("weight", self.embedding.get_parameter("weight"))
         angles = torch.empty(shape.sequence, shape.channels // 2, dtype=torch.complex64)
         self.register_buffer("angles", angles, persistent=False)
 
@@ -123,7 +123,7 @@ def add_adapters(model: nn.Module, rank: int) -> None:
     for module in model.modules():
         if isinstance(module, Attention):
             for name in ("query", "key", "value", "out"):
-                setattr(module, name, LowRank(getattr(module, name), rank))
+                module.register_module(name, LowRank(module.get_submodule(name), rank))  # type: ignore[arg-type]
 
 
 def parallelize(model: Decoder, mesh: DeviceMesh) -> None:

@@ -64,6 +64,14 @@ class Segment:
     rests: int = 0
     work: Counter[Work] = field(default_factory=Counter)
 
+    def see(self, nbytes: int) -> None:
+        """As many bytes live at a moment."""
+        self.activations = max(self.activations, nbytes)
+
+    def end(self, nbytes: int) -> None:
+        """As many bytes live when it is over."""
+        self.rests = nbytes
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -129,9 +137,8 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark(self, direction: str, group: str, begins: bool = False) -> None:
         """A use of a group begins, or the root goes on."""
-        now = self.segments[-1]
         self._gradients = 0
-        now.rests = self._live
+        self.segments[-1].end(self._live)
         self.segments.append(Segment(direction, group, begins, activations=self._live))
 
     def accumulated(self, parameter: torch.Tensor) -> None:
@@ -140,7 +147,6 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             nbytes = self._storages.pop(_key(storage), 0)
             self._live -= nbytes
             self._gradients += nbytes
-        parameter.grad = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -151,19 +157,17 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _seen(self, func: Any, inputs: list[torch.Tensor], out: Any, args: Any, kwargs: Any) -> None:
-        outputs = [tensor for tensor in tree_tensors(out) if not isinstance(tensor, DTensor)]
+        outputs = list(tree_tensors(out))
         known = {_key(storage) for tensor in inputs for storage in _storages(tensor)}
-        for tensor in outputs:
-            for storage in _storages(tensor):
-                if _key(storage) not in known:
-                    self._made(storage)
+        made = [storage for tensor in outputs for storage in _storages(tensor) if _key(storage) not in known]
+        for storage in made:
+            self._made(storage)
         segment = self.segments[-1]
-        segment.activations = max(segment.activations, self._live + self._gradients)
+        segment.see(self._live + self._gradients)
         nbytes = bytes_of_operator(func, inputs, outputs)
         if nbytes:
-            kind = next((str(t.dtype).removeprefix("torch.") for t in inputs if t.is_floating_point()), "float32")
-            flops = flops_of_operator(func, args, kwargs, out)
-            segment.work[Work(flops, nbytes, kind, collective_bytes(func, outputs))] += 1
+            flops, sent = flops_of_operator(func, args, kwargs, out), collective_bytes(func, outputs)
+            segment.work[Work(flops, nbytes, _dtype(inputs), sent)] += 1
 
     def _made(self, storage: torch.UntypedStorage) -> None:
         key = _key(storage)
@@ -197,39 +201,53 @@ def _storages(tensor: Any) -> list[torch.UntypedStorage]:
     return [local.untyped_storage()]
 
 
-def _marked(tracker: _Tracker, fqn: str, module: nn.Module) -> list[Any]:
-    """Have the uses of a group marked, forward, backward, and where a checkpoint runs it again."""
-    used: list[int] = []
+def _dtype(inputs: list[torch.Tensor]) -> str:
+    return next((str(each.dtype).removeprefix("torch.") for each in inputs if each.is_floating_point()), "float32")
 
-    def before(*_: Any) -> None:
+
+class _Marks:
+    """Has the uses of a group marked: forward, backward, and where a checkpoint runs it again."""
+
+    def __init__(self, tracker: _Tracker, fqn: str) -> None:
+        self._tracker, self._fqn = tracker, fqn
+        self._used = 0  # forwards whose backwards have not begun
+
+    def before(self, *_: Any) -> None:
+        """The forward begins."""
         if current_backward() < 0:
-            tracker.mark(FORWARD, fqn, begins=True)
+            self._tracker.mark(FORWARD, self._fqn, begins=True)
         else:
-            reached()
+            self._reached()
 
-    def reached(*_: Any) -> None:
-        if used:
-            used.pop()
-            tracker.mark(BACKWARD, fqn, begins=True)
-
-    def over(*_: Any) -> None:
-        if tracker.segments[-1].group == fqn:
-            tracker.mark(BACKWARD, ROOT)
-
-    def after(_: nn.Module, arguments: Any, output: Any) -> None:
+    def after(self, _: nn.Module, arguments: Any, output: Any) -> None:
+        """The forward is over."""
         if current_backward() >= 0:
             return
-        tracker.mark(FORWARD, ROOT)
-        nodes = {tensor.grad_fn for tensor in tree_tensors(output) if tensor.grad_fn is not None}
-        if nodes:
-            used.append(1)
+        self._tracker.mark(FORWARD, ROOT)
+        nodes = _nodes(output)
+        self._used += bool(nodes)
         for node in nodes:
-            node.register_prehook(reached)
-        for tensor in tree_tensors(arguments):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(over)
+            node.register_prehook(self._reached)
+        for node in _nodes(arguments):
+            node.register_prehook(self._over)
 
-    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    def _reached(self, *_: Any) -> None:
+        if self._used:
+            self._used -= 1
+            self._tracker.mark(BACKWARD, self._fqn, begins=True)
+
+    def _over(self, *_: Any) -> None:
+        if self._tracker.segments[-1].group == self._fqn:
+            self._tracker.mark(BACKWARD, ROOT)
+
+
+def _nodes(tensors: Any) -> list[Any]:
+    return list({tensor.grad_fn for tensor in tree_tensors(tensors) if tensor.grad_fn is not None})
+
+
+def _marked(tracker: _Tracker, fqn: str, module: nn.Module) -> list[Any]:
+    marks = _Marks(tracker, fqn)
+    return [module.register_forward_pre_hook(marks.before), module.register_forward_hook(marks.after)]
 
 
 def materialize(model: nn.Module, dtype: torch.dtype | None = None) -> None:

@@ -205,7 +205,7 @@ def test_training_goes_on_exactly_where_memory_went_back_while_a_group_was_unsha
 
 
 @pytest.mark.matrix
-@distributed(world=2)
+@distributed(world=2, limit_s=240)
 def test_a_thousand_steps_do_not_grow(rank, world):
     torch.manual_seed(0)
     model = Mixed()

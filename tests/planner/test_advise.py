@@ -217,6 +217,7 @@ def test_times_follow_the_roofline_and_the_network():
     assert launched.time.compute == sum(segment.work.total() for segment in traced.segments)
 
 
+@pytest.mark.matrix
 def test_hsdp_pays_where_the_network_between_nodes_is_slow():
     wide = Shape(3, 2048, 16, 4096, 256)
     slow = advise(wide, devices=16, machine="a100-80gb", inter_node=1e9, batch=8)
@@ -267,6 +268,7 @@ def test_a_model_of_ones_own_is_planned():
     assert all(each.memory.most.activations > 0 for each in advice.estimates)
 
 
+@pytest.mark.matrix
 def test_tensor_parallelism_takes_its_share():
     advice = advise(SMALL, devices=4, tensor=(1, 2), precision="float32")
     plain, parallel = (
