@@ -12,7 +12,6 @@ from ._api import last_record as last_record
 from ._api import make_plan as make_plan
 from ._artifacts import load_cache_artifacts as load_cache_artifacts
 from ._artifacts import save_cache_artifacts as save_cache_artifacts
-from ._clip import clip_grad_norm_ as clip_grad_norm_
 from ._compile import compile as compile  # noqa: A004 - for torch.compile
 from ._compile import keep_from_dynamo as _keep_from_dynamo
 from ._debug import set_debug as set_debug
@@ -34,6 +33,9 @@ from ._errors import ShardConfigStateError as ShardConfigStateError
 from ._errors import ShardConfigTypeError as ShardConfigTypeError
 from ._errors import ShardConfigValueError as ShardConfigValueError
 from ._errors import StaleStateError as StaleStateError
+from ._gradients import average_by_tokens as average_by_tokens
+from ._gradients import clip_grad_norm_ as clip_grad_norm_
+from ._gradients import total_tokens as total_tokens
 from ._integrations.install import install as install
 from ._integrations.install import uninstall as uninstall
 from ._module.methods import GradientReductionHandle as GradientReductionHandle
