@@ -62,6 +62,7 @@ from ._status import current_plan as current_plan
 from ._status import drift as drift
 from ._status import drift_log as drift_log
 from ._status import empty_pool as empty_pool
+from ._status import explain_out_of_memory as explain_out_of_memory
 from ._status import stats as stats
 from ._status import watch as watch
 from ._wrap import shard_auto as shard_auto
