@@ -76,6 +76,8 @@ except _PackageNotFoundError:  # run from a checkout that was never installed
 
 if _TYPE_CHECKING:
     from . import checkpoint as checkpoint
+    from ._integrations.loggers import TrainingLog as TrainingLog
+    from ._integrations.loggers import log_to as log_to
     from .checkpoint._full.optimizer import full_optimizer_state_dict as full_optimizer_state_dict
     from .checkpoint._full.optimizer import load_full_optimizer_state_dict as load_full_optimizer_state_dict
     from .checkpoint._full.parameters import full_parameters as full_parameters
@@ -85,6 +87,8 @@ if _TYPE_CHECKING:
 
 _LOADED_WHEN_USED = {
     "checkpoint": "checkpoint",
+    "TrainingLog": "_integrations.loggers",
+    "log_to": "_integrations.loggers",
     "full_state_dict": "checkpoint._full.state",
     "iter_full_state": "checkpoint._full.state",
     "load_full_state_dict": "checkpoint._full.state",
@@ -102,7 +106,7 @@ def __getattr__(name: str) -> _Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _import_module(f"{__name__}.{_LOADED_WHEN_USED[name]}")
     value = module if name == _LOADED_WHEN_USED[name] else getattr(module, name)
-    _keep_from_dynamo(_sys.modules, f"{__name__}.checkpoint")
+    _keep_from_dynamo(_sys.modules, f"{__name__}.{_LOADED_WHEN_USED[name].partition('.')[0]}")
     globals()[name] = value
     return value
 
