@@ -308,7 +308,8 @@ class TrainingLog:
                 DTensor, as it returns, is made whole where it is written, which is a collective of all ranks.
             skipped: whether the optimizer's step was left out, or how many were. By default it was if no optimizer has
                 stepped a parameter of the model since the last call, as when a `GradScaler` finds an infinite gradient.
-                (With a fused optimizer the step is called all the same: give the scaler's answer.)
+                (Give it where that does not tell: with a scaler and a fused optimizer, which is called all the same,
+                and with optimizers that are not torch's.)
             others: further figures, by name: the learning rate, say.
 
         Raises:

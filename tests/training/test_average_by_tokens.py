@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import composable_shard as cs
 from _engines import ENGINES, mesh_of
 from _models import Stack, generator, shard_blocks
-from _pool import simulated
+from _pool import distributed, simulated
 from composable_shard.testing import spmd
 
 ROWS = 8  # of a batch, of which so many count on each rank
@@ -80,19 +80,29 @@ def compare(model, plain):
         torch.testing.assert_close(grad, param.grad, **CLOSE, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("way", MEANS)
-@pytest.mark.parametrize("counted", [int, torch.tensor], ids=["int", "tensor"])
-@simulated(world=4)
-def test_gradients_and_loss_are_those_of_one_process_with_all_tokens(rank, world, way, counted):
+def check_a_step(rank, world, mean, counted=int):
     for engine in ENGINES:
-        model, plain = pair(engine, mesh=mesh_of(4))
+        model, plain = pair(engine, mesh=mesh_of(world))
         x, targets = batch_of(rank)
-        loss = MEANS[way](model(x), targets, tokens_of(rank))
+        loss = mean(model(x), targets, tokens_of(rank))
         assert loss.isnan() == (tokens_of(rank) == 0)
         averaged = cs.average_by_tokens(loss, counted(tokens_of(rank)))
         averaged.backward()
         torch.testing.assert_close(averaged.detach(), alone(plain, world), **CLOSE)
         compare(model, plain)
+
+
+@pytest.mark.parametrize("way", MEANS)
+@pytest.mark.parametrize("counted", [int, torch.tensor], ids=["int", "tensor"])
+@simulated(world=4)
+def test_gradients_and_loss_are_those_of_one_process_with_all_tokens(rank, world, way, counted):
+    check_a_step(rank, world, MEANS[way], counted)
+
+
+@distributed(world=2)
+def test_so_they_are_in_processes_of_their_own(rank, world):
+    check_a_step(rank, world, masked_mean)
+    assert cs.total_tokens(tokens_of(rank)).item() == sum(TOKENS[:2])
 
 
 @simulated(world=4)
