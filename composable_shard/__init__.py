@@ -12,7 +12,6 @@ from ._api import last_record as last_record
 from ._api import make_plan as make_plan
 from ._artifacts import load_cache_artifacts as load_cache_artifacts
 from ._artifacts import save_cache_artifacts as save_cache_artifacts
-from ._clip import clip_grad_norm_ as clip_grad_norm_
 from ._compile import compile as compile  # noqa: A004 - for torch.compile
 from ._compile import keep_from_dynamo as _keep_from_dynamo
 from ._debug import set_debug as set_debug
@@ -34,6 +33,9 @@ from ._errors import ShardConfigStateError as ShardConfigStateError
 from ._errors import ShardConfigTypeError as ShardConfigTypeError
 from ._errors import ShardConfigValueError as ShardConfigValueError
 from ._errors import StaleStateError as StaleStateError
+from ._gradients import average_by_tokens as average_by_tokens
+from ._gradients import clip_grad_norm_ as clip_grad_norm_
+from ._gradients import total_tokens as total_tokens
 from ._integrations.install import install as install
 from ._integrations.install import uninstall as uninstall
 from ._module.methods import GradientReductionHandle as GradientReductionHandle
@@ -60,6 +62,7 @@ from ._status import current_plan as current_plan
 from ._status import drift as drift
 from ._status import drift_log as drift_log
 from ._status import empty_pool as empty_pool
+from ._status import explain_out_of_memory as explain_out_of_memory
 from ._status import stats as stats
 from ._status import watch as watch
 from ._wrap import shard_auto as shard_auto
@@ -74,6 +77,8 @@ except _PackageNotFoundError:  # run from a checkout that was never installed
 if _TYPE_CHECKING:
     from . import checkpoint as checkpoint
     from . import planner as planner
+    from ._integrations.loggers import TrainingLog as TrainingLog
+    from ._integrations.loggers import log_to as log_to
     from .checkpoint._full.optimizer import full_optimizer_state_dict as full_optimizer_state_dict
     from .checkpoint._full.optimizer import load_full_optimizer_state_dict as load_full_optimizer_state_dict
     from .checkpoint._full.parameters import full_parameters as full_parameters
@@ -85,6 +90,8 @@ if _TYPE_CHECKING:
 _LOADED_WHEN_USED = {
     "advise": "planner.advise",
     "checkpoint": "checkpoint",
+    "TrainingLog": "_integrations.loggers",
+    "log_to": "_integrations.loggers",
     "full_state_dict": "checkpoint._full.state",
     "iter_full_state": "checkpoint._full.state",
     "load_full_state_dict": "checkpoint._full.state",
@@ -105,7 +112,7 @@ def __getattr__(name: str) -> _Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _import_module(f"{__name__}.{_LOADED_WHEN_USED[name]}")
     value = module if name == _LOADED_WHEN_USED[name] else getattr(module, name)
-    _keep_from_dynamo(_sys.modules, f"{__name__}.checkpoint")
+    _keep_from_dynamo(_sys.modules, f"{__name__}.{_LOADED_WHEN_USED[name].partition('.')[0]}")
     globals()[name] = value
     return value
 

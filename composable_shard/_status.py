@@ -1,13 +1,19 @@
-"""What a sharded model is doing: its plan, where it left it, its memory, and figures for loggers."""
+"""What a sharded model is doing: its plan, where it left it, its memory and who holds it, and figures for loggers."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
+
 from torch import nn
+from torch.optim import Optimizer
 
 from ._engine.engine import Engine
+from ._engine.out_of_memory import explain
 from ._errors import ShardConfigValueError
+from ._group.optimizers import note_optimizer
 from ._module.build import declared_plan
-from ._module.state import states_below
+from ._module.state import ShardState, states_below
 from ._plan.drift import drift as drift_of
 from ._plan.plan import ShardPlan
 from ._plan.record import own_seconds
@@ -17,15 +23,27 @@ _WAITING = (Kind.WAIT, Kind.REDUCED)
 _COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 
 
-def _engines(model: nn.Module) -> list[Engine]:
+def engines_of(model: nn.Module) -> list[Engine]:
     """The engines at or below a model; several if it holds roots that run by themselves."""
     bound = [state.bound for state in states_below(model)]
     return list(dict.fromkeys(each.engine for each in bound if each is not None))
 
 
+def sharded_states(model: nn.Module) -> list[ShardState]:
+    """The states of the sharded modules at or below a model, of which there must be some.
+
+    Raises:
+        ShardConfigValueError: there is none.
+    """
+    states = states_below(model)
+    if not states:
+        raise ShardConfigValueError(f"model: {type(model).__name__} holds no sharded module; call fully_shard first")
+    return states
+
+
 def current_plan(model: nn.Module) -> ShardPlan:
     """The plan that a sharded model follows now; before its first forward, the one that it will begin with."""
-    engines = _engines(model)
+    engines = engines_of(model)
     return engines[0].order.placed() if engines else declared_plan(model)
 
 
@@ -36,7 +54,7 @@ def drift(model: nn.Module) -> tuple[str, ...]:
     """
     return tuple(
         text
-        for engine in _engines(model)
+        for engine in engines_of(model)
         if (record := engine.last_record) is not None
         for text in drift_of(engine.order.plan, record)
     )
@@ -48,7 +66,7 @@ def drift_log(model: nn.Module) -> tuple[str, ...]:
     Orders are compared at each forward, bytes when more are live than ever before, and times, under
     `PrefetchPolicy.auto`, when steps are measured again. `stats` counts them.
     """
-    return tuple(line for engine in _engines(model) for line in engine.review.log.lines)
+    return tuple(line for engine in engines_of(model) for line in engine.review.log.lines)
 
 
 def watch(model: nn.Module, on: bool = True) -> None:
@@ -59,10 +77,8 @@ def watch(model: nn.Module, on: bool = True) -> None:
     Raises:
         ShardConfigValueError: the model holds no sharded module.
     """
-    states = states_below(model)
-    if not states:
-        raise ShardConfigValueError(f"model: {type(model).__name__} holds no sharded module; call fully_shard first")
-    for engine in _engines(model):
+    states = sharded_states(model)
+    for engine in engines_of(model):
         engine.watched = on
     for state in states:
         if state.bound is None:
@@ -75,10 +91,45 @@ def empty_pool(model: nn.Module) -> int:
     Returns:
         bytes that were given back.
     """
-    before = sum(engine.pool.held_bytes for engine in _engines(model))
-    for engine in _engines(model):
+    before = sum(engine.pool.held_bytes for engine in engines_of(model))
+    for engine in engines_of(model):
         engine.converted(engine.groups)
-    return before - sum(engine.pool.held_bytes for engine in _engines(model))
+    return before - sum(engine.pool.held_bytes for engine in engines_of(model))
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
+    """If memory runs out within, add a note to the error: who holds how much on this rank, and what would help.
+
+    Put it around a step; without an error it costs a walk through the modules. It can decorate a function, too. An
+    error in an eager forward, a gather or a reduction of a sharded model has the note anyway. No error has it twice.
+
+    ::
+
+        with cs.explain_out_of_memory(model, optimizer):
+            loss_of(model, batch).backward()
+            optimizer.step()
+
+    The note counts, by kind: sharded parameters, their gradients, the state of optimizers, the pool (gathered weights
+    and communication: what it holds, what of it is in use and what was at most), and the rest, which is mostly
+    activations: what the allocator has handed out minus all these, where it counts (not on a CPU). Then come remedies,
+    the largest saving first. Parameters that are not sharded belong to the rest.
+
+    Args:
+        model: a sharded model.
+        optimizers: whose state is counted. Those that have stepped are known already.
+
+    Raises:
+        ShardConfigValueError: the model holds no sharded module.
+    """
+    sharded_states(model)
+    for optimizer in optimizers:
+        note_optimizer(optimizer)
+    try:
+        yield
+    except Exception as error:
+        explain(error, [engine.part() for engine in engines_of(model)])
+        raise
 
 
 def stats(model: nn.Module) -> dict[str, float]:
@@ -98,12 +149,17 @@ def stats(model: nn.Module) -> dict[str, float]:
         ``step/exposed_ms``, ``step/compute_ms``, ``step/communication_share``: of the last iteration, while `watch` is
         on: waiting for gathers and reductions; compute; waiting over both.
     """
+    return figures_of(engines_of(model))
+
+
+def figures_of(engines: Sequence[Engine]) -> dict[str, float]:
+    """The figures of `stats`."""
     figures: dict[str, float] = {}
 
     def add(name: str, value: float) -> None:
         figures[name] = figures.get(name, 0.0) + float(value)
 
-    for engine in _engines(model):
+    for engine in engines:
         pool, record = engine.pool, engine.last_record
         pool.reclaim()
         for name in ("live_bytes", "peak_bytes", "held_bytes", "arena_bytes", "allocations"):

@@ -26,6 +26,7 @@ from .budget import Budget, gathering
 from .history import History
 from .node import Outputs, Use
 from .order import Order
+from .out_of_memory import Part, explain
 from .stopwatch import Stopwatch
 
 T = TypeVar("T")
@@ -103,6 +104,10 @@ class Actions:
         """Have `ask` called before the next reduction; if it raises, again before the one after that."""
         self._ask_first = ask
 
+    def explain(self, error: BaseException) -> None:
+        """If memory has run out, note on the error who holds what."""
+        explain(error, [Part(self.groups, self.pool, self.order.plan)])
+
     def time_by(self, watch: Stopwatch | None) -> None:
         """From now on `watch` times what is done; None for nobody."""
         self.watch = watch
@@ -151,10 +156,14 @@ class Actions:
 
     def _act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], given: Any = _NOTHING) -> T:
         """Call `work` (with `given`, if there is one) and record it as an action; all actions of a rank pass here."""
-        if self.watch is not None:
-            result = self.watch.timed(kind, group.fqn, work, *(() if given is _NOTHING else (given,)))
-        else:  # no `work(*args)`, which is slower: it would re-enter the interpreter
-            result = work() if given is _NOTHING else work(given)
+        try:
+            if self.watch is not None:
+                result = self.watch.timed(kind, group.fqn, work, *(() if given is _NOTHING else (given,)))
+            else:  # no `work(*args)`, which is slower: it would re-enter the interpreter
+                result = work() if given is _NOTHING else work(given)
+        except Exception as error:
+            self.explain(error)
+            raise
         done = self.history.done
         done += (kind, group.fqn, self.pool.live_bytes)  # flat: tuples would keep the cycle collector busy
         return result

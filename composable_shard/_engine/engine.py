@@ -43,6 +43,7 @@ from .backward import BackwardPass, Iterations, Passed, Token
 from .gradients import GradientFlow, watch_leaf
 from .node import Keeper, Outputs, Use, Uses, Witness, unshard
 from .order import Order
+from .out_of_memory import Part
 from .review import Review
 
 LISTENERS: weakref.WeakSet[Any] = weakref.WeakSet()  # each a `listeners.Listener`
@@ -129,6 +130,10 @@ class Engine:
         """The engine, its `Actions` and its `GradientFlow`: the objects whose classes `listeners.py` switches."""
         return self, self._do, self._gradients
 
+    def part(self) -> Part:
+        """What it runs, for `out_of_memory.explain`."""
+        return Part(self.groups, self.pool, self.order.plan)
+
     @property
     def has_run(self) -> bool:
         """Whether a forward of any group has begun."""
@@ -176,9 +181,12 @@ class Engine:
         if LISTENERS or is_profiled() or self.profiled or self.pool.owns:
             self._look(self)
 
-    def interrupted(self) -> None:
-        """An interrupt (Ctrl-C) has ended a forward. Nothing is waited for now; the next forward clears up."""
-        self._iterations.interrupt()
+    def failed(self, error: BaseException) -> None:
+        """A forward has failed. If it was interrupted (Ctrl-C), nothing is waited for; the next forward clears up."""
+        if isinstance(error, Exception):
+            self._do.explain(error)
+        else:
+            self._iterations.interrupt()
 
     @apart_from_checkpoints
     def _begin_forward(self) -> None:

@@ -35,6 +35,10 @@ class AccumulatedGradients:
         self.pieces: Partial = {}
         self.wanted: set[int] = set()
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The accumulated gradients and pieces, those that `zero_grad` has voided among them."""
+        return [*self.whole.values(), *(piece for piece, _ in self.pieces.values())]
+
     def note_wanted(self) -> None:
         """Gradients are about to be accumulated: note which parameters require them."""
         self.wanted.update(index for index, param in enumerate(self._params) if param.sharded.requires_grad)

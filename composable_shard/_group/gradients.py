@@ -126,6 +126,10 @@ class GroupGradients:
         with without_torch_function():  # else each DTensor is asked for a `__torch_function__`
             return any(map(is_not, map(_grad, self._shards), itertools.repeat(None)))
 
+    def waiting(self) -> list[torch.Tensor]:
+        """The accumulated gradients, which wait for a later backward to reduce them."""
+        return self._accumulated.tensors()
+
     def add(self, pieces: Mapping[int, torch.Tensor]) -> None:
         """Add this rank's pieces of reduced gradients, by the index of the parameter, to `.grad`; call users' hooks."""
         params = list(map(self._params.__getitem__, pieces))

@@ -7,7 +7,7 @@ when the graph runs. So what we listen for breaks no graph.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import call
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .._errors import ShardConfigStateError
-from .._torch.core import HANDLES, has_side_effect
+from .._torch.core import HANDLES, has_side_effect, tree_tensors
 from .faces import LEAF_OF
 from .param import SHARDED_IN
 
@@ -36,6 +36,7 @@ REDUCED, STEPPED, REDUCED_AND_STEPPED = 1, 2, 3  # what watchers are told of: ea
 
 # By id, and no WeakSet: the weak references can be listed at once while another thread adds a watcher.
 _watchers: weakref.WeakValueDictionary[int, StepWatcher] = weakref.WeakValueDictionary()
+_optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
 
 
 def watch_steps(watcher: StepWatcher) -> None:
@@ -43,10 +44,23 @@ def watch_steps(watcher: StepWatcher) -> None:
     _watchers[id(watcher)] = watcher
 
 
+def note_optimizer(optimizer: Optimizer) -> None:
+    """Have `state_of_optimizers` count the state of an optimizer, while it lives; those that have stepped are known."""
+    _optimizers[id(optimizer)] = optimizer
+
+
+def state_of_optimizers(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that the optimizers that are known keep for these parameters."""
+    optimizers = list(filter(None, map(call, _optimizers.valuerefs())))
+    return tree_tensors([optimizer.state.get(param, {}) for optimizer in optimizers for param in params])
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     params: list[torch.Tensor] = []
     for group in optimizer.param_groups:
         params += group["params"]
+    if not torch.compiler.is_compiling():
+        note_optimizer(optimizer)
     _check_are_of_the_model(params)
     for group in optimizer.param_groups:
         _avoid_mixed_lists(group)

@@ -233,8 +233,7 @@ def _run(module: nn.Module, call: _Call | None, args: tuple[Any, ...], kwargs: d
         root_succeeded = bound.is_root
         return output
     except BaseException as error:
-        if not isinstance(error, Exception):
-            engine.interrupted()
+        engine.failed(error)
         state.abort(depth)
         if refuses_saved_tensors_hooks(error) and not stays:
             raise _needs_storage(module, bound) from error

@@ -410,6 +410,10 @@ class _Handles:
     def __init__(self) -> None:
         self.ours = 0
 
+    def give(self) -> None:
+        """Count one that was given to this library."""
+        self.ours += 1
+
     def of_others(self) -> int:
         """How many were given to others, since the process began."""
         return RemovableHandle.next_id - self.ours

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -263,6 +264,12 @@ def group_all_gather(whole: torch.Tensor, piece: torch.Tensor, group: dist.Proce
     """The asynchronous all-gather of any process group, its own method: no payload, and nothing that tools count."""
     gather = getattr(group, _ALL_GATHER, None) or group._allgather_base
     return gather(whole, piece, all_gather_options())
+
+
+def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """A new tensor with the sum over the ranks of a process group: an operation that Dynamo can put into a graph."""
+    total: torch.Tensor = functional.all_reduce(tensor, "sum", group)
+    return total
 
 
 def _asynchronous(kind: Callable[[], T], **fields: Any) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -13,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from _launched import finish
+from composable_shard.testing import spmd
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "composable_shard"
 README = ROOT / "README.md"
+TRAINING = ROOT / "docs" / "training.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "bench" / "README.md"]
 
@@ -133,6 +136,23 @@ def test_the_script_on_the_first_page_trains_by_the_command_beside_it(tmp_path):
     losses = [float(loss) for loss in re.findall(r"^step +\d+: loss ([\d.]+)$", output, flags=re.MULTILINE)]
     assert len(losses) >= 2, output
     assert losses[-1] < losses[0] - 1
+
+
+def test_the_examples_about_training_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    examples = re.findall(r"^```python\n(.*?)^```$", TRAINING.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert len(examples) > 3
+
+    def body(world):
+        names = {}
+        for example in examples:
+            exec(compile(example, str(TRAINING), "exec"), names)
+        names["log"].close()
+
+    spmd(2)(body)
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "1" / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4]
+    assert {"train/loss", "train/grad_norm", "step/tokens_per_second", "lr", "pool/peak_bytes"} <= lines[-1].keys()
 
 
 def test_the_picture_on_the_first_page_is_made_by_the_script_beside_it():

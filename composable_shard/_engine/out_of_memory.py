@@ -1,0 +1,180 @@
+"""Who holds what, said when there is not enough memory: a note on the error, with bytes by kind and what would help."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from .._group.group import ParamGroup
+from .._group.optimizers import state_of_optimizers
+from .._memory.pool import BufferPool
+from .._plan.fitting import least_step
+from .._plan.plan import ShardPlan
+from .._plan.text import mib
+from .._torch.distributed import local_tensor
+
+_TITLE = "memory of a sharded model on"
+_KINDS = torch.OutOfMemoryError, MemoryError
+_WORDS = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")  # of allocators and libraries
+
+
+class Part(NamedTuple):
+    """What one engine runs: its groups, their memory, and the plan that it follows."""
+
+    groups: Sequence[ParamGroup]
+    pool: BufferPool
+    plan: ShardPlan
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation has failed, on whatever device: torch has a type for it on accelerators only."""
+    return isinstance(error, _KINDS) or (isinstance(error, RuntimeError) and any(w in str(error) for w in _WORDS))
+
+
+def explain(error: BaseException, parts: Sequence[Part]) -> None:
+    """Add a note to an error, if memory has run out and nobody has explained it yet.
+
+    Args:
+        error: any.
+        parts: of the model; none if it has not run.
+    """
+    if not parts or not is_out_of_memory(error) or any(_TITLE in note for note in getattr(error, "__notes__", ())):
+        return
+    try:
+        note = "\n".join(_lines(parts))
+    except Exception as problem:  # must not take the place of what is explained
+        note = f"{_TITLE} this rank could not be counted: {type(problem).__name__}: {problem}"
+    error.add_note(note)
+
+
+class _Allocator(NamedTuple):
+    """What the allocator of an accelerator counts: bytes of tensors now and at most so far, and bytes it has in all."""
+
+    allocated: int
+    peak: int
+    reserved: int
+
+
+def _allocator_of(device: torch.device) -> _Allocator | None:
+    """None if it does not count, as that of the CPU."""
+    module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    if not hasattr(module, "memory_reserved"):
+        return None
+    return _Allocator(
+        module.memory_allocated(device), module.max_memory_allocated(device), module.memory_reserved(device)
+    )
+
+
+class _Held:
+    """The bytes that are held on this rank.
+
+    Attributes:
+        parts: of the model.
+        device: where the model computes.
+        kinds: bytes by type of device, for each kind of tensors that the model and its optimizers keep.
+        pool: bytes that the pools hold.
+        allocator: what the allocator counts; None if it does not.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+        self.device = parts[0].pool.memory.device
+        groups = [group for part in parts for group in part.groups]
+        shards = [shard for group in groups for shard in group.shards]
+        self.kinds = {
+            "parameters (sharded)": _bytes_by_device(shards),
+            "gradients": _bytes_by_device([shard.grad for shard in shards if shard.grad is not None]),
+            "gradients that wait for their reduction": _bytes_by_device(
+                [gradient for group in groups for gradient in group.gradients.waiting()]
+            ),
+            "optimizer state": _bytes_by_device(state_of_optimizers(shards)),
+        }
+        self.pool = sum(part.pool.held_bytes for part in parts)
+        self.allocator = _allocator_of(self.device)
+
+    @property
+    def on_device(self) -> int:
+        """Bytes of all kinds on the device of the model, without the pool."""
+        return sum(kind[self.device.type] for kind in self.kinds.values())
+
+    def rest(self) -> tuple[int, int] | None:
+        """Bytes of whatever else is allocated, now and at the allocator's peak; None if that is not known."""
+        if self.allocator is None:
+            return None
+        known = self.on_device + self.pool
+        return max(0, self.allocator.allocated - known), max(0, self.allocator.peak - known)
+
+
+def _bytes_by_device(tensors: Iterable[torch.Tensor]) -> Counter[str]:
+    counted: Counter[str] = Counter()
+    for tensor in tensors:
+        local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        counted[local.device.type] += local.nbytes
+    return counted
+
+
+def _lines(parts: Sequence[Part]) -> Iterator[str]:
+    held = _Held(parts)
+    rank = f"rank {dist.get_rank()}, " if dist.is_initialized() else ""
+    yield f"{_TITLE} {rank}{held.device}:"
+    for name, kind in held.kinds.items():
+        if kind or name != "gradients that wait for their reduction":
+            yield f"  {name}: {_amount(kind, held.device.type)}"
+    live, peak = (sum(getattr(part.pool, name) for part in parts) for name in ("live_bytes", "peak_bytes"))
+    yield (
+        f"  pool (gathered weights and communication): {mib(held.pool)}, {mib(live)} of it in use now, "
+        f"{mib(peak)} at most so far"
+    )
+    rest = held.rest()
+    if rest is None:
+        yield f"  activations and everything else: not known, the allocator of {held.device.type} does not count"
+    else:
+        yield f"  activations and everything else: {mib(rest[0])} now, {mib(rest[1])} at most so far"
+    yield "what would help, by how much it is at most:"
+    for nbytes, advice in sorted(_advice(held), key=lambda line: -line[0]):
+        yield f"  {mib(nbytes) if nbytes else 'unknown'}: {advice}"
+
+
+def _amount(kind: Counter[str], device: str) -> str:
+    """Bytes on the model's device; elsewhere with the name of the device."""
+    amounts = [mib(nbytes) + ("" if where == device else f" on {where}") for where, nbytes in kind.items()]
+    return " and ".join(amounts) or mib(0)
+
+
+def _advice(held: _Held) -> Iterator[tuple[int, str]]:
+    """What would help, with the bytes that it would save at most; 0 if they are not known."""
+    rest = held.rest()
+    activations = 0 if rest is None else rest[1]
+    if rest is None or activations:
+        yield activations, "activation checkpointing (torch.utils.checkpoint) of each block"
+        yield activations, "smaller microbatches, with gradient accumulation"
+    waiting = held.kinds["gradients that wait for their reduction"][held.device.type]
+    if waiting:
+        yield waiting, "reductions at each microbatch: set_requires_gradient_sync(True)"
+    if held.device.type != "cpu" and held.on_device:
+        yield held.on_device - waiting, "offload_policy=CPUOffloadPolicy(): parameters, gradients, optimizer on the CPU"
+    if held.allocator is not None and (free := held.allocator.reserved - held.allocator.allocated) > 0:
+        yield free, "PYTORCH_ALLOC_CONF=expandable_segments:True: the allocator holds this in pieces that are not used"
+    for part in held.parts:
+        yield from _advice_for(part)
+
+
+def _advice_for(part: Part) -> Iterator[tuple[int, str]]:
+    """What would help with the pool of a part."""
+    groups, pool, plan = part
+    kept = [group for group in groups if not (group.is_root or group.options.reshards(False))]
+    if len(kept) > 1:
+        nbytes = [group.layout.weight_bytes for group in kept]
+        named = f"{kept[0].name} and {len(kept) - 1} more"
+        yield sum(nbytes) - max(nbytes), f"reshard_after_forward=True (ZeRO-3 in the place of ZeRO-2) for {named}"
+    if len(groups) == 1:
+        yield pool.peak_bytes, "fully_shard on each block as well: all parameters are one group, and gathered at once"
+    steps, sizes, _ = plan.parts()
+    least = least_step(steps, sizes).peak
+    if plan.pool.budget is None and pool.peak_bytes > least:
+        yield pool.peak_bytes - least, f"a budget for the pool, of at least PoolPolicy(budget={least})"
