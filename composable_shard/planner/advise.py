@@ -10,6 +10,7 @@ from typing import Any
 
 from .._errors import ShardConfigTypeError, ShardConfigValueError
 from .._plan.plan import ShardPlan
+from .checkpointing import CHECKPOINTING
 from .machine import KNOWN, Link, Machine
 from .memory import Memory, memory_of
 from .profile import Profile
@@ -19,6 +20,7 @@ from .strategies import Strategy, held_bytes, moved_bytes, plan_of, shard_bytes,
 from .timing import Time, compute_seconds, time_of
 
 _CLOSE = 0.05  # of tokens a second: of strategies that are as close, the simplest, then the smallest is taken
+_TIGHT = 0.9  # of the memory, which what is recommended leaves free if it can
 _REPLICATED = ("none", "ddp")
 
 
@@ -135,7 +137,7 @@ def advise(
         raise ShardConfigValueError(f"tensor: {list(tensor)} divide no {devices} devices within a node")
     estimates = [planner.estimate(each, chosen) for each in possible]
     estimates.sort(key=lambda each: (each.short, -each.tokens_per_second))
-    recommended, reason = _recommended(estimates, devices)
+    recommended, reason = _recommended(estimates, devices, chosen.memory)
     return Advice(
         model=source.name,
         machine=chosen,
@@ -229,7 +231,7 @@ class Planner:
         return self._plans[tensor]
 
 
-def _recommended(estimates: list[Estimate], devices: int) -> tuple[Estimate | None, str]:
+def _recommended(estimates: list[Estimate], devices: int, memory: int) -> tuple[Estimate | None, str]:
     fitting = [each for each in estimates if each.fits]
     if not fitting:
         least = estimates[0]
@@ -239,13 +241,14 @@ def _recommended(estimates: list[Estimate], devices: int) -> tuple[Estimate | No
         )
     fastest = fitting[0].tokens_per_second
     close = [each for each in fitting if each.tokens_per_second >= (1 - _CLOSE) * fastest]
-    chosen = min(close, key=lambda each: (*_complexity(each.strategy), each.memory.reserved))
+    chosen = min(close, key=lambda each: (each.needed > _TIGHT * memory, *_complexity(each.strategy), each.needed))
     return chosen, _reason(chosen, fitting, estimates, devices)
 
 
-def _complexity(strategy: Strategy) -> tuple[bool, bool, int]:
+def _complexity(strategy: Strategy) -> tuple[bool, bool, int, int]:
     replicated = _REPLICATED.index(strategy.name) if strategy.name in _REPLICATED else len(_REPLICATED)
-    return strategy.offload, strategy.layout.tensor > 1, replicated
+    checkpoints = CHECKPOINTING.index(strategy.checkpointing)
+    return strategy.offload, strategy.layout.tensor > 1, replicated, checkpoints
 
 
 def _reason(chosen: Estimate, fitting: list[Estimate], estimates: list[Estimate], devices: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import asdict
 from typing import Any
 
@@ -71,7 +72,8 @@ def text(advice: Advice, most: int | None = 12) -> str:
         ).rstrip()
         for row in cells
     ]
-    return "\n".join([title(advice), "", *lines, "", NOTE, "", advice.reason])
+    reason = textwrap.fill(advice.reason, 110)
+    return "\n".join([title(advice), "", *lines, "", NOTE, "", reason])
 
 
 def as_json(advice: Advice) -> dict[str, Any]:
