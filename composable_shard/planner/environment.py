@@ -109,7 +109,7 @@ class Environment:
             _transports(self),
             _compiling(self),
             _checksums(self),
-            _package(self, "safetensors", "checkpoints read by other programs", "falls back", _NO_SAFETENSORS),
+            _package(self, "safetensors", "checkpoints for other programs", "falls back", _NO_SAFETENSORS),
             _package(self, "rich", "tables and progress on a terminal", "falls back", "plain text, no progress"),
             _package(self, "matplotlib", "figures", "no", "composable_shard.report draws nothing"),
         )
@@ -243,7 +243,7 @@ def _without_home(text: str) -> str:
 # ------------------------------------------------------------------------------------------------- what works
 
 
-_NO_SAFETENSORS = "checkpoints are written and read without it; other programs need it to read them"
+_NO_SAFETENSORS = "only other programs need it"
 
 
 def _torch(seen: Environment) -> Support:
@@ -275,7 +275,7 @@ def _transports(seen: Environment) -> Support:
         return Support("communication", "untested", f"{kinds[0]}: its backend is not known to the library{ending}")
     if kinds:
         return Support("communication", "yes", f"{backend}: gathers straight into the weights' memory{ending}")
-    why = "no accelerator: gloo, with gathers by broadcasts or messages and reductions by all-to-all and a sum"
+    why = "no accelerator: gloo, by broadcasts, messages and local sums"
     return Support("communication", "falls back", f"{why}{ending}")
 
 
@@ -284,7 +284,7 @@ def _compiling(seen: Environment) -> Support:
     missing = [name for name in needed if seen.tools[name] is None]
     if missing:
         where = "" if "triton" in missing else " on CPU"
-        why = f"no {' and no '.join(missing)}: torch.compile with Inductor does not work{where}; 'aot_eager' does"
+        why = f"no {' and no '.join(missing)}: Inductor does not work{where}; 'aot_eager' does"
         return Support("torch.compile", "no", why)
     return Support("torch.compile", "yes", ", ".join(str(seen.tools[name]) for name in needed))
 

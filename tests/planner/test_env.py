@@ -82,14 +82,14 @@ Variables of the environment
   OMP_NUM_THREADS  1
 
 What works here
-  torch                               yes         2.13.0+cpu, of 2.11 to 2.15
-  operating system                    yes         Linux
-  communication                       falls back  no accelerator: gloo, with gathers by broadcasts or messages and reductions by all-to-all and a sum
-  torch.compile                       no          no C++ compiler: torch.compile with Inductor does not work on CPU; 'aot_eager' does
-  checksums of checkpoints            falls back  xxhash is not installed: CRC32, about six times slower than xxhash's
-  checkpoints read by other programs  falls back  safetensors is not installed: checkpoints are written and read without it; other programs need it to read them
-  tables and progress on a terminal   falls back  rich is not installed: plain text, no progress
-  figures                             no          matplotlib is not installed: composable_shard.report draws nothing
+  torch                              yes         2.13.0+cpu, of 2.11 to 2.15
+  operating system                   yes         Linux
+  communication                      falls back  no accelerator: gloo, by broadcasts, messages and local sums
+  torch.compile                      no          no C++ compiler: Inductor does not work on CPU; 'aot_eager' does
+  checksums of checkpoints           falls back  xxhash is not installed: CRC32, about six times slower than xxhash's
+  checkpoints for other programs     falls back  safetensors is not installed: only other programs need it
+  tables and progress on a terminal  falls back  rich is not installed: plain text, no progress
+  figures                            no          matplotlib is not installed: composable_shard.report draws nothing
 """,
     )
 
