@@ -1,4 +1,4 @@
-"""What ranks do in the tests of `composable_shard.planner.ranks`, in the place of measuring."""
+"""What ranks do in the tests of `measure-links`: very small work, or something else in the place of measuring."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ import time
 import torch
 import torch.distributed as dist
 
+from composable_shard.planner.measuring import Settings
 from composable_shard.planner.ranks import joined
+
+KIB = 1 << 10
+TINY = Settings(
+    rounds=3,
+    seconds=1e-4,
+    longest=1e-3,
+    sizes=(8 * KIB, 512 * KIB),
+    matrices=((64, 32, 32),) * 2,
+    memory=(64 * KIB,) * 2,
+)
 
 
 def die_or_wait(place, kind, *arguments):
@@ -23,5 +34,4 @@ def die_or_wait(place, kind, *arguments):
 
 
 def sleep(place, progress):
-    progress("sleeping", 1, 2)
     time.sleep(300)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from .._comm.collectives import Transport
+from .._comm.lanes import has_streams
 from .._comm.mesh import MeshInfo, mesh_info
 from .._comm.transports import TransportCache
 from .._errors import ShardConfigValueError
@@ -178,7 +179,7 @@ def measure(
     figures = timing.of("compute and memory", [*_products(device, timing), *_others(device, settings, memory)])
     figures += timing.of("copies to the host and back", _copies(device, settings))
     return Measurement(
-        _machine(name or _name(device), memory, place.local_ranks, links, figures),
+        _machine(name or _name(device), memory, place.local_ranks, links, figures, has_streams(device)),
         place.ranks,
         device.type,
         torch.get_num_threads(),
@@ -191,7 +192,12 @@ def measure(
 
 
 def _machine(
-    name: str, memory: int, local_ranks: int, links: Mapping[str, LinkFit], figures: Sequence[Figure]
+    name: str,
+    memory: int,
+    local_ranks: int,
+    links: Mapping[str, LinkFit],
+    figures: Sequence[Figure],
+    streams: bool,
 ) -> Machine:
     by_name = {figure.name: figure for figure in figures}
     inner, outer = links.get(INTRA) or links[INTER], links.get(INTER) or links[INTRA]
@@ -208,6 +214,7 @@ def _machine(
         devices_per_node=local_ranks,
         host_link=_fit(copies).link if copies else Link(bandwidth, launch),
         host_memory_bandwidth=by_name[HOST_MEMORY].rate if copies else bandwidth,
+        streams=streams,
     )
 
 

@@ -8,15 +8,21 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
 
 from _launched import descendants, finish
-from _pool import more
+from _measuring_ranks import TINY
+from _pool import distributed
 from composable_shard._errors import ShardConfigValueError, WorldTimeoutError
 from composable_shard.cli import main as command_line
+from composable_shard.cli import measure_links
 from composable_shard.planner import Machine, measuring, ranks
 
 ROOT = Path(__file__).parents[2]
@@ -66,17 +72,30 @@ def test_a_rank_that_is_killed_ends_the_others_and_its_last_words_are_shown(monk
 
 
 def test_ranks_that_take_too_long_are_ended():
-    calls = []
     begin = time.monotonic()
-    with pytest.raises(WorldTimeoutError, match=r"ranks 0 of 1 have not ended within 20 s.*rank 0 was: sleeping"):
-        ranks.on_ranks("_measuring_ranks:sleep", 1, timeout=20, progress=lambda *call: calls.append(call))
+    with pytest.raises(WorldTimeoutError, match=r"ranks 0, 1 of 2 have not ended within 0.5 s.*rank 0 was: starting"):
+        ranks.on_ranks("_measuring_ranks:sleep", 2, timeout=0.5)
     assert time.monotonic() - begin < 60
-    assert calls == [("sleeping", 1, 2)]
     assert "planner.ranks" not in commands(os.getpid())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, more(signal.SIGTERM), more(signal.SIGKILL)])
-def test_a_command_that_is_interrupted_leaves_no_process(number):
+def test_an_interrupt_ends_the_ranks(monkeypatch, capsys):
+    started = []
+
+    def interrupted(*_, **__):
+        started.append(commands(os.getpid()).count("planner.ranks"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ranks, "wait", interrupted)
+    assert command_line.main(["measure-links", "--quick", "--ranks", "2", "--device", "cpu"]) == 130
+    assert capsys.readouterr().err.endswith("measure-links: interrupted\n")
+    assert started == [2]
+    assert "planner.ranks" not in commands(os.getpid())
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_command_that_is_ended_by_a_signal_leaves_no_process(number):
     process = start("--ranks", "2", "--device", "cpu")
     deadline = time.monotonic() + LIMIT_S
     while len(children := descendants(process.pid)) < 2:
@@ -101,14 +120,37 @@ def alive(pid):
         return False
 
 
-def test_under_a_launcher_it_is_one_rank_and_measures_between_nodes(tmp_path):
-    """Each rank is a node of its own, as far as it is told."""
+LAUNCHED = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+@distributed(world=2)
+def test_under_a_launcher_it_is_one_rank_and_measures_between_nodes(rank, world):
+    """Each rank is a node of its own, as far as it is told; their process group is that of the test."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        for name, value in {**LAUNCHED, "RANK": str(rank), "MASTER_PORT": "1"}.items():
+            patch.setenv(name, value)
+        patch.setattr(measure_links, "QUICK", TINY)
+        patch.setattr(measuring, "joined", lambda *_: nullcontext(torch.device("cpu")))
+        file = Path(folder) / "machine.json"
+        with redirect_stdout(StringIO()) as output, redirect_stderr(StringIO()):
+            code = command_line.main(["measure-links", "--quick", "--device", "cpu", "--json", str(file)])
+        assert code == 0
+        assert file.exists() == ("intra_node was not measured" in output.getvalue()) == (rank == 0)
+        if rank == 0:
+            machine = Machine.from_json(file.read_text())
+            assert machine.devices_per_node == 1
+            assert machine.intra_node == machine.inter_node
+        else:
+            assert output.getvalue() == ""
+
+
+@pytest.mark.matrix
+def test_two_processes_that_a_launcher_has_started_measure_together(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     file = tmp_path / "machine.json"
-    common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    common |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    common = {**LAUNCHED, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     given = ["--device", "cpu", "--json", file, "--timeout", LIMIT_S]
     first, second = processes = [start(*given, RANK=str(rank), **common) for rank in range(2)]
     (text, first_errors), (silence, second_errors) = [finish(process, LIMIT_S) for process in processes]
@@ -161,8 +203,6 @@ def test_a_number_of_ranks_that_is_not_the_launchers_is_refused(monkeypatch, cap
 
 
 def test_accelerators_are_taken_where_there_are_enough(monkeypatch):
-    import torch
-
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     assert (ranks.default_ranks("auto"), ranks.default_ranks("cpu")) == (4, 2)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from _measuring_ranks import TINY
 from _pool import POOL, distributed
 from composable_shard import ShardConfigValueError
 from composable_shard._comm.transports import VARIABLE
@@ -15,20 +16,12 @@ from composable_shard._plan.layout import Route
 from composable_shard.cli.measure_links import tables
 from composable_shard.planner import Machine, measuring
 from composable_shard.planner.link_fit import sent
-from composable_shard.planner.measuring import GATHER, INTER, INTRA, QUICK, REDUCTION, Settings, measure
+from composable_shard.planner.measuring import GATHER, INTER, INTRA, QUICK, REDUCTION, measure
 from composable_shard.planner.ranks import Place, silent
 
 JOB = "planner.test_measuring"
 CPU = torch.device("cpu")
 KIB = 1 << 10
-TINY = Settings(
-    rounds=3,
-    seconds=1e-4,
-    longest=1e-3,
-    sizes=(8 * KIB, 512 * KIB),
-    matrices=((64, 32, 32),) * 2,
-    memory=(64 * KIB,) * 2,
-)
 
 
 def place(rank, world, local):
@@ -61,6 +54,7 @@ def test_a_machine_of_one_node(on_one_node):
     assert machine.name == "a machine"
     assert {"float32", "bfloat16"} <= set(machine.flops)
     assert machine.devices_per_node == 2
+    assert not machine.streams
     assert machine.inter_node == machine.intra_node
     assert machine.intra_node.bandwidth > 1e6
     assert 0 < machine.launch < 0.1
