@@ -32,6 +32,7 @@ ON_RANK = f"{__name__}:measure_rank"
 UNSTEADY = 0.25  # a figure is not to be relied on if the middle half of its repetitions lies further apart
 PARAMETERS = 4  # as which a gather moves its bytes, where parameters are gathered alone
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+WORST = 3  # how many unsteady figures a warning names
 DOUBTFUL = 0.5  # a link is not to be relied on if its formula is off by a larger part of a time
 MOST_RUNS = 200  # of short work in a timing
 INTRA, INTER = "inside a node", "between nodes"
@@ -40,7 +41,7 @@ PRODUCT, OPERATOR, COPY = "matrix product", "launch of an operator", "copy"
 MEMORY, HOST_MEMORY = "addition in memory", "addition in the host's memory"
 _ITEM_BYTES = 4  # of float32, in which collectives are measured
 _KIB, _MIB = 1 << 10, 1 << 20
-_FIRST_ROWS = 32  # of a matrix product: the first try on a device whose speed is not known
+_FIRST_ROWS = 8  # of a matrix product: the first try on a device whose speed is not known
 
 
 @dataclass(frozen=True)
@@ -451,13 +452,13 @@ def _layer(name: str, device: torch.device, rows: int, settings: Settings) -> _C
     _, inputs, outputs = _shape(device, settings)
     dtype = DTYPES[name]
     x, weight, gradient = (
-        torch.randn(shape, device=device).to(dtype) for shape in ((rows, inputs), (inputs, outputs), (rows, outputs))
+        torch.randn(shape, device=device).to(dtype) for shape in ((rows, inputs), (outputs, inputs), (rows, outputs))
     )
 
     def work() -> None:
-        x @ weight
-        gradient @ weight.T
-        x.T @ gradient
+        x @ weight.T
+        gradient @ weight
+        gradient.T @ x
 
     return _Case(_product(name), 6 * rows * inputs * outputs, work)
 
@@ -514,10 +515,12 @@ def _warnings(place: Place, links: Mapping[str, LinkFit], figures: Sequence[Figu
     cores, threads = host.cores(), torch.get_num_threads()
     if place.local_ranks * threads > cores:
         yield f"{place.local_ranks} ranks of {threads} threads share {cores} cores, and wait for one another"
-    unsteady = [f"{figure.name} ({figure.spread:.0%})" for figure in figures if figure.spread > UNSTEADY]
+    unsteady = sorted((figure for figure in figures if figure.spread > UNSTEADY), key=lambda figure: -figure.spread)
     if unsteady:
+        most = ", ".join(f"{figure.name} ({figure.spread:.0%})" for figure in unsteady[:WORST])
         yield (
-            f"repetitions vary by more than {UNSTEADY:.0%}, so other work may share this machine: {', '.join(unsteady)}"
+            f"repetitions of {len(unsteady)} of {len(figures)} figures vary by more than {UNSTEADY:.0%}, so other work "
+            f"may share this machine; most of all {most}"
         )
     for link, fit in links.items():
         if fit.error > DOUBTFUL:

@@ -180,9 +180,10 @@ class _Process:
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why a rank has given no result."""
+    """Why a rank has given no result: in a line, in full, and whether it has died without a word."""
 
     rank: int
+    line: str
     text: str
     died: bool = False
 
@@ -266,9 +267,9 @@ def _collect(processes: Sequence[_Process], deadline: float, timeout: float, pro
     if failures:
         raise RankFailedError(_described(failures, len(processes)))
     if pending:
-        late = ", ".join(str(each.rank) for each in pending.values())
+        late = _named(*(each.rank for each in pending.values()))
         raise WorldTimeoutError(
-            f"ranks {late} of {len(processes)} have not ended within {timeout:g} s, and were ended; the last sign of "
+            f"{late} of {len(processes)} had no result within {timeout:g} s and were ended; the last sign of "
             f"rank 0 was: {doing}. Allow more time, or measure less"
         )
     return values
@@ -280,11 +281,11 @@ def _received(process: _Process) -> tuple[str, Any]:
         kind, content = process.pipe.recv()
     except (EOFError, ConnectionError):
         code = process.process.wait()
-        reason = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return "failed", _Failure(process.rank, f"{reason}, without a word.\n{_printed(process)}".strip(), died=True)
+        line = f"it was ended by signal {-code}" if code < 0 else f"it ended with exit code {code}"
+        return "failed", _Failure(process.rank, line, f"{line}.\n{_printed(process)}".strip(), died=True)
     if kind == "failed":
         text = "\n".join(part for part in (content, _printed(process)) if part)
-        return kind, _Failure(process.rank, text)
+        return kind, _Failure(process.rank, content.strip().splitlines()[-1], text)
     return kind, content
 
 
@@ -298,17 +299,17 @@ def _described(failures: Sequence[_Failure], ranks: int) -> str:
     """Those that have died come first, for the others may have failed because of them; then by time."""
     first, *others = sorted(failures, key=lambda failure: not failure.died)
     same = [failure.rank for failure in others if failure.text == first.text]
-    parts = [f"rank {first.rank} of {ranks} has failed{_also(same)}: {first.text}"]
+    parts = [f"{_named(first.rank, *same)} of {ranks} failed: {first.text}"]
     parts += [
-        f"rank {failure.rank} failed later, perhaps only in consequence: {failure.text.splitlines()[0]}"
+        f"rank {failure.rank} failed later, perhaps only in consequence: {failure.line}"
         for failure in others
         if failure.rank not in same
     ]
     return "\n".join(parts)
 
 
-def _also(ranks: Sequence[int]) -> str:
-    return f", and so have ranks {', '.join(map(str, sorted(ranks)))}" if ranks else ""
+def _named(*ranks: int) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
 # ------------------------------------------------------------------------------------------------------ in a rank

@@ -66,31 +66,42 @@ def test_a_rank_that_is_killed_ends_the_others_and_its_last_words_are_shown(monk
     code = command_line.main(["measure-links", "--ranks", "2", "--device", "cpu", "--timeout", str(LIMIT_S)])
     out, err = capsys.readouterr()
     assert (code, out) == (1, "")
-    assert "measure-links: rank 1 of 2 has failed: was ended by signal 9, without a word.\nIt has printed:\n" in err
+    assert "measure-links: rank 1 of 2 failed: it was ended by signal 9.\nIt has printed:\n" in err
     assert "the last words of rank 1" in err
     assert "planner.ranks" not in commands(os.getpid())
 
 
+def test_a_failure_names_the_rank_that_died_first_and_what_is_alike_once():
+    late = ranks._Failure(0, "RuntimeError: connection closed", "Traceback ...\nRuntimeError: connection closed")
+    died = ranks._Failure(2, "it was ended by signal 9", "it was ended by signal 9.", died=True)
+    assert ranks._described([late, died], 3) == (
+        "rank 2 of 3 failed: it was ended by signal 9.\n"
+        "rank 0 failed later, perhaps only in consequence: RuntimeError: connection closed"
+    )
+    alike = [ranks._Failure(rank, "a bad setting", "a bad setting") for rank in (1, 0)]
+    assert ranks._described(alike, 2) == "ranks 0, 1 of 2 failed: a bad setting"
+
+
 def test_ranks_that_take_too_long_are_ended():
     begin = time.monotonic()
-    with pytest.raises(WorldTimeoutError, match=r"ranks 0, 1 of 2 have not ended within 0.5 s.*rank 0 was: starting"):
+    with pytest.raises(WorldTimeoutError, match=r"ranks 0, 1 of 2 had no result within 0.5 s and were ended.*starting"):
         ranks.on_ranks("_measuring_ranks:sleep", 2, timeout=0.5)
     assert time.monotonic() - begin < 60
     assert "planner.ranks" not in commands(os.getpid())
 
 
 def test_an_interrupt_ends_the_ranks(monkeypatch, capsys):
-    started = []
+    before, started = {*descendants(os.getpid())}, set()
 
     def interrupted(*_, **__):
-        started.append(commands(os.getpid()).count("planner.ranks"))
+        started.update({*descendants(os.getpid())} - before)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ranks, "wait", interrupted)
     assert command_line.main(["measure-links", "--quick", "--ranks", "2", "--device", "cpu"]) == 130
     assert capsys.readouterr().err.endswith("measure-links: interrupted\n")
-    assert started == [2]
-    assert "planner.ranks" not in commands(os.getpid())
+    assert len(started) == 2
+    assert not started & {*descendants(os.getpid())}
 
 
 @pytest.mark.matrix

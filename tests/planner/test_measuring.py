@@ -177,7 +177,10 @@ def test_doubts_are_spoken_of(on_one_node):
     links = {INTRA: replace(measurement.links[INTRA], error=0.9)}
     words = list(measuring._warnings(Place(0, 10**6, 0, 10**6), links, [steady, unsteady]))
     assert "cores, and wait for one another" in words[0]
-    assert words[1].endswith("so other work may share this machine: unsteady work (40%)")
+    assert words[1] == (
+        "repetitions of 1 of 2 figures vary by more than 25%, so other work may share this machine; most of all "
+        "unsteady work (40%)"
+    )
     assert words[2].startswith("inside a node: one latency and one bandwidth explain the times badly, off by 90%")
     quiet = {INTRA: replace(measurement.links[INTRA], error=0.1)}
     assert list(measuring._warnings(Place(0, 2, 0, 1), quiet, [steady])) == []
