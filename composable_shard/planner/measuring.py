@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from .._comm.collectives import Transport
-from .._comm.lanes import has_streams
 from .._comm.mesh import MeshInfo, mesh_info
 from .._comm.transports import TransportCache
 from .._errors import ShardConfigValueError
@@ -180,7 +179,7 @@ def measure(
     figures = timing.of("compute and memory", [*_products(device, timing), *_others(device, settings, memory)])
     figures += timing.of("copies to the host and back", _copies(device, settings))
     return Measurement(
-        _machine(name or _name(device), memory, place.local_ranks, links, figures, has_streams(device)),
+        _machine(name or _name(device), memory, place.local_ranks, links, figures, device),
         place.ranks,
         device.type,
         torch.get_num_threads(),
@@ -198,10 +197,11 @@ def _machine(
     local_ranks: int,
     links: Mapping[str, LinkFit],
     figures: Sequence[Figure],
-    streams: bool,
+    device: torch.device,
 ) -> Machine:
     by_name = {figure.name: figure for figure in figures}
-    inner, outer = links.get(INTRA) or links[INTER], links.get(INTER) or links[INTRA]
+    some = next(iter(links.values()))  # takes the place of the other one, if that was not measured
+    by_link = {INTRA: some, INTER: some, **links}
     bandwidth, launch = by_name[MEMORY].rate, by_name[OPERATOR].seconds
     copies = [figure for figure in figures if figure.name.startswith(COPY)]
     return Machine(
@@ -210,12 +210,12 @@ def _machine(
         flops={dtype: by_name[_product(dtype)].rate for dtype in DTYPES if _product(dtype) in by_name},
         memory_bandwidth=bandwidth,
         launch=launch,
-        intra_node=inner.link,
-        inter_node=outer.link,
+        intra_node=by_link[INTRA].link,
+        inter_node=by_link[INTER].link,
         devices_per_node=local_ranks,
         host_link=_fit(copies).link if copies else Link(bandwidth, launch),
         host_memory_bandwidth=by_name[HOST_MEMORY].rate if copies else bandwidth,
-        streams=streams,
+        backend="gloo" if device.type == "cpu" else "nccl",  # those that the planner knows
     )
 
 

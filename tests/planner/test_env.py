@@ -134,6 +134,14 @@ def test_help_has_an_example(capsys):
     assert "python -m composable_shard env > env.txt" in capsys.readouterr().out
 
 
+def test_the_page_on_the_command_line_has_every_command():
+    page = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
+    for command in command_line.COMMANDS:
+        assert f"\n| [`{command.NAME}`](#{command.NAME}) |" in page
+        section = page.split(f"\n## {command.NAME}\n")[1].split("\n## ")[0]
+        assert f"\n$ python -m composable_shard {command.NAME}" in section
+
+
 # ---- variables
 
 

@@ -54,7 +54,7 @@ def test_a_machine_of_one_node(on_one_node):
     assert machine.name == "a machine"
     assert {"float32", "bfloat16"} <= set(machine.flops)
     assert machine.devices_per_node == 2
-    assert not machine.streams
+    assert (machine.backend, machine.streams) == ("gloo", False)
     assert machine.inter_node == machine.intra_node
     assert machine.intra_node.bandwidth > 1e6
     assert 0 < machine.launch < 0.1
