@@ -17,6 +17,7 @@ from .._errors import CheckpointError, ComposableShardError
 from ..checkpoint._convert import export_safetensors, reshard
 from ..checkpoint._describe import Info, TensorInfo, describe, grouped
 from ..checkpoint._format.manifest import DTYPES
+from .terminal import aligned, count, in_bytes, printable
 
 NAME = "checkpoint"
 DESCRIPTION = """\
@@ -83,7 +84,7 @@ def _run(action: _Action, parsed: argparse.Namespace, parser: Any) -> int:
         if parsed.json:
             print(json.dumps({"error": type(error).__name__, "message": str(error)}))
         else:
-            sys.stderr.write(f"{parser.prog}: {_printable(str(error))}\n")
+            sys.stderr.write(f"{parser.prog}: {printable(str(error))}\n")
         return 1 if damaged else 2
     print(json.dumps(answer) if parsed.json else text)
     return 0
@@ -96,14 +97,14 @@ def _verify(parsed: argparse.Namespace) -> _Answer:
     with _bar("verify") as progress:
         whole = checkpoint.verify(parsed.directory, step=parsed.step, progress=progress)
     answer = {**asdict(whole), "path": str(whole.path)}
-    return answer, f"{whole.path} is whole: step {whole.step}, {_count(whole.files, 'file')} of {_spoken(whole.bytes)}"
+    return answer, f"{whole.path} is whole: step {whole.step}, {count(whole.files, 'file')} of {in_bytes(whole.bytes)}"
 
 
 def _info(parsed: argparse.Namespace) -> _Answer:
     info = describe(parsed.directory, parsed.step)
     tensors = info.tensors if parsed.tensors else tuple(grouped(info.tensors))
     answer = {**asdict(info), "tensors": [asdict(each) for each in tensors]}
-    return answer, _printable("\n".join(_described(info, tensors)))
+    return answer, printable("\n".join(_described(info, tensors)))
 
 
 def _consolidate(parsed: argparse.Namespace) -> _Answer:
@@ -117,7 +118,7 @@ def _reshard(parsed: argparse.Namespace) -> _Answer:
 def _rewritten(parsed: argparse.Namespace, ranks: int) -> _Answer:
     with _bar("write") as progress:
         path = reshard(parsed.directory, parsed.out, ranks=ranks, step=parsed.step, progress=progress)
-    return {"path": str(path), "files": ranks}, f"{path}: {_count(ranks, 'file')}"
+    return {"path": str(path), "files": ranks}, f"{path}: {count(ranks, 'file')}"
 
 
 def _prune(parsed: argparse.Namespace) -> _Answer:
@@ -136,7 +137,7 @@ def _export(parsed: argparse.Namespace) -> _Answer:
             step=parsed.step,
             progress=progress,
         )
-    sizes = f"{_count(made.tensors, 'tensor')} of {_spoken(made.bytes)} in {_count(len(made.files), 'file')}"
+    sizes = f"{count(made.tensors, 'tensor')} of {in_bytes(made.bytes)} in {count(len(made.files), 'file')}"
     return {**asdict(made), "path": str(made.path)}, f"{made.path}: {sizes}"
 
 
@@ -144,56 +145,32 @@ def _export(parsed: argparse.Namespace) -> _Answer:
 
 
 def _described(info: Info, tensors: tuple[TensorInfo, ...]) -> Iterator[str]:
-    files = f"{_count(len(info.files), 'file')} of {_spoken(sum(info.files.values()))}"
-    yield f"{info.path}: step {info.step}, saved by {_count(info.ranks, 'rank')}, {files}, checksums {info.checksums}"
+    files = f"{count(len(info.files), 'file')} of {in_bytes(sum(info.files.values()))}"
+    yield f"{info.path}: step {info.step}, saved by {count(info.ranks, 'rank')}, {files}, checksums {info.checksums}"
     if info.committed:
         yield f"steps here: {', '.join(map(str, info.committed))}; the latest is {info.latest}"
     for name in info.partial:
         yield f"{name} is of a save that has not ended, and does not count"
     yield ""
-    yield from _table([[name, _spoken(size)] for name, size in info.files.items()])
+    yield from aligned([[name, in_bytes(size)] for name, size in info.files.items()])
     yield ""
     for entry in info.entries:
-        yield f"{entry.name}: {entry.kind}, {_count(len(entry.tensors), 'tensor')}, {_spoken(entry.bytes)}"
+        yield f"{entry.name}: {entry.kind}, {count(len(entry.tensors), 'tensor')}, {in_bytes(entry.bytes)}"
         if entry.value not in ({}, []):
             yield f"  {_short(json.dumps(entry.value))}"
     yield ""
-    yield from _table([_row(each) for each in tensors])
+    yield from aligned([_row(each) for each in tensors])
 
 
 def _row(tensor: TensorInfo) -> list[str]:
     ties = f"also {', '.join(tensor.ties)}" if tensor.ties else ""
-    pieces = _count(tensor.pieces, "piece") if tensor.pieces != 1 else ""
-    count = f"{tensor.count} x" if tensor.count > 1 else ""
-    return [tensor.name, count, tensor.dtype, str(tensor.shape), _spoken(tensor.bytes), pieces, ties]
-
-
-def _table(rows: list[list[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width]
-        yield f"  {'  '.join(cells)}".rstrip()
+    pieces = count(tensor.pieces, "piece") if tensor.pieces != 1 else ""
+    copies = f"{tensor.count} x" if tensor.count > 1 else ""
+    return [tensor.name, copies, tensor.dtype, str(tensor.shape), in_bytes(tensor.bytes), pieces, ties]
 
 
 def _short(text: str) -> str:
     return text if len(text) <= 300 else f"{text[:297]}..."
-
-
-def _printable(text: str) -> str:
-    """Without what would steer a terminal: names and values come from a file that anybody may have written."""
-    return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _spoken(size: int) -> str:
-    """Bytes in words."""
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if size >= factor:
-            return f"{size / factor:,.1f} {unit}"
-    return _count(size, "byte")
 
 
 def _size(text: str) -> int:

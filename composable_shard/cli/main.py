@@ -7,12 +7,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import advise, checkpoint, run
+from . import advise, checkpoint, env, measure_links, run
 
 COMMANDS = (
     run,
     advise,
     checkpoint,
+    env,
+    measure_links,
 )  # each has `add_command`, which names the function that is called with what was parsed
 
 

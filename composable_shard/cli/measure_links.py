@@ -1,0 +1,173 @@
+"""``measure-links``: this machine measured for the planner."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from .._errors import ComposableShardError, ShardConfigError, ShardConfigValueError
+from ..planner import measuring, ranks
+from ..planner.link_fit import LinkFit
+from ..planner.measuring import QUICK, Collective, Figure, Measurement, Settings
+from ..planner.ranks import Place, Progress
+from .terminal import Table, count, in_bytes, in_seconds, printable, progress, show
+
+NAME = "measure-links"
+DESCRIPTION = """\
+Measure this machine for the planner: the links between ranks by the collectives that the library uses, matrix
+products by dtype, memory, and the time to launch an operator. All ranks measure at the same time; figures are medians,
+and those of the slowest rank.
+
+The command starts the ranks itself on this node. Under torchrun each process is one of the ranks, and on several
+nodes the links between them are measured, too.
+"""
+EXAMPLE = """\
+examples:
+  python -m composable_shard measure-links --ranks 2 --json machine.json
+  torchrun --nnodes 2 --nproc-per-node 8 ... -m composable_shard measure-links --json machine.json
+
+exit codes: 0 it is measured; 1 a rank has failed, there was not enough time, or the file could not be written; 2 the
+arguments are wrong; 130 it was interrupted. No process is left in any case.
+"""
+_INTERRUPTED = 130
+_DAY_S = 86_400
+
+
+def add_command(commands: Any) -> None:
+    """Let a parser know of this command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        NAME,
+        help="measure this machine, and write it as JSON for the planner",
+        description=DESCRIPTION,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--ranks", metavar="N", type=int, help="how many processes to start; by default 2, or one for each accelerator"
+    )
+    parser.add_argument("--json", metavar="FILE", type=Path, help="where to write the machine; it is replaced")
+    parser.add_argument("--name", help="of the machine; by default that of its device")
+    parser.add_argument("--device", default="auto", help='"cpu", "cuda", ...; by default the accelerator, if any')
+    parser.add_argument("--quick", action="store_true", help="measure for seconds, and less exactly")
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=600.0, help="after which all ranks are ended (600)"
+    )
+    parser.set_defaults(command=lambda parsed: _run(parsed, parser))
+
+
+def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    if not 0 < parsed.timeout <= _DAY_S:
+        parser.error("--timeout: give seconds above 0, a day at most")
+    try:
+        place = ranks.place_of_launcher()
+        if place is None or place.rank == 0:
+            _check_writable(parsed.json)
+            _report(_in_new_ranks(parsed) if place is None else _in_this_rank(place, parsed), parsed.json)
+        else:
+            _in_this_rank(place, parsed)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{parser.prog}: interrupted\n")
+        return _INTERRUPTED
+    except (ComposableShardError, OSError) as error:
+        sys.stderr.write(f"{parser.prog}: {printable(str(error))}\n")
+        return 2 if isinstance(error, ShardConfigError) else 1
+    return 0
+
+
+def _in_new_ranks(parsed: argparse.Namespace) -> Measurement:
+    number = ranks.default_ranks(parsed.device) if parsed.ranks is None else parsed.ranks
+    ranks.check_ranks(number)
+    asked = ranks.device_kind(parsed.device, number), _settings(parsed), parsed.name, parsed.timeout
+    with progress() as bar:
+        measurements = ranks.on_ranks(measuring.ON_RANK, number, *asked, timeout=parsed.timeout, progress=bar)
+    measurement: Measurement = measurements[0]
+    return measurement
+
+
+def _in_this_rank(place: Place, parsed: argparse.Namespace) -> Measurement:
+    if parsed.ranks not in (None, place.ranks):
+        raise ShardConfigValueError(
+            f"--ranks {parsed.ranks}: a launcher has started {place.ranks} ranks; leave the argument out"
+        )
+    ranks.check_ranks(place.ranks)
+    kind = ranks.device_kind(parsed.device, place.local_ranks)
+    with ranks.time_limit(parsed.timeout, f"rank {place.rank} of {NAME}"), _bar_of_first(place) as bar:
+        return measuring.measure_rank(place, kind, _settings(parsed), parsed.name, parsed.timeout, bar or ranks.silent)
+
+
+def _bar_of_first(place: Place) -> AbstractContextManager[Progress | None]:
+    return progress() if place.rank == 0 else nullcontext()
+
+
+def _settings(parsed: argparse.Namespace) -> Settings:
+    return QUICK if parsed.quick else Settings()
+
+
+def _check_writable(path: Path | None) -> None:
+    """See before the machine is measured that what is measured can be written."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir():
+        raise NotADirectoryError(f"--json {path}: give a file in a directory that exists")
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"--json {path}: the directory cannot be written")
+
+
+# ---------------------------------------------------------------------------------------------------------- text
+
+
+def _report(measurement: Measurement, path: Path | None) -> None:
+    show(tables(measurement))
+    for warning in measurement.warnings:
+        sys.stderr.write(f"warning: {printable(warning)}\n")
+    if path is not None:
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(measurement.machine.to_json())
+        partial.replace(path)
+        print(f"\n{path}: written")
+
+
+def tables(measurement: Measurement) -> list[Table]:
+    """A measurement in words."""
+    machine = measurement.machine
+    by = f"{count(measurement.ranks, 'rank')} on {measurement.device}, {count(measurement.threads, 'thread')} each"
+    figures = [(figure.name, _speed(figure)) for figure in measurement.figures]
+    return [
+        Table(f"{machine.name}: {by}", [*figures, ("memory of a rank", in_bytes(machine.memory))]),
+        Table(
+            "Links: a collective takes latency + (ranks - 1) / ranks * bytes / bandwidth",
+            [(name, *_fitted(fit)) for name, fit in measurement.links.items()],
+            ("", "latency", "bandwidth", "off by at most"),
+        ),
+        Table(
+            "Collectives: medians of the slowest rank, and the transport",
+            list(_collectives(measurement.collectives)),
+            ("", "bytes", measuring.GATHER, measuring.REDUCTION, "by the formula"),
+        ),
+        *([Table("Notes", [(note,) for note in measurement.notes])] if measurement.notes else []),
+    ]
+
+
+def _fitted(fit: LinkFit) -> tuple[str, str, str]:
+    return in_seconds(fit.link.latency), f"{in_bytes(fit.link.bandwidth)}/s", f"{fit.error:.0%}"
+
+
+def _speed(figure: Figure) -> str:
+    if figure.name == measuring.OPERATOR:
+        return in_seconds(figure.seconds)
+    if figure.name.startswith(measuring.PRODUCT):
+        return f"{figure.rate / 1e9:,.4g} GFLOP/s"
+    return f"{in_bytes(figure.rate)}/s"
+
+
+def _collectives(collectives: Sequence[Collective]) -> Iterator[tuple[str, ...]]:
+    """A row for each size and link: the gather, and the reduction that follows it in the list."""
+    for gather, reduction in zip(collectives[::2], collectives[1::2], strict=True):
+        times = [f"{in_seconds(each.figure.seconds)} {each.transport}" for each in (gather, reduction)]
+        yield gather.link, f"{gather.nbytes >> 10:,} KiB", *times, in_seconds(gather.seconds)

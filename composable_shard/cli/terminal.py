@@ -1,0 +1,103 @@
+"""What commands have in common: tables, progress, and words for bytes and seconds, on a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under a title; all rows, and the heads if there are any, have as many cells."""
+
+    title: str
+    rows: Sequence[Sequence[str]]
+    heads: Sequence[str] = ()
+
+
+def show(tables: Sequence[Table]) -> None:
+    """Print tables: with rich on a terminal, if it is installed, and as plain text elsewhere."""
+    if not sys.stdout.isatty() or not _show_by_rich(tables):
+        sys.stdout.write("\n".join(_plain(table) for table in tables))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table whose columns are as wide as they need to be; empty columns are left out."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width]
+        yield f"  {'  '.join(cells)}".rstrip()
+
+
+def printable(text: str) -> str:
+    """Without what would steer a terminal, in the place of which its code stands."""
+    return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def in_bytes(size: float) -> str:
+    """Bytes in words."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= factor:
+            return f"{size / factor:,.1f} {unit}"
+    return count(int(size), "byte")
+
+
+def in_seconds(seconds: float) -> str:
+    """A time in words, with three digits."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, int, int], None] | None]:
+    """A progress bar on the terminal of errors; None where that is no terminal, or rich is not installed.
+
+    What it gives is called with what is being done, how many steps of it are, and how many there are.
+    """
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+    except ImportError:
+        yield None
+        return
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with Progress(TextColumn("{task.description}"), BarColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+def _plain(table: Table) -> str:
+    rows = [table.heads, *table.rows] if table.heads else table.rows
+    lines = aligned([[printable(cell) for cell in row] for row in rows])
+    return "".join(f"{line}\n" for line in (table.title, *lines))
+
+
+def _show_by_rich(tables: Sequence[Table]) -> bool:
+    try:
+        from rich import box, table
+        from rich.console import Console
+        from rich.text import Text
+    except ImportError:
+        return False
+    console = Console()
+    for each in tables:
+        grid = table.Table(
+            title=Text(each.title, "bold"), title_justify="left", show_header=bool(each.heads), box=box.SIMPLE
+        )
+        for head in each.heads or [""] * len(each.rows[0]):
+            grid.add_column(Text(head), overflow="fold")
+        for row in each.rows:
+            grid.add_row(*(Text(printable(cell)) for cell in row))
+        console.print(grid)
+    return True

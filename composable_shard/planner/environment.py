@@ -1,0 +1,301 @@
+"""What a report of a bug needs to say: versions, devices, backends, variables, and what works here or falls back.
+
+Nothing that is looked at is changed, and optional packages are not imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from . import host
+
+JSON_VERSION = 1
+LEAST_TORCH, LAST_TESTED_TORCH = (2, 11), (2, 15)
+PACKAGES = ("rich", "matplotlib", "safetensors", "xxhash", "transformers", "accelerate", "lightning", "peft", "ray")
+BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
+_PREFIXES = (
+    "COMPOSABLE_SHARD_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "UCC_",
+)  # fmt: skip
+_NAMES = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "CXX",
+    "TP_SOCKET_IFNAME", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+)  # fmt: skip
+HIDDEN = "(hidden: it may be a secret)"
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|COOKIE|(^|_)(API)?(KEY|AUTH|PWD)S?(_|$)", re.IGNORECASE)
+_SECRET_VALUE = re.compile(
+    r"://[^/\s]*@"  # a name and a password in an address
+    r"|-----BEGIN|\b(hf_|sk-|gh[a-z]_|github_pat_|xox[a-z]-|AKIA|eyJ)"  # beginnings of keys
+    r"|(?=[\w+=-]*\d)(?=[\w+=-]*[A-Za-z])(?<![\w+=-])[\w+=-]{20,}"  # long words with digits and letters
+)
+
+State = Literal["yes", "untested", "falls back", "no"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that can compute.
+
+    Attributes:
+        kind: its type in torch ("cpu", "cuda").
+        name: in words.
+        memory: bytes; None if it could not be asked.
+        free: bytes that can be allocated now; None if it could not be asked.
+    """
+
+    kind: str
+    name: str
+    memory: int | None
+    free: int | None
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether something works here.
+
+    Attributes:
+        what: in words.
+        state: "yes"; "untested"; "falls back", if something else takes its place; or "no".
+        why: what it is made of, or what is missing and what to do.
+    """
+
+    what: str
+    state: State
+    why: str
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What `environment` has seen.
+
+    Attributes:
+        versions: by package; None for those that are not installed.
+        torch_build: how torch was built, by property.
+        platform: of the system and its processor.
+        devices: the processors, then the accelerators.
+        backends: of torch.distributed, by name: whether this build of torch has them.
+        tools: what compiling needs, by name: the path; None if it is not there.
+        variables: of the environment, those that change what the library does; no secrets.
+    """
+
+    versions: Mapping[str, str | None]
+    torch_build: Mapping[str, str]
+    platform: Mapping[str, str]
+    devices: tuple[Device, ...]
+    backends: Mapping[str, bool]
+    tools: Mapping[str, str | None]
+    variables: Mapping[str, str]
+
+    @property
+    def support(self) -> tuple[Support, ...]:
+        """What works here, and what falls back."""
+        return (
+            _torch(self),
+            _system(self),
+            _transports(self),
+            _compiling(self),
+            _checksums(self),
+            _package(self, "safetensors", "checkpoints for other programs", "falls back", _NO_SAFETENSORS),
+            _package(self, "rich", "tables and progress on a terminal", "falls back", "plain text, no progress"),
+            _package(self, "matplotlib", "figures", "no", "composable_shard.report draws nothing"),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as JSON's types."""
+        return {
+            "environment": JSON_VERSION,
+            **dataclasses.asdict(self),
+            "support": [dataclasses.asdict(each) for each in self.support],
+        }
+
+
+def environment(variables: Mapping[str, str] | None = None) -> Environment:
+    """Look at this process and its machine.
+
+    Args:
+        variables: the environment; that of this process by default.
+    """
+    return Environment(
+        versions=_versions(),
+        torch_build=_torch_build(),
+        platform={
+            "system": platform.platform(),
+            "processor": host.processor_name(),
+            "cores": str(host.cores()),
+            "threads of torch": str(torch.get_num_threads()),
+            "vector instructions": torch.backends.cpu.get_cpu_capability(),
+        },
+        devices=_devices(),
+        backends={name: _has_backend(name) for name in BACKENDS},
+        tools=_tools(),
+        variables=_shown(os.environ if variables is None else variables),
+    )
+
+
+# ------------------------------------------------------------------------------------------------- what there is
+
+
+def _versions() -> dict[str, str | None]:
+    nccl = _has_backend("nccl") and torch.cuda.is_available()
+    return {
+        "python": platform.python_version(),
+        "composable_shard": _version("composable-shard") or "not installed, run from its sources",
+        "torch": str(torch.__version__),
+        "numpy": _version("numpy"),
+        "CUDA": torch.version.cuda,
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,  # type: ignore[no-untyped-call]
+        **{name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_build() -> dict[str, str]:
+    hip = getattr(torch.version, "hip", None)
+    return {
+        "commit": str(torch.version.git_version),
+        "for": f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {hip}" if hip else "CPU",
+        "debug": "yes" if torch.version.debug else "no",
+        "MKL": "yes" if _available(torch.backends.mkl) else "no",
+        "oneDNN": "yes" if _available(torch.backends.mkldnn) else "no",
+        "OpenMP": "yes" if _available(torch.backends.openmp) else "no",
+        "distributed": "yes" if dist.is_available() else "no",
+    }
+
+
+def _available(part: Any) -> bool:
+    return bool(part.is_available())
+
+
+def _devices() -> tuple[Device, ...]:
+    processors = Device("cpu", host.processor_name(), host.total_memory(), host.available_memory())
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return (processors,)
+    count = torch.accelerator.device_count()
+    return (processors, *(_accelerator(accelerator.type, index) for index in range(count)))
+
+
+def _accelerator(kind: str, index: int) -> Device:
+    module = torch.get_device_module(kind)
+    name, memory, free = f"{kind} {index}", None, None
+    try:
+        name = module.get_device_name(index)
+        free, memory = module.mem_get_info(index)
+    except (AttributeError, AssertionError, RuntimeError) as error:  # one that is broken or full shall be seen, too
+        name = f"{name} ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})"
+    return Device(kind, name, memory, free)
+
+
+def _has_backend(name: str) -> bool:
+    asked = getattr(dist, f"is_{name}_available", None)
+    return dist.is_available() and asked is not None and bool(asked())
+
+
+def _tools() -> dict[str, str | None]:
+    path = shutil.which(os.environ.get("CXX") or "g++")  # what Inductor calls
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    triton = importlib.util.find_spec("triton")
+    return {
+        "C++ compiler": None if path is None else _without_home(path),
+        "Python.h": _without_home(str(header)) if header.exists() else None,
+        "triton": None if triton is None else _version("triton") or str(triton.origin),
+    }
+
+
+def _shown(variables: Mapping[str, str]) -> dict[str, str]:
+    """Those that change what the library does, by name; values that look like secrets are not shown."""
+    names = sorted(name for name in variables if name in _NAMES or name.startswith(_PREFIXES))
+    return {name: _value(name, variables[name]) for name in names}
+
+
+def _value(name: str, value: str) -> str:
+    if _SECRET_NAME.search(name) or _SECRET_VALUE.search(value):
+        return HIDDEN
+    return _without_home(value)
+
+
+def _without_home(text: str) -> str:
+    """A text in which the user's own directory, which has the user's name, is called ``~``."""
+    home = os.path.expanduser("~")
+    return text.replace(home, "~") if len(home) > 1 else text
+
+
+# ------------------------------------------------------------------------------------------------- what works
+
+
+_NO_SAFETENSORS = "only other programs need it"
+
+
+def _torch(seen: Environment) -> Support:
+    version = seen.versions["torch"] or ""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    least, last = (".".join(map(str, each)) for each in (LEAST_TORCH, LAST_TESTED_TORCH))
+    if numbers < LEAST_TORCH:
+        return Support("torch", "no", f"{version} is older than {least}; install a later one")
+    if numbers > LAST_TESTED_TORCH:
+        return Support("torch", "untested", f"{version}: the library was tested on {least} to {last}")
+    return Support("torch", "yes", f"{version}, of {least} to {last}")
+
+
+def _system(seen: Environment) -> Support:
+    if sys.platform == "linux":
+        return Support("operating system", "yes", "Linux")
+    return Support("operating system", "no", f"{seen.platform['system']}: the library needs Linux")
+
+
+def _transports(seen: Environment) -> Support:
+    kinds = sorted({device.kind for device in seen.devices} - {"cpu"})
+    backend = {"cuda": "nccl", "xpu": "xccl"}.get(kinds[0] if kinds else "", "gloo")
+    forced = seen.variables.get("COMPOSABLE_SHARD_TRANSPORT")
+    ending = f"; COMPOSABLE_SHARD_TRANSPORT asks for {forced!r}" if forced else ""
+    if not seen.backends[backend]:
+        of = kinds[0] if kinds else "CPU"
+        return Support("communication", "no", f"this build of torch lacks {backend}, the backend for {of}")
+    if kinds and backend == "gloo":
+        return Support("communication", "untested", f"{kinds[0]}: its backend is not known to the library{ending}")
+    if kinds:
+        return Support("communication", "yes", f"{backend}: gathers straight into the weights' memory{ending}")
+    why = "no accelerator: gloo, by broadcasts, messages and local sums"
+    return Support("communication", "falls back", f"{why}{ending}")
+
+
+def _compiling(seen: Environment) -> Support:
+    needed = ["C++ compiler", "Python.h", *(["triton"] if len(seen.devices) > 1 else [])]
+    missing = [name for name in needed if seen.tools[name] is None]
+    if missing:
+        where = "" if "triton" in missing else " on CPU"
+        why = f"no {' and no '.join(missing)}: Inductor does not work{where}; 'aot_eager' does"
+        return Support("torch.compile", "no", why)
+    return Support("torch.compile", "yes", ", ".join(str(seen.tools[name]) for name in needed))
+
+
+def _checksums(seen: Environment) -> Support:
+    missing = "CRC32, about six times slower than xxhash's"
+    return _package(seen, "xxhash", "checksums of checkpoints", "falls back", missing)
+
+
+def _package(seen: Environment, name: str, what: str, state: State, missing: str) -> Support:
+    version = seen.versions[name]
+    if version is None:
+        return Support(what, state, f"{name} is not installed: {missing}")
+    return Support(what, "yes", f"{name} {version}")

@@ -1,0 +1,86 @@
+"""What this process may have of its machine, or of its container if that has less: processors and memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+_NO_LIMIT = 1 << 60  # cgroups of version 1 write a number beyond this for "no limit"
+
+
+def processor_name() -> str:
+    """The processor's name, as its maker writes it."""
+    for line in _lines(Path("/proc/cpuinfo")):
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine() or "unknown processor"
+
+
+def cores() -> int:
+    """How many cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def total_memory() -> int:
+    """Bytes of memory of this machine, or of the container if that may have less."""
+    return min([_meminfo("MemTotal"), *(limit for limit, _ in _limits())])
+
+
+def available_memory() -> int:
+    """Bytes that processes can still allocate; memory that holds only copies of files counts."""
+    return max(1, min([_meminfo("MemAvailable"), *(limit - used for limit, used in _limits())]))
+
+
+def _meminfo(name: str) -> int:
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _limits(table: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[tuple[int, int]]:
+    """Of each control group around this process that limits memory: the limit, and what is used that cannot be freed.
+
+    Within a container the folder of a group is often not where the table says, but at the root: that is looked at, too.
+    """
+    for line in _lines(table):
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        base = root / controllers
+        folder = base / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            if group == base or base in group.parents:
+                yield from _limit_of(group)
+
+
+def _limit_of(group: Path) -> Iterator[tuple[int, int]]:
+    for limit_file, used_file in (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),  # version 1
+    ):
+        limit, used = _number(group / limit_file), _number(group / used_file)
+        if limit is not None and limit < _NO_LIMIT:
+            yield limit, max(0, (used or 0) - _file_cache(group))
+
+
+def _file_cache(group: Path) -> int:
+    """Bytes of a control group that are copies of files, and are given up when they are needed."""
+    values = dict(line.split(None, 1) for line in _lines(group / "memory.stat"))
+    return int(values.get("total_inactive_file", values.get("inactive_file", "0")))
+
+
+def _number(path: Path) -> int | None:
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _lines(path: Path) -> list[str]:
+    """Of a file that not every system has."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,37 @@
+"""What ranks do in the tests of `measure-links`: very small work, or something else in the place of measuring."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from composable_shard.planner.measuring import Settings
+from composable_shard.planner.ranks import joined
+
+KIB = 1 << 10
+TINY = Settings(
+    rounds=3,
+    seconds=1e-4,
+    longest=1e-3,
+    sizes=(8 * KIB, 512 * KIB),
+    matrices=((64, 32, 32),) * 2,
+    memory=(64 * KIB,) * 2,
+)
+
+
+def die_or_wait(place, kind, *arguments):
+    """Rank 1 is killed while rank 0 waits for it."""
+    with joined(place, kind, 60):
+        dist.all_reduce(torch.ones(1))
+        if place.rank == 1:
+            print("the last words of rank 1", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+
+
+def sleep(place, progress):
+    time.sleep(300)
