@@ -15,6 +15,7 @@ from composable_shard.planner import Layout, Shape, Strategy, checkpoint_modules
 from composable_shard.planner.decoder import Decoder, loss_of
 from composable_shard.planner.live import LiveBytes
 from composable_shard.planner.measuring import Settings, measure
+from composable_shard.planner.ranks import Place
 from composable_shard.planner.sources import named_blocks
 
 WARM_STEPS = 2
@@ -56,10 +57,11 @@ class Job:
 
 def main() -> None:
     settings: dict[str, Any] = json.loads(sys.argv[1])
-    rank, _ = _launch.join()
+    rank, world = _launch.join()
     torch.set_num_threads(1)
     shape = Shape(**settings["shape"])
-    measured = measure(Settings())
+    place = Place(rank, world, rank, world)
+    measured = measure(place, torch.device("cpu"), Settings(), None, lambda *_: None)
     listed = [Strategy(**{**each, "layout": Layout(**each["layout"])}) for each in settings["strategies"]]
     found: list[dict[str, Any]] = []
     for strategy in listed:

@@ -65,14 +65,24 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _look(self) -> None:
-        sizes = {}
-        for key, reference in list(self._storages.items()):
-            storage = reference()
-            if storage is not None:
-                sizes[key] = storage.nbytes()  # which a pool may have changed
-        total = sum(sizes.values())
+        storages = {key: reference() for key, reference in list(self._storages.items())}
+        sizes = {
+            key: each.nbytes() for key, each in storages.items() if each is not None
+        }  # which a pool may have changed
+        total = _distinct(each for each in storages.values() if each is not None)
         if total > self.peak:
             self.peak, self.at_peak = total, sizes
+
+
+def _distinct(storages: Iterable[torch.UntypedStorage]) -> int:
+    """Bytes of storages, memory that lies in several of them counted once; fake ones have no addresses."""
+    total = end = 0
+    for begin, nbytes in sorted(
+        (each.data_ptr() if each.device.type != "meta" else 0, each.nbytes()) for each in storages
+    ):
+        total += nbytes if begin == 0 else max(0, begin + nbytes - max(begin, end))
+        end = max(end, begin + nbytes) if begin else end
+    return total
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
