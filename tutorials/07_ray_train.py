@@ -17,8 +17,8 @@ from typing import Any
 
 import ray
 import torch.distributed as dist
-from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer, get_device
+from ray.train import Checkpoint, CheckpointUploadMode, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer, get_device
 
 from _job import Job, train
 
@@ -28,7 +28,9 @@ def work(job: dict[str, Any]) -> None:
     for step in train(Job(**job), get_device()):
         known = step.checkpoint if dist.get_rank() == 0 else None  # all have written it; one of them says where it is
         ray.train.report(
-            {"step": step.number, "loss": step.loss}, checkpoint=Checkpoint.from_directory(known) if known else None
+            {"step": step.number, "loss": step.loss},
+            checkpoint=Checkpoint.from_directory(known) if known else None,
+            checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,  # it is where Ray keeps what belongs to this run
         )
 
 
@@ -39,10 +41,11 @@ def main() -> int:
     trainer = TorchTrainer(
         work,
         train_loop_config=asdict(job),
-        torch_config=TorchConfig(backend="gloo"),
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(
-            name="ray", storage_path=str(job.out.absolute()), failure_config=FailureConfig(max_failures=3)
+            name=job.out.name,
+            storage_path=str(job.out.parent),
+            failure_config=FailureConfig(max_failures=3),  # connecting again may take a second start
         ),
     )
     result = trainer.fit()

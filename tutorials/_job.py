@@ -125,7 +125,7 @@ def describe_rank(model: GPT) -> dict[str, Any]:
     """Where this rank runs, which classes shard its model, and with which ranks it shares parameters."""
     mesh = model.head.weight.device_mesh
     return {
-        "node": int(os.environ.get("GROUP_RANK", "0")),  # as torchrun counts nodes
+        "node": int(os.environ.get("GROUP_RANK") or os.environ.get("NODE_RANK", "0")),  # torchrun's name, and Ray's
         "pid": os.getpid(),
         "classes": [f"{base.__module__}.{base.__qualname__}" for base in type(model).__mro__],
         "placements": {name: str(parameter.placements) for name, parameter in model.named_parameters()},

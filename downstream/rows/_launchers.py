@@ -1,25 +1,20 @@
-"""Launchers that a row starts, and the training that they start: tutorials/_job.py.
+"""The training that launchers start (tutorials/_job.py), as rows see it.
 
-The training runs in processes of the launcher, so the two sides are told apart by the script's ``--fsdp2``, and which
+It runs in processes of the launcher, so the two sides are told apart by the script's ``--fsdp2``, and which
 engine has sharded is read from what its ranks write down.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
+from _processes import Launched
 from _rows import OURS, TORCH, Run
 
 TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
@@ -29,7 +24,6 @@ import _job  # noqa: E402
 from _gpt import build_gpt, next_byte_loss, random_windows  # noqa: E402
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>
 
 
 def script(run: Run, name: str, *arguments: str) -> list[str]:
@@ -37,95 +31,9 @@ def script(run: Run, name: str, *arguments: str) -> list[str]:
     return [str(TUTORIALS / name), *arguments, *(["--fsdp2"] if run.side == TORCH else [])]
 
 
-class Launched:
-    """Processes that a row has started; at the end of the block they are killed, with all that they have started.
-
-    Orphans become children of this process, so that none is missed and no other process is met.
-
-    Args:
-        run: of the row; output goes into a file beside its folder.
-        limit_s: seconds until waiting is given up; less than the row's own limit, for that would leave orphans.
-    """
-
-    def __init__(self, run: Run, limit_s: float) -> None:
-        self.output = run.folder.parent / "launched.txt"
-        self._ends_at = time.monotonic() + limit_s
-
-    def __enter__(self) -> Launched:
-        if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-            raise OSError(ctypes.get_errno(), "this process cannot adopt orphans")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        ends_at = time.monotonic() + 10
-        while (pids := descendants(os.getpid())) and time.monotonic() < ends_at:
-            for pid in pids:
-                kill(pid)
-            reap()
-            time.sleep(0.02)
-        if pids:
-            raise AssertionError(f"processes {pids} cannot be killed")
-
-    def start(self, command: list[str] | tuple[str, ...], **variables: str) -> subprocess.Popen[bytes]:
-        """Start a command, without the variables by which this rank's own launcher has told it who it is."""
-        own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-        environment = {name: value for name, value in os.environ.items() if name not in own}
-        with self.output.open("ab") as output:
-            return subprocess.Popen(
-                command,
-                env={**environment, "GLOO_SOCKET_IFNAME": "lo", **variables},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
-
-    def wait_until(self, happens: Callable[[], object], what: str) -> None:
-        """Wait for something; raises AssertionError at the end of the time."""
-        while not happens():
-            if time.monotonic() > self._ends_at:
-                raise AssertionError(f"waited in vain until {what}: {self.tail()}")
-            time.sleep(0.01)
-
-    def finish(self, *processes: subprocess.Popen[bytes]) -> None:
-        """Wait for processes that are to end by themselves, and well."""
-        for process in processes:
-            self.wait_until(lambda process=process: process.poll() is not None, "a launcher ends")
-            if process.returncode:
-                raise AssertionError(f"a launcher has left with status {process.returncode}: {self.tail()}")
-
-    def tail(self) -> str:
-        return " / ".join(self.output.read_text(errors="replace").splitlines()[-5:])
-
-
-def descendants(pid: int) -> list[int]:
-    """Processes below `pid`, from Linux's process table; each thread has children of its own."""
-    below: list[int] = []
-    for table in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = [int(child) for child in table.read_text().split()]
-        except OSError:  # it has just ended
-            continue
-        for child in children:
-            below += [child, *descendants(child)]
-    return below
-
-
-def kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-def reap() -> None:
-    """Take note of children that have ended."""
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        return
+def launched_by(run: Run, limit_s: float) -> Launched:
+    """What this row will start; `limit_s` must be less than the row's own limit, for that would leave orphans."""
+    return Launched(run.folder.parent / "launched.txt", limit_s)
 
 
 def is_step(number: int, where: Path) -> Callable[[], bool]:

@@ -8,9 +8,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from _launchers import Launched, is_step, kill, losses, ranks, script
+from _launchers import is_step, launched_by, losses, ranks, script
 
 import _job
+from _processes import kill
 from _rows import Rows, Run
 from composable_shard import checkpoint
 
@@ -18,6 +19,7 @@ rows = Rows("Ray Train", environment="ray", versions=("torch", "ray"))
 
 LIMIT_S = 400.0
 STEPS = 40
+PATIENT = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "150"}  # of workers that load torch on few cores
 
 
 @rows(
@@ -30,10 +32,12 @@ def killed_worker(run: Run) -> None:
     long_steps = ["--steps", str(STEPS), "--save-every", "20", "--pause", "0.2"]  # killed between the 22nd and the last
     short = tempfile.mkdtemp(prefix="ray-")  # names of sockets are at most 107 bytes long
     try:
-        with Launched(run, LIMIT_S) as launched:
+        with launched_by(run, LIMIT_S) as launched:
             for name, kills in (("whole", False), ("cut", True)):
                 job = script(run, "07_ray_train.py", "--out", name, *long_steps)
-                process = launched.start([sys.executable, *job], RAY_TMPDIR=short)
+                process = launched.start(
+                    [sys.executable, *job], RAY_TMPDIR=short, RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S="150"
+                )
                 if kills:
                     launched.wait_until(is_step(22, Path(name)), "step 22 is over")
                     kill(ranks(run, Path(name), 2)[1]["pid"])

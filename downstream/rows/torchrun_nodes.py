@@ -5,9 +5,10 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from _launchers import TORCHRUN, Launched, descendants, is_step, kill, losses, ranks, script, unsharded_losses
+from _launchers import TORCHRUN, is_step, launched_by, losses, ranks, script, unsharded_losses
 
 import _job
+from _processes import descendants, kill
 from _rows import Rows, Run
 
 rows = Rows("torchrun", environment="torch")
@@ -36,7 +37,7 @@ def agent(where: str, is_host: bool, *arguments: str) -> list[str]:
 def two_nodes(run: Run) -> None:
     job = script(run, "06_launch.py", "--out", "run", "--steps", "12", "--replicas", "2")
     where = endpoint()
-    with Launched(run, LIMIT_S) as launched:
+    with launched_by(run, LIMIT_S) as launched:
         nodes = (True, False)
         agents = [agent(where, first, "--nnodes=2", "--nproc-per-node=2") for first in nodes]
         launched.finish(*(launched.start([*each, *job]) for each in agents))
@@ -56,7 +57,7 @@ def two_nodes(run: Run) -> None:
 
 @rows("a rank is killed, torchrun starts all of them again: from the checkpoint to the same losses", **SETTINGS)
 def killed_rank(run: Run) -> None:
-    with Launched(run, LIMIT_S) as launched:
+    with launched_by(run, LIMIT_S) as launched:
         for name, kills in (("whole", False), ("cut", True)):
             job = script(run, "06_launch.py", "--out", name, *LONG_STEPS)
             own = ["--nnodes=1", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.2"]
@@ -77,7 +78,7 @@ def lost_node(run: Run) -> None:
     job = script(run, "06_launch.py", "--out", "run", *LONG_STEPS)
     where = endpoint()
     elastic = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.2"]
-    with Launched(run, LIMIT_S) as launched:
+    with launched_by(run, LIMIT_S) as launched:
         first, second = (launched.start([*agent(where, is_host, *elastic), *job]) for is_host in (True, False))
         launched.wait_until(is_step(22, Path("run")), "step 22 is over")
         for pid in [*descendants(second.pid), second.pid]:
