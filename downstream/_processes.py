@@ -58,11 +58,13 @@ class Launched:
                 stderr=output,
             )
 
-    def wait_until(self, happens: Callable[[], object], what: str) -> None:
-        """Wait for something; raises AssertionError at the end of the time."""
+    def wait_until(self, happens: Callable[[], object], what: str, *running: subprocess.Popen[bytes]) -> None:
+        """Wait for something; raises AssertionError at the end of the time, or if one of `running` ends before."""
         while not happens():
-            if time.monotonic() > self._ends_at:
-                raise AssertionError(f"waited in vain until {what}: {self.tail()}")
+            ended = [each.returncode for each in running if each.poll() is not None]
+            if ended or time.monotonic() > self._ends_at:
+                why = f"a launcher has left with status {ended[0]}" if ended else "it takes too long"
+                raise AssertionError(f"waited in vain until {what}, {why}: {self.tail()}")
             time.sleep(0.01)
 
     def finish(self, *processes: subprocess.Popen[bytes]) -> None:

@@ -39,7 +39,7 @@ def killed_worker(run: Run) -> None:
                     [sys.executable, *job], RAY_TMPDIR=short, RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S="150"
                 )
                 if kills:
-                    launched.wait_until(is_step(22, Path(name)), "step 22 is over")
+                    launched.wait_until(is_step(22, Path(name)), "step 22 is over", process)
                     kill(ranks(run, Path(name), 2)[1]["pid"])
                 launched.finish(process)
                 check_result(Path(name), launched.output.read_text(errors="replace"))

@@ -13,9 +13,11 @@ from _rows import Rows, Run
 
 rows = Rows("torchrun", environment="torch")
 
-LIMIT_S = 240.0
+LIMIT_S = 300.0
 SETTINGS = {"world": 1, "sharded": False, "timeout": LIMIT_S + 60}  # of rows whose ranks belong to a launcher
 STEPS = 40
+# Else torchrun 2.13 keeps one store for all starts, in which ranks may find the addresses of those that were killed.
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 # So that ranks are killed between the 22nd and the last step, and go on after the 20th on both sides.
 LONG_STEPS = ["--steps", str(STEPS), "--save-every", "20", "--pause", "0.1"]
 
@@ -28,7 +30,7 @@ def endpoint() -> str:
 
 def agent(where: str, is_host: bool, *arguments: str) -> list[str]:
     """The command of one node's torchrun, up to the script."""
-    settings = f"last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,is_host={int(is_host)}"
+    settings = f"last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=8,is_host={int(is_host)}"
     rendezvous = ["--rdzv-backend=c10d", "--rdzv-id=rows", f"--rdzv-endpoint={where}", f"--rdzv-conf={settings}"]
     return [*TORCHRUN, "--local-addr=127.0.0.1", *rendezvous, *arguments]
 
@@ -40,7 +42,7 @@ def two_nodes(run: Run) -> None:
     with launched_by(run, LIMIT_S) as launched:
         nodes = (True, False)
         agents = [agent(where, first, "--nnodes=2", "--nproc-per-node=2") for first in nodes]
-        launched.finish(*(launched.start([*each, *job]) for each in agents))
+        launched.finish(*(launched.start([*each, *job], **OWN_STORE) for each in agents))
     described = ranks(run, Path("run"), 4)
     node_of = [each["node"] for each in described]
     if sorted(node_of) != [0, 0, 1, 1]:
@@ -60,10 +62,10 @@ def killed_rank(run: Run) -> None:
     with launched_by(run, LIMIT_S) as launched:
         for name, kills in (("whole", False), ("cut", True)):
             job = script(run, "06_launch.py", "--out", name, *LONG_STEPS)
-            own = ["--nnodes=1", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.2"]
-            process = launched.start([*agent(endpoint(), True, *own), *job])
+            own = ["--nnodes=1", "--nproc-per-node=2", "--max-restarts=3", "--monitor-interval=0.2"]
+            process = launched.start([*agent(endpoint(), True, *own), *job], **OWN_STORE)
             if kills:
-                launched.wait_until(is_step(22, Path(name)), "step 22 is over")
+                launched.wait_until(is_step(22, Path(name)), "step 22 is over", process)
                 kill(ranks(run, Path(name), 2)[1]["pid"])
             launched.finish(process)
     if len(_job.read_steps(Path("cut"))) <= STEPS:
@@ -79,8 +81,9 @@ def lost_node(run: Run) -> None:
     where = endpoint()
     elastic = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.2"]
     with launched_by(run, LIMIT_S) as launched:
-        first, second = (launched.start([*agent(where, is_host, *elastic), *job]) for is_host in (True, False))
-        launched.wait_until(is_step(22, Path("run")), "step 22 is over")
+        commands = [[*agent(where, is_host, *elastic), *job] for is_host in (True, False)]
+        first, second = (launched.start(command, **OWN_STORE) for command in commands)
+        launched.wait_until(is_step(22, Path("run")), "step 22 is over", first, second)
         for pid in [*descendants(second.pid), second.pid]:
             kill(pid)
         launched.finish(first)

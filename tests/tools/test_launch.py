@@ -145,28 +145,28 @@ def service_and_job():
     return service, job
 
 
-def pod_command(**variables):
-    """The words that a container of the Job runs, with the variables that Kubernetes puts in, or those given."""
+def torchrun_of_the_job(**variables):
+    """The words after torchrun in a container of the Job, and its environment; with some variables changed."""
     (container,) = service_and_job()[1]["spec"]["template"]["spec"]["containers"]
     known = {each["name"]: each["value"] for each in container["env"]} | variables
     words = [re.sub(r"\$\((\w+)\)", lambda name: known[name[1]], word) for word in container["args"]]
     assert container["command"] == ["torchrun"]
-    return words
+    return words, known
 
 
 def test_the_parts_of_the_manifest_fit_together():
     service, job = service_and_job()
     assert [(each["apiVersion"], each["kind"]) for each in (service, job)] == [("v1", "Service"), ("batch/v1", "Job")]
-    spec, pod = job["spec"], job["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
+    spec, template = job["spec"], job["spec"]["template"]["spec"]
+    (container,) = template["containers"]
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
     assert service["spec"]["clusterIP"] == "None"
-    assert pod["subdomain"] == service["metadata"]["name"]
+    assert template["subdomain"] == service["metadata"]["name"]
     assert spec["completionMode"] == "Indexed"
-    assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+    assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in template["volumes"]}
 
-    options, parsed = taken(pod_command())
-    first = f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    options, parsed = taken(torchrun_of_the_job()[0])
+    first = f"{job['metadata']['name']}-0.{template['subdomain']}"
     assert options.rdzv_endpoint == f"{first}:{service['spec']['ports'][0]['port']}"
     assert int(options.nnodes) == spec["completions"] == spec["parallelism"] == parsed.replicas
     assert int(options.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
@@ -179,8 +179,9 @@ def test_the_command_of_two_pods_trains(tmp_path):
     (tmp_path / "torchrun").write_text(REAL_TORCHRUN)
     (tmp_path / "torchrun").chmod(0o755)
     run = tmp_path / "run"
-    command = pod_command(RANKS_PER_NODE="1", ENDPOINT=f"127.0.0.1:{free_port()}", OUT=str(run))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    changes = {"RANKS_PER_NODE": "1", "ENDPOINT": f"127.0.0.1:{free_port()}", "OUT": str(run), "OMP_NUM_THREADS": "1"}
+    command, variables = torchrun_of_the_job(**changes)
+    environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     with (tmp_path / "output.txt").open("w") as output:
         pods = [
             subprocess.Popen(
@@ -200,6 +201,42 @@ def test_the_command_of_two_pods_trains(tmp_path):
                 pod.wait()
     assert codes == [0, 0], (tmp_path / "output.txt").read_text()
     assert [step["ranks"] for step in _job.read_steps(run)] == [2] * 4
+
+
+# ---------------------------------------------------------------------------------------- restarts
+
+LEAVES_A_KEY = """
+import os, sys
+import torch.distributed as dist
+
+store, rank, world = next(dist.rendezvous("env://"))
+number = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print("start", number, store.check(["left"]), flush=True)
+store.set("left", "by " + number)
+sys.exit(number == "0")
+"""
+
+
+def test_both_files_give_each_start_a_store_of_its_own():
+    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in (LAUNCH / "slurm.sbatch").read_text()
+    assert torchrun_of_the_job()[1]["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+@pytest.mark.matrix
+def test_with_that_variable_ranks_do_not_see_what_a_start_before_has_left(tmp_path):
+    (tmp_path / "script.py").write_text(LEAVES_A_KEY)
+    own = ["--nproc-per-node=1", "--max-restarts=1", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
+    own += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "script.py"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *own],
+        cwd=tmp_path,
+        env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    output, errors = finish(process, 120)
+    assert output == "start 0 False\nstart 1 False\n", errors
 
 
 # ---------------------------------------------------------------------------------------- the page
