@@ -62,6 +62,7 @@ def parse(arguments: list[str] | None = None) -> Job:
     add("--out", type=Path, default=Path("runs/07"), help="where checkpoints go, the same directory on all nodes")
     add("--steps", type=int, default=Job.steps, help="after how many it ends")
     add("--save-every", type=int, default=Job.save_every, help="steps between checkpoints")
+    add("--windows", type=int, default=Job.windows, help="of text in a step, a multiple of the number of ranks")
     add("--pause", type=float, default=Job.pause, help="seconds of rest after each step")
     add("--fsdp2", action="store_true", help="shard with torch's own engine, to compare")
     job = parser.parse_args(arguments)

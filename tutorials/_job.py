@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from _gpt import GPT, build_gpt, next_byte_loss, random_windows
 from composable_shard import checkpoint
 
-WINDOWS = 12  # a step, on all ranks together, so that another number of ranks trains on the same
 TEXT = torch.frombuffer(bytearray(Path(json.__file__).read_bytes()), dtype=torch.uint8)
 STEPS = "steps.jsonl"
 
@@ -32,6 +31,8 @@ class Job:
         out: the directory of checkpoints and of `STEPS`, the same on all nodes.
         steps: after how many it ends.
         save_every: steps between checkpoints.
+        windows: of text in a step, on all ranks together, so that another number of ranks trains on the same; a
+            multiple of that number.
         replicas: copies of the sharded model (HSDP). With as many as there are nodes, parameters are gathered within
             nodes, and only reduced gradients cross them.
         pause: seconds of rest after each step, which make the steps of this small model last as long as a large one's.
@@ -41,6 +42,7 @@ class Job:
     out: Path
     steps: int = 40
     save_every: int = 10
+    windows: int = 12
     replicas: int = 1
     pause: float = 0.0
     fsdp2: bool = False
@@ -59,7 +61,7 @@ def train(job: Job, device: torch.device) -> Iterator[Step]:
     """Train from the latest checkpoint of the run, or the begin, to the last step; gives each step that it takes."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = build_gpt("tiny", device=device)
-    shard(model, make_mesh(job.replicas, device), engine(job.fsdp2))
+    shard(model, make_mesh(job, device), engine(job.fsdp2))
     optimizer = make_optimizer(model)
     data = torch.Generator().manual_seed(0)  # draws the windows of text
     state = {"model": model, "optimizer": optimizer, "data": data, "step": 0}
@@ -69,7 +71,7 @@ def train(job: Job, device: torch.device) -> Iterator[Step]:
         checkpoint.load(job.out, state)  # at any number of ranks and replicas
 
     while state["step"] < job.steps:
-        windows = random_windows(TEXT, WINDOWS, model.config.context + 1, data)[rank::world].to(device)
+        windows = random_windows(TEXT, job.windows, model.config.context + 1, data)[rank::world].to(device)
         loss = next_byte_loss(model, windows)
         loss.backward()
         optimizer.step()
@@ -86,11 +88,11 @@ def train(job: Job, device: torch.device) -> Iterator[Step]:
         yield Step(state["step"], mean, job.out / f"step-{state['step']:08d}" if saved else None)
 
 
-def make_mesh(replicas: int, device: torch.device) -> DeviceMesh:
+def make_mesh(job: Job, device: torch.device) -> DeviceMesh:
     """All ranks, in the order of nodes: rows are replicas, and parameters are sharded along a row."""
-    world = dist.get_world_size()
-    if world % replicas or WINDOWS % world:
-        raise SystemExit(f"{world} ranks cannot hold {replicas} replicas, or share {WINDOWS} windows out")
+    world, replicas = dist.get_world_size(), job.replicas
+    if world % replicas or job.windows % world:
+        raise SystemExit(f"{world} ranks cannot hold {replicas} replicas, or share {job.windows} windows out")
     if replicas == 1:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     return init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))

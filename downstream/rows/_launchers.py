@@ -76,7 +76,7 @@ def unsharded_losses(steps: int) -> list[float]:
     optimizer, data = _job.make_optimizer(model), torch.Generator().manual_seed(0)
     curve = []
     for _ in range(steps):
-        loss = next_byte_loss(model, random_windows(_job.TEXT, _job.WINDOWS, model.config.context + 1, data))
+        loss = next_byte_loss(model, random_windows(_job.TEXT, _job.Job.windows, model.config.context + 1, data))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

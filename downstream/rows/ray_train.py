@@ -17,7 +17,7 @@ from composable_shard import checkpoint
 
 rows = Rows("Ray Train", environment="ray", versions=("torch", "ray"))
 
-LIMIT_S = 400.0
+LIMIT_S = 500.0
 STEPS = 40
 PATIENT = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "150"}  # of workers that load torch on few cores
 

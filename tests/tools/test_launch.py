@@ -31,7 +31,10 @@ def taken(command):
     """What torchrun takes from the words after its name, and what the script then does; or it exits."""
     options = get_args_parser().parse_args(command)
     assert Path(options.training_script).name == "06_launch.py"
-    return options, importlib.import_module("06_launch").parse(options.training_script_args)
+    job = importlib.import_module("06_launch").parse(options.training_script_args)
+    ranks = int(options.nnodes.rpartition(":")[2]) * int(options.nproc_per_node)
+    assert job.windows % ranks == 0, "what these ranks could not share out"
+    return options, job
 
 
 # ------------------------------------------------------------------------------------- the training
@@ -112,7 +115,7 @@ def test_the_batch_file_starts_one_torchrun_a_node_which_finds_the_first_node(tm
     options, job = taken(command)
     assert (options.nnodes, options.nproc_per_node, options.max_restarts) == ("2", "8", 3)
     assert (options.rdzv_backend, options.rdzv_id, options.rdzv_endpoint) == ("c10d", "123456", "127.0.0.1:23456")
-    assert job == _job.Job(out=tmp_path / "runs" / "slurm", steps=4, replicas=2)
+    assert job == _job.Job(out=tmp_path / "runs" / "slurm", steps=4, replicas=2, windows=96)
 
 
 def test_the_batch_file_fails_with_its_ranks_so_that_slurm_knows_of_it(tmp_path):
