@@ -194,3 +194,32 @@ def test_the_table_has_each_row_and_its_versions():
         "\n### Example\n\n2 rows, 2 the same, 0 better. Run with torch 2.13.0.\n\n| row | result | |\n|---|---|---|\n"
         "| trains | same | to the bit |\n| clips | same | 3e-07, sums in another \\| order |\n"
     )
+
+
+LAUNCHES = """
+import os, sys
+from pathlib import Path
+from _processes import Launched
+
+orphan = "import subprocess, sys; subprocess.Popen(['sleep', '600']); print('left', flush=True); sys.exit(3)"
+output = Path(sys.argv[1])
+try:
+    with Launched(output, limit_s=20) as launched:
+        stays = launched.start(["sleep", "600"])
+        first = launched.start([sys.executable, "-c", orphan])
+        first.wait()
+        os.environ["RANK"] = "5"
+        launched.finish(launched.start(["sh", "-c", "echo rank ${RANK-none}, $MINE"], MINE="mine"))
+        launched.finish(first)
+except AssertionError as error:
+    print(error)
+print("children", Path(f"/proc/self/task/{os.getpid()}/children").read_text())
+"""
+
+
+def test_what_a_row_has_started_ends_with_it_orphans_too(tmp_path):
+    command = [sys.executable, "-c", LAUNCHES, tmp_path / "output.txt"]
+    env = os.environ | {"PYTHONPATH": str(DOWNSTREAM)}
+    done = subprocess.run(command, env=env, timeout=60, check=True, capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout == "a launcher has left with status 3: left / rank none, mine\nchildren \n"
