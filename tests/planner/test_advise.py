@@ -251,9 +251,13 @@ others, zero1, gives 1.00 of its tokens.""",
     )
 
 
-def test_what_fits_whole_is_not_sharded_and_what_does_not_fit_is_said():
+def test_what_fits_whole_is_not_sharded():
     assert advise(SMALL, devices=1, batch=64).reason.startswith("Do not shard: one device holds all of it")
     assert advise(SMALL, devices=2, batch=64).reason.startswith("Do not shard parameters, replicate them")
+
+
+@pytest.mark.matrix
+def test_what_fits_barely_is_sharded_and_what_does_not_fit_is_said():
     wide = Shape(3, 1024, 8, 1024, 64)
     free = advise(wide, devices=4, machine="rtx4090")
     smallest = min((each for each in free.estimates if not each.strategy.offload), key=lambda each: each.needed)
@@ -307,11 +311,15 @@ def cs_world():
     return testing.fake(2)
 
 
-def test_the_command_says_what_is_wrong_and_draws(tmp_path, capsys):
+def test_the_command_says_what_is_wrong(capsys):
     assert main(["advise", "lama", "--devices", "2"]) == 2
     assert "Give one of gpt2-124m" in capsys.readouterr().err
     assert main(["advise", "lama", "--devices", "2", "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"] == "ShardConfigValueError"
+
+
+@pytest.mark.matrix
+def test_the_command_draws_what_does_not_fit_as_well(tmp_path, capsys):
     picture = tmp_path / "advice.png"
     shape = "layers=3,width=64,heads=4,vocabulary=256,sequence=32"
     assert main(["advise", shape, "--devices", "2", "--memory", "1KiB", "--plot", str(picture)]) == 1

@@ -61,6 +61,7 @@ def commands(pid):
     return "".join(Path(f"/proc/{child}/cmdline").read_text() for child in descendants(pid))
 
 
+@pytest.mark.matrix
 def test_a_rank_that_is_killed_ends_the_others_and_its_last_words_are_shown(monkeypatch, capsys):
     monkeypatch.setattr(measuring, "ON_RANK", "_measuring_ranks:die_or_wait")
     code = command_line.main(["measure-links", "--ranks", "2", "--device", "cpu", "--timeout", str(LIMIT_S)])

@@ -65,12 +65,14 @@ def test_a_machine_of_one_node(on_one_node):
     )
 
 
+@pytest.mark.matrix
 def test_all_ranks_have_the_same_figures(on_one_node, on_two_nodes):
     for measurements in (on_one_node, on_two_nodes):
         assert len({each.machine.to_json() for each in measurements}) == 1
         assert len({str(each.collectives) for each in measurements}) == 1
 
 
+@pytest.mark.matrix
 def test_a_figure_is_measured_for_each_size_and_link_by_the_librarys_transports(on_two_nodes):
     measurement = on_two_nodes[0]
     assert [(each.link, each.nbytes, each.name) for each in measurement.collectives] == [
@@ -186,6 +188,7 @@ def test_doubts_are_spoken_of(on_one_node):
     assert list(measuring._warnings(Place(0, 2, 0, 1), quiet, [steady])) == []
 
 
+@pytest.mark.matrix
 def test_the_report_has_a_row_for_each_size_of_each_link(on_two_nodes):
     _, links, collectives = tables(on_two_nodes[0])[:3]
     assert [row[0] for row in links.rows] == [INTRA, INTER]
