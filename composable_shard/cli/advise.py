@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .._errors import ComposableShardError
+from .terminal import size
 
 NAME = "advise"
 DESCRIPTION = """\
@@ -26,7 +27,6 @@ examples:
 
 exit codes: 0 a strategy fits; 1 none does; 2 the arguments are wrong.
 """
-_UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20, "KB": 10**3, "KiB": 2**10}
 
 
 def add_command(commands: Any) -> None:
@@ -42,9 +42,9 @@ def add_command(commands: Any) -> None:
     add("model", metavar="MODEL", help="a shape, a config.json, or package.module:function")
     add("--devices", type=int, required=True, metavar="N", help="how many there are")
     add("--machine", default="h100", metavar="NAME", help="a known one, or a file of measure-links (default: h100)")
-    add("--memory", type=_bytes, metavar="SIZE", help="of a device, such as 40GiB, in the place of the machine's")
-    add("--intra-node", type=_bytes, metavar="SIZE", help="bytes a second between devices of a node, such as 300GB")
-    add("--inter-node", type=_bytes, metavar="SIZE", help="bytes a second of a device to other nodes, such as 25GB")
+    add("--memory", type=size, metavar="SIZE", help="of a device, such as 40GiB, in the place of the machine's")
+    add("--intra-node", type=size, metavar="SIZE", help="bytes a second between devices of a node, such as 300GB")
+    add("--inter-node", type=size, metavar="SIZE", help="bytes a second of a device to other nodes, such as 25GB")
     add("--batch", type=int, default=1, metavar="N", help="sequences of a step for each device (default: 1)")
     add("--sequence", type=int, metavar="N", help="tokens of a sequence")
     add(
@@ -117,13 +117,6 @@ def _print(advice: Any, most: int | None) -> None:
         table.add_row(*row, style=style)
     console.print(table)
     console.print(advice.reason)
-
-
-def _bytes(given: str) -> int:
-    for unit, size in _UNITS.items():
-        if given.endswith(unit):
-            return int(float(given.removesuffix(unit)) * size)
-    return int(given)
 
 
 def _integers(given: str) -> tuple[int, ...]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from .._errors import CheckpointError, ComposableShardError
 from ..checkpoint._convert import export_safetensors, reshard
 from ..checkpoint._describe import Info, TensorInfo, describe, grouped
 from ..checkpoint._format.manifest import DTYPES
-from .terminal import aligned, count, in_bytes, printable
+from .terminal import aligned, count, in_bytes, printable, progress, size
 
 NAME = "checkpoint"
 DESCRIPTION = """\
@@ -59,7 +59,7 @@ def add_command(commands: Any) -> None:
     export.add_argument("--format", choices=["safetensors"], default="safetensors", help="Hugging Face's layout")
     export.add_argument("--name", help='of the module in the state; by default "model", or the only one')
     export.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of floating-point tensors")
-    export.add_argument("--max-shard-size", metavar="SIZE", type=_size, default=_size("5GB"), help="of a file (5GB)")
+    export.add_argument("--max-shard-size", metavar="SIZE", type=size, default=size("5GB"), help="of a file (5GB)")
 
 
 def _add(
@@ -94,8 +94,8 @@ def _run(action: _Action, parsed: argparse.Namespace, parser: Any) -> int:
 
 
 def _verify(parsed: argparse.Namespace) -> _Answer:
-    with _bar("verify") as progress:
-        whole = checkpoint.verify(parsed.directory, step=parsed.step, progress=progress)
+    with _bar("verify") as bar:
+        whole = checkpoint.verify(parsed.directory, step=parsed.step, progress=bar)
     answer = {**asdict(whole), "path": str(whole.path)}
     return answer, f"{whole.path} is whole: step {whole.step}, {count(whole.files, 'file')} of {in_bytes(whole.bytes)}"
 
@@ -116,8 +116,8 @@ def _reshard(parsed: argparse.Namespace) -> _Answer:
 
 
 def _rewritten(parsed: argparse.Namespace, ranks: int) -> _Answer:
-    with _bar("write") as progress:
-        path = reshard(parsed.directory, parsed.out, ranks=ranks, step=parsed.step, progress=progress)
+    with _bar("write") as bar:
+        path = reshard(parsed.directory, parsed.out, ranks=ranks, step=parsed.step, progress=bar)
     return {"path": str(path), "files": ranks}, f"{path}: {count(ranks, 'file')}"
 
 
@@ -127,7 +127,7 @@ def _prune(parsed: argparse.Namespace) -> _Answer:
 
 
 def _export(parsed: argparse.Namespace) -> _Answer:
-    with _bar("write") as progress:
+    with _bar("write") as bar:
         made = export_safetensors(
             parsed.directory,
             parsed.out,
@@ -135,7 +135,7 @@ def _export(parsed: argparse.Namespace) -> _Answer:
             dtype=None if parsed.dtype is None else DTYPES[parsed.dtype],
             shard_bytes=parsed.max_shard_size,
             step=parsed.step,
-            progress=progress,
+            progress=bar,
         )
     sizes = f"{count(made.tensors, 'tensor')} of {in_bytes(made.bytes)} in {count(len(made.files), 'file')}"
     return {**asdict(made), "path": str(made.path)}, f"{made.path}: {sizes}"
@@ -173,28 +173,8 @@ def _short(text: str) -> str:
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
-def _size(text: str) -> int:
-    """Bytes, from words."""
-    written = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)B?", text.strip().upper())
-    size = 0 if written is None else int(float(written[1]) * 10 ** (3 * " KMGT".index(written[2] or " ")))
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give one as in 5GB")
-    return size
-
-
 @contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar on the terminal of errors; None where that is no terminal, or rich is not installed."""
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-    except ImportError:
-        yield None
-        return
-    if not sys.stderr.isatty():
-        yield None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    """A progress bar of bytes."""
+    with progress(of_bytes=True) as bar:
+        yield None if bar is None else partial(bar, what)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -57,22 +59,38 @@ def in_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs"
 
 
+def size(text: str) -> int:
+    """Bytes from words such as 5GB or 40GiB, for arguments of a command."""
+    written = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(I?)B?", text.strip().upper())
+    nbytes = 0
+    if written is not None:
+        nbytes = int(float(written[1]) * (1024 if written[3] else 1000) ** " KMGT".index(written[2] or " "))
+    if nbytes < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give one as in 5GB or 40GiB")
+    return nbytes
+
+
 @contextmanager
-def progress() -> Iterator[Callable[[str, int, int], None] | None]:
+def progress(of_bytes: bool = False) -> Iterator[Callable[[str, int, int], None] | None]:
     """A progress bar on the terminal of errors; None where that is no terminal, or rich is not installed.
 
     What it gives is called with what is being done, how many steps of it are, and how many there are.
+
+    Args:
+        of_bytes: steps are bytes, which are shown with the time that is left.
     """
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError:
         yield None
         return
     if not sys.stderr.isatty():
         yield None
         return
-    with Progress(TextColumn("{task.description}"), BarColumn(), console=Console(stderr=True), transient=True) as bar:
+    more = (DownloadColumn(), TimeRemainingColumn()) if of_bytes else ()
+    columns = (TextColumn("{task.description}"), BarColumn(), *more)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 

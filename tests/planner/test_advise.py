@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import composable_shard as cs
 from _blocks import Transformer, next_token_loss
 from composable_shard.cli.main import main
+from composable_shard.cli.terminal import size
 from composable_shard.planner import KNOWN, NAMED, Layout, Link, Machine, Shape, Strategy, advise, text
 from composable_shard.planner.advise import Planner
 from composable_shard.planner.decoder import Decoder
@@ -325,3 +327,10 @@ def test_the_command_draws_what_does_not_fit_as_well(tmp_path, capsys):
     assert main(["advise", shape, "--devices", "2", "--memory", "1KiB", "--plot", str(picture)]) == 1
     assert "Nothing fits" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_sizes_are_spelt_in_powers_of_ten_and_of_two():
+    assert [size(text) for text in ("5GB", "40GiB", "1 KiB", "7", "1.5MB")] == [5 * 10**9, 40 << 30, 1024, 7, 1_500_000]
+    for text in ("", "GB", "-1GB", "0", "three"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is no size; give one as in"):
+            size(text)
