@@ -330,7 +330,13 @@ def test_the_command_draws_what_does_not_fit_as_well(tmp_path, capsys):
 
 
 def test_sizes_are_spelt_in_powers_of_ten_and_of_two():
-    assert [size(text) for text in ("5GB", "40GiB", "1 KiB", "7", "1.5MB")] == [5 * 10**9, 40 << 30, 1024, 7, 1_500_000]
-    for text in ("", "GB", "-1GB", "0", "three"):
+    assert [size(given) for given in ("5GB", "40GiB", "1 KiB", "7", "1.5MB")] == [
+        5 * 10**9,
+        40 << 30,
+        1024,
+        7,
+        1_500_000,
+    ]
+    for given in ("", "GB", "-1GB", "0", "three"):
         with pytest.raises(argparse.ArgumentTypeError, match="is no size; give one as in"):
-            size(text)
+            size(given)
