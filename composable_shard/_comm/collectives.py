@@ -245,16 +245,28 @@ class RankOrdered:
         return _All([handle], partial(_add_up, out, scratch.view(self._world, -1)))
 
     def all_reduce(self, tensor: Tensor, mean: bool = False) -> Awaitable:
-        chunk = -(-tensor.numel() // self._world)
-        bucket = tensor.new_zeros(self._world * chunk)
-        bucket[: tensor.numel()].copy_(tensor.view(-1))
-        own = torch.empty_like(bucket[:chunk])
+        flat = _real(tensor).view(-1)
+        chunk = max(1, -(-flat.numel() // self._world))
+        parts = list(torch.split(flat, chunk))  # the last ranks' may be smaller, or missing
+        parts += [flat[:0]] * (self._world - len(parts))
+        own, sizes = parts[self._rank], [part.numel() for part in parts]
+        scratch = flat.new_empty(self._world, own.numel())
+        received = [own.numel()] * self._world
+        handle = self._group.alltoall_base(scratch.view(-1), flat, received, sizes, self._exchange)
+        return _All([handle], partial(self._share_sum, flat, parts, scratch))
 
-        def rest() -> None:
-            self.all_gather([bucket], [own]).wait()
-            tensor.view(-1).copy_(bucket[: tensor.numel()])
-
-        return _All([self.reduce_scatter(own, bucket, torch.empty_like(bucket), mean)], rest)
+    def _share_sum(self, flat: Tensor, parts: Tensors, scratch: Tensor) -> None:
+        """Add up what all ranks have for this one's part of a tensor, and fill the other parts with their sums."""
+        own = parts[self._rank]
+        _add_up(own, scratch)
+        if flat.nbytes >= BROADCAST_FROM_BYTES:
+            roots = zip(parts, self._roots, strict=True)
+            _All([self._group.broadcast([part], root) for part, root in roots if part.numel()]).wait()
+            return
+        padded = flat.new_zeros(self._world, parts[0].numel())
+        padded[self._rank, : own.numel()] = own
+        self._flat_gather(padded, padded[self._rank].clone()).wait()
+        flat.copy_(padded.view(-1)[: flat.numel()])
 
 
 class RankOrderedDirect(RankOrdered):

@@ -6,6 +6,7 @@ The pool of unsharded parameters and of communication is as large as the plan's 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
@@ -40,6 +41,19 @@ class Bytes:
 
 
 @dataclass(frozen=True, slots=True)
+class Reducing:
+    """What reductions allocate outside of the pool until they are over.
+
+    Attributes:
+        nbytes: by group.
+        at_once: how many reductions may be in flight.
+    """
+
+    nbytes: Mapping[str, int]
+    at_once: int
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """The memory of a rank.
 
@@ -61,24 +75,35 @@ class Memory:
         return self.most.total
 
 
-def memory_of(profile: Profile, held: Bytes, gradients: Mapping[str, int]) -> Memory:
+def memory_of(profile: Profile, held: Bytes, gradients: Mapping[str, int], reducing: Reducing) -> Memory:
     """The memory of a step.
 
     Args:
         profile: the trace of it.
         held: bytes that are there all the time, those of the pool among them.
         gradients: bytes of each group's gradients once they are reduced, by FQN; "" for the root.
+        reducing: what the last reductions hold beyond the pool.
     """
-    moments, waiting = [held], 0
-    for segment in profile.segments:
-        moments.append(
-            replace(held, gradients=held.gradients + waiting, activations=held.activations + segment.activations)
+    moments, waiting = [held], dict.fromkeys(gradients, 0)
+    flying = deque([0], maxlen=reducing.at_once)
+
+    def moment(activations: int) -> Bytes:
+        return replace(
+            held,
+            gradients=held.gradients + sum(waiting.values()),
+            activations=held.activations + activations,
+            communication=held.communication + sum(flying),
         )
+
+    for segment in profile.segments:
+        moments.append(moment(segment.activations))
         if segment.direction == BACKWARD and segment.begins and segment.group:
-            waiting += gradients[segment.group]
-    moments.append(replace(held, gradients=held.gradients + sum(gradients.values())))
-    most = Bytes(**{each.name: max(getattr(moment, each.name) for moment in moments) for each in fields(Bytes)})
-    return Memory(max(moments, key=lambda moment: moment.total), most)
+            waiting[segment.group] = gradients[segment.group]
+            flying.append(reducing.nbytes[segment.group])
+    waiting.update(gradients)
+    moments.append(moment(0))
+    most = Bytes(**{each.name: max(getattr(at, each.name) for at in moments) for each in fields(Bytes)})
+    return Memory(max(moments, key=lambda at: at.total), most)
 
 
 def pool_bytes(plan: ShardPlan, stays: bool) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -11,10 +11,10 @@ from .._comm.transports import LARGE_FROM_BYTES
 from .._plan.group_plan import GroupPlan
 from .._plan.layout import Route
 from .._plan.plan import ShardPlan
-from .._plan.schedule import Kind
+from .._plan.schedule import MAX_REDUCTIONS, Kind
 from .checkpointing import CHECKPOINTING, Checkpointing
 from .machine import Machine
-from .memory import Bytes, pool_bytes
+from .memory import Bytes, Reducing, pool_bytes
 
 _KEEPS_AFTER_FORWARD = ("ddp", "zero1", "zero2")
 _STAYS = ("ddp", "zero1")
@@ -144,6 +144,14 @@ def held_bytes(
     if strategy.offload:
         parameters = trained = 0
     return Bytes(parameters, _MOMENTS * trained, unsharded=unsharded, communication=communication)
+
+
+def reducing(plan: ShardPlan | None, strategy: Strategy, machine: Machine) -> Reducing:
+    """What reductions over replicas allocate: on gloo, which adds up in scratch memory as large as what is reduced."""
+    groups = plan.groups if plan is not None else ()
+    adds = machine.backend == "gloo" and strategy.layout.replicas > 1
+    nbytes = {each.fqn: replicated_bytes(each) // strategy.layout.shard if adds else 0 for each in groups}
+    return Reducing(defaultdict(int, nbytes), MAX_REDUCTIONS)
 
 
 def moved_bytes(plan: ShardPlan | None, strategy: Strategy) -> int:

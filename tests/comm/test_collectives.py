@@ -23,6 +23,7 @@ from composable_shard._comm.collectives import (
     transports_of,
 )
 from composable_shard._comm.lanes import Job, Launched
+from composable_shard.planner.live import LiveBytes
 
 ORDERED = {"rank-ordered": RankOrdered, "rank-ordered direct": RankOrderedDirect, "point-to-point": PointToPoint}
 TRANSPORTS = {"packed": Packed, "direct": Direct, "torch": Plain, **ORDERED}
@@ -130,6 +131,16 @@ def test_rank_ordered_sums_run_in_the_order_of_the_ranks_to_the_bit(rank, world,
     assert torch.equal(whole, want)
     if world == 4 and numel > 1:
         assert not torch.equal(want, ordered_sum(brought[::-1])), "these data cannot tell one order from another"
+
+
+@pytest.mark.parametrize("name", ORDERED)
+@distributed(world=2)
+def test_a_rank_ordered_all_reduce_allocates_no_more_than_it_reduces(rank, world, name):
+    tensor = data(rank, LARGE + 1)
+    with LiveBytes() as counter:
+        counter.note([tensor])
+        run(make(name).all_reduce(tensor))
+    assert tensor.nbytes < counter.peak < 2.001 * tensor.nbytes
 
 
 @distributed(world=2)
