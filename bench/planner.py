@@ -21,7 +21,7 @@ import _launch
 import _report
 from composable_shard.planner import KNOWN, NAMED, Layout, Machine, Shape, Strategy
 from composable_shard.planner.advise import Planner
-from composable_shard.planner.live import live_bytes
+from composable_shard.planner.rehearsal import rehearse_source
 from composable_shard.planner.sources import PRECISIONS, source_of
 
 PARTS = ("traces", "gloo", "published")
@@ -65,7 +65,7 @@ def traces(worlds: Sequence[int]) -> Iterator[Row]:
         for world in worlds:
             for strategy in strategies(world):
                 predicted = planner.estimate(strategy, machine).memory.peak.total
-                measured = live_bytes(source, strategy, PRECISIONS[precision], SEQUENCES).total
+                measured = rehearse_source(source, strategy, PRECISIONS[precision], SEQUENCES).peak.total
                 yield Row("traces", f"world {world}, {precision}", str(strategy), "bytes", predicted, measured, 0.05)
 
 

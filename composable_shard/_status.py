@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,6 +15,7 @@ from ._engine.out_of_memory import explain
 from ._errors import ShardConfigValueError
 from ._group.optimizers import note_optimizer
 from ._module.build import declared_plan
+from ._module.module import FSDPModule
 from ._module.state import ShardState, states_below
 from ._plan.drift import drift as drift_of
 from ._plan.plan import ShardPlan
@@ -83,6 +86,13 @@ def watch(model: nn.Module, on: bool = True) -> None:
     for state in states:
         if state.bound is None:
             state.set_for_root(watched=on)
+
+
+def living_roots() -> list[nn.Module]:
+    """All sharded modules of this process that lie in no other one, in the order in which they were sharded."""
+    sharded: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), FSDPModule)]
+    nested = {id(child) for module in sharded for child in module.modules() if child is not module}
+    return [each for each in sharded if id(each) not in nested]
 
 
 def empty_pool(model: nn.Module) -> int:

@@ -1,11 +1,23 @@
-"""What torch knows of its operators, for traces: operations, bytes, and which are collectives."""
+"""What torch knows of its operators, for traces: operations, bytes, which are collectives, and how fakes run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorConverter,
+    FakeTensorMode,
+)
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -58,3 +70,86 @@ def collective_bytes(func: Any, outputs: Sequence[torch.Tensor]) -> int:
         return 0
     scale = _COLLECTIVES[name]
     return int(scale * sum(tensor.nbytes for tensor in outputs))
+
+
+_KNOWN_NUMBERS, _KNOWN_INTEGERS = 16, 1 << 16  # of a tensor, at most, for it to keep its values
+CONSTRUCTORS = {getattr(torch.ops.aten, name) for name in ("arange", "eye", "full", "ones", "scalar_tensor", "zeros")}
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    most = _KNOWN_NUMBERS if tensor.is_floating_point() or tensor.is_complex() else _KNOWN_INTEGERS
+    return tensor.device.type == "cpu" and tensor.numel() <= most
+
+
+class _Converter(FakeTensorConverter):
+    """Keeps no weak reference to a tensor that it makes, for such a one could not be moved by ``nn.Module.to``."""
+
+    def from_meta_and_device(self, fake_mode: Any, t: Any, device: Any, *args: Any, **kwargs: Any) -> FakeTensor:
+        return FakeTensor(fake_mode, t, device, *args, **kwargs)
+
+
+class ProgramMode(FakeTensorMode):
+    """Fake tensors in which a whole program can run.
+
+    Real tensors may come into it, modules are moved as elsewhere, and small tensors that come from no parameter keep
+    their values: ranks, lengths, flags. The values of others are not known.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        self.fake_tensor_converter = _Converter()
+
+    def may_turn_const(self, t: torch.Tensor) -> bool:
+        """Whether a real tensor shall keep its values as a fake one."""
+        return _is_small(t) and t.layout is torch.strided and not is_fake(t)
+
+    def constructed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What one of `CONSTRUCTORS` makes, with its values if these are few."""
+        out = func(*args, **kwargs)
+        if not (is_fake(out) and _is_small(out)):
+            return out
+        with _disable_current_modes():
+            real = func(*args, **kwargs)
+        return self.fake_tensor_converter.from_real_tensor(self, real, make_constant=True)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether it has no memory."""
+    return isinstance(tensor, FakeTensor)
+
+
+def with_values(function: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    """What a function gives for a fake tensor as a real one, with its values if it has kept them, else ones."""
+    with _disable_current_modes():
+        known = tensor.constant if isinstance(tensor, FakeTensor) else None
+        return function(torch.ones(tensor.shape, dtype=tensor.dtype) if known is None else known)
+
+
+def depends_on_values(error: Exception) -> bool:
+    """Whether an operator on fake tensors has failed because its output depends on the values of tensors."""
+    return isinstance(error, (DynamicOutputShapeException, DataDependentOutputException))
+
+
+@contextlib.contextmanager
+def shapes_apart() -> Iterator[None]:
+    """`DTensor` finds out what operators give by whole tensors without memory; modes do not see these meanwhile."""
+    name = "_propagate_tensor_meta_non_cached"
+    propagate = getattr(ShardingPropagator, name)
+
+    def apart(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return propagate(*args, **kwargs)
+
+    with mock.patch.object(ShardingPropagator, name, apart):
+        yield
+
+
+def with_ones(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator gives for real tensors of ones, in the place of fake ones; as fake tensors.
+
+    Masks of ones choose all, so that outputs of a size that depends on values are as large as they can be.
+    """
+    with _disable_current_modes():
+        given = tree_map_only(torch.Tensor, lambda each: torch.ones(each.shape, dtype=each.dtype), (args, kwargs))
+        out = func(*given[0], **given[1])
+    return tree_map_only(torch.Tensor, lambda each: torch.empty(each.shape, dtype=each.dtype), out)

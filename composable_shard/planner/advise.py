@@ -15,7 +15,7 @@ from .machine import KNOWN, Link, Machine
 from .memory import Memory, memory_of
 from .profile import Profile
 from .shape import Shape
-from .sources import PRECISIONS, Precision, Source, source_of
+from .sources import Precision, Source, precision_of, source_of
 from .strategies import Strategy, held_bytes, moved_bytes, plan_of, reducing, shard_bytes, strategies
 from .timing import Time, compute_seconds, time_of
 
@@ -128,10 +128,9 @@ def advise(
     for name, value in (("devices", devices), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ShardConfigValueError(f"{name}: {value!r} is not a number above 0")
-    if precision not in PRECISIONS:
-        raise ShardConfigValueError(f"precision: {precision!r} is none of {', '.join(PRECISIONS)}")
+    dtypes = precision_of(precision)
     source = source_of(model, sequence, adapters)
-    planner = Planner(source, PRECISIONS[precision], batch)
+    planner = Planner(source, dtypes, batch)
     possible = list(strategies(devices, chosen.devices_per_node, tuple(tensor)))
     if not possible:
         raise ShardConfigValueError(f"tensor: {list(tensor)} divide no {devices} devices within a node")

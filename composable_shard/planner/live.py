@@ -1,130 +1,95 @@
-"""The memory of steps that really run, with fake tensors: what this library and torch allocate, counted.
-
-`advise` derives memory from plans; here the sharded model itself runs, on one rank of a world whose other ranks do not
-exist, so that whatever it does is counted. It takes longer, and is what the planner is held against.
-"""
+"""`LiveBytes`: the bytes of all tensors that a program makes, real or fake, counted while it runs."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import testing
-from .._status import stats
 from .._torch.core import tree_tensors
-from .._wrap import shard_auto
-from .checkpointing import checkpoint_modules
-from .memory import Bytes
-from .sources import Precision, Source, named_blocks
-from .strategies import Strategy
-
-_STEPS = 3  # the first ones learn the order and allocate the pool
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of all storages that operators have seen, and keeps what there was when they were most.
 
+    Args:
+        where: says where the program is; asked whenever there are more bytes than before.
+        counts: whether a tensor that is seen shall be counted; all are by default.
+
     Attributes:
         peak: most bytes since `reset`.
-        at_peak: then, the bytes of each storage, by its address.
+        at: what `where` said then.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, where: Callable[[], Any] = lambda: None, counts: Callable[[torch.Tensor], bool] = lambda _: True
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
-        self.at_peak: dict[int, int] = {}
-        self._storages: dict[int, Any] = {}
+        self.at: Any = None
+        self._where, self._counts = where, counts
+        self._at_peak: dict[int, int] = {}  # bytes, by number of storage
+        self._numbers = itertools.count()
+        self._storages: dict[int, tuple[int, Any]] = {}  # number and reference, by address
 
     def reset(self) -> None:
         """Begin anew with what there is."""
-        self.peak, self.at_peak = 0, {}
+        self.peak, self._at_peak = 0, {}
         self._look()
 
-    def note(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that no operator has seen yet."""
+    def note(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Count tensors that no operator has seen yet; gives whether there was one."""
+        before = len(self._storages)
         for tensor in tensors:
             storage = _storage_of(tensor)
-            key = storage_key(tensor)
-            if key not in self._storages:
-                self._storages[key] = weakref.ref(storage)
+            key = storage._cdata
+            if key not in self._storages and self._counts(tensor):
+                self._storages[key] = next(self._numbers), weakref.ref(storage)
                 weakref.finalize(storage, self._storages.pop, key, None)
+        return len(self._storages) > before
+
+    def bytes_at_peak(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Bytes that storages of tensors, which are still alive, had when all were most; each counted once."""
+        keys = {_storage_of(tensor)._cdata for tensor in tensors}
+        return sum(self._at_peak.get(self._storages[key][0], 0) for key in keys if key in self._storages)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        self.note(tree_tensors((args, kwargs or {}, out)))
-        self._look()
+        if self.note(tree_tensors((args, kwargs or {}, out))):
+            self._look()
         return out
 
     def _look(self) -> None:
-        storages = {key: reference() for key, reference in list(self._storages.items())}
-        sizes = {
-            key: each.nbytes() for key, each in storages.items() if each is not None
-        }  # which a pool may have changed
-        total = _distinct(each for each in storages.values() if each is not None)
-        if total > self.peak:
-            self.peak, self.at_peak = total, sizes
+        known = [(number, reference()) for number, reference in list(self._storages.values())]
+        living = [(number, storage) for number, storage in known if storage is not None]
+        total = _distinct(storage for _, storage in living)
+        if total > self.peak:  # sizes are asked for again, for a pool may have changed them
+            self.peak, self.at = total, self._where()
+            self._at_peak = {number: storage.nbytes() for number, storage in living}
 
 
 def _distinct(storages: Iterable[torch.UntypedStorage]) -> int:
     """Bytes of storages, memory that lies in several of them counted once; fake ones have no addresses."""
     total = end = 0
-    for begin, nbytes in sorted(
-        (each.data_ptr() if each.device.type != "meta" else 0, each.nbytes()) for each in storages
-    ):
-        total += nbytes if begin == 0 else max(0, begin + nbytes - max(begin, end))
-        end = max(end, begin + nbytes) if begin else end
+    real: list[tuple[int, int]] = []
+    for each in storages:
+        if each.device.type == "meta":
+            total += each.nbytes()
+        else:
+            real.append((each.data_ptr(), each.nbytes()))
+    for begin, nbytes in sorted(real):
+        total += max(0, begin + nbytes - max(begin, end))
+        end = max(end, begin + nbytes)
     return total
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage()
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """By which `LiveBytes` knows a tensor's storage."""
-    return int(_storage_of(tensor)._cdata)
-
-
-def live_bytes(source: Source, strategy: Strategy, precision: Precision, sequences: int) -> Bytes:
-    """The bytes of each kind on a device when all are most, in a step of a sharded model that has run before.
-
-    Args:
-        source: of the model.
-        strategy: without offload and tensor parallelism.
-        precision: of its parameters.
-        sequences: of the batch of a rank.
-    """
-    layout = strategy.layout
-    with testing.fake(layout.shard * layout.replicas), FakeTensorMode():
-        model, step = source.made()
-        checkpoint_modules(named_blocks(model).values(), strategy.checkpointing)
-        shard_auto(model, strategy=strategy.name, replicas=layout.replicas, mp_policy=precision.policy)  # type: ignore[arg-type]
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, fused=True)
-        counter = LiveBytes()
-        with counter:
-            counter.note(model.parameters())
-            for _ in range(_STEPS):
-                counter.reset()
-                step(model, sequences).backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                optimizer.zero_grad()
-        return _by_kind(counter, model, optimizer)
-
-
-def _by_kind(counter: LiveBytes, model: nn.Module, optimizer: torch.optim.Optimizer) -> Bytes:
-    owned = {storage_key(parameter) for parameter in model.parameters()}
-    states = {storage_key(each) for each in tree_tensors(list(optimizer.state.values()))}
-    parameters, moments = (sum(counter.at_peak.get(key, 0) for key in keys) for keys in (owned, states))
-    pool = int(stats(model)["pool/held_bytes"])
-    return Bytes(parameters, moments, 0, counter.peak - parameters - moments - pool, pool)

@@ -66,6 +66,17 @@ PRECISIONS = {
 }
 
 
+def precision_of(name: str) -> Precision:
+    """The precision of a name.
+
+    Raises:
+        ShardConfigValueError: there is none.
+    """
+    if name not in PRECISIONS:
+        raise ShardConfigValueError(f"precision: {name!r} is none of {', '.join(PRECISIONS)}")
+    return PRECISIONS[name]
+
+
 @dataclass(frozen=True)
 class Source:
     """A model that can be made as often as it is wanted.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from .._comm.collectives import ALONE_FROM_BYTES
 from .._comm.transports import LARGE_FROM_BYTES
+from .._errors import ShardConfigValueError
 from .._plan.group_plan import GroupPlan
 from .._plan.layout import Route
 from .._plan.plan import ShardPlan
@@ -59,6 +60,30 @@ class Strategy:
         parts += [f"{self.checkpointing} checkpointing"] if self.checkpointing != "none" else []
         parts += ["offload"] if self.offload else []
         return ", ".join(parts)
+
+
+def strategy_named(name: str, devices: int, checkpointing: Checkpointing = "none", replicas: int = 2) -> Strategy:
+    """The strategy of a name on some devices.
+
+    Args:
+        name: ``none``, ``ddp``, ``zero1``, ``zero2``, ``zero3`` or ``hsdp``.
+        devices: how many there are; ``none`` uses one.
+        checkpointing: of its blocks.
+        replicas: of ``hsdp``.
+
+    Raises:
+        ShardConfigValueError: it cannot be laid out so.
+    """
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise ShardConfigValueError(f"devices: {devices!r} is not a number above 0")
+    if name == "hsdp" and (replicas < 1 or devices % replicas):
+        raise ShardConfigValueError(f"replicas: {devices} devices cannot hold {replicas} replicas of as many shards")
+    layouts = {
+        "none": Layout(),
+        "ddp": Layout(replicas=devices),
+        "hsdp": Layout(shard=devices // max(1, replicas), replicas=replicas),
+    }
+    return Strategy(name, layouts.get(name, Layout(shard=devices)), checkpointing)
 
 
 def strategies(devices: int, per_node: int, tensor: tuple[int, ...]) -> Iterator[Strategy]:

@@ -20,8 +20,8 @@ from composable_shard.cli.terminal import size
 from composable_shard.planner import KNOWN, NAMED, Layout, Link, Machine, Shape, Strategy, advise, text
 from composable_shard.planner.advise import Planner
 from composable_shard.planner.decoder import Decoder
-from composable_shard.planner.live import live_bytes
 from composable_shard.planner.profile import BACKWARD, FORWARD, materialize, profile
+from composable_shard.planner.rehearsal import rehearse_source
 from composable_shard.planner.sources import PRECISIONS, source_of
 from composable_shard.planner.timing import ring, sent
 
@@ -150,7 +150,7 @@ STRATEGIES = [
 def compare(strategy, precision, source=None, sequences=4):
     source = source or source_of(MIDDLE)
     estimated = Planner(source, PRECISIONS[precision], sequences).estimate(strategy, PLAYED).memory.peak
-    counted = live_bytes(source, strategy, PRECISIONS[precision], sequences)
+    counted = rehearse_source(source, strategy, PRECISIONS[precision], sequences).peak
     assert estimated.parameters == counted.parameters
     assert abs(estimated.optimizer - counted.optimizer) < 1000  # the numbers of steps
     assert abs(estimated.total - counted.total) <= 0.05 * counted.total

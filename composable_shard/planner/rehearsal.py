@@ -1,0 +1,314 @@
+"""Steps of a training that run with fake tensors: their memory is counted, nothing is allocated or computed.
+
+`advise` derives memory from plans; here a program, or the sharded model itself, really runs, as one rank of a world
+whose other ranks do not exist, so that whatever it does is counted. It takes longer, and is what the planner is held
+against.
+
+What a program reads of tensors' values is made up, unless they are few and come from no parameter: numbers are 1,
+conditions are false, and masks choose all. `torch.compile` does nothing, and nothing is saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import checkpoint, testing
+from .._errors import ShardConfigStateError, ShardConfigValueError
+from .._status import living_roots, stats
+from .._torch.core import current_backward, tree_tensors
+from .._torch.tracing import CONSTRUCTORS, ProgramMode, depends_on_values, is_fake, shapes_apart, with_ones, with_values
+from .._wrap import shard_auto
+from .checkpointing import checkpoint_modules
+from .live import LiveBytes
+from .memory import Bytes
+from .profile import materialize
+from .sources import Precision, Source, named_blocks
+from .strategies import Strategy
+
+_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What a program takes on one device.
+
+    Attributes:
+        ranks: of the world.
+        steps: of the first optimizer that has stepped, which were run.
+        peak: bytes of tensors when they were most. All of a pool counts as `unsharded`, and `activations` is what has
+            no other name.
+        step: in which that was, from 1.
+        phase: what ran then: ``forward`` (and all else outside of the others), ``backward`` or ``optimizer``.
+        guessed: operators whose outputs depend on values of tensors, and were taken to be as large as they can be.
+    """
+
+    ranks: int
+    steps: int
+    peak: Bytes
+    step: int
+    phase: str
+    guessed: tuple[str, ...]
+
+
+def rehearse(program: Callable[[], object], ranks: int = 1, steps: int = 3) -> Rehearsal:
+    """Run a training program until its optimizer has stepped some times, and count its memory.
+
+    Args:
+        program: makes a model and trains it. It may call `torch.distributed.init_process_group`, as under a launcher.
+        ranks: of the world in which it is rank 0.
+        steps: after which it is ended, in the next step of its first optimizer. The first ones make what later ones
+            have: the states of optimizers, and pools.
+
+    Raises:
+        ShardConfigStateError: no optimizer has stepped.
+        ShardConfigValueError: there are no such ranks or steps.
+        Exception: what the program raises.
+    """
+    return _rehearsed(lambda watch: program(), ranks, steps)
+
+
+def rehearse_source(source: Source, strategy: Strategy, precision: Precision, sequences: int) -> Rehearsal:
+    """Shard a model and train it with AdamW for some steps, and count the memory of these.
+
+    Args:
+        source: of the model.
+        strategy: without offload and tensor parallelism.
+        precision: of its parameters.
+        sequences: of the batch of a rank.
+
+    Raises:
+        ShardConfigValueError: the strategy has what cannot be rehearsed.
+    """
+    layout = strategy.layout
+    if strategy.offload or layout.tensor > 1:
+        raise ShardConfigValueError(f"{strategy}: offload and tensor parallelism are planned, but not rehearsed")
+
+    def program(watch: _Watch) -> None:
+        model, step = source.made()
+        materialize(model, precision.stored)
+        checkpoint_modules(named_blocks(model).values(), strategy.checkpointing)
+        if strategy.name != "none":
+            shard_auto(model, strategy=strategy.name, replicas=layout.replicas, mp_policy=precision.policy)  # type: ignore[arg-type]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, fused=True)
+        watch.counter.note(model.parameters())
+        watch.counter.reset()  # the whole model was there before, which nobody needs who makes it on meta
+        while True:
+            step(model, sequences).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return _rehearsed(program, layout.shard * layout.replicas, _STEPS)
+
+
+def _rehearsed(program: Callable[[_Watch], object], ranks: int, steps: int) -> Rehearsal:
+    if steps < 1:
+        raise ShardConfigValueError(f"steps: a rehearsal has 1 or more, got {steps}")
+    watch, mode = _Watch(steps), ProgramMode()
+    guesses = _Guesses(mode)
+    with _world(ranks), watch.hooked(), mode, watch.counter, guesses:
+        try:
+            program(watch)
+        except _Over:
+            pass
+        except SystemExit as left:
+            if left.code:
+                raise
+    return watch.result(ranks, tuple(sorted(guesses.operators)))
+
+
+class _Over(BaseException):
+    """Ends a program; no handler of exceptions is meant to catch it."""
+
+
+class _Watch:
+    """Sees an optimizer's steps, and what the bytes were at the peak, while what they belong to is still there."""
+
+    def __init__(self, steps: int) -> None:
+        self.counter = LiveBytes(self._where, is_fake)
+        self._wanted, self._steps, self._is_stepping = steps, 0, False
+        self._first: weakref.ref[Optimizer] | None = None
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._peak, self._known = Bytes(), 0
+
+    @contextlib.contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Steps of all optimizers are seen."""
+        before = register_optimizer_step_pre_hook(self._before)
+        after = register_optimizer_step_post_hook(self._after)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def result(self, ranks: int, guessed: tuple[str, ...]) -> Rehearsal:
+        """What was seen.
+
+        Raises:
+            ShardConfigStateError: nothing was trained.
+        """
+        if not self._steps:
+            raise ShardConfigStateError("the program has ended before an optimizer has stepped: it trains nothing")
+        step, phase = self.counter.at
+        return Rehearsal(ranks, self._steps, self._peak, step, phase, guessed)
+
+    def _where(self) -> tuple[int, str]:
+        if self._is_stepping:
+            return self._steps, "optimizer"
+        return self._steps + 1, "forward" if current_backward() is None else "backward"
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._optimizers.add(optimizer)
+        self._look()
+        if self._first is None or self._first() is None:
+            self._first = weakref.ref(optimizer)
+        if self._first() is optimizer:
+            if self._steps == self._wanted:
+                raise _Over
+            self._steps += 1
+        self._is_stepping = True
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._is_stepping = False
+        self._look()
+
+    def _look(self) -> None:
+        """Say what the bytes of the peak are, if that is new."""
+        counter = self.counter
+        if counter.peak == self._known:
+            return
+        self._known = counter.peak
+        stored = _parameters(self._optimizers)
+        gradients = counter.bytes_at_peak([each.grad for each in stored if each.grad is not None])
+        states = tree_tensors([list(each.state.values()) for each in self._optimizers])
+        kept, moments = counter.bytes_at_peak(stored), counter.bytes_at_peak(states)
+        pool = sum(int(stats(each).get("pool/held_bytes", 0)) for each in living_roots())
+        rest = counter.peak - kept - moments - gradients - pool
+        self._peak = Bytes(kept, moments, gradients, rest, pool)
+
+
+def _parameters(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+    """Those of all modules that live, and of optimizers."""
+    owners = [vars(each).get("_parameters", {}) for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    stored = [each for owner in owners for each in owner.values()]
+    stored += [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+    return list({id(each): each for each in stored if each is not None}.values())
+
+
+class _Guesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives a program that asks for values of fake tensors some that are not so."""
+
+    def __init__(self, mode: ProgramMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: set[str] = set()
+        self._mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._overloadpacket in CONSTRUCTORS:
+            return self._mode.constructed(func, args, kwargs)
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            if not depends_on_values(error):
+                raise
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _value(args[0])
+        self.operators.add(str(func._overloadpacket))
+        return with_ones(func, args, kwargs)
+
+
+def _value(tensor: torch.Tensor) -> bool | int | float | complex:
+    if tensor.dtype is torch.bool:
+        return False
+    return 1.0 if tensor.is_floating_point() else 1 + 0j if tensor.is_complex() else 1
+
+
+@contextlib.contextmanager
+def _world(ranks: int) -> Iterator[None]:
+    """What a program sees that a launcher has started on many devices, and what would need the other ranks."""
+    environment = {name: str(ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    environment |= {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, environment))
+        stack.enter_context(testing.fake(ranks))
+        stack.enter_context(shapes_apart())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for owner, name, instead in _INSTEAD:
+            stack.enter_context(mock.patch.object(owner, name, instead))
+        yield
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In the place of what is already done, or shall not be."""
+
+
+_compile, _new_group = torch.compile, dist.new_group
+_format, _numpy = torch.Tensor.__format__, torch.Tensor.numpy
+
+
+def _fake_subgroup(ranks: list[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+    return _new_group(ranks)  # of the backend that the world has, whatever is asked for
+
+
+def _own_object_of_all(values: list[Any], value: Any, group: Any = None) -> None:
+    values[:] = [value] * len(values)
+
+
+def _own_object_gathered(value: Any, values: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+    if values is not None:
+        _own_object_of_all(values, value)
+
+
+def _first_object(out: list[Any], values: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+    out[0] = values[0] if values else None
+
+
+def _numpy_of_fakes(tensor: torch.Tensor, *, force: bool = False) -> Any:
+    return with_values(_numpy, tensor) if is_fake(tensor) else _numpy(tensor, force=force)
+
+
+def _format_of_fakes(tensor: torch.Tensor, spec: str) -> str:
+    return format(tensor.item(), spec) if is_fake(tensor) and not tensor.dim() else str(_format(tensor, spec))  # type: ignore[no-untyped-call]
+
+
+def _compile_by_nothing(model: Any = None, **settings: Any) -> Any:
+    return _compile(model, backend="eager", disable=settings.get("disable", False))
+
+
+def _step_unscaled(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    return optimizer.step(*args, **kwargs)
+
+
+_INSTEAD: tuple[tuple[Any, str, Any], ...] = (
+    (dist, "init_process_group", _nothing),
+    (dist, "destroy_process_group", _nothing),
+    (dist, "new_group", _fake_subgroup),
+    (dist, "all_gather_object", _own_object_of_all),
+    (dist, "gather_object", _own_object_gathered),
+    (dist, "broadcast_object_list", _nothing),
+    (dist, "scatter_object_list", _first_object),
+    (torch.Tensor, "numpy", _numpy_of_fakes),
+    (torch.Tensor, "__format__", _format_of_fakes),
+    (torch, "compile", _compile_by_nothing),
+    (torch.amp.GradScaler, "step", _step_unscaled),
+    (torch, "save", _nothing),
+    (dcp, "save", _nothing),
+    (checkpoint, "save", _nothing),
+)

@@ -1,0 +1,269 @@
+"""Rehearsals: the memory of programs that run with fake tensors is that of the same programs that really run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import composable_shard as cs
+from _blocks import Transformer, next_token_loss
+from composable_shard import testing
+from composable_shard._torch.tracing import is_fake, shapes_apart
+from composable_shard.cli import main as command_line
+from composable_shard.planner.live import LiveBytes
+from composable_shard.planner.rehearsal import rehearse
+
+SHARDS = {"none": None, "ours": cs.fully_shard, "fsdp2": torch_fully_shard}
+STEPS = 2
+LENGTH = 32
+
+
+def train(engine="none", checks=lambda model, loss: None, steps=STEPS + 1):
+    """What a training script does under a launcher."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = Transformer(dim=64, layers=2, hidden=128, length=LENGTH)
+    if (shard := SHARDS[engine]) is not None:
+        for block in model.blocks:
+            shard(block)
+        shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(steps):
+        loss = next_token_loss(model, torch.randint(0, 37, (8, LENGTH + 1)))
+        loss.backward()
+        checks(model, loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("engine", SHARDS)
+def test_the_peak_is_that_of_the_program_when_it_really_runs(engine, monkeypatch):
+    rehearsed = rehearse(lambda: train(engine), 4, STEPS)
+    with testing.fake(4), shapes_apart(), LiveBytes() as counter:
+        monkeypatch.setattr(dist, "init_process_group", lambda backend: None)
+        train(engine, steps=STEPS)
+    assert (rehearsed.ranks, rehearsed.steps, rehearsed.phase, rehearsed.guessed) == (4, STEPS, "backward", ())
+    assert abs(rehearsed.peak.total - counter.peak) < 0.005 * counter.peak
+    whole = 4 * sum(each.numel() for each in Transformer(dim=64, layers=2, hidden=128).parameters())
+    shards, peak = (1 if engine == "none" else 4), rehearsed.peak
+    assert (peak.parameters, peak.optimizer) == pytest.approx((whole / shards, 2 * whole / shards), rel=0.01)
+    assert (peak.unsharded > whole / 4) == (engine == "ours")
+
+
+def test_gradients_count_where_they_are_when_memory_is_fullest():
+    def program():
+        weight = torch.nn.Parameter(torch.zeros(1000))
+        optimizer = torch.optim.SGD([weight])
+        for _ in range(4):
+            weight.sum().backward()
+            torch.empty(5000)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    peak = rehearse(program).peak
+    assert (peak.parameters, peak.gradients, peak.optimizer) == (4000, 4000, 0)
+    assert 20000 <= peak.activations < 20100
+
+
+def test_a_program_sees_its_ranks_and_small_tensors_keep_their_values():
+    seen = {}
+
+    def look(model, loss):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        votes = torch.tensor([3.0, 0.0])
+        dist.all_reduce(votes)
+        names = [None] * 8
+        dist.all_gather_object(names, {"rank": dist.get_rank()})
+        seen.update(
+            world=(os.environ["RANK"], os.environ["WORLD_SIZE"], dist.get_rank(), dist.get_world_size()),
+            coordinate=mesh["shard"].get_coordinate(),
+            votes=votes.tolist(),
+            lengths=torch.arange(5).cumsum(0).tolist(),
+            loss=(loss.item(), bool(torch.isnan(loss)), loss.detach().numpy().shape, f"{loss:.1f}"),
+            names=names[7],
+            fake=is_fake(model.head.weight),
+        )
+
+    rehearse(lambda: train(checks=look), 8, steps=1)
+    assert seen == {
+        "world": ("0", "8", 0, 8),
+        "coordinate": (0,),
+        "votes": [3.0, 0.0],
+        "lengths": [0, 1, 3, 6, 10],
+        "loss": (1.0, False, (), "1.0"),
+        "names": {"rank": 0},
+        "fake": True,
+    }
+
+
+def test_outputs_that_depend_on_values_are_as_large_as_they_can_be():
+    sizes = []
+
+    def choose(model, loss):
+        scores = torch.randn(40, 8)
+        sizes.append((scores[scores > 0].shape, torch.nonzero(scores).shape))
+
+    assert rehearse(lambda: train(checks=choose), steps=1).guessed == ("aten.index", "aten.nonzero")
+    assert set(sizes) == {((320,), (320, 2))}
+
+
+def test_compiled_models_count_as_they_run_without_the_compiler():
+    def program(compiles):
+        model = Transformer(dim=64, length=LENGTH)
+        optimizer = torch.optim.SGD(model.parameters())
+        call = torch.compile(model) if compiles else model
+        for _ in range(3):
+            next_token_loss(call, torch.randint(0, 37, (2, LENGTH + 1))).backward()
+            optimizer.step()
+
+    assert rehearse(lambda: program(True)).peak == rehearse(lambda: program(False)).peak
+
+
+def test_nothing_is_saved_and_all_is_as_before_afterwards(tmp_path):
+    file = tmp_path / "weights.pt"
+    names = [(dist, "init_process_group"), (torch, "save"), (torch.Tensor, "numpy"), (torch.amp.GradScaler, "step")]
+    before = [getattr(*name) for name in names]
+
+    def save(model, loss):
+        torch.save(model.state_dict(), file)
+        cs.checkpoint.save(tmp_path / "run", {"model": model}, step=1)
+
+    rehearse(lambda: train("ours", save), 2, steps=1)
+    assert list(tmp_path.iterdir()) == []
+    assert [getattr(*name) for name in names] == before
+    assert not dist.is_initialized()
+    assert "WORLD_SIZE" not in os.environ
+    torch.save(torch.ones(2), file)
+    assert torch.load(file).numpy().tolist() == [1.0, 1.0]
+
+
+def test_a_program_that_trains_nothing_is_an_error_and_its_own_error_is_raised():
+    with pytest.raises(cs.ShardConfigStateError, match="ended before an optimizer has stepped"):
+        rehearse(lambda: torch.ones(3))
+    with pytest.raises(ZeroDivisionError):
+        rehearse(lambda: 1 / 0)
+    with pytest.raises(cs.ShardConfigValueError, match="steps"):
+        rehearse(train, steps=0)
+    with pytest.raises(SystemExit):
+        rehearse(lambda: sys.exit("no data"))
+    assert rehearse(lambda: (train(steps=1), sys.exit(0))).steps == 1
+
+
+# ---------------------------------------------------------------------- the command
+
+SCRIPT = """\
+import sys
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+width = int(sys.argv[1])
+torch.distributed.init_process_group()
+model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+while True:
+    loss = model(torch.randn(64, width)).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("loss", loss.item())
+"""
+
+
+def command(*arguments, cwd):
+    call = [sys.executable, "-m", "composable_shard", "estimate", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(Path(cs.__file__).parents[1])}
+    return subprocess.run(call, capture_output=True, text=True, cwd=cwd, env=environment, timeout=120, check=False)
+
+
+def test_the_command_runs_a_script_that_is_not_changed(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = command("--devices", "8", "--install", "train.py", "256", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == ["loss 1.0"] * 3
+    assert_expected_inline(
+        done.stdout,
+        """\
+Peak memory of 1 of 8 ranks: in the backward of step 2
+  parameters                             131.6 kB  7%
+  gradients                              0 bytes   0%
+  optimizer                              263.2 kB  15%
+  gathered parameters and communication  527.4 kB  30%
+  activations, and the rest              855.1 kB  48%
+  together                               1.8 MB    100%
+
+Notes
+  3 steps ran; an allocator of a device reserves more than tensors take: see advise
+""",
+    )
+
+
+def test_the_command_names_the_line_of_a_script_that_fails(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    assert command_line.main(["estimate", str(script), "many"]) == 2
+    place = f"{script}:7"
+    assert capsys.readouterr().err.endswith(
+        f"estimate: {place}: ValueError: invalid literal for int() with base 10: 'many'\n"
+    )
+
+
+SMALL = "layers=1,width=64,heads=4,vocabulary=128,sequence=64"
+
+
+def test_the_command_takes_models_as_advise_does(capsys):
+    arguments = ["estimate", "--devices", "4", "--strategy", "hsdp", "--precision", "float32"]
+    assert command_line.main([*arguments, SMALL]) == 0
+    assert_expected_inline(
+        capsys.readouterr().out,
+        """\
+Peak memory of 1 of 4 ranks: in the backward of step 3
+  parameters                             164.2 kB  11%
+  gradients                              0 bytes   0%
+  optimizer                              328.5 kB  23%
+  gathered parameters and communication  281.1 kB  19%
+  activations, and the rest              678.3 kB  47%
+  together                               1.5 MB    100%
+
+Notes
+  3 steps ran; an allocator of a device reserves more than tensors take: see advise
+""",
+    )
+    assert command_line.main([*arguments, "--json", "--memory", "100kB", SMALL]) == 1
+    content = json.loads(capsys.readouterr().out)
+    assert content["fits"] is False
+    assert content["total"] == sum(content["peak"].values()) > 100_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere.py"], "can't open file 'nowhere.py'"),
+        (["--devices", "3", "--strategy", "hsdp", SMALL], "replicas: 3 devices cannot hold 2 replicas"),
+        (["--devices", "0", SMALL], "devices: 0 is not a number above 0"),
+        (["--precision", "int1", SMALL], "precision: 'int1' is none of float32"),
+    ],
+)
+def test_bad_arguments_are_one_line_that_says_which(arguments, said, capsys):
+    assert command_line.main(["estimate", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
