@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import advise, checkpoint, env, measure_links, run
+from . import advise, checkpoint, env, explain, measure_links, run
 
 COMMANDS = (
     run,
     advise,
+    explain,
     checkpoint,
     env,
     measure_links,

@@ -17,7 +17,7 @@ _COLORS = ("#30638e", "#7aa6c2", "#e3b23c", "#d1495b", "#66a182", "#9aa0a6")
 _LINES = 6
 
 
-def draw(advice: Advice, path: Path, most: int = 12) -> None:
+def draw(advice: Advice, path: str | Path, most: int = 12) -> None:
     """Draw an advice.
 
     Args:
