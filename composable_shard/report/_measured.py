@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from composable_shard._errors import ShardConfigValueError
-from composable_shard._plan.course import LAUNCHES
+from composable_shard._plan.course import COMPUTE, LAUNCHES
 from composable_shard._plan.plan import ShardPlan
 from composable_shard._plan.record import Record, Span, own_seconds
 from composable_shard._plan.schedule import Kind
 from composable_shard._plan.simulation import Costs
 
 _ENDS = {Kind.WAIT: Kind.UNSHARD, Kind.REDUCED: Kind.REDUCE}
-_LEAST_WAIT = 20e-6  # seconds: a shorter wait is none, and says nothing of when a collective was over
+_LEAST_WAIT = 0.1  # of a collective's time: a shorter wait may be its copies, and does not say when it was over
 _SLOWER = 1.25  # times what is planned
 _MATTERS = 0.01  # of the planned compute of a step
 
@@ -118,17 +118,15 @@ def costs_of_record(plan: ShardPlan, record: Record) -> Costs:
     flights = list(_flights(plan, record))
     rates = [flight.seconds / flight.nbytes for flight in flights if flight.waited and flight.nbytes]
     rate = statistics.median(rates) if rates else 0.0
-    compute = {name: {fqn: own.get((kind, fqn), 0.0) for fqn in plan.order} for name, kind in _COMPUTE.items()}
+    forward, backward = ({fqn: own.get((kind, fqn), 0.0) for fqn in plan.order} for kind in COMPUTE)
     return Costs.of(
         latency=0.0,
         bandwidth=1 / rate if rate else 1e12,
         gather=_each(flights, Kind.UNSHARD, rate),
         reduce=_each(flights, Kind.REDUCE, rate),
-        **compute,
+        forward=forward,
+        backward=backward,
     )
-
-
-_COMPUTE = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD}
 
 
 class _Flight(NamedTuple):
@@ -165,6 +163,6 @@ def _flights(plan: ShardPlan, record: Record) -> Iterator[_Flight]:
             kind, moved = _ENDS[span.kind], plan.group(span.fqn).moved
             begin = max(free, issued[kind, span.fqn].pop(0))
             nbytes = sum(moved.gather if kind is Kind.UNSHARD else moved.reduce)
-            waited = span.end - span.begin > _LEAST_WAIT
+            waited = span.end - span.begin > _LEAST_WAIT * (span.end - begin)
             yield _Flight(kind, span.fqn, nbytes, max(0.0, span.end - begin), waited)
             free = span.end if waited else free
