@@ -58,26 +58,25 @@ def changes_of(plan: ShardPlan, waits: Sequence[Wait], budget: int | None = None
     Args:
         plan: with costs.
         waits: what compute waits for in its step.
-        budget: the most bytes that a change may take of the pool; what it gives is there in any case.
+        budget: the most bytes that a change may take of the pool; what a search within it finds is shown even if it is
+            no gain.
 
     Raises:
         PoolBudgetError: not even the least step fits into the budget.
     """
-    now = plan.predicted()
-    assert now.seconds is not None
-    changes = []
+    now, causes = plan.predicted(), {wait.cause for wait in waits}
+    makers = (_policies, _more_memory, _kept, _reductions, _together, _of_training)
+    changes = [_change(each, now) for make in makers for each in _fitting(make, plan, causes)]
+    wanted = [each for each in changes if _is_wanted(each, budget)]
     if budget is not None:
-        changes.append(_change(_within(plan, budget, "gather as early as {} allow"), now))
-    for make in (_policies, _more_memory, _kept, _reductions, _together, _of_training):
-        changes += [_change(each, now) for each in _fitting(make, plan, {wait.cause for wait in waits})]
-    wanted = [
-        each
-        for at, each in enumerate(changes)
-        if (at == 0 and budget is not None)
-        or (each.saved >= _LEAST_GAIN[each.keeps_results] * now.seconds and (budget is None or each.peak <= budget))
-    ]
+        wanted.append(_change(_within(plan, budget, "gather as early as {} allow, and keep weights"), now))
     ranked = sorted(wanted, key=lambda each: (not each.keeps_results, each.seconds, each.peak))
     return tuple(each for at, each in enumerate(ranked) if not any(_beats(other, each) for other in ranked[:at]))
+
+
+def _is_wanted(change: Change, budget: int | None) -> bool:
+    gains = change.saved >= _LEAST_GAIN[change.keeps_results] * (change.seconds + change.saved)
+    return gains and (budget is None or change.peak <= budget)
 
 
 def _beats(one: Change, other: Change) -> bool:

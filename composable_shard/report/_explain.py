@@ -97,8 +97,8 @@ def explain(plan: ShardPlan, record: Record | None = None, *, budget: int | None
             without costs takes them from the record.
         record: `last_record(model)` of a step of that plan; measured times are shown beside the predicted ones if the
             model was watched. On an accelerator these are the host's, so give a plan with costs there.
-        budget: the most bytes that a change may take of unsharded parameters and communication. What it gives is shown
-            even if it is no gain.
+        budget: the most bytes that a change may take of unsharded parameters and communication. What a search within it
+            finds is shown even if it is no gain.
 
     Returns:
         what can be printed. All times in it are in seconds, all sizes in bytes.

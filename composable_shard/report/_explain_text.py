@@ -133,15 +133,19 @@ def _reasons(step: Explanation) -> Iterator[str]:
     ranked = sorted(alike.values(), key=lambda waits: -_sum(waits))
     shown = [waits for waits in ranked if _sum(waits) >= _LITTLE * step.seconds] or ranked[:1]
     for waits in shown:
-        longest = max(waits, key=lambda wait: wait.waited)
-        what = "gather" if longest.kind is Kind.UNSHARD else "reduction"
-        where = "backward" if longest.backward else "forward"
-        kind = f"the {what} of" if len(waits) == 1 else f"{len(waits)} {what}s, of"
-        yield f"{ms(_sum(waits))} ms in {where} for {kind} {_names([wait.fqn for wait in waits])}"
-        example = f"{_name(longest.fqn)} {ms(longest.waited)} ms: " if len(waits) > 1 else ""
-        yield f"  {example}{why(longest, step.plan)}"
+        yield from _reason(waits, step.plan)
     if rest := ranked[len(shown) :]:
         yield f"{ms(sum(map(_sum, rest)))} ms for the others"
+
+
+def _reason(waits: Sequence[Wait], plan: ShardPlan) -> Iterator[str]:
+    longest = max(waits, key=lambda wait: wait.waited)
+    what = "gather" if longest.kind is Kind.UNSHARD else "reduction"
+    where = "backward" if longest.backward else "forward"
+    kind = f"the {what} of" if len(waits) == 1 else f"{len(waits)} {what}s, of"
+    yield f"{ms(_sum(waits))} ms in {where} for {kind} {_names([wait.fqn for wait in waits])}"
+    example = f"{_name(longest.fqn)} {ms(longest.waited)} ms: " if len(waits) > 1 else ""
+    yield f"  {example}{why(longest, plan)}"
 
 
 def _sum(waits: Sequence[Wait]) -> float:
@@ -218,17 +222,21 @@ def _in_flight(wait: Wait, plan: ShardPlan) -> str:
     limit = "one reduction" if most == 1 else f"{most} reductions"
     return (
         f"at most {limit} may be in flight (max_reductions), so that of {_name(wait.holds_up or '')} is issued "
-        f"only when this one is over; it takes {ms(wait.takes)} ms, {ms(wait.hidden)} ms of compute hide a part of that"
+        f"only when this one is over; {_partly(wait)}"
     )
 
 
 def _reduces_first(wait: Wait, plan: ShardPlan) -> str:
     saves = plan.edges().reduces_first
     who = "to save memory for the budget" if saves else "as is the rule on a CPU"
-    return (
-        f"backward gathers {_name(wait.holds_up or '')} only when this reduction is over, {who}; it takes "
-        f"{ms(wait.takes)} ms, and {ms(wait.hidden)} ms of compute hide a part of that"
+    return f"backward gathers {_name(wait.holds_up or '')} only when this reduction is over, {who}; {_partly(wait)}"
+
+
+def _partly(wait: Wait) -> str:
+    part = (
+        f", of which {ms(wait.hidden)} ms of compute hide a part" if wait.hidden else ", and nothing computes meanwhile"
     )
+    return f"it takes {ms(wait.takes)} ms{part}"
 
 
 _WORDS = {

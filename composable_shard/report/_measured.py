@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -110,14 +110,10 @@ def costs_of_record(plan: ShardPlan, record: Record) -> Costs:
         ShardConfigValueError: the record has no times, or lacks a group of the plan.
     """
     own = own_seconds(worked(record))
-    if missing := [fqn for fqn in plan.order if (Kind.FORWARD, fqn) not in own]:
-        why = f"has no times of {plan.group(missing[0]).name}" if own else "has no times"
-        raise ShardConfigValueError(
-            f"record: {why}; call cs.watch(model), run one more iteration, and take its last_record"
-        )
+    _check_times(plan, own)
     flights = list(_flights(plan, record))
     rates = [flight.seconds / flight.nbytes for flight in flights if flight.waited and flight.nbytes]
-    rate = statistics.median(rates) if rates else 0.0
+    rate = statistics.median(rates or [0.0])
     forward, backward = ({fqn: own.get((kind, fqn), 0.0) for fqn in plan.order} for kind in COMPUTE)
     return Costs.of(
         latency=0.0,
@@ -127,6 +123,15 @@ def costs_of_record(plan: ShardPlan, record: Record) -> Costs:
         forward=forward,
         backward=backward,
     )
+
+
+def _check_times(plan: ShardPlan, own: Mapping[tuple[Kind, str], float]) -> None:
+    missing = next((fqn for fqn in plan.order if (Kind.FORWARD, fqn) not in own), None)
+    if missing is not None:
+        why = f"has no times of {plan.group(missing).name}" if own else "has no times"
+        raise ShardConfigValueError(
+            f"record: {why}; call cs.watch(model), run one more iteration, and take its last_record"
+        )
 
 
 class _Flight(NamedTuple):

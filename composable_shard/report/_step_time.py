@@ -37,6 +37,7 @@ _WAITS = ("waiting for gathers", "waiting for reductions")
 _MEASURED = "#d1495b"
 _LEAST_TEXT = 0.05  # of the width of the picture that a part takes at least to bear its milliseconds
 _MOST = 24  # groups that are shown
+_UPRIGHT = 6  # groups whose names have room beside each other
 
 _ByGroup = dict[str, dict[str, float]]  # seconds by kind, by group
 
@@ -112,22 +113,16 @@ def _draw_sides(axes: Any, sides: Mapping[str, Mapping[str, float]]) -> None:
 
 def _draw_waits(axes: Any, predicted: _ByGroup, seen: _ByGroup) -> None:
     """The groups in order; of many those for which compute waits longest."""
-    longest = sorted(predicted, key=lambda fqn: -max(_waited(predicted, fqn), _waited(seen, fqn)))[:_MOST]
-    shown = [fqn for fqn in predicted if fqn in longest]
+    shown = _longest(predicted, seen)
     numbers = range(len(shown))
-    floor = [0.0] * len(shown)
-    for kind in _WAITS:
-        heights = [1e3 * predicted[fqn].get(kind, 0.0) for fqn in shown]
-        axes.bar(numbers, heights, bottom=floor, color=_COLORS[kind], label=kind, width=0.7)
-        floor = [low + height for low, height in zip(floor, heights, strict=True)]
+    tops = _draw_bars(axes, [predicted[fqn] for fqn in shown])
     waited = [1e3 * _waited(seen, fqn) for fqn in shown]
     if seen:
         axes.plot(numbers, waited, "D", color=_MEASURED, markersize=5, label="measured, both together")
-    axes.set_xticks(
-        numbers, _labels(shown), rotation=45 if len(shown) > 6 else 0, ha="right" if len(shown) > 6 else "center"
-    )
+    turned: dict[str, Any] = {"rotation": 45, "ha": "right"} if len(shown) > _UPRIGHT else {}
+    axes.set_xticks(numbers, [fqn or ROOT_NAME for fqn in shown], **turned)
     axes.tick_params(axis="x", labelsize=8)
-    axes.set_ylim(0, 1.3 * max([*floor, *waited], default=0.0) or 1.0)  # room for the legend
+    axes.set_ylim(0, 1.3 * max([*tops, *waited], default=0.0) or 1.0)  # room for the legend
     axes.set_ylabel("ms that compute waits")
     left_out = len(predicted) - len(shown)
     title = "What of it is waiting, by group in the order of forward"
@@ -135,8 +130,20 @@ def _draw_waits(axes: Any, predicted: _ByGroup, seen: _ByGroup) -> None:
     axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=3)
 
 
-def _labels(fqns: Sequence[str]) -> list[str]:
-    return [fqn or ROOT_NAME for fqn in fqns]
+def _draw_bars(axes: Any, groups: Sequence[Mapping[str, float]]) -> list[float]:
+    """A bar for each group, the kinds of waits on one another; gives the tops."""
+    floor = [0.0] * len(groups)
+    for kind in _WAITS:
+        heights = [1e3 * group.get(kind, 0.0) for group in groups]
+        axes.bar(range(len(groups)), heights, bottom=floor, color=_COLORS[kind], label=kind, width=0.7)
+        floor = [low + height for low, height in zip(floor, heights, strict=True)]
+    return floor
+
+
+def _longest(predicted: _ByGroup, seen: _ByGroup) -> list[str]:
+    """The groups for which compute waits longest, in their order."""
+    longest = sorted(predicted, key=lambda fqn: -max(_waited(predicted, fqn), _waited(seen, fqn)))[:_MOST]
+    return [fqn for fqn in predicted if fqn in longest]
 
 
 def _waited(groups: _ByGroup, fqn: str) -> float:

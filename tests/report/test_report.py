@@ -70,7 +70,9 @@ def test_the_picture_of_a_plan_shows_kinds_places_and_the_budget(tmp_path, texts
     assert is_picture(tmp_path / "plan.png")
     shown = {"weights kept after forward", "landing buffers", "reductions", "measured, peak 3.00 MiB"}
     assert shown | {f"budget {budget / 2**20:.2f} MiB", "UNSHARD (root)", "blocks.1"} <= set(texts)
-    assert f"A step of the plan: peak {plan.peak_bytes / 2**20:.2f} MiB" in texts
+    first = plan.actions()[plan.live_bytes().index(plan.peak_bytes)]
+    assert f"Where the memory of a step goes: peak {plan.peak_bytes / 2**20:.2f} MiB, first at {first}" in texts
+    assert " backward" in texts
     arena = plan.arena()
     gap = f"{100 * (arena.nbytes / arena.bound - 1):.1f} % above the lower bound of {arena.bound / 2**20:.2f} MiB"
     assert f"Places in the arena: {arena.nbytes / 2**20:.2f} MiB, {gap}" in texts
