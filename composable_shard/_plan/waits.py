@@ -51,6 +51,7 @@ class Wait:
         queued: seconds that it waits for others on the link.
         idle: of a gather, seconds in which the link carries nothing before it, in its forward or backward.
         issued_in: FQN of the group whose forward or backward had begun last when it was issued.
+        behind: the last of those others, its kind and group; None if it waits for none.
         holds_up: FQN of the group whose gather or reduction is issued behind the wait; None if there is none.
     """
 
@@ -65,11 +66,12 @@ class Wait:
     queued: float
     idle: float
     issued_in: str
+    behind: Action | None = None
     holds_up: str | None = None
 
 
 class _Flight(NamedTuple):
-    """A collective from its issue on: the event in which that is, seconds of the issue, and its time on the link."""
+    """A collective from its issue on: the event in which that is, its seconds, those on the link, and what is before."""
 
     action: Action
     event: int
@@ -77,6 +79,7 @@ class _Flight(NamedTuple):
     issued: float
     begin: float
     end: float
+    behind: Action | None
 
 
 def waits_of(plan: ShardPlan) -> tuple[Wait, ...]:
@@ -129,7 +132,7 @@ class _Reader:
         nbytes, (rate, large) = _moved(self.plan, kind, fqn), self.rates[kind]
         queued = flight.begin - flight.issued
         start = self.turn if self._backward(at) else 0.0
-        following = next((each for each in self.timed[at + 1 :] if each.kind not in _WAITS), None)
+        following = self._following(at)
         wait = Wait(
             kind,
             fqn,
@@ -142,12 +145,17 @@ class _Reader:
             queued if queued > _NOISE else 0.0,
             max(0.0, flight.begin - start - _overlap(self.link, start, flight.begin)),
             flight.issued_in,
+            flight.behind if queued > _NOISE else None,
             following.fqn if following is not None and following.kind in LAUNCHES else None,
         )
         if kind is Kind.REDUCE:
             is_over = not _overlap(self.compute, self.done[at], self.compute[-1][-1] if self.compute else 0.0)
             return replace(wait, cause=_of_reduction(wait, following, is_over))
         return replace(wait, cause=self._of_gather(wait, flight, needed, number))
+
+    def _following(self, at: int) -> Action | None:
+        """The first action behind one that is no wait."""
+        return next((each for each in self.timed[at + 1 :] if each.kind not in _WAITS), None)
 
     def _of_gather(self, wait: Wait, flight: _Flight, needed: float, number: int) -> Cause:
         start = self.turn if wait.backward else 0.0
@@ -193,12 +201,14 @@ def _end_of_forward(compute: _Spans, done: Sequence[float]) -> float:
 def _flights(timed: Sequence[Action], done: Sequence[float], link: _Spans) -> Iterator[_Flight | None]:
     """For each action the collective that it issues, if it does."""
     spans, event, issued_in = iter(link), -1, ""
+    before: Action | None = None
     for action, now in zip(timed, done, strict=True):
         if action.kind in COMPUTE:
             event, issued_in = event + 1, action.fqn
         if action.kind in LAUNCHES:
             _, _, begin, end = next(spans)
-            yield _Flight(action, event, issued_in, now, begin, end)
+            yield _Flight(action, event, issued_in, now, begin, end, before)
+            before = action
         else:
             yield None
 

@@ -177,10 +177,10 @@ def _latency(wait: Wait, plan: ShardPlan) -> str:
 
 
 def _link(wait: Wait, plan: ShardPlan) -> str:
-    others = f"it stands behind others for {ms(wait.queued)} ms, then " if wait.queued else "it "
+    before = _queued(wait, "waits {} there, then ")
     return (
-        f"the link had no time for it earlier: {others}takes {ms(wait.takes)} ms, and {ms(wait.hidden)} ms of compute "
-        f"lie between its issue, in {_name(wait.issued_in)}, and its use. Here the link's rate counts"
+        f"the link had no time for it earlier: it {before}takes {ms(wait.takes)} ms, and {ms(wait.hidden)} ms of "
+        f"compute lie between its issue, in {_name(wait.issued_in)}, and its use. Here the link's rate counts"
     )
 
 
@@ -212,8 +212,8 @@ def _memory(wait: Wait, plan: ShardPlan) -> str:
 
 
 def _last(wait: Wait, plan: ShardPlan) -> str:
-    behind = f" and stands behind others for {ms(wait.queued)} ms" if wait.queued else ""
-    return f"nothing computes behind it, so nothing hides the rest of it; it takes {ms(wait.takes)} ms{behind}"
+    queued = _queued(wait, ", and waits {} before")
+    return f"nothing computes behind it, so nothing hides the rest of it; it takes {ms(wait.takes)} ms{queued}"
 
 
 def _in_flight(wait: Wait, plan: ShardPlan) -> str:
@@ -230,6 +230,13 @@ def _reduces_first(wait: Wait, plan: ShardPlan) -> str:
     saves = plan.edges().reduces_first
     who = "to save memory for the budget" if saves else "as is the rule on a CPU"
     return f"backward gathers {_name(wait.holds_up or '')} only when this reduction is over, {who}; {_partly(wait)}"
+
+
+def _queued(wait: Wait, words: str) -> str:
+    if wait.behind is None:
+        return ""
+    what = "gather" if wait.behind.kind is Kind.UNSHARD else "reduction"
+    return words.format(f"{ms(wait.queued)} ms for the {what} of {_name(wait.behind.fqn)}")
 
 
 def _partly(wait: Wait) -> str:
