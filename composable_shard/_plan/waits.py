@@ -71,7 +71,7 @@ class Wait:
 
 
 class _Flight(NamedTuple):
-    """A collective from its issue on: the event in which that is, its seconds, those on the link, and what is before."""
+    """A collective from its issue on: the event in which that is, its seconds, those on the link, what is before."""
 
     action: Action
     event: int

@@ -68,10 +68,10 @@ def changes_of(plan: ShardPlan, waits: Sequence[Wait], budget: int | None = None
     makers = (_policies, _more_memory, _kept, _reductions, _together, _of_training)
     changes = [_change(each, now) for make in makers for each in _fitting(make, plan, causes)]
     wanted = [each for each in changes if _is_wanted(each, budget)]
-    if budget is not None:
-        wanted.append(_change(_within(plan, budget, "gather as early as {} allow, and keep weights"), now))
-    ranked = sorted(wanted, key=lambda each: (not each.keeps_results, each.seconds, each.peak))
-    return tuple(each for at, each in enumerate(ranked) if not any(_beats(other, each) for other in ranked[:at]))
+    asked = [] if budget is None else [_change(_within(plan, budget), now)]
+    ranked = sorted([*wanted, *asked], key=lambda each: (not each.keeps_results, each.seconds, each.peak))
+    beaten = {each for at, each in enumerate(ranked) for other in ranked[:at] if _beats(other, each)}
+    return tuple(each for each in ranked if each in asked or each not in beaten)
 
 
 def _is_wanted(change: Change, budget: int | None) -> bool:
@@ -131,17 +131,16 @@ def _more_memory(plan: ShardPlan, _: set[Cause]) -> Iterator[_Candidate]:
     sizes = [group.sizes for group in plan.groups]
     most = 4 * sum(size.weights + size.landing + size.reduction for size in sizes)
     budget = _auto_under(plan, most).peak_bytes
-    words = "gather early and keep weights, in up to {}"
     if budget > plan.peak_bytes:
-        yield _within(plan, budget, words)
+        yield _within(plan, budget)
         if budget > _BETWEEN * plan.peak_bytes:
-            yield _within(plan, (plan.peak_bytes + budget) // 2, words)
+            yield _within(plan, (plan.peak_bytes + budget) // 2)
 
 
-def _within(plan: ShardPlan, budget: int, words: str) -> _Candidate:
+def _within(plan: ShardPlan, budget: int) -> _Candidate:
     auto = "" if plan.prefetch.kind == "auto" else "model.set_prefetch_policy(cs.PrefetchPolicy.auto()); "
     how = f"{auto}model.set_pool_policy(cs.PoolPolicy(budget={budget}))"
-    return _Candidate(words.format(mib(budget)), how, _auto_under(plan, budget))
+    return _Candidate(f"gather early and keep weights, in up to {mib(budget)}", how, _auto_under(plan, budget))
 
 
 def _auto_under(plan: ShardPlan, budget: int) -> ShardPlan:
