@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from composable_shard._plan.drift import drift
 from composable_shard._plan.plan import ShardPlan
 from composable_shard._plan.record import Record
 from composable_shard._plan.schedule import Kind
+from composable_shard._plan.simulation import GroupTimes
 from composable_shard._plan.waits import Wait, waits_of
 from composable_shard.report._changes import Change, changes_of
 from composable_shard.report._explain_text import Section, explanation_text, sections_of, why
@@ -109,10 +111,10 @@ def explain(plan: ShardPlan, record: Record | None = None, *, budget: int | None
     """
     times_from = "times are the record's" if plan.costs is None else "times are the plan's costs"
     plan = with_times(plan, record)
-    predicted, waits = plan.predicted(), waits_of(plan)
+    predicted, times, waits = plan.predicted(), plan.times() or {}, waits_of(plan)
     assert predicted.groups is not None
     assert predicted.seconds is not None
-    groups = _groups(plan, waits)
+    groups = _groups(predicted.groups, waits)
     seen = None if record is None else measured(record)
     return Explanation(
         plan,
@@ -120,7 +122,7 @@ def explain(plan: ShardPlan, record: Record | None = None, *, budget: int | None
         predicted.seconds,
         sum(group.compute for group in predicted.groups),
         sum(group.gather + group.reduce for group in predicted.groups),
-        sum(group.reduce + _least_gather(plan, group.fqn) for group in predicted.groups),
+        sum(group.reduce + times[group.fqn].gather for group in predicted.groups),
         groups,
         tuple(sorted(waits, key=lambda wait: -wait.waited)),
         changes_of(plan, waits, budget),
@@ -148,13 +150,8 @@ def with_times(plan: ShardPlan, record: Record | None) -> ShardPlan:
     return dataclasses.replace(plan, costs=costs_of_record(plan, record))
 
 
-def _least_gather(plan: ShardPlan, fqn: str) -> float:
-    times = plan.times()
-    return 0.0 if times is None else times[fqn].gather
-
-
-def _groups(plan: ShardPlan, waits: tuple[Wait, ...]) -> tuple[GroupSeconds, ...]:
-    seconds = {group.fqn: [group.compute, 0.0, 0.0] for group in plan.predicted().groups or ()}
+def _groups(predicted: Sequence[GroupTimes], waits: Sequence[Wait]) -> tuple[GroupSeconds, ...]:
+    seconds = {group.fqn: [group.compute, 0.0, 0.0] for group in predicted}
     for wait in waits:
         seconds[wait.fqn][1 if wait.kind is Kind.UNSHARD else 2] += wait.waited
     groups = [GroupSeconds(fqn, *each) for fqn, each in seconds.items()]
