@@ -7,8 +7,8 @@ times, and `testing.Busy` stands for compute, so the figures are exact and the s
 the model is what a training script does: set a policy, train, look.
 
 It writes, for the slowest schedule, the best one and one within a budget: a timeline (open it at
-https://ui.perfetto.dev), a picture of the plan's memory, and the plan itself. docs/planning.md tells what policies,
-budgets and plans are.
+https://ui.perfetto.dev), pictures of the plan's memory and of where the time goes, the plan and the record, of which
+`composable-shard explain` says why the step waits. docs/planning.md tells what policies, budgets and plans are.
 """
 
 import argparse
@@ -151,10 +151,12 @@ def show(runs: list[Run], costs: cs.Costs) -> None:
 
 
 def write(run: Run, costs: cs.Costs, stem: str, out: Path) -> None:
-    """The timeline, the picture of the memory, and the plan."""
+    """The timeline, the pictures of memory and time, the plan and the record."""
     report.timeline(run.plan.with_policies(costs=costs), run.record, out / f"{stem}_timeline.json")
     report.memory(run.plan, out / f"{stem}_memory.png", run.record)
+    report.time(run.plan.with_policies(costs=costs), out / f"{stem}_time.png", run.record)
     (out / f"{stem}_plan.json").write_text(run.plan.to_json())
+    (out / f"{stem}_record.json").write_text(run.record.to_json())
 
 
 def draw_overlap(runs: list[Run], path: Path) -> None:

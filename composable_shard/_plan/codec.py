@@ -1,7 +1,7 @@
 """Exact conversion of frozen dataclasses to plain data for JSON, and back by the types of their fields.
 
-Supported: `int`, `float`, `str`, `bool`, `None`, `torch.dtype`, dataclasses, tuples of these, and unions with `None`.
-Tuples become lists; a dataclass becomes an object of its fields.
+Supported: `int`, `float`, `str`, `bool`, `None`, `torch.dtype`, enums of strings, dataclasses, tuples of these, and
+unions with `None`. Tuples become lists; a dataclass becomes an object of its fields.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import json
 import types
 import typing
+from enum import StrEnum
 from typing import Any, TypeVar
 
 import torch
@@ -38,12 +39,15 @@ def read(kind: type[T], text: str, name: str, version: int) -> T:
         raise ShardConfigValueError(f"{name}: is no JSON ({error})") from None
     if not isinstance(data, dict) or "version" not in data:
         raise ShardConfigValueError(f"{name}: has no version; is it a file that to_json() wrote?")
+    others = sorted(set(data) - {"version", name})
+    if others and name not in data:
+        raise ShardConfigValueError(f"{name}: is not in it, but {', '.join(others)}; give the file of a {name}")
     if data["version"] != version:
         raise ShardConfigValueError(
             f"{name}: is of version {data['version']!r}, and this library reads {version}; make the {name} anew"
         )
-    if unknown := sorted(set(data) - {"version", name}):
-        raise ShardConfigValueError(f"{name}: has fields that are not known: {', '.join(unknown)}")
+    if others:
+        raise ShardConfigValueError(f"{name}: has fields that are not known: {', '.join(others)}")
     return typing.cast(T, _decode(kind, data.get(name), name))
 
 
@@ -88,6 +92,8 @@ def _plain(kind: Any, data: Any, where: str) -> Any:
         return _dtype(data, where)
     if kind is float and type(data) is int:
         return float(data)
+    if issubclass(kind, StrEnum):
+        return _member(kind, data, where)
     if type(data) is not kind:
         raise _unexpected(kind.__name__, data, where)
     return data
@@ -110,6 +116,13 @@ def _dtype(data: Any, where: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise _unexpected("the name of a dtype", data, where)
     return dtype
+
+
+def _member(kind: type[StrEnum], data: Any, where: str) -> StrEnum:
+    names = [member.value for member in kind]
+    if data not in names:
+        raise _unexpected(f"one of {', '.join(names)}", data, where)
+    return kind(data)
 
 
 def _object(kind: type, data: Any, where: str) -> Any:

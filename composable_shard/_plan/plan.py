@@ -179,7 +179,7 @@ class ShardPlan:
         """The actions of a step, as the plan expects them."""
         return training_step(self._steps(), self.schedule, self.phase)
 
-    def _timed(self) -> tuple[Action, ...]:
+    def timed(self) -> tuple[Action, ...]:
         """`actions`, with the beginnings and ends of forwards and backwards."""
         return timed_step(self._steps(), self.edges(), self.phase)
 
@@ -212,7 +212,7 @@ class ShardPlan:
 
         The arena has one lane: buffers of different streams may share memory, for the pool orders them by events.
         """
-        lives, timed = self.lifetimes(), self._timed()
+        lives, timed = self.lifetimes(), self.timed()
         forward = itertools.takewhile(lambda action: action.kind is not Kind.BACKWARD, timed)
         turn = sum(action.kind not in MARKS for action in forward)
         return (as_placed(lives, turn, self.places) if self.places else None) or solve(lives)
@@ -220,7 +220,7 @@ class ShardPlan:
     def courses(self) -> tuple[list[CourseStep], list[CourseStep]]:
         """The launches, waits and compute of a step, in forward and in backward."""
         nbytes = {fqn: (self.group(fqn).unsharded_bytes, self.group(fqn).reduce_bytes) for fqn in self._sizes()}
-        return courses_of(self._timed(), nbytes)
+        return courses_of(self.timed(), nbytes)
 
     def _streamed(self) -> Arena | None:
         """The arena, if streams wait for communication: only then does memory that is shared cost time."""
@@ -229,11 +229,11 @@ class ShardPlan:
     def trace(self) -> Trace | None:
         """When each action of a step happens; None without costs."""
         times = self.times()
-        return None if times is None else trace(self._timed(), times, self._streamed())
+        return None if times is None else trace(self.timed(), times, self._streamed())
 
     def predicted(self) -> Prediction:
         """The peak of each kind of memory and, where costs are known, the times of each group and its exposed part."""
-        return predict(self._timed(), self._sizes(), self.times(), self._streamed())
+        return predict(self.timed(), self._sizes(), self.times(), self._streamed())
 
     def with_policies(
         self,

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .codec import read, written
 from .schedule import Action, Kind
 from .simulation import Times
+
+JSON_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,19 @@ class Record:
     def peak_bytes(self) -> int:
         """The most bytes that were leased at once."""
         return max(self.live_bytes, default=0)
+
+    def to_json(self) -> str:
+        """The record as JSON, for `from_json`."""
+        return written(self, "record", JSON_VERSION)
+
+    @classmethod
+    def from_json(cls, text: str) -> Record:
+        """The record that `to_json` wrote, equal to it.
+
+        Raises:
+            ShardConfigValueError: the text is no record, one of another version, or has other fields.
+        """
+        return read(cls, text, "record", JSON_VERSION)
 
     def __str__(self) -> str:
         return "\n".join(str(action) for action in self.actions)

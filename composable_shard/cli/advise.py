@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from .._errors import ComposableShardError
-from .terminal import size
+from .program import import_from_here
+from .terminal import Table, draw, size
 
 NAME = "advise"
 DESCRIPTION = """\
@@ -62,9 +63,9 @@ def add_command(commands: Any) -> None:
 def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from ..planner import text
     from ..planner.advise import advise
-    from ..planner.picture import draw
+    from ..planner.picture import draw as draw_picture
 
-    sys.path.insert(0, "")  # where a factory is looked for, as `python -m` does
+    import_from_here()
     try:
         advice = advise(
             parsed.model,
@@ -82,7 +83,7 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         if parsed.emit and advice.recommended is not None:
             parsed.emit.write_text(text.script(advice, advice.recommended))
         if parsed.plot:
-            draw(advice, parsed.plot)
+            draw_picture(advice, parsed.plot)
     except (ComposableShardError, OSError, ImportError) as error:
         if parsed.json:
             print(json.dumps({"error": type(error).__name__, "message": str(error)}))
@@ -99,24 +100,18 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 def _print(advice: Any, most: int | None) -> None:
     from ..planner import text
 
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
+    numbers = range(2, len(text.HEAD))
+    styles = [_style(advice, estimate) for estimate in text.shown(advice, most)]
+    if draw([Table(text.title(advice), text.rows(advice, most), text.HEAD, numbers, styles, text.NOTE)]):
+        print(advice.reason)
+    else:
         print(text.text(advice, most))
-        return
-    console = Console()
-    if not console.is_terminal:
-        print(text.text(advice, most))
-        return
-    table = Table(title=text.title(advice), caption=text.NOTE, title_justify="left", caption_justify="left")
-    for column, name in enumerate(text.HEAD):
-        table.add_column(name, justify="left" if column < 2 else "right")
-    for row, estimate in zip(text.rows(advice, most), text.shown(advice, most), strict=True):
-        style = "bold green" if estimate is advice.recommended else ("" if estimate.fits else "dim")
-        table.add_row(*row, style=style)
-    console.print(table)
-    console.print(advice.reason)
+
+
+def _style(advice: Any, estimate: Any) -> str:
+    if estimate is advice.recommended:
+        return "bold green"
+    return "" if estimate.fits else "dim"
 
 
 def _integers(given: str) -> tuple[int, ...]:

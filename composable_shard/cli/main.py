@@ -7,12 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import advise, checkpoint, env, estimate, measure_links, run
+from . import advise, checkpoint, env, estimate, explain, measure_links, run
 
 COMMANDS = (
     run,
     advise,
     estimate,
+    explain,
     checkpoint,
     env,
     measure_links,

@@ -5,32 +5,53 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from .._plan.text import table
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under a title; all rows, and the heads if there are any, have as many cells."""
+    """Rows of cells under a title; all rows, and the heads if there are any, have as many cells.
+
+    Attributes:
+        right: numbers of the columns that end at the right.
+        styles: how rich shows each row; empty for all alike.
+        note: a line below the table.
+    """
 
     title: str
     rows: Sequence[Sequence[str]]
     heads: Sequence[str] = ()
+    right: Collection[int] = ()
+    styles: Sequence[str] = ()
+    note: str = ""
 
 
 def show(tables: Sequence[Table]) -> None:
     """Print tables: with rich on a terminal, if it is installed, and as plain text elsewhere."""
-    if not sys.stdout.isatty() or not _show_by_rich(tables):
+    if not draw(tables):
         sys.stdout.write("\n".join(_plain(table) for table in tables))
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The lines of a table whose columns are as wide as they need to be; empty columns are left out."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width]
-        yield f"  {'  '.join(cells)}".rstrip()
+def draw(tables: Sequence[Table]) -> bool:
+    """Print tables with rich; False, and nothing is printed, where there is no terminal or rich is not installed."""
+    return sys.stdout.isatty() and _show_by_rich(tables)
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> Iterator[str]:
+    """The lines of a table whose columns are as wide as they need to be; empty columns are left out.
+
+    Args:
+        rows: of cells.
+        right: numbers of the columns that end at the right.
+    """
+    columns = [(number, column) for number, column in enumerate(zip(*rows, strict=True)) if any(column)]
+    left = [at for at, (number, _) in enumerate(columns) if number not in right]
+    lines = table(zip(*(column for _, column in columns), strict=True), left)
+    yield from (f"  {line}".rstrip() for line in lines)
 
 
 def printable(text: str) -> str:
@@ -95,27 +116,33 @@ def progress(of_bytes: bool = False) -> Iterator[Callable[[str, int, int], None]
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
-def _plain(table: Table) -> str:
-    rows = [table.heads, *table.rows] if table.heads else table.rows
-    lines = aligned([[printable(cell) for cell in row] for row in rows])
-    return "".join(f"{line}\n" for line in (table.title, *lines))
+def _plain(given: Table) -> str:
+    rows = [given.heads, *given.rows] if given.heads else given.rows
+    lines = aligned([[printable(cell) for cell in row] for row in rows], given.right)
+    return "".join(f"{line}\n" for line in (given.title, *lines, *filter(None, [given.note])))
 
 
 def _show_by_rich(tables: Sequence[Table]) -> bool:
     try:
-        from rich import box, table
+        from rich import box
         from rich.console import Console
+        from rich.table import Table as Grid
         from rich.text import Text
     except ImportError:
         return False
     console = Console()
     for each in tables:
-        grid = table.Table(
-            title=Text(each.title, "bold"), title_justify="left", show_header=bool(each.heads), box=box.SIMPLE
+        grid = Grid(
+            title=Text(each.title, "bold"),
+            caption=Text(each.note) if each.note else None,
+            title_justify="left",
+            caption_justify="left",
+            show_header=bool(each.heads),
+            box=box.SIMPLE,
         )
-        for head in each.heads or [""] * len(each.rows[0]):
-            grid.add_column(Text(head), overflow="fold")
-        for row in each.rows:
-            grid.add_row(*(Text(printable(cell)) for cell in row))
+        for number, head in enumerate(each.heads or [""] * len(each.rows[0])):
+            grid.add_column(Text(head), overflow="fold", justify="right" if number in each.right else "left")
+        for row, style in zip(each.rows, each.styles or [""] * len(each.rows), strict=True):
+            grid.add_row(*(Text(printable(cell)) for cell in row), style=style)
         console.print(grid)
     return True

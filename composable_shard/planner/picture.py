@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ _COLORS = ("#30638e", "#7aa6c2", "#e3b23c", "#d1495b", "#66a182", "#9aa0a6")
 _LINES = 6
 
 
-def draw(advice: Advice, path: Path, most: int = 12) -> None:
+def draw(advice: Advice, path: str | Path, most: int = 12) -> None:
     """Draw an advice.
 
     Args:
@@ -49,9 +49,15 @@ def _memory(axes: Any, advice: Advice, estimates: Sequence[Estimate]) -> None:
     begin = [0.0] * len(estimates)
     for color, field in zip(_COLORS, fields(Bytes), strict=True):
         sizes = [getattr(each.memory.most, field.name) / 2**30 for each in estimates]
-        axes.barh(names, sizes, left=begin, color=color, label=field.name)
+        axes.barh(range(len(names)), sizes, left=begin, color=color, label=field.name)
         begin = [one + two for one, two in zip(begin, sizes, strict=True)]
-    axes.axvline(advice.machine.memory / 2**30, color="black", linewidth=1, linestyle="--")
+    for row, (each, end) in enumerate(zip(estimates, begin, strict=True)):
+        axes.annotate(_words(each), (end, row), (4, 0), textcoords="offset points", va="center", fontsize=7)
+    axes.axvline(advice.machine.memory / 2**30, color="black", linewidth=1, linestyle="--", zorder=0)
+    axes.set_xlim(0, 1.3 * max([*begin, advice.machine.memory / 2**30]))  # room for the words
+    if advice.recommended is not None:
+        names[0] = f"{names[0]} (recommended)"
+    axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel("GiB a device, each kind at its most (dashed: what it has)")
     axes.tick_params(axis="y", labelsize=8)
@@ -68,8 +74,9 @@ def _times(axes: Any, advice: Advice, estimates: Sequence[Estimate]) -> None:
         times = {str(each.strategy): each.time.seconds for each in advice.on(_with(advice.machine, bandwidth, spans))}
         for name, seconds in series.items():
             seconds.append(times[name])
-    for name, seconds in series.items():
-        axes.plot([each / 1e9 for each in bandwidths], seconds, marker="o", markersize=3, linewidth=1.2, label=name)
+    for heights, names in _alike(series).items():
+        label = ", ".join(names)
+        axes.plot([each / 1e9 for each in bandwidths], heights, marker="o", markersize=3, linewidth=1.2, label=label)
     axes.axvline(link.bandwidth / 1e9, color="black", linewidth=1, linestyle="--")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -78,6 +85,20 @@ def _times(axes: Any, advice: Advice, estimates: Sequence[Estimate]) -> None:
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=7, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _words(estimate: Estimate) -> str:
+    """What a bar does not show: the time of a step, and what of it is waiting."""
+    fits = "" if estimate.fits else "does not fit; "
+    return f"{fits}{estimate.time.seconds:.3g} s, {estimate.exposed_share:.0%} waits"
+
+
+def _alike(series: Mapping[str, Sequence[float]]) -> dict[tuple[float, ...], list[str]]:
+    """The names of the series that would lie on one another, by their values."""
+    names: dict[tuple[float, ...], list[str]] = {}
+    for name, values in series.items():
+        names.setdefault(tuple(float(f"{value:.3g}") for value in values), []).append(name)
+    return names
 
 
 def _with(machine: Machine, bandwidth: float, spans: bool) -> Machine:

@@ -6,6 +6,7 @@ import textwrap
 from dataclasses import asdict
 from typing import Any
 
+from .._plan.text import table
 from .advise import Advice, Estimate
 from .strategies import Strategy
 
@@ -63,15 +64,7 @@ NOTE = "memory in GiB a device, each kind at its most; waits: the share of a ste
 
 def text(advice: Advice, most: int | None = 12) -> str:
     """All of it as plain text."""
-    cells = [list(HEAD), *rows(advice, most)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(HEAD))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]
+    lines = table([HEAD, *rows(advice, most)], left=(0, 1))
     reason = textwrap.fill(advice.reason, 110)
     return "\n".join([title(advice), "", *lines, "", NOTE, "", reason])
 

@@ -132,3 +132,27 @@ def costs_of(plan: ShardPlan, strategy: Strategy, computed: Mapping[tuple[str, s
         reduce=reduce,
         streams=machine.streams,
     )
+
+
+def on_links(plan: ShardPlan, machine: Machine) -> ShardPlan:
+    """A plan with costs as it would be on a machine's links: compute takes as long, and the schedule is made anew.
+
+    Ranks of a group are counted as neighbours; reductions over replicas are left out.
+    """
+    assert plan.costs is not None
+    gather, reduce = {}, {}
+    for group in plan.groups:
+        link, moved = ring(machine, group.shard_size, 1), group.moved
+        gather[group.fqn] = sum(sent(link, moved.ranks, nbytes) for nbytes in moved.gather)
+        reduce[group.fqn] = sum(sent(link, moved.ranks, nbytes) for nbytes in moved.reduce)
+    whole = ring(machine, max((group.shard_size for group in plan.groups), default=1), 1)
+    compute = {name: dict(getattr(plan.costs, name)) for name in ("forward", "backward")}
+    costs = Costs.of(
+        latency=whole.latency,
+        bandwidth=whole.bandwidth,
+        gather=gather,
+        reduce=reduce,
+        streams=machine.streams,
+        **compute,
+    )
+    return plan.with_policies(costs=costs)

@@ -1,4 +1,4 @@
-"""Figures of a training, a plan and a record, traces of a step, and compiled graphs as short text.
+"""Plans explained; figures of a training, a plan, a record and an advice; traces of a step; compiled graphs as text.
 
 Drawing needs matplotlib (extra `plot`); traces need nothing.
 """
@@ -12,20 +12,26 @@ from composable_shard._graph.guard import WatchedGraphs as WatchedGraphs
 from composable_shard._graph.guard import watch_graphs as watch_graphs
 from composable_shard.report._compiled_step import CompiledStep as CompiledStep
 from composable_shard.report._compiled_step import compiled_step as compiled_step
+from composable_shard.report._explain import Explanation as Explanation
+from composable_shard.report._explain import explain as explain
 from composable_shard.report._plan_memory import memory as memory
 from composable_shard.report._plots import plot_loss as plot_loss
 from composable_shard.report._plots import plot_memory as plot_memory
 from composable_shard.report._plots import plot_resident_memory as plot_resident_memory
 from composable_shard.report._plots import read_metrics as read_metrics
+from composable_shard.report._step_time import time as time
+from composable_shard.report._strategies import strategies as strategies
 from composable_shard.report._timeline import timeline as timeline
 
 __all__ = [
     "CompiledStep",
+    "Explanation",
     "FailedGuard",
     "Gather",
     "GraphReport",
     "WatchedGraphs",
     "compiled_step",
+    "explain",
     "memory",
     "plot_loss",
     "plot_memory",
@@ -33,6 +39,8 @@ __all__ = [
     "read_metrics",
     "report_graph",
     "sequence",
+    "strategies",
+    "time",
     "timeline",
     "watch_graphs",
 ]

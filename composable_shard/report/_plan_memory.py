@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composable_shard._plan.schedule import ROOT_NAME, Action
+from composable_shard._plan.schedule import MARKS, ROOT_NAME, Action, Kind
 from composable_shard._plan.simulation import live_bytes
 from composable_shard.report._plots import MIB, figure, tick_actions
 
@@ -24,6 +25,7 @@ _WORDS = {
 }
 _MEASURED, _LIMIT = "#d1495b", "#6b7280"
 _LEAST_TEXT = 0.04  # of the picture's width and height that a slot takes at least to bear its name
+_LEAST_WIDTH, _LEAST_LENGTH = 0.012, 0.25  # ... and of its width and height to bear it upright
 
 
 def memory(plan: ShardPlan, path: str | Path, record: Record | None = None) -> None:
@@ -40,7 +42,10 @@ def memory(plan: ShardPlan, path: str | Path, record: Record | None = None) -> N
     actions, lives, arena = plan.actions(), plan.lifetimes(), plan.arena()
     kept = frozenset(plan.edges().kept)
     with figure(path, width=10.0, height=7.0, rows=2) as (above, below):
-        _draw_bytes(above, _by_kind(lives, kept, len(actions)), record, plan.pool.budget)
+        kinds = _by_kind(lives, kept, len(actions))
+        _draw_bytes(above, kinds, record, plan.pool.budget)
+        above.set_title(_peak(kinds, actions))
+        _mark_backward(above, plan)
         _draw_arena(below, lives, arena, kept, actions)
 
 
@@ -58,6 +63,24 @@ def _by_kind(lives: Sequence[Lifetime], kept: frozenset[str], steps: int) -> dic
     for life in lives:
         kinds[_kind(life, kept)].append(life)
     return {kind: live_bytes(each, steps) for kind, each in kinds.items()}
+
+
+def _peak(kinds: dict[str, list[int]], actions: Sequence[Action]) -> str:
+    """The most bytes, and the first action after which they are live."""
+    live = [sum(each) for each in zip(*kinds.values(), strict=True)]
+    peak = max(live, default=0)
+    where = f", first at {actions[live.index(peak)]}" if live else ""
+    return f"Where the memory of a step goes: peak {peak / MIB:.2f} MiB{where}"
+
+
+def _mark_backward(axes: Any, plan: ShardPlan) -> None:
+    """Where backward begins."""
+    forward = list(itertools.takewhile(lambda action: action.kind is not Kind.BACKWARD, plan.timed()))
+    turn = sum(action.kind not in MARKS for action in forward)
+    if turn < len(plan.actions()):
+        axes.axvline(turn, ymax=0.8, color=_LIMIT, linewidth=0.8, linestyle=":")
+        middle = axes.get_ylim()[1] * 0.78
+        axes.text(turn, middle, " backward", fontsize=7, color=_LIMIT, ha="left", va="bottom")
 
 
 def _draw_bytes(axes: Any, kinds: dict[str, list[int]], record: Record | None, budget: int | None) -> None:
@@ -81,8 +104,6 @@ def _draw_bytes(axes: Any, kinds: dict[str, list[int]], record: Record | None, b
     axes.set_ylim(0, 1.35 * highest or 1.0)  # room for the legend
     axes.tick_params(labelbottom=False)  # the actions are named below
     axes.set_ylabel("bytes leased (MiB)")
-    peak = max(map(sum, zip(*kinds.values(), strict=True)), default=0)
-    axes.set_title(f"A step of the plan: peak {peak / MIB:.2f} MiB")
     axes.legend(frameon=False, loc="upper left", ncols=3, fontsize=8)
 
 
@@ -97,10 +118,8 @@ def _draw_arena(
         bottom, height, width = (starts[slot.lane] + slot.offset) / MIB, slot.nbytes / MIB, life.closed - life.opened
         color = _COLORS[_kind(life, kept)]
         axes.broken_barh([(life.opened, width)], (bottom, height), facecolor=color, edgecolor="white", linewidth=0.6)
-        if width >= _LEAST_TEXT * len(actions) and slot.nbytes >= _LEAST_TEXT * arena.nbytes:
-            middle = life.opened + width / 2, bottom + height / 2
-            name = life.name.partition(" ")[2] or ROOT_NAME
-            axes.text(*middle, name, ha="center", va="center", fontsize=6, color="white", clip_on=True)
+        share = width / len(actions), slot.nbytes / arena.nbytes
+        _write_name(axes, life, (life.opened + width / 2, bottom + height / 2), share)
     gap = arena.nbytes / arena.bound - 1 if arena.bound else 0.0
     axes.set_title(
         f"Places in the arena: {arena.nbytes / MIB:.2f} MiB, {100 * gap:.1f} % above the lower bound of "
@@ -110,3 +129,15 @@ def _draw_arena(
     axes.set_ylim(0, 1.05 * arena.nbytes / MIB or 1.0)
     axes.set_ylabel("offset (MiB)")
     tick_actions(axes, actions)
+
+
+def _write_name(axes: Any, life: Lifetime, middle: tuple[float, float], share: tuple[float, float]) -> None:
+    """The name of a slot's group in its middle, upright if it is narrow; nothing if it does not fit.
+
+    Arguments:
+        share: of the picture's width and height, what the slot takes.
+    """
+    upright = share[0] < _LEAST_TEXT
+    if share[0] >= _LEAST_WIDTH and share[1] >= (_LEAST_LENGTH if upright else _LEAST_TEXT):
+        words: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6, "color": "white", "clip_on": True}
+        axes.text(*middle, life.name.partition(" ")[2] or ROOT_NAME, rotation=90 if upright else 0, **words)

@@ -17,6 +17,8 @@ from composable_shard import PoolPolicy, PrefetchPolicy, Record, ShardConfigValu
 from composable_shard._plan.drift import drift
 from composable_shard._plan.layout import Route
 from composable_shard._plan.plan import replan
+from composable_shard._plan.record import Span
+from composable_shard._plan.schedule import Action, Kind
 from composable_shard._plan.simulation import Times
 
 AUTO = PrefetchPolicy.auto()
@@ -275,3 +277,30 @@ def test_a_new_order_gets_a_schedule_of_its_own_under_the_same_policies():
     assert dict(other.edges().forward)[""][0] == "blocks.2"
     assert other.peak_bytes <= 3 * 2**20
     assert group_plan("", 64) == other.groups[0]
+
+
+# ---- records
+
+
+def test_a_record_comes_back_from_json_equal():
+    times = (("", Times(1.0, 2.0, 0.25, 0.5)),)
+    spans = (Span(Kind.FORWARD, "", 0.0, 0.1), Span(Kind.WAIT, "blocks.0", 1e-9, 0.3))
+    record = Record((Action(Kind.UNSHARD, ""),), (512,), ("", "blocks.0"), times, spans, (("blocks.0", "a"),))
+    assert Record.from_json(record.to_json()) == record
+    assert json.loads(record.to_json())["record"]["spans"][1]["kind"] == "WAIT"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "record: is no JSON"),
+        ("{}", "record: has no version"),
+        ('{"version": 9, "record": {}}', "version 9.*reads 1; make the record anew"),
+        (block_plan().to_json(), "record: is not in it, but plan; give the file of a record"),
+        (Record((Action(Kind.WAIT, ""),), (), ()).to_json().replace("WAIT", "WEIGHT"), "kind: expected one of UNSHARD"),
+        (Record((), (), ()).to_json().replace("times", "time"), "not known: time"),
+    ],
+)
+def test_a_text_that_is_no_record_says_where_it_is_not(text, message):
+    with pytest.raises(ShardConfigValueError, match=message):
+        Record.from_json(text)

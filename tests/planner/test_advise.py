@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -305,6 +307,20 @@ def test_the_command_answers_in_json_and_writes_a_script_that_runs(tmp_path, cap
         names = {"model": Decoder(Shape.parse(shape))}
         exec(compile(lines, str(emitted), "exec"), names)
         assert isinstance(names["optimizer"], torch.optim.AdamW)
+
+
+def test_a_terminal_gets_the_same_cells_as_a_file(capsys, monkeypatch):
+    arguments = ["advise", "layers=3,width=64,heads=4,vocabulary=256,sequence=32", "--devices", "2", "--all"]
+    assert main(arguments) == 0
+    plain = capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(arguments) == 0
+    drawn = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert {"─", text.NOTE.partition(";")[0]} <= {*drawn, *re.findall("memory in GiB[^;]*", drawn)}
+    cells = [re.split(" {2,}", line.strip()) for line in plain.splitlines()]
+    shown = [re.split(" {2,}", line.strip()) for line in drawn.splitlines()]
+    assert [row for row in shown if len(row) == len(text.HEAD)] == [row for row in cells if len(row) == len(text.HEAD)]
 
 
 def cs_world():

@@ -186,7 +186,9 @@ def test_the_tutorial_on_plans_goes_from_a_slow_schedule_to_a_hidden_one_as_pred
     assert exposed["the same plan, as JSON"] == exposed["auto, 2.5 times as much"]
     assert "left the plan: nowhere" in output
     written = {
-        f"{run}_{what}" for run in ("slow", "hidden", "budget") for what in ("memory.png", "plan.json", "timeline.json")
+        f"{run}_{what}"
+        for run in ("slow", "hidden", "budget")
+        for what in ("memory.png", "plan.json", "record.json", "time.png", "timeline.json")
     }
     assert {path.name for path in tmp_path.iterdir()} == written | {"overlap.png", "step.png"}
     for path in tmp_path.glob("*_timeline.json"):

@@ -1,0 +1,122 @@
+"""``explain``: where the time of a plan's step goes, what compute waits for and why, and what to change."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .._errors import ComposableShardError, ShardConfigValueError
+from .._plan.plan import ShardPlan
+from .._plan.record import Record
+from .terminal import Table, draw, printable, size
+
+NAME = "explain"
+DESCRIPTION = """\
+Explain a plan: where the time of a training step goes, which gathers and reductions compute waits for and why, and
+what to change, with what each change would give. Everything is simulated; no device and no model is needed.
+
+PLAN is a file that a training script writes, and so is the record of a step:
+
+  model.set_prefetch_policy(cs.PrefetchPolicy.auto())  # measures times; or call cs.watch(model), and write a record
+  ...  # some steps
+  Path("plan.json").write_text(cs.current_plan(model).to_json())
+  Path("record.json").write_text(cs.last_record(model).to_json())
+"""
+EXAMPLE = """\
+examples:
+  python -m composable_shard explain plan.json
+  python -m composable_shard explain plan.json --record record.json --budget 2GiB
+  python -m composable_shard explain plan.json --machine h100 --plot step.png
+
+exit codes: 0 it is explained; 2 the arguments or files are wrong.
+"""
+T = TypeVar("T")
+
+
+def add_command(commands: Any) -> None:
+    """Let a parser know of this command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        NAME,
+        help="why a step waits for communication, and what to change",
+        description=DESCRIPTION,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("plan", metavar="PLAN", type=Path, help="a file that holds current_plan(model).to_json()")
+    add("--record", metavar="FILE", type=Path, help="a file that holds last_record(model).to_json()")
+    add("--machine", metavar="NAME", help="take the links of a known machine, or of a file of measure-links")
+    add("--budget", metavar="SIZE", type=size, help="what changes may take, such as 2GiB; say what it would give")
+    add("--plot", metavar="FILE", type=Path, help="draw where the time goes")
+    add("--json", action="store_true", help="print one object of JSON, of errors as well")
+    parser.set_defaults(command=lambda parsed: _run(parsed, parser))
+
+
+def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from .. import report
+
+    try:
+        plan = _read(parsed.plan, ShardPlan.from_json)
+        record = None if parsed.record is None else _read(parsed.record, Record.from_json)
+        explanation = _explained(plan, record, parsed)
+        if parsed.plot is not None:
+            report.time(explanation.plan, parsed.plot, None if parsed.machine else record)
+    except (ComposableShardError, OSError, ImportError) as error:
+        if parsed.json:
+            print(json.dumps({"error": type(error).__name__, "message": str(error)}))
+        else:
+            sys.stderr.write(f"{parser.prog}: {printable(str(error))}\n")
+        return 2
+    if parsed.json:
+        print(json.dumps(explanation.as_dict()))
+    elif not draw(_tables(explanation.sections)):
+        print(printable(str(explanation)))
+    return 0
+
+
+def _read(path: Path, made_of: Callable[[str], T]) -> T:
+    """What a file holds.
+
+    Raises:
+        ShardConfigValueError: it cannot be read, or holds something else; the message begins with the path.
+    """
+    try:
+        return made_of(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ShardConfigValueError(
+            f"{path}: cannot be read ({error.strerror}); --help shows how a script writes it"
+        ) from None
+    except (ShardConfigValueError, UnicodeDecodeError) as error:
+        raise ShardConfigValueError(f"{path}: {error}") from None
+
+
+def _explained(plan: ShardPlan, record: Record | None, parsed: argparse.Namespace) -> Any:
+    from .. import report
+    from ..planner.advise import machine_of
+    from ..planner.timing import on_links
+    from ..report._explain import with_times
+
+    if parsed.machine is None:
+        return report.explain(plan, record, budget=parsed.budget)
+    machine = machine_of(parsed.machine)
+    explanation = report.explain(on_links(with_times(plan, record), machine), budget=parsed.budget)
+    return replace(explanation, times_from=f"compute as measured, links of {machine.name}")
+
+
+def _tables(sections: Sequence[Any]) -> list[Table]:
+    """Each section as a table; sentences alone are rows of one cell."""
+    return [
+        Table(
+            each.title,
+            each.rows or [(line,) for line in each.lines],
+            each.heads,
+            [number for number in range(len(each.heads)) if number not in each.left],
+            note="\n".join(each.lines) if each.rows else "",
+        )
+        for each in sections
+    ]

@@ -1,0 +1,301 @@
+"""An explanation in words: sentences on each wait, and tables."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from composable_shard._plan.plan import ShardPlan
+from composable_shard._plan.schedule import ROOT_NAME, Kind
+from composable_shard._plan.text import mib, table
+from composable_shard._plan.waits import Cause, Wait
+from composable_shard.report._changes import Change
+from composable_shard.report._measured import GroupSeconds, Measured
+
+if TYPE_CHECKING:
+    from composable_shard.report._explain import Explanation
+
+_WIDTH = 110
+_MOST = 10  # rows of a table of groups, and of changes
+_NAMED = 4  # groups that a line names
+_LABEL = re.compile(r" +|\S+ {2,}")  # with which a line begins that goes on behind it
+_LITTLE = 0.005  # of a step: shorter waits are counted and not explained
+
+
+class Section(NamedTuple):
+    """A part of the text: sentences, then a table; either may be empty. Columns in `left` begin at the left."""
+
+    title: str
+    lines: Sequence[str] = ()
+    heads: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    left: Sequence[int] = (0,)
+
+
+def explanation_text(sections: Sequence[Section]) -> str:
+    """Sections as plain text."""
+    return "\n\n".join("\n".join(_lines(section)) for section in sections)
+
+
+def _lines(section: Section) -> Iterator[str]:
+    yield from [section.title] if section.title else []
+    indent = "  " if section.title else ""
+    for line in section.lines:
+        label = _LABEL.match(line)
+        hanging = indent + " " * (0 if label is None else label.end())
+        yield from textwrap.wrap(indent + line, _WIDTH, subsequent_indent=hanging)
+    if section.rows:
+        yield from (f"{indent}{line}" for line in table([section.heads, *section.rows], section.left))
+
+
+def sections_of(step: Explanation) -> Iterator[Section]:
+    """What there is to say, from the whole to the parts."""
+    yield Section("", list(_summary(step)))
+    yield _by_group(step.groups, "Where the time goes, in ms")
+    if step.waits:
+        yield Section("Why compute waits", list(_reasons(step)))
+    yield from _changes(step)
+    if step.measured is not None:
+        yield _measured(step, step.measured)
+    if step.drift:
+        yield Section("Where the step left the plan", step.drift)
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds, as plans have them."""
+    return f"{1e3 * seconds:,.3f}"
+
+
+def _name(fqn: str) -> str:
+    return fqn or ROOT_NAME
+
+
+def _names(fqns: Sequence[str]) -> str:
+    distinct = [_name(fqn) for fqn in dict.fromkeys(fqns)]
+    more = len(distinct) - _NAMED
+    return ", ".join(distinct) if more < 2 else f"{', '.join(distinct[:_NAMED])} and {more} more"
+
+
+# ---- the whole
+
+
+def _summary(step: Explanation) -> Iterator[str]:
+    plan, waited = step.plan, _sum(step.waits)
+    gathers = _sum([wait for wait in step.waits if wait.kind is Kind.UNSHARD])
+    budget = "no budget" if plan.pool.budget is None else f"a budget of {mib(plan.pool.budget)}"
+    ranks = max((group.shard_size for group in plan.groups), default=1)
+    yield f"{len(plan.groups)} groups over {ranks} ranks, gathered by {plan.prefetch}, {budget}; {step.times_from}"
+    parts = f"{ms(step.compute)} of compute, {ms(gathers)} waiting for gathers, {ms(waited - gathers)} for reductions"
+    yield f"step    {ms(step.seconds)} ms: {parts}"
+    link = f"the link {ms(step.link)}, or {ms(step.least_link)} if all weights stay for backward"
+    yield f"bound   {ms(step.least)} ms at least: compute alone takes {ms(step.compute)}, {link}"
+    yield f"memory  {mib(plan.peak_bytes)} at most, of unsharded parameters and communication"
+    yield f"so      {_verdict(step, waited)}"
+
+
+def _verdict(step: Explanation, waited: float) -> str:
+    best = next((change for change in step.changes if change.keeps_results and change.saved > 0), None)
+    if waited <= _LITTLE * step.seconds:
+        text = "compute hardly ever waits: no other schedule has more than that to gain"
+    elif best is None:
+        text = "nothing that was tried gains more: what is left is waiting that no schedule hides"
+    else:
+        text = f"the first change below makes it {ms(best.seconds)} ms, {best.saved / step.seconds:.0%} less"
+    if step.least_link > step.compute:
+        text += (
+            ". The link needs longer than compute, so that some of it is exposed in any schedule; a larger batch, a "
+            "smaller dtype, or replicas (HSDP) whose gathers stay where the link is faster would change that"
+        )
+    return text
+
+
+def _by_group(groups: Sequence[GroupSeconds], title: str) -> Section:
+    heads = ("group", "compute", "waits for gathers", "waits for reductions", "together")
+    parts = [(group.compute, group.gathers, group.reductions, group.all) for group in groups]
+    rows = [(_name(group.fqn), *map(ms, each)) for group, each in zip(groups, parts, strict=True)]
+    if len(rows) > _MOST:
+        sums = [sum(column) for column in zip(*parts[_MOST - 1 :], strict=True)]
+        rows = [*rows[: _MOST - 1], (f"{len(groups) - _MOST + 1} more", *map(ms, sums))]
+    sums = [sum(column) for column in zip(*parts, strict=True)]
+    return Section(title, (), heads, [*rows, ("all", *map(ms, sums))])
+
+
+# ---- waits
+
+
+def _reasons(step: Explanation) -> Iterator[str]:
+    """A line for all waits of one kind and cause, the longest of them explained; those first that take longest."""
+    alike: dict[tuple[Kind, bool, Cause], list[Wait]] = {}
+    for wait in step.waits:
+        alike.setdefault((wait.kind, wait.backward, wait.cause), []).append(wait)
+    ranked = sorted(alike.values(), key=lambda waits: -_sum(waits))
+    shown = [waits for waits in ranked if _sum(waits) >= _LITTLE * step.seconds] or ranked[:1]
+    for waits in shown:
+        yield from _reason(waits, step.plan)
+    if rest := ranked[len(shown) :]:
+        yield f"{ms(sum(map(_sum, rest)))} ms for the others"
+
+
+def _reason(waits: Sequence[Wait], plan: ShardPlan) -> Iterator[str]:
+    longest = max(waits, key=lambda wait: wait.waited)
+    what = "gather" if longest.kind is Kind.UNSHARD else "reduction"
+    where = "backward" if longest.backward else "forward"
+    kind = f"the {what} of" if len(waits) == 1 else f"{len(waits)} {what}s, of"
+    yield f"{ms(_sum(waits))} ms in {where} for {kind} {_names([wait.fqn for wait in waits])}"
+    example = f"{_name(longest.fqn)} {ms(longest.waited)} ms: " if len(waits) > 1 else ""
+    yield f"  {example}{why(longest, plan)}"
+
+
+def _sum(waits: Sequence[Wait]) -> float:
+    return sum(wait.waited for wait in waits)
+
+
+def why(wait: Wait, plan: ShardPlan) -> str:
+    """Why compute waits, in words."""
+    return _WORDS[wait.cause](wait, plan)
+
+
+def _first(wait: Wait, plan: ShardPlan) -> str:
+    return f"nothing computes before it in the step, so nothing hides it; it takes {ms(wait.takes)} ms on the link"
+
+
+def _turn(wait: Wait, plan: ShardPlan) -> str:
+    return (
+        f"backward begins with it, and forward has just given it up; it takes {ms(wait.takes)} ms, and nothing "
+        "computes between. Weights that are kept need no gather"
+    )
+
+
+def _latency(wait: Wait, plan: ShardPlan) -> str:
+    nbytes = mib(plan.group(wait.fqn).unsharded_bytes)
+    return (
+        f"a group of {nbytes} is small: of {ms(wait.takes)} ms on the link, {ms(wait.fixed)} are not for its bytes, by "
+        "the rate of the large groups. Fewer and larger groups have less of that"
+    )
+
+
+def _link(wait: Wait, plan: ShardPlan) -> str:
+    before = _queued(wait, "waits {} there, then ")
+    return (
+        f"the link had no time for it earlier: it {before}takes {ms(wait.takes)} ms, and {ms(wait.hidden)} ms of "
+        f"compute lie between its issue, in {_name(wait.issued_in)}, and its use. Here the link's rate counts"
+    )
+
+
+def _policy(wait: Wait, plan: ShardPlan) -> str:
+    if wait.issued_in == wait.fqn:
+        return (
+            f"it is issued only when it is needed ({plan.prefetch}), and takes {ms(wait.takes)} ms; before, the link "
+            f"was free for {ms(wait.idle)} ms"
+        )
+    return (
+        f"{plan.prefetch} issues it too late: when {_name(wait.issued_in)} begins, so that {ms(wait.hidden)} ms of "
+        f"compute hide {ms(wait.takes + wait.queued)} ms on the link; before, the link was free for {ms(wait.idle)} ms"
+    )
+
+
+def _budget(wait: Wait, plan: ShardPlan) -> str:
+    within = "the memory of one ahead" if plan.pool.budget is None else f"the budget of {mib(plan.pool.budget)}"
+    return (
+        f"{within} holds it back: it is issued in {_name(wait.issued_in)}, {ms(wait.hidden)} ms of compute before its "
+        f"use, and takes {ms(wait.takes + wait.queued)} ms; before, the link was free for {ms(wait.idle)} ms"
+    )
+
+
+def _memory(wait: Wait, plan: ShardPlan) -> str:
+    return (
+        f"the memory that it takes is in use until {ms(wait.hidden)} ms of compute before its use, and it takes "
+        f"{ms(wait.takes + wait.queued)} ms; with more memory it could begin earlier"
+    )
+
+
+def _last(wait: Wait, plan: ShardPlan) -> str:
+    queued = _queued(wait, ", and waits {} before")
+    return f"nothing computes behind it, so nothing hides the rest of it; it takes {ms(wait.takes)} ms{queued}"
+
+
+def _in_flight(wait: Wait, plan: ShardPlan) -> str:
+    schedule = plan.edges()
+    most = dict(schedule.in_flight).get(wait.holds_up or "", schedule.max_reductions)
+    limit = "one reduction" if most == 1 else f"{most} reductions"
+    return (
+        f"at most {limit} may be in flight (max_reductions), so that of {_name(wait.holds_up or '')} is issued "
+        f"only when this one is over; {_partly(wait)}"
+    )
+
+
+def _reduces_first(wait: Wait, plan: ShardPlan) -> str:
+    saves = plan.edges().reduces_first
+    who = "to save memory for the budget" if saves else "as is the rule on a CPU"
+    return f"backward gathers {_name(wait.holds_up or '')} only when this reduction is over, {who}; {_partly(wait)}"
+
+
+def _queued(wait: Wait, words: str) -> str:
+    if wait.behind is None:
+        return ""
+    what = "gather" if wait.behind.kind is Kind.UNSHARD else "reduction"
+    return words.format(f"{ms(wait.queued)} ms for the {what} of {_name(wait.behind.fqn)}")
+
+
+def _partly(wait: Wait) -> str:
+    part = (
+        f", of which {ms(wait.hidden)} ms of compute hide a part" if wait.hidden else ", and nothing computes meanwhile"
+    )
+    return f"it takes {ms(wait.takes)} ms{part}"
+
+
+_WORDS = {
+    Cause.FIRST: _first,
+    Cause.TURN: _turn,
+    Cause.LATENCY: _latency,
+    Cause.LINK: _link,
+    Cause.POLICY: _policy,
+    Cause.BUDGET: _budget,
+    Cause.MEMORY: _memory,
+    Cause.LAST: _last,
+    Cause.IN_FLIGHT: _in_flight,
+    Cause.REDUCES_FIRST: _reduces_first,
+}
+
+
+# ---- changes
+
+
+def _changes(step: Explanation) -> Iterator[Section]:
+    for keeps, title in ((True, "What to change"), (False, "What would change the training, too")):
+        changes = [change for change in step.changes if change.keeps_results is keeps][:_MOST]
+        if changes:
+            rows = [_change_row(number, change) for number, change in enumerate(changes, start=1)]
+            heads = ("", "change", "step ms", "less", "peak MiB", "more")
+            how = [f"{number}  {change.how}" for number, change in enumerate(changes, start=1)]
+            yield Section(title, (), heads, rows, (1,))
+            yield Section(f"{title}: how", how)
+
+
+def _change_row(number: int, change: Change) -> tuple[str, ...]:
+    share = change.saved / (change.seconds + change.saved)
+    sizes = f"{change.peak / 2**20:.2f}", f"{round(change.added / 2**20, 2) + 0.0:+.2f}"
+    return str(number), change.what, ms(change.seconds), f"{share:.1%}", *sizes
+
+
+# ---- the record
+
+
+def _measured(step: Explanation, seen: Measured) -> Section:
+    planned = {group.fqn: group for group in step.groups}
+    rows = []
+    for group in seen.groups[:_MOST]:
+        expected = planned.get(group.fqn, GroupSeconds(group.fqn, 0.0, 0.0, 0.0))
+        note = "slower" if group.fqn in step.slower else ""
+        pairs = (expected.compute, group.compute, expected.all - expected.compute, group.all - group.compute)
+        rows.append((_name(group.fqn), *map(ms, pairs), note))
+    outside = f"{ms(seen.elsewhere)} of them were outside of all groups"
+    lines = [f"the step took {ms(seen.seconds)} ms, and {ms(step.seconds)} are predicted; {outside}"]
+    if step.slower:
+        lines.append(f"slower than planned by more than a quarter: {_names(step.slower)}")
+    if len(seen.groups) > _MOST:
+        lines.append(f"the {_MOST} of {len(seen.groups)} groups that took longest:")
+    heads = ("group", "compute planned", "measured", "waits planned", "measured", "")
+    return Section("Measured beside predicted, in ms", lines, heads, rows, (0, 5))
