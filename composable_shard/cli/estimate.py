@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .._errors import ComposableShardError
-from .program import NotFoundError, described, import_from_here, run_program
+from .program import NotFoundError, described, import_from_here, output_aside, run_program
 from .terminal import Table, count, in_bytes, printable, show, size
 
 if TYPE_CHECKING:
@@ -105,7 +103,7 @@ def _of_program(parsed: argparse.Namespace) -> Rehearsal:
 
         install()
     name, *passed_on = parsed.what
-    with _output_aside():
+    with output_aside():
         return rehearse(lambda: run_program(name, passed_on, parsed.is_module), parsed.devices, parsed.steps)
 
 
@@ -118,13 +116,6 @@ def _of_model(parsed: argparse.Namespace) -> Rehearsal:
     precision, source = precision_of(parsed.precision), source_of(parsed.what[0], parsed.sequence)
     strategy = strategy_named(parsed.strategy, parsed.devices, parsed.checkpointing, parsed.replicas)
     return rehearse_source(source, strategy, precision, parsed.batch)
-
-
-@contextlib.contextmanager
-def _output_aside() -> Iterator[None]:
-    """What a script prints goes where errors go, so that what this command prints can be read by machines."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
 
 
 def tables(seen: Rehearsal) -> list[Table]:

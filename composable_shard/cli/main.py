@@ -7,13 +7,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import advise, checkpoint, env, estimate, explain, measure_links, run
+from . import advise, checkpoint, env, estimate, explain, measure_links, run, trace
 
 COMMANDS = (
     run,
     advise,
     estimate,
     explain,
+    trace,
     checkpoint,
     env,
     measure_links,

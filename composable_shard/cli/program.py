@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +43,13 @@ def run_program(name: str, passed_on: Sequence[str], is_module: bool = False) ->
     except BaseException as error:
         _hide_our_frames(error)
         raise
+
+
+@contextlib.contextmanager
+def output_aside() -> Iterator[None]:
+    """What a program prints goes where errors go, so that what a command prints can be read by machines."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
 
 
 def described(error: BaseException) -> str:

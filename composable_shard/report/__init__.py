@@ -10,6 +10,8 @@ from composable_shard._graph.graphs import sequence as sequence
 from composable_shard._graph.guard import FailedGuard as FailedGuard
 from composable_shard._graph.guard import WatchedGraphs as WatchedGraphs
 from composable_shard._graph.guard import watch_graphs as watch_graphs
+from composable_shard.report._capture import Captured as Captured
+from composable_shard.report._capture import capture as capture
 from composable_shard.report._compiled_step import CompiledStep as CompiledStep
 from composable_shard.report._compiled_step import compiled_step as compiled_step
 from composable_shard.report._explain import Explanation as Explanation
@@ -24,12 +26,14 @@ from composable_shard.report._strategies import strategies as strategies
 from composable_shard.report._timeline import timeline as timeline
 
 __all__ = [
+    "Captured",
     "CompiledStep",
     "Explanation",
     "FailedGuard",
     "Gather",
     "GraphReport",
     "WatchedGraphs",
+    "capture",
     "compiled_step",
     "explain",
     "memory",

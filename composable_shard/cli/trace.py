@@ -1,0 +1,82 @@
+"""``trace``: one step of a training script, as a trace, pictures and words."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from .._errors import ComposableShardError
+from .program import NotFoundError, described, output_aside, run_program
+from .terminal import printable
+
+NAME = "trace"
+DESCRIPTION = """\
+Run a training script, which is not changed, to the end of one of its steps, and write what its sharded models did in
+that step: a trace for ui.perfetto.dev or chrome://tracing (step.json), pictures of memory and time (memory.png and
+time.png, which need matplotlib), the plan and the record, which `explain` reads, and its explanation, which is printed.
+
+Under a launcher all ranks run the step, and rank 0 writes. The script is ended after the step; what it prints goes to
+the terminal of errors.
+"""
+EXAMPLE = """\
+examples:
+  torchrun --nproc-per-node 2 -m composable_shard trace --out trace train.py --lr 3e-4
+  torchrun --nproc-per-node 8 -m composable_shard trace --install --step 20 -m my_package.train
+
+exit codes: 0 done; 2 the arguments are wrong, or the script has failed, or ended before.
+"""
+
+
+def add_command(commands: Any) -> None:
+    """Let a parser know of this command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        NAME,
+        usage="%(prog)s [-h] [options] SCRIPT [ARGUMENT ...]",
+        help="one step of a training script: a trace, pictures and words",
+        description=DESCRIPTION,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="a script with its arguments")
+    add("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for python -m")
+    add("--step", type=int, default=5, metavar="N", help="which step, from 2 on (default: 5)")
+    add("--out", type=Path, default=Path("trace"), metavar="DIR", help="where files are written (default: trace)")
+    add("--install", action="store_true", help="this library in the place of FSDP2, as `run` does")
+    add("--json", action="store_true", help="print one object of JSON")
+    add("--debug", action="store_true", help="show the traceback of a script that fails")
+    parser.set_defaults(command=lambda parsed: _run(parsed, parser))
+
+
+def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from ..report import capture
+
+    if not parsed.script:
+        parser.error("give a SCRIPT, or -m MODULE")
+    if parsed.install:
+        from .._integrations.install import install
+
+        install()
+    name, *passed_on = parsed.script
+    writes = os.environ.get("RANK", "0") == "0"
+    folder = parsed.out.absolute()  # the script may change the directory
+    try:
+        with output_aside():
+            models = capture(lambda: run_program(name, passed_on, parsed.is_module), folder, parsed.step, writes)
+    except Exception as error:
+        if parsed.debug:
+            raise
+        what = str(error) if isinstance(error, (ComposableShardError, NotFoundError)) else described(error)
+        sys.stderr.write(f"{parser.prog}: {printable(what)}\n")
+        return 2
+    if parsed.json and writes:
+        found = [{"model": each.model, "folder": str(each.folder), "files": each.files} for each in models]
+        print(json.dumps({"step": parsed.step, "models": found}))
+        return 0
+    for each in models:
+        print(f"{each.model}, step {parsed.step}: {', '.join(each.files)} in {each.folder}\n\n{printable(each.text)}")
+    return 0

@@ -1,0 +1,126 @@
+"""One step of a running program, written as files: its plan, its record, a trace and pictures, and what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from composable_shard._api import last_record
+from composable_shard._errors import ShardConfigStateError, ShardConfigValueError
+from composable_shard._status import current_plan, living_roots, watch
+from composable_shard.report._explain import explain
+from composable_shard.report._plan_memory import memory
+from composable_shard.report._step_time import time
+from composable_shard.report._timeline import timeline
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What was written of a model.
+
+    Attributes:
+        model: its class.
+        folder: where its files are.
+        files: their names.
+        text: the explanation of its step.
+    """
+
+    model: str
+    folder: Path
+    files: tuple[str, ...]
+    text: str
+
+
+def capture(program: Callable[[], object], folder: Path, step: int = 3, writes: bool = True) -> list[Captured]:
+    """Run a training program to the end of one of its steps, and write what its sharded models did in that step.
+
+    Args:
+        program: makes models, shards them with this library, and trains them.
+        folder: where files are written; for each model in a folder of its own, if there are several.
+        step: of the first optimizer that steps, from 2 on: before the first one, nobody knows the models. The program
+            is ended in the step after it.
+        writes: whether this rank does.
+
+    Returns:
+        what was written; nothing if this rank does not write.
+
+    Raises:
+        ShardConfigStateError: the program has ended before, or shards nothing.
+        ShardConfigValueError: there is no such step.
+        Exception: what the program raises.
+    """
+    if step < 2:
+        raise ShardConfigValueError(f"step: the first one that can be watched is 2, got {step}")
+    steps = _Steps(step)
+    handle = register_optimizer_step_pre_hook(steps.before)
+    try:
+        program()
+    except _Over:
+        return steps.write(folder) if writes else []
+    except SystemExit as left:
+        if left.code:
+            raise
+    finally:
+        handle.remove()
+    raise ShardConfigStateError(f"the program has ended after {steps.count} of the {step + 1} steps that are needed")
+
+
+class _Over(BaseException):
+    """Ends a program; no handler of exceptions is meant to catch it."""
+
+
+class _Steps:
+    """Counts the steps of the first optimizer, and watches the models from the first one on."""
+
+    def __init__(self, wanted: int) -> None:
+        self.count = 0
+        self._wanted = wanted
+        self._first: Optimizer | None = None
+        self._models: list[nn.Module] = []
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer is about to step."""
+        if self._first is None:
+            self._first, self._models = optimizer, living_roots()
+            for model in self._models:
+                watch(model)
+        if self._first is not optimizer:
+            return
+        if not self._models:
+            raise ShardConfigStateError(
+                "no model is sharded by this library when the optimizer steps; --install puts it in the place of FSDP2"
+            )
+        if self.count == self._wanted:
+            raise _Over
+        self.count += 1
+
+    def write(self, folder: Path) -> list[Captured]:
+        """Write the files of all models that have run."""
+        several = len(self._models) > 1
+        places = [folder / f"model-{number}" if several else folder for number in range(len(self._models))]
+        return [_written(model, place) for model, place in zip(self._models, places, strict=True)]
+
+
+def _written(model: nn.Module, folder: Path) -> Captured:
+    plan, record = current_plan(model), last_record(model)
+    if record is None:
+        raise ShardConfigStateError(f"{type(model).__name__}: it is sharded, and has not run before the optimizer")
+    folder.mkdir(parents=True, exist_ok=True)
+    text = str(explain(plan, record))
+    (folder / "plan.json").write_text(plan.to_json())
+    (folder / "record.json").write_text(record.to_json())
+    (folder / "explanation.txt").write_text(f"{text}\n")
+    timeline(plan, record, folder / "step.json")
+    files = ["plan.json", "record.json", "explanation.txt", "step.json"]
+    if importlib.util.find_spec("matplotlib") is not None:
+        memory(plan, folder / "memory.png", record)
+        time(plan, folder / "time.png", record)
+        files += ["memory.png", "time.png"]
+    return Captured(type(model).__name__, folder, tuple(files), text)
