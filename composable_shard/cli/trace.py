@@ -74,8 +74,8 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         sys.stderr.write(f"{parser.prog}: {printable(what)}\n")
         return 2
     if parsed.json and writes:
-        found = [{"model": each.model, "folder": str(each.folder), "files": each.files} for each in models]
-        print(json.dumps({"step": parsed.step, "models": found}))
+        written = [{"model": each.model, "folder": str(each.folder), "files": each.files} for each in models]
+        print(json.dumps({"step": parsed.step, "models": written}))
         return 0
     for each in models:
         print(f"{each.model}, step {parsed.step}: {', '.join(each.files)} in {each.folder}\n\n{printable(each.text)}")
