@@ -101,6 +101,7 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        self.shape = shape
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width)

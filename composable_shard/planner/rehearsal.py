@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,8 +39,8 @@ from .checkpointing import checkpoint_modules
 from .live import LiveBytes
 from .memory import Bytes
 from .profile import materialize
-from .sources import Precision, Source, named_blocks
-from .strategies import Strategy
+from .sources import Precision, Source, named_blocks, parallelize
+from .strategies import Layout, Strategy
 
 _STEPS = 3
 
@@ -87,7 +89,8 @@ def rehearse_source(source: Source, strategy: Strategy, precision: Precision, se
 
     Args:
         source: of the model.
-        strategy: without offload and tensor parallelism.
+        strategy: without offload. With tensor parallelism, of a shape alone, the ranks that share tensors share as many
+            batches.
         precision: of its parameters.
         sequences: of the batch of a rank.
 
@@ -95,25 +98,39 @@ def rehearse_source(source: Source, strategy: Strategy, precision: Precision, se
         ShardConfigValueError: the strategy has what cannot be rehearsed.
     """
     layout = strategy.layout
-    if strategy.offload or layout.tensor > 1:
-        raise ShardConfigValueError(f"{strategy}: offload and tensor parallelism are planned, but not rehearsed")
+    if strategy.offload:
+        raise ShardConfigValueError(f"{strategy}: offload is planned, and cannot be rehearsed")
 
     def program(watch: _Watch) -> None:
         model, step = source.made()
+        mesh = _cut(model, layout)
         materialize(model, precision.stored)
         checkpoint_modules(named_blocks(model).values(), strategy.checkpointing)
         if strategy.name != "none":
-            shard_auto(model, strategy=strategy.name, replicas=layout.replicas, mp_policy=precision.policy)  # type: ignore[arg-type]
+            settings: Any = {"strategy": strategy.name, "replicas": layout.replicas, "mp_policy": precision.policy}
+            shard_auto(model, mesh=mesh, **settings)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, fused=True)
         watch.counter.note(model.parameters())
         watch.counter.reset()  # the whole model was there before, which nobody needs who makes it on meta
         while True:
-            step(model, sequences).backward()  # type: ignore[no-untyped-call]
+            with loss_parallel():
+                step(model, sequences * layout.tensor).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
 
-    return _rehearsed(program, layout.shard * layout.replicas, _STEPS)
+    return _rehearsed(program, layout.tensor * layout.shard * layout.replicas, _STEPS)
+
+
+def _cut(model: nn.Module, layout: Layout) -> DeviceMesh | None:
+    """Cut tensors over the ranks that share them; gives the mesh of the others, or None if those are all."""
+    if layout.tensor == 1:
+        return None
+    sizes = {"replicate": layout.replicas, "shard": layout.shard, "tensor": layout.tensor}
+    sizes = {name: size for name, size in sizes.items() if size > 1}
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    parallelize(model, mesh["tensor"])
+    return mesh[tuple(name for name in sizes if name != "tensor")] if len(sizes) > 1 else None
 
 
 def _rehearsed(program: Callable[[_Watch], object], ranks: int, steps: int) -> Rehearsal:

@@ -20,6 +20,7 @@ from .._api import fully_shard, make_plan
 from .._errors import ShardConfigTypeError, ShardConfigValueError
 from .._plan.plan import ShardPlan
 from .._policies import MixedPrecisionPolicy
+from .._torch.tracing import shapes_apart
 from .._wrap import repeated_blocks
 from . import decoder
 from .checkpointing import Checkpointing, checkpoint_modules
@@ -106,10 +107,10 @@ class Source:
         """
         small = self.shape is not None and self.shape.layers > _TRACED_LAYERS
         layers = _TRACED_LAYERS if small else None
-        with testing.fake(tensor) as world, FakeTensorMode():
+        with testing.fake(tensor) as world, shapes_apart(), FakeTensorMode():
             model, step = self.made(layers)
             if tensor > 1:
-                _parallelize(model, world.mesh)
+                parallelize(model, world.mesh)
             materialize(model, precision.compute)
             blocks = named_blocks(model)
             checkpoint_modules(blocks.values(), checkpointing)
@@ -125,7 +126,7 @@ class Source:
         with testing.fake(2 * tensor, mesh={"shard": 2, "tensor": tensor}) as world, FakeTensorMode():
             model, _ = self.made()
             if tensor > 1:
-                _parallelize(model, world.mesh["tensor"])
+                parallelize(model, world.mesh["tensor"])
             materialize(model, precision.stored)
             for module in (*named_blocks(model).values(), model):
                 fully_shard(module, mesh=world.mesh["shard"], mp_policy=precision.policy)
@@ -214,9 +215,18 @@ def named_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return {names[id(module)]: module for module in repeated_blocks(model)}
 
 
-def _parallelize(model: nn.Module, mesh: Any) -> None:
+def parallelize(model: nn.Module, mesh: Any) -> None:
+    """Cut the tensors of a shape's decoder over a mesh.
+
+    Raises:
+        ShardConfigValueError: it is another model, or cannot be cut evenly.
+    """
     if not isinstance(model, decoder.Decoder):
         raise ShardConfigValueError(
             "tensor: is planned for shapes alone; let the factory give a model that is parallel"
         )
+    shape, ranks = model.shape, mesh.size()
+    for what, number in (("heads", shape.heads), ("key_value_heads", shape.kv_heads), ("vocabulary", shape.vocabulary)):
+        if number % ranks:
+            raise ShardConfigValueError(f"tensor: {what}={number} cannot be shared evenly by {ranks} ranks")
     decoder.parallelize(model, mesh)

@@ -169,6 +169,20 @@ def test_memory_of_every_strategy_is_that_of_steps_that_run(strategy, precision)
     compare(strategy, precision)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Strategy("zero3", Layout(2, 4)),
+        Strategy("zero2", Layout(2, 8), "selective"),
+        Strategy("hsdp", Layout(2, 4, 2), "full"),
+    ],
+    ids=str,
+)
+@pytest.mark.matrix
+def test_memory_with_tensor_parallelism_is_that_of_steps_that_run(strategy):
+    compare(strategy, "float32")
+
+
 @pytest.mark.matrix
 def test_memory_of_adapters_and_of_other_models_is_that_of_steps_that_run():
     compare(STRATEGIES[0], "bfloat16-mixed", source_of(MIDDLE, adapters=8))
