@@ -31,7 +31,9 @@ def with_adapters(model: nn.Module, blocks: Iterable[nn.Module], rank: int) -> n
     linear = [(parent, name, child) for parent in parents for name, child in parent.named_children()]
     linear = [each for each in linear if isinstance(each[2], nn.Linear)]
     if not linear:
-        raise SystemExit("--lora: the blocks of this model hold no nn.Linear; pip install peft, which knows other kinds")
+        raise SystemExit(
+            "--lora: the blocks of this model hold no nn.Linear; PEFT (pip install peft) knows other kinds"
+        )
     for parent, name, child in linear:
         parent.register_module(name, LowRank(child, rank))
     return model

@@ -23,19 +23,25 @@ class Tokenizer:
         vocabulary: how many there are.
         encode: numbers of the text of a file, and what ends it.
         decode: text of numbers.
+        prompt: numbers of the begin of a text.
     """
 
     unit: str
     vocabulary: int
     encode: Callable[[bytes], Tensor]
     decode: Callable[[Sequence[int]], str]
+    prompt: Callable[[str], list[int]]
 
 
 def _bytes_of(text: bytes) -> Tensor:
     return torch.frombuffer(bytearray(text + b"\n"), dtype=torch.uint8)
 
 
-BYTES = Tokenizer("byte", 256, _bytes_of, lambda numbers: bytes(n for n in numbers if n < 256).decode(errors="replace"))
+def _text_of(numbers: Sequence[int]) -> str:
+    return bytes(number for number in numbers if number < 256).decode(errors="replace")
+
+
+BYTES = Tokenizer("byte", 256, _bytes_of, _text_of, lambda text: list(text.encode()))
 
 
 def tokenizer_in(folder: Path | None) -> Tokenizer:
@@ -51,7 +57,7 @@ def tokenizer_in(folder: Path | None) -> Tokenizer:
         numbers = tokenizer(text.decode(errors="replace"), add_special_tokens=False, verbose=False)["input_ids"]
         return torch.tensor(numbers + end, dtype=torch.int32)
 
-    return Tokenizer("token", len(tokenizer), encode, tokenizer.decode)
+    return Tokenizer("token", len(tokenizer), encode, tokenizer.decode, lambda text: tokenizer(text)["input_ids"])
 
 
 @dataclass(frozen=True)

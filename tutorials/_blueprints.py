@@ -20,6 +20,8 @@ from composable_shard import checkpoint
 from composable_shard.planner import NAMED, Shape, repeated_blocks
 from composable_shard.planner.decoder import Decoder
 
+NAMES = (*SIZES, *NAMED)
+
 
 @dataclass(frozen=True)
 class Blueprint:
@@ -46,14 +48,14 @@ class Blueprint:
 def blueprint(name: str, sequence: int) -> Blueprint:
     """What `name` means; exits with a line that says what is wrong with it."""
     if name in SIZES:
-        return Blueprint(SIZES[name].vocabulary, None, lambda: GPT(SIZES[name]), lambda model, *at: model.init_module(*at))
+        return Blueprint(SIZES[name].vocabulary, None, lambda: GPT(SIZES[name]), GPT.init_module)
     if name in NAMED:
         shape = replace(NAMED[name], sequence=sequence)
         return Blueprint(shape.vocabulary, NAMED[name].sequence, lambda: _decoder(shape), _fill_decoder)
     file = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if not file.is_file():
         raise SystemExit(
-            f"--model {name}: is none of {', '.join((*SIZES, *NAMED))}, and no config.json of Hugging Face or its folder"
+            f"--model {name}: is no config.json of Hugging Face, no folder with one, and none of {', '.join(NAMES)}"
         )
     return _hugging_face(name, file)
 
