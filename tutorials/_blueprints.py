@@ -4,8 +4,8 @@ They are made without memory, sharded, and only then filled, so that no process 
 """
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import composable_shard as cs
 from _gpt import GPT, SIZES
-from _lora import names_in_files, reset_adapter, with_adapters
+from _lora import names_with_adapters, reset_adapter, with_adapters
 from composable_shard import checkpoint
 from composable_shard.planner import NAMED, Shape, repeated_blocks
 from composable_shard.planner.decoder import Decoder
@@ -34,7 +34,7 @@ class Blueprint:
         fill: initializes the own parameters of one of its modules; called with the model, and the module's name in its
             block.
         folder: where its tokenizer and its weights may be.
-        config: the text of its `config.json`, if it has one.
+        files: by name, the texts that belong to its weights, such as `config.json`.
     """
 
     vocabulary: int
@@ -42,7 +42,7 @@ class Blueprint:
     make: Callable[[], nn.Module]
     fill: Callable[[nn.Module, str, nn.Module], None]
     folder: Path | None = None
-    config: str | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 def blueprint(name: str, sequence: int) -> Blueprint:
@@ -51,7 +51,7 @@ def blueprint(name: str, sequence: int) -> Blueprint:
         return Blueprint(SIZES[name].vocabulary, None, lambda: GPT(SIZES[name]), GPT.init_module)
     if name in NAMED:
         shape = replace(NAMED[name], sequence=sequence)
-        return Blueprint(shape.vocabulary, NAMED[name].sequence, lambda: _decoder(shape), _fill_decoder)
+        return Blueprint(shape.vocabulary, NAMED[name].sequence, lambda: _Decoder(shape), _fill_decoder)
     file = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if not file.is_file():
         raise SystemExit(
@@ -60,12 +60,20 @@ def blueprint(name: str, sequence: int) -> Blueprint:
     return _hugging_face(name, file)
 
 
-def _decoder(shape: Shape) -> nn.Module:
-    model = Decoder(shape)
-    rates = 10000.0 ** -torch.linspace(0, 1, shape.channels // 2)
-    angles = torch.arange(shape.sequence)[:, None] * rates
-    model.angles.copy_(torch.polar(torch.ones_like(angles), angles))  # a buffer, which is not on meta
-    return model
+class _Decoder(Decoder):
+    """The planner's decoder, with angles in it, for sequences of up to the length of its shape."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        rates = 10000.0 ** -torch.linspace(0, 1, shape.channels // 2)
+        angles = torch.arange(shape.sequence)[:, None] * rates
+        self.angles.copy_(torch.polar(torch.ones_like(angles), angles))  # a buffer, which is not on meta
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.angles[: tokens.shape[1]])
+        return self.head(self.norm(x))
 
 
 def _fill_decoder(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -102,7 +110,7 @@ def _hugging_face(name: str, file: Path) -> Blueprint:
         make=lambda: AutoModelForCausalLM.from_config(config),
         fill=fill,
         folder=file.parent,
-        config=config.to_json_string(),
+        files={path.name: path.read_text() for path in (file, *file.parent.glob("token*.json"))},
     )
 
 
@@ -139,8 +147,13 @@ def materialize(model: nn.Module, groups: Iterable[nn.Module], plan: Blueprint, 
 
 
 def load_weights(model: nn.Module, folder: Path, has_adapters: bool) -> None:
-    """Fill a model from the safetensors in a folder, each rank its own shards."""
-    checkpoint.import_safetensors(folder, model, cast=True, rename=names_in_files(model) if has_adapters else None)
+    """Fill a model from the safetensors in a folder, each rank its own shards; adapters stay as they are."""
+    names = names_with_adapters(model) if has_adapters else {}
+    filled = checkpoint.import_safetensors(
+        folder, model, cast=True, strict=not has_adapters, rename=lambda name: names.get(name, name)
+    )
+    if missing := set(filled.missing) & set(names.values()):
+        raise cs.CheckpointMismatchError(f"{folder}: lacks {', '.join(sorted(missing)[:5])} of the model")
 
 
 def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:

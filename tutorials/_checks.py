@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import composable_shard as cs
-from _lora import with_adapters
 from _blueprints import Blueprint, blueprint, next_token_loss
+from _lora import with_adapters
 from _text import Text, files_below, tokenizer_in
 from composable_shard.planner import KNOWN, repeated_blocks
 

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685) beside linear layers that stay as they are."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import ModuleType
 
 from torch import nn
@@ -49,15 +49,12 @@ def reset_adapter(module: nn.Module) -> None:
             module.reset_lora_parameters(name, True)
 
 
-def names_in_files(model: nn.Module) -> Callable[[str], str | None]:
-    """From names of a model with adapters to those that it had before; None for an adapter."""
-    adapters = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-    def rename(name: str) -> str | None:
-        parts = name.removeprefix("base_model.model.").split(".")
-        return None if name in adapters else ".".join(part for part in parts if part not in ("base", "base_layer"))
-
-    return rename
+def names_with_adapters(model: nn.Module) -> dict[str, str]:
+    """By the name that a parameter had before its model got adapters, the one that it has; none of the adapters."""
+    kept = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    parts = [name.removeprefix("base_model.model.").split(".") for name in kept]
+    before = (".".join(part for part in each if part not in ("base", "base_layer")) for each in parts)
+    return dict(zip(before, kept, strict=True))
 
 
 def trained_parameters(model: nn.Module) -> nn.Module:

@@ -34,12 +34,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import composable_shard as cs
+from _blueprints import NAMES, Blueprint, build, load_weights, logits_of, materialize, next_token_loss
 from _checks import check, check_text, refuse
 from _course import adamw, continued, held_out_loss, how_far, learning_rate, settle
 from _figures import METRICS, Figures, Sink, json_lines, open_log, tensorboard, weights_and_biases
 from _gpt import random_windows
 from _lora import trained_parameters
-from _blueprints import NAMES, Blueprint, build, load_weights, logits_of, materialize, next_token_loss
 from _ranks import launch, start_ranks
 from _resume import Checkpoints, Position, set_aside
 from _text import SUFFIXES, Text, Tokenizer, read_text, texts_of, tokenizer_in
@@ -193,7 +193,11 @@ def run(options: argparse.Namespace, plan: Blueprint, device: torch.device, inte
     aside = set_aside(directory, options.out / METRICS, options.fresh) if first and options.fresh else None
     saved = trained_parameters(model) if options.lora else model
     checkpoints = Checkpoints(directory, saved, training.optimizer, position, options.save_every)
-    if checkpoints.resume():
+    try:
+        resumed = checkpoints.resume()
+    except cs.CheckpointMismatchError:
+        refuse(f"--out {options.out}: has checkpoints of another model; give another folder, or --fresh")
+    if resumed:
         display.say(f"goes on after step {position.step}, from {directory}; --fresh begins anew")
     elif aside is not None:
         display.say(f"the checkpoints of the run before are in {aside}")
@@ -219,13 +223,12 @@ def run(options: argparse.Namespace, plan: Blueprint, device: torch.device, inte
 
 
 def export(model: nn.Module, plan: Blueprint, folder: Path) -> Path:
-    """Write the model, or of one with adapters of PEFT these, as safetensors."""
-    texts = {} if plan.config is None else {"config.json": plan.config}
-    adapter = None
+    """Write the model as Transformers reads it; of one with adapters of PEFT these alone, as PEFT reads them."""
     if hasattr(model, "peft_config"):
-        adapter, settings = "default", model.peft_config["default"].to_dict()
-        texts = {"adapter_config.json": json.dumps(settings, default=list)}
-    return checkpoint.export_safetensors(folder, model, adapter=adapter, extra_files=texts)
+        settings = json.dumps(model.peft_config["default"].to_dict(), default=list)
+        texts = {"adapter_config.json": settings}
+        return checkpoint.export_safetensors(folder, model, adapter="default", extra_files=texts)
+    return checkpoint.export_safetensors(folder, model, extra_files=plan.files)
 
 
 def describe(training: Training, position: Position, text: Text, tokenizer: Tokenizer, display: Display) -> None:
@@ -258,7 +261,8 @@ def make_sinks(options: argparse.Namespace, position: Position, display: Display
             display.say(f"held-out loss {figures['held_out/loss']:.3f} after step {step}")
         if "train/loss" in figures:
             left = position.seconds * (1 - position.progress) / max(position.progress, 1e-9)
-            speed = figures.get("step/tokens_per_second", 0.0)
+            mean = step * position.windows * options.sequence / position.seconds
+            speed = figures.get("step/tokens_per_second", mean)  # which the first step does not tell
             display.progress(position.progress, step=step, loss=figures["train/loss"], speed=speed, left=left)
 
     sinks = [json_lines(options.out / METRICS, position.step), show]
@@ -319,7 +323,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--wandb", metavar="PROJECT", help="of Weights & Biases")
     add("--fresh", action="store_true", help="begin anew, whatever checkpoints are there")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--processes", type=int, default=2, help="how many to start, where no launcher does")
+    add("--processes", type=int, default=torch.cuda.device_count() or 2, help="to start, where no launcher does")
     return parser.parse_args(arguments)
 
 
