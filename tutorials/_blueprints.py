@@ -4,6 +4,7 @@ They are made without memory, sharded, and only then filled, so that no process 
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -131,10 +132,7 @@ def build(plan: Blueprint, dtype: torch.dtype, adapters: int = 0) -> nn.Module:
 
 def materialize(model: nn.Module, groups: Iterable[nn.Module], plan: Blueprint, device: torch.device) -> None:
     """Give the parameters of a model memory, and random values: group by group, so that one is whole at a time."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device=device)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
+    _give_memory(model, device)
     filled: set[nn.Module] = set()
     for group in (*groups, model):
         with torch.no_grad(), cs.full_parameters(group, recurse=False):
@@ -144,6 +142,21 @@ def materialize(model: nn.Module, groups: Iterable[nn.Module], plan: Blueprint, 
             for module in modules.values():
                 reset_adapter(module)
             filled.update(modules.values())
+
+
+def _give_memory(model: nn.Module, device: torch.device) -> None:
+    """`to_empty`, after which buffers have the values that they had, and tied parameters are tied."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    model.to_empty(device=device)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    for first, *others in names.values():
+        for owner, _, name in (other.rpartition(".") for other in others):
+            if model.get_submodule(owner).get_parameter(name) is not model.get_parameter(first):  # not sharded
+                model.get_submodule(owner).register_parameter(name, model.get_parameter(first))
 
 
 def load_weights(model: nn.Module, folder: Path, has_adapters: bool) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +45,7 @@ class After(Interrupt):
 
 def on_rank(rank, world, arguments, stop_after=0):
     """A run of the script on a rank of a pool; gives its exit status."""
+    warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")  # where Inductor is loaded
     options, plan = check(train.parse(arguments), world)
     return train.run(options, plan, torch.device("cpu"), After(stop_after))
 
