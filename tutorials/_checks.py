@@ -1,6 +1,7 @@
 """What a training is asked for, before it begins: what cannot work is said in one line, and "auto" is settled."""
 
 import argparse
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -31,6 +32,7 @@ def check(options: argparse.Namespace, world: int) -> tuple[argparse.Namespace, 
     """The options with what follows from them filled in, and the model that they name; or the end of this process."""
     try:
         _check_numbers(options)
+        _check_packages(options)
         plan = blueprint(options.model, options.sequence)
         settled = vars(options) | {"weights": _weights(options, plan)}
         if options.steps is None and options.minutes is None:
@@ -68,6 +70,12 @@ def _check_numbers(options: argparse.Namespace) -> None:
         raise SystemExit(f"--export {options.export}: is there already")
     if not options.prompt:
         raise SystemExit("--prompt: give some text to begin with")
+
+
+def _check_packages(options: argparse.Namespace) -> None:
+    for name in ("tensorboard", "wandb"):
+        if getattr(options, name) is not None and importlib.util.find_spec(name) is None:
+            raise SystemExit(f"--{name}: needs the package {name} (pip install {name})")
 
 
 def _check_model(options: argparse.Namespace, plan: Blueprint) -> None:

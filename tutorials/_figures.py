@@ -31,11 +31,9 @@ def json_lines(path: Path, done: int) -> Sink:
 
 
 def tensorboard(folder: Path, done: int) -> Sink:
-    """Exits if TensorBoard is missing."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise SystemExit("--tensorboard: needs TensorBoard (pip install tensorboard)") from None
+    """Figures after step `done`, below a folder."""
+    from torch.utils.tensorboard import SummaryWriter
+
     writer = SummaryWriter(folder, purge_step=done + 1)
 
     def write(figures: Figures, step: int) -> None:
@@ -46,11 +44,9 @@ def tensorboard(folder: Path, done: int) -> Sink:
 
 
 def weights_and_biases(project: str, folder: Path, settings: Mapping[str, Any]) -> Sink:
-    """Exits if it is missing."""
-    try:
-        import wandb
-    except ImportError:
-        raise SystemExit("--wandb: needs Weights & Biases (pip install wandb)") from None
+    """A run of the project, with files in a folder."""
+    import wandb
+
     run = wandb.init(project=project, dir=folder, config={name: str(value) for name, value in settings.items()})
     return lambda figures, step: run.log(dict(figures), step=step)
 

@@ -12,6 +12,7 @@ import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import train
 from _blueprints import blueprint, build
 from _checks import check
 from _console import Interrupt
+from _figures import json_lines, open_log, tensorboard, weights_and_biases
 from _launched import descendants, finish, kill
 from _pool import POOL, distributed, more
 from _text import BYTES, read_text, texts_of
@@ -215,6 +217,42 @@ def test_of_few_files_the_end_is_held_out_and_of_many_whole_files(tmp_path):
     assert 0 < len(parts[1]) < 12
 
 
+# --------------------------------------------------------------------------------------- figures
+
+
+def test_figures_of_a_run_that_goes_on_follow_those_of_the_steps_before(tmp_path, monkeypatch):
+    """Stand-ins in the place of TensorBoard's writer and a run of Weights & Biases."""
+    written, made = [], []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            made.append((folder, purge_step))
+
+        def add_scalar(self, *scalar):
+            written.append(scalar)
+
+        def log(self, figures, step):
+            written.append((figures, step))
+
+    def init(project, dir, config):  # noqa: A002 - as it is called there
+        made.append((project, dir, config))
+        return Writer(dir, None)
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "a": 1}\n{"step": 4, "a": 2}\n{"st')
+    sinks = [tensorboard(tmp_path, 3), weights_and_biases("mine", tmp_path, {"out": tmp_path})]
+    sinks.append(json_lines(tmp_path / "metrics.jsonl", 3))
+    with open_log(torch.nn.Linear(1, 1), sinks, 3, every=1) as log:
+        log.step(loss=torch.tensor(0.5), tokens=10, lr=0.25)
+    assert made == [(tmp_path, 4), ("mine", tmp_path, {"out": str(tmp_path)}), (tmp_path, None)]
+    figures, step = written.pop()
+    speed = figures["step/tokens_per_second"]
+    assert (figures, step) == ({"train/loss": 0.5, "lr": 0.25, "step/tokens_per_second": speed}, 4)
+    assert written == [(name, value, 4) for name, value in figures.items()]
+    assert rows_of(tmp_path) == [{"step": 3, "a": 1}, {"step": 4, **figures}]
+
+
 # -------------------------------------------------------------------------------------- mistakes
 
 
@@ -231,6 +269,7 @@ MISTAKES = [
     ("--batch 0", "--batch 0: must be above 0"),
     ("--lora -1", "--lora -1: must be at least 0"),
     ("--steps 1 --minutes 1", "--steps and --minutes: give one of them"),
+    ("--wandb mine", "--wandb: needs the package wandb (pip install wandb)"),
     ("--export empty", "--export empty: is there already"),
     ("--strategy none", "--strategy none: is for one process, and there are 2; ddp shards nothing either"),
     ("--strategy hsdp --replicas 3", "--replicas 3: 2 processes cannot hold as many copies"),
@@ -242,6 +281,7 @@ def test_what_cannot_work_is_said_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.json").write_text("[]")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
