@@ -49,7 +49,7 @@ from _gpt import (
     random_windows,
 )
 from _logbook import METRICS, Logbook, Moment, OneStep, draw
-from _ranks import launch, start_ranks
+from _ranks import launch, on_rank, start_ranks
 from _resume import Checkpoints, Position, set_aside
 
 OURS = ("ddp", "zero1", "zero2", "zero3", "hsdp")
@@ -371,15 +371,7 @@ def main(interrupt: Interrupt) -> int:
     options = parse()
     if "LOCAL_RANK" not in os.environ:
         return launch(__file__, options.processes)
-    try:
-        status = run(options, interrupt)
-    except RuntimeError:  # a peer that Ctrl-C ended first looks like a lost connection
-        time.sleep(0.5)
-        if interrupt.asked:
-            interrupt.leave()
-        raise
-    dist.destroy_process_group()
-    return status
+    return on_rank(lambda: run(options, interrupt), interrupt)
 
 
 if __name__ == "__main__":

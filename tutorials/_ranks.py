@@ -3,11 +3,13 @@
 import logging
 import os
 import sys
+import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from _console import INTERRUPTED
+from _console import INTERRUPTED, Interrupt
 
 
 def start_ranks(kind: str) -> torch.device:
@@ -20,6 +22,19 @@ def start_ranks(kind: str) -> torch.device:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
     return device
+
+
+def on_rank(run: Callable[[], int], interrupt: Interrupt) -> int:
+    """Call `run`, and part from the other processes; gives what it gives."""
+    try:
+        status = run()
+    except RuntimeError:  # a peer that Ctrl-C ended first looks like a lost connection
+        time.sleep(0.5)
+        if interrupt.asked:
+            interrupt.leave()
+        raise
+    dist.destroy_process_group()
+    return status
 
 
 def launch(script: str, processes: int, *more: str) -> int:

@@ -40,7 +40,7 @@ from _course import adamw, continued, held_out_loss, how_far, learning_rate, set
 from _figures import METRICS, Figures, Sink, json_lines, open_log, tensorboard, weights_and_biases
 from _gpt import random_windows
 from _lora import trained_parameters
-from _ranks import launch, start_ranks
+from _ranks import launch, on_rank, start_ranks
 from _resume import Checkpoints, Position, set_aside
 from _text import SUFFIXES, Text, Tokenizer, read_text, texts_of, tokenizer_in
 from composable_shard import checkpoint
@@ -334,15 +334,7 @@ def main(interrupt: Interrupt) -> int:
     if not by_launcher:
         settled = {name: getattr(options, name) for name in ("strategy", "replicas", "checkpointing")}
         return launch(__file__, options.processes, *(f"--{name}={value}" for name, value in settled.items()))
-    try:
-        status = run(options, plan, start_ranks(options.device), interrupt)
-    except RuntimeError:  # a peer that Ctrl-C ended first looks like a lost connection
-        time.sleep(0.5)
-        if interrupt.asked:
-            interrupt.leave()
-        raise
-    dist.destroy_process_group()
-    return status
+    return on_rank(lambda: run(options, plan, start_ranks(options.device), interrupt), interrupt)
 
 
 if __name__ == "__main__":

@@ -176,6 +176,7 @@ def adapters(run: Run) -> None:
     run.note("saved", saved)
     if not all("lora_" in key for key in saved):
         raise AssertionError(f"more than adapters was saved: {saved}")
+    dist.barrier()  # all ranks have read it
     if run.rank == 0:
         Path("cut/checkpoints").mkdir(parents=True)
         Path("run/checkpoints/step-00000003").rename("cut/checkpoints/step-00000003")
