@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -17,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import _launched
 import train
 from _blueprints import blueprint, build
 from _checks import check
@@ -342,17 +342,8 @@ def test_auto_takes_what_advise_recommends_and_says_why(tmp_path, capsys):
 
 
 def start(folder, *arguments):
-    """The script as a user starts it, in a folder and a session of its own."""
     path = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return _launched.start(SCRIPT, *arguments, cwd=folder, env={**os.environ, "PYTHONPATH": path})
 
 
 @pytest.mark.timeout(240)
