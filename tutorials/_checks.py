@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import composable_shard as cs
-from _blueprints import Blueprint, blueprint, next_token_loss
-from _lora import with_adapters
+from _blueprints import Blueprint, blueprint, build, next_token_loss
 from _text import Text, files_below, tokenizer_in
-from composable_shard.planner import KNOWN, repeated_blocks
+from composable_shard.planner import KNOWN
 
 _AT_LEAST_ONE = ("sequence", "replicas", "batch", "accumulate", "evaluation", "processes", "steps", "minutes")
 _AT_LEAST_ZERO = ("lora", "evaluate_every", "save_every", "sample")
@@ -131,11 +130,7 @@ def _traced(options: argparse.Namespace, plan: Blueprint) -> Callable[[], object
     def loss(model: nn.Module, sequences: int) -> Tensor:
         return next_token_loss(model, torch.zeros(sequences, options.sequence + 1, dtype=torch.int64))
 
-    def made() -> object:
-        model = plan.make()
-        return (with_adapters(model, repeated_blocks(model), options.lora) if options.lora else model), loss
-
-    return made
+    return lambda: (build(plan, torch.float32, options.lora), loss)
 
 
 def _known_machine() -> str:

@@ -333,6 +333,8 @@ def test_auto_takes_what_advise_recommends_and_says_why(tmp_path, capsys):
     assert tight in ("zero2", "zero3")
     for (name, _), output in chosen.items():
         assert re.match(rf"strategy {name}.*: .* tokens a second; .* waits for communication", output)
+    options, _ = check(train.parse([*FEW, "--strategy", "auto", "--machine", "h100", "--lora", "2"]), 2)
+    assert options.strategy in train.STRATEGIES[:-1]
     machine.write_text(replace(KNOWN["l40s"], memory=1000).to_json())
     with pytest.raises(SystemExit, match="--strategy auto: Nothing fits"):
         check(train.parse([*FEW, "--strategy", "auto", "--machine", str(machine)]), 2)
