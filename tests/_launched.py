@@ -5,9 +5,22 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+
+def start(script, *arguments, **settings):
+    """A script as a user starts it, in a session of its own; `settings` are those of `Popen`."""
+    return subprocess.Popen(
+        [sys.executable, str(script), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        **settings,
+    )
 
 
 def descendants(pid):

@@ -11,12 +11,12 @@ The script starts itself under `torchrun`; to start it on several machines, call
 tutorials/01_train_gpt.py` yourself. The parts that matter for sharding are `shard`, which applies a
 strategy, and `one_step`, which shows that the training step stays the usual one.
 Everything else is what any training needs: the schedule, the evaluation, the figures. The model and
-the text are in `_gpt.py`, checkpoints in `_resume.py`, what a run writes down in `_logbook.py`, the
-progress bar and Ctrl-C in `_console.py`, the start of the processes in `_ranks.py`.
+the text are in `_gpt.py`, the schedule and the evaluation in `_course.py`, checkpoints in `_resume.py`,
+what a run writes down in `_logbook.py`, the progress bar and Ctrl-C in `_console.py`, the start of the
+processes in `_ranks.py`. To train a model of your own, copy `train.py` instead.
 """
 
 import argparse
-import math
 import os
 import sys
 import time
@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from _course import adamw, continued, held_out_loss, how_far, learning_rate, settle
 from _gpt import (
     GPT,
     SIZES,
@@ -46,15 +47,13 @@ from _gpt import (
     load_corpus,
     next_byte_loss,
     random_windows,
-    spaced_windows,
 )
 from _logbook import METRICS, Logbook, Moment, OneStep, draw
-from _ranks import launch, start_ranks
+from _ranks import launch, on_rank, start_ranks
 from _resume import Checkpoints, Position, set_aside
 
 OURS = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 STRATEGIES = ("none", *OURS, "fsdp2")
-EVALUATION_BATCH = 8  # windows a rank
 PEAK_RATE = {"adamw": 2.5e-3, "sgd": 0.2}  # at width 192
 
 
@@ -134,21 +133,7 @@ def make_optimizer(model: GPT, options: Options) -> torch.optim.Optimizer:
     """Call it after `shard`: the optimizer must hold the sharded parameters."""
     if options.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, foreach=True)
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": 0.1},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
-
-
-def learning_rate(progress: float, peak: float, warm_up: float = 0.05) -> float:
-    """A straight line up to `peak`, then half a cosine down to a fiftieth of it."""
-    if progress < warm_up:
-        return peak * (0.02 + 0.98 * progress / warm_up)
-    fall = (progress - warm_up) / (1 - warm_up)
-    return peak * (0.02 + 0.98 * (1 + math.cos(math.pi * min(fall, 1.0))) / 2)
+    return adamw(model)
 
 
 # ------------------------------------------------------------------------------- the training loop
@@ -189,7 +174,7 @@ def train(
         position.step += 1
         seconds = time.monotonic() - began
         ahead = seconds + (time.monotonic() - step_began)  # where one more step would end
-        progress, done = how_far(options, position.step, seconds, ahead)
+        progress, done = how_far(position.step, seconds, ahead, most_steps=options.steps, minutes=options.minutes)
         vote = stop() or (done and rank == 0)
         loss, position.progress, done, position.seconds = settle(loss, progress, vote, seconds, device)
         held_out = None
@@ -209,61 +194,26 @@ def begin(options: Options) -> Position:
     return Position(torch.Generator().manual_seed(options.seed), windows, options.precision)
 
 
-def how_far(options: Options, steps: int, seconds: float, ahead: float) -> tuple[float, bool]:
-    """The share of the training that is over, and whether to stop here."""
-    if options.steps is not None:
-        return steps / options.steps, steps >= options.steps
-    limit = 60 * options.minutes
-    return (1.0, True) if ahead > limit else (seconds / limit, False)
-
-
-def settle(
-    loss: Tensor, progress: float, vote: bool, seconds: float, device: torch.device
-) -> tuple[float, float, bool, float]:
-    """The mean loss, rank 0's clock, and whether any rank wants to stop: one small all-reduce.
-
-    Ranks must never decide such things alone: clocks differ, and a rank that stops a step earlier
-    leaves the others waiting.
-    """
-    first = dist.get_rank() == 0
-    facts = torch.tensor(
-        [0.0, progress if first else 0.0, float(vote), seconds if first else 0.0],
-        dtype=torch.float64,
-        device=device,
-    )
-    facts[0] = loss / dist.get_world_size()
-    dist.all_reduce(facts)
-    mean_loss, progress, votes, seconds = facts.tolist()
-    return mean_loss, progress, votes > 0, seconds
-
-
-@torch.no_grad()
 def evaluate(model: GPT, corpus: Corpus, options: Options, device: torch.device, count: int) -> float:
     """Loss in nats a byte on `count` windows of held-out text, rounded to full batches."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    batches = max(1, count // (world * EVALUATION_BATCH))
-    count = batches * world * EVALUATION_BATCH
-    windows = spaced_windows(corpus.held_out, count, model.config.context + 1)
-    total = torch.zeros((), device=device)
-    for batch in windows[rank::world].to(device).chunk(batches):
+
+    def loss_of(windows: Tensor) -> Tensor:
         with autocast(options, device):
-            total += next_byte_loss(model, batch)
-    dist.all_reduce(total)
-    return total.item() / (batches * world)
+            return next_byte_loss(model, windows)
+
+    return held_out_loss(loss_of, corpus.held_out, count, model.config.context + 1, device)
 
 
-@torch.no_grad()
 def sample(model: GPT, options: Options, device: torch.device, prompt: str = "def ") -> str:
     """Let the model continue `prompt`. Every rank takes part, since each holds a part of it."""
-    generator = torch.Generator().manual_seed(options.seed)
-    written = torch.tensor(list(prompt.encode()), device=device)
-    for _ in range(options.sample):
+
+    def logits_of(tokens: Tensor) -> Tensor:
         with autocast(options, device):
-            logits = model(written[None, -model.config.context :])[0, -1]
-        chances = (logits.float().cpu() / 0.8).softmax(dim=0)  # a little bolder than the model is
-        following = torch.multinomial(chances, 1, generator=generator)
-        written = torch.cat([written, following.to(device)])
-    return bytes(written.tolist()).decode(errors="replace")
+            return model(tokens)
+
+    first = list(prompt.encode())
+    written = continued(logits_of, first, options.sample, model.config.context, options.seed, device)
+    return bytes(written).decode(errors="replace")
 
 
 # ------------------------------------------------------------------------------------- precision
@@ -421,15 +371,7 @@ def main(interrupt: Interrupt) -> int:
     options = parse()
     if "LOCAL_RANK" not in os.environ:
         return launch(__file__, options.processes)
-    try:
-        status = run(options, interrupt)
-    except RuntimeError:  # a peer that Ctrl-C ended first looks like a lost connection
-        time.sleep(0.5)
-        if interrupt.asked:
-            interrupt.leave()
-        raise
-    dist.destroy_process_group()
-    return status
+    return on_rank(lambda: run(options, interrupt), interrupt)
 
 
 if __name__ == "__main__":

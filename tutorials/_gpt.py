@@ -113,15 +113,19 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         """Fill every parameter from torch's default generator (seed it first)."""
         for name, module in self.named_modules():
-            if isinstance(module, nn.LayerNorm):
-                nn.init.ones_(module.weight)
-            elif isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-            elif isinstance(module, nn.Linear):
-                std = 0.5 / math.sqrt(module.in_features)
-                # What joins the residual stream starts smaller, the more of it there is.
-                shrink = math.sqrt(2 * self.config.depth) if name.endswith(".out") else 1.0
-                nn.init.normal_(module.weight, std=std / shrink)
+            self.init_module(name, module)
+
+    def init_module(self, name: str, module: nn.Module) -> None:
+        """Fill the parameters of one module of this model, but not of those within it."""
+        if isinstance(module, nn.LayerNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        elif isinstance(module, nn.Linear):
+            std = 0.5 / math.sqrt(module.in_features)
+            # What joins the residual stream starts smaller, the more of it there is.
+            shrink = math.sqrt(2 * self.config.depth) if name.endswith((".out", ".out.base")) else 1.0
+            nn.init.normal_(module.weight, std=std / shrink)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -162,14 +166,19 @@ def python_sources() -> Iterator[tuple[str, bytes]]:
             yield path.relative_to(root).as_posix(), path.read_bytes()
 
 
-def load_corpus(held_out_share: int = 20) -> Corpus:
-    """The standard library, every file wholly on one side; about one in `held_out_share` held out.
+def is_held_out(name: str, share: int = 20) -> bool:
+    """Whether the file of that name is one of about one in `share` that are held out.
 
-    A file's side depends on its name alone, so that every rank and every run agrees.
+    That depends on its name alone, so that every rank and every run agrees.
     """
+    return zlib.crc32(name.encode()) % share == 0
+
+
+def load_corpus() -> Corpus:
+    """The standard library, every file wholly on one side."""
     train, held_out = bytearray(), bytearray()
     for name, text in python_sources():
-        side = held_out if zlib.crc32(name.encode()) % held_out_share == 0 else train
+        side = held_out if is_held_out(name) else train
         side += text + b"\n"
     return Corpus(*(torch.frombuffer(side, dtype=torch.uint8) for side in (train, held_out)))
 

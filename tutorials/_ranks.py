@@ -3,11 +3,13 @@
 import logging
 import os
 import sys
+import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from _console import INTERRUPTED
+from _console import INTERRUPTED, Interrupt
 
 
 def start_ranks(kind: str) -> torch.device:
@@ -22,8 +24,21 @@ def start_ranks(kind: str) -> torch.device:
     return device
 
 
-def launch(script: str, processes: int) -> int:
-    """Start this script again, under torchrun, once for each process; gives the exit status."""
+def on_rank(run: Callable[[], int], interrupt: Interrupt) -> int:
+    """Call `run`, and part from the other processes; gives what it gives."""
+    try:
+        status = run()
+    except RuntimeError:  # a peer that Ctrl-C ended first looks like a lost connection
+        time.sleep(0.5)
+        if interrupt.asked:
+            interrupt.leave()
+        raise
+    dist.destroy_process_group()
+    return status
+
+
+def launch(script: str, processes: int, *more: str) -> int:
+    """Start this script again, under torchrun, once for each process and with more arguments; gives the exit status."""
     # One machine: talk over loopback, and share the cores out instead of fighting for them.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -35,7 +50,7 @@ def launch(script: str, processes: int) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)  # else it tells of every signal
     here = ["--standalone", "--local-addr", "127.0.0.1", f"--nproc-per-node={processes}"]
     try:
-        torchrun([*here, script, *sys.argv[1:]])
+        torchrun([*here, script, *sys.argv[1:], *more])
     except SignalException:
         return INTERRUPTED
     except ChildFailedError:  # torchrun has printed which rank failed, and the rank has said why

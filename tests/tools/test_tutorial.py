@@ -9,8 +9,6 @@ import json
 import math
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import _launched
 from _gpt import Corpus, bigram_entropy, build_gpt, load_corpus, next_byte_loss, spaced_windows
 from _launched import descendants, finish, kill
 from _pool import distributed, more
@@ -125,14 +124,7 @@ def test_the_learning_rate_climbs_then_falls_to_a_fiftieth():
 
 
 def start(script, *arguments):
-    """A tutorial as a user starts it, in a session of its own."""
-    return subprocess.Popen(
-        [sys.executable, str(TUTORIALS / script), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return _launched.start(TUTORIALS / script, *arguments)
 
 
 @pytest.mark.timeout(240)

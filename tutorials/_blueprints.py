@@ -1,0 +1,180 @@
+"""Models by name: the built-in GPT, the planner's shapes, and whatever a `config.json` of Hugging Face describes.
+
+They are made without memory, sharded, and only then filled, so that no process ever holds a whole model.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+import composable_shard as cs
+from _gpt import GPT, SIZES
+from _lora import names_with_adapters, reset_adapter, with_adapters
+from composable_shard import checkpoint
+from composable_shard.planner import NAMED, Shape, repeated_blocks
+from composable_shard.planner.decoder import Decoder
+
+NAMES = (*SIZES, *NAMED)
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model that is not made yet.
+
+    Attributes:
+        vocabulary: how many tokens it tells apart.
+        context: of how many tokens a sequence may be; None: of any number.
+        make: makes it.
+        fill: initializes the own parameters of one of its modules; called with the model, and the module's name in its
+            block.
+        folder: where its tokenizer and its weights may be.
+        files: by name, the texts that belong to its weights, such as `config.json`.
+    """
+
+    vocabulary: int
+    context: int | None
+    make: Callable[[], nn.Module]
+    fill: Callable[[nn.Module, str, nn.Module], None]
+    folder: Path | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+def blueprint(name: str, sequence: int) -> Blueprint:
+    """What `name` means; exits with a line that says what is wrong with it."""
+    if name in SIZES:
+        return Blueprint(SIZES[name].vocabulary, None, lambda: GPT(SIZES[name]), GPT.init_module)
+    if name in NAMED:
+        shape = replace(NAMED[name], sequence=sequence)
+        return Blueprint(shape.vocabulary, NAMED[name].sequence, lambda: _Decoder(shape), _fill_decoder)
+    file = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if not file.is_file():
+        raise SystemExit(
+            f"--model {name}: is no config.json of Hugging Face, no folder with one, and none of {', '.join(NAMES)}"
+        )
+    return _hugging_face(name, file)
+
+
+class _Decoder(Decoder):
+    """The planner's decoder, with angles in it, for sequences of up to the length of its shape."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        rates = 10000.0 ** -torch.linspace(0, 1, shape.channels // 2)
+        angles = torch.arange(shape.sequence)[:, None] * rates
+        self.angles.copy_(torch.polar(torch.ones_like(angles), angles))  # a buffer, which is not on meta
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.angles[: tokens.shape[1]])
+        return self.head(self.norm(x))
+
+
+def _fill_decoder(model: nn.Module, name: str, module: nn.Module) -> None:
+    if isinstance(module, nn.RMSNorm):
+        nn.init.ones_(module.weight)
+    elif isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+
+
+def _hugging_face(name: str, file: Path) -> Blueprint:
+    try:
+        kind = json.loads(file.read_text()).get("model_type")
+    except (ValueError, AttributeError):
+        raise SystemExit(f"--model {name}: {file} is no JSON object") from None
+    try:
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise SystemExit(f"--model {name}: needs Transformers (pip install transformers)") from None
+    try:
+        config = AutoConfig.from_pretrained(file)
+    except (OSError, ValueError, KeyError):
+        raise SystemExit(f"--model {name}: model_type {kind!r} is unknown to this version of Transformers") from None
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise SystemExit(f"--model {name}: model_type {kind!r} is no language model that predicts the next token")
+    config.use_cache = False  # of keys and values, for which training has no use
+
+    def fill(model: nn.Module, _: str, module: nn.Module) -> None:
+        inner = model.get_base_model() if hasattr(model, "peft_config") else model
+        inner._init_weights(module)
+
+    return Blueprint(
+        vocabulary=config.vocab_size,
+        context=getattr(config, "max_position_embeddings", None),
+        make=lambda: AutoModelForCausalLM.from_config(config),
+        fill=fill,
+        folder=file.parent,
+        files={path.name: path.read_text() for path in (file, *file.parent.glob("token*.json"))},
+    )
+
+
+def build(plan: Blueprint, dtype: torch.dtype, adapters: int = 0) -> nn.Module:
+    """The model, with parameters of this dtype that have no memory yet (on the meta device), and with its buffers."""
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.is_meta:
+            return parameter  # tied to one that was here before
+        return nn.Parameter(parameter.to("meta", dtype), requires_grad=parameter.requires_grad)
+
+    with register_module_parameter_registration_hook(on_meta):
+        model = plan.make()
+        if adapters:
+            model = with_adapters(model, repeated_blocks(model), adapters)
+    return model.train()
+
+
+def materialize(model: nn.Module, groups: Iterable[nn.Module], plan: Blueprint, device: torch.device) -> None:
+    """Give the parameters of a model memory, and random values: group by group, so that one is whole at a time."""
+    _give_memory(model, device)
+    filled: set[nn.Module] = set()
+    for group in (*groups, model):
+        with torch.no_grad(), cs.full_parameters(group, recurse=False):
+            modules = {name: module for name, module in group.named_modules() if module not in filled}
+            for name, module in modules.items():
+                plan.fill(model, name, module)
+            for module in modules.values():
+                reset_adapter(module)
+            filled.update(modules.values())
+
+
+def _give_memory(model: nn.Module, device: torch.device) -> None:
+    """`to_empty`, after which buffers have the values that they had, and tied parameters are tied."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    model.to_empty(device=device)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    for first, *others in names.values():
+        for owner, _, name in (other.rpartition(".") for other in others):
+            if model.get_submodule(owner).get_parameter(name) is not model.get_parameter(first):  # not sharded
+                model.get_submodule(owner).register_parameter(name, model.get_parameter(first))
+
+
+def load_weights(model: nn.Module, folder: Path, has_adapters: bool) -> None:
+    """Fill a model from the safetensors in a folder, each rank its own shards; adapters stay as they are."""
+    names = names_with_adapters(model) if has_adapters else {}
+    filled = checkpoint.import_safetensors(
+        folder, model, cast=True, strict=not has_adapters, rename=lambda name: names.get(name, name)
+    )
+    if missing := set(filled.missing) & set(names.values()):
+        raise cs.CheckpointMismatchError(f"{folder}: lacks {', '.join(sorted(missing)[:5])} of the model")
+
+
+def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Of the token that follows each: (batch, time, vocabulary) of (batch, time)."""
+    output = model(tokens)
+    return getattr(output, "logits", output)  # models of Transformers give an object
+
+
+def next_token_loss(model: nn.Module, windows: Tensor) -> Tensor:
+    """Mean loss in nats a token; `windows` is (batch, time + 1), each token predicts the next."""
+    return F.cross_entropy(logits_of(model, windows[:, :-1]).flatten(0, 1).float(), windows[:, 1:].flatten())

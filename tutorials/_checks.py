@@ -1,0 +1,145 @@
+"""What a training is asked for, before it begins: what cannot work is said in one line, and "auto" is settled."""
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+import composable_shard as cs
+from _blueprints import Blueprint, blueprint, build, next_token_loss
+from _text import Text, files_below, tokenizer_in
+from composable_shard.planner import KNOWN
+
+_AT_LEAST_ONE = ("sequence", "replicas", "batch", "accumulate", "evaluation", "processes", "steps", "minutes")
+_AT_LEAST_ZERO = ("lora", "evaluate_every", "save_every", "sample")
+
+
+def refuse(problem: str) -> NoReturn:
+    """End this rank; the first one says why."""
+    if os.environ.get("RANK", "0") != "0":
+        raise SystemExit(1)
+    raise SystemExit(f"{Path(sys.argv[0]).name}: {problem}")
+
+
+def check(options: argparse.Namespace, world: int) -> tuple[argparse.Namespace, Blueprint]:
+    """The options with what follows from them filled in, and the model that they name; or the end of this process."""
+    try:
+        _check_numbers(options)
+        _check_packages(options)
+        plan = blueprint(options.model, options.sequence)
+        settled = vars(options) | {"weights": _weights(options, plan)}
+        if options.steps is None and options.minutes is None:
+            settled["steps"] = 1000
+        if options.data is not None:
+            files_below(options.data, options.suffixes)
+        _check_model(options, plan)
+        if options.strategy == "auto":
+            settled |= _advised(options, plan, world)
+        _check_strategy(argparse.Namespace(**settled), world)
+    except SystemExit as problem:
+        refuse(str(problem))
+    return argparse.Namespace(**settled), plan
+
+
+def check_text(text: Text, sequence: int) -> None:
+    """Each part of the text must have room for a sequence."""
+    for part, tokens in (("to train on", text.train), ("held out", text.held_out)):
+        if len(tokens) <= sequence:
+            refuse(
+                f"--data: {len(tokens)} tokens {part} are too few for sequences of {sequence}; give more text, or a "
+                "smaller --sequence"
+            )
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    for least, names in ((1, _AT_LEAST_ONE), (0, _AT_LEAST_ZERO)):
+        for name in names:
+            value = getattr(options, name)
+            if value is not None and (value <= 0 if least else value < 0):
+                raise SystemExit(f"--{name.replace('_', '-')} {value}: must be {'above' if least else 'at least'} 0")
+    if options.steps is not None and options.minutes is not None:
+        raise SystemExit("--steps and --minutes: give one of them")
+    if options.export is not None and options.export.exists():
+        raise SystemExit(f"--export {options.export}: is there already")
+    if not options.prompt:
+        raise SystemExit("--prompt: give some text to begin with")
+
+
+def _check_packages(options: argparse.Namespace) -> None:
+    for name in ("tensorboard", "wandb"):
+        if getattr(options, name) is not None and importlib.util.find_spec(name) is None:
+            raise SystemExit(f"--{name}: needs the package {name} (pip install {name})")
+
+
+def _check_model(options: argparse.Namespace, plan: Blueprint) -> None:
+    if plan.context is not None and options.sequence > plan.context:
+        raise SystemExit(f"--sequence {options.sequence}: --model {options.model} takes {plan.context} tokens at most")
+    tokenizer = tokenizer_in(plan.folder)
+    if tokenizer.vocabulary > plan.vocabulary:
+        raise SystemExit(
+            f"--model {options.model}: its vocabulary of {plan.vocabulary} is too small for the "
+            f"{tokenizer.vocabulary} {tokenizer.unit}s that the text is made of"
+        )
+
+
+def _weights(options: argparse.Namespace, plan: Blueprint) -> Path | None:
+    """The folder with the weights to start from: the one that is given, or that of the model if it has some."""
+    folder: Path | None = plan.folder if options.weights is None else options.weights
+    has_some = folder is not None and any(folder.glob("*.safetensors"))
+    if options.weights is not None and not has_some:
+        raise SystemExit(f"--weights {options.weights}: is no folder with safetensors")
+    return folder if has_some else None
+
+
+def _check_strategy(options: argparse.Namespace, world: int) -> None:
+    if options.strategy == "none" and world > 1:
+        raise SystemExit(f"--strategy none: is for one process, and there are {world}; ddp shards nothing either")
+    if world % options.replicas:
+        raise SystemExit(f"--replicas {options.replicas}: {world} processes cannot hold as many copies")
+
+
+def _advised(options: argparse.Namespace, plan: Blueprint, world: int) -> dict[str, object]:
+    """What `cs.advise` recommends, after a line that says why."""
+    advice = cs.advise(
+        _traced(options, plan),
+        devices=world,
+        machine=options.machine or _known_machine(),
+        batch=options.batch,
+        sequence=options.sequence,
+        precision=options.precision,
+    )
+    fitting = [each for each in advice.estimates if each.fits and not each.strategy.offload]
+    if advice.recommended is None or not fitting:
+        raise SystemExit(f"--strategy auto: {advice.reason}")
+    chosen = advice.recommended.strategy if advice.recommended in fitting else fitting[0].strategy
+    if os.environ.get("RANK", "0") == "0":
+        print(f"strategy {chosen}: {advice.reason}", flush=True)
+    settled: dict[str, object] = {"strategy": chosen.name, "replicas": chosen.layout.replicas}
+    return settled | ({"checkpointing": chosen.checkpointing} if options.checkpointing == "none" else {})
+
+
+def _traced(options: argparse.Namespace, plan: Blueprint) -> Callable[[], object]:
+    """What `cs.advise` traces: a function that makes the model and its loss."""
+
+    def loss(model: nn.Module, sequences: int) -> Tensor:
+        return next_token_loss(model, torch.zeros(sequences, options.sequence + 1, dtype=torch.int64))
+
+    return lambda: (build(plan, torch.float32, options.lora), loss)
+
+
+def _known_machine() -> str:
+    """The planner's name for the accelerator of this process."""
+    device = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else "a CPU"
+    for name in KNOWN:
+        if name.partition("-")[0] in device.replace(" ", ""):
+            return name
+    raise SystemExit(
+        f"--strategy auto: knows nothing of {device}; measure it with `python -m composable_shard measure-links "
+        "--json machine.json`, and give --machine machine.json"
+    )
