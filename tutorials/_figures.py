@@ -56,19 +56,19 @@ def open_log(model: nn.Module, sinks: list[Sink], done: int, every: int) -> Abst
 
     def write(figures: Figures, step: int) -> None:
         for sink in sinks:
-            sink(figures, done + step)
+            sink(figures, step)
 
     if isinstance(model, cs.FSDPModule):
-        return cs.log_to(model, write, every=every)
-    return _PlainLog(write, every)
+        return cs.log_to(model, write, every=every, done=done)
+    return _PlainLog(write, every, done)
 
 
 class _PlainLog(AbstractContextManager[Any]):
     """Loss and speed alone."""
 
-    def __init__(self, write: Sink, every: int) -> None:
+    def __init__(self, write: Sink, every: int, done: int) -> None:
         self._write, self._every = write, every
-        self._steps, self._tokens, self._began = 0, 0, time.monotonic()
+        self._steps, self._tokens, self._began = done, 0, time.monotonic()
 
     def step(self, *, loss: torch.Tensor, tokens: int, **others: Any) -> None:
         self._steps, self._tokens = self._steps + 1, self._tokens + tokens

@@ -269,12 +269,14 @@ class TrainingLog:
     """What `log_to` returns. Call `step` once after each optimizer step, on every rank.
 
     Attributes:
-        steps: how many there were.
+        steps: how many there were, those of earlier runs among them.
         failures: how often a logger has failed.
     """
 
-    def __init__(self, model: nn.Module, sinks: Sequence[_Sink], every: int, over_ranks: str | None) -> None:
-        self.steps = 0
+    def __init__(
+        self, model: nn.Module, sinks: Sequence[_Sink], every: int, over_ranks: str | None, done: int = 0
+    ) -> None:
+        self.steps = done
         self.failures = 0
         self._device = sharded_states(model)[0].declaration.info.device
         self._seen = _Seen(model)
@@ -379,7 +381,13 @@ class TrainingLog:
 
 
 def log_to(
-    model: nn.Module, logger: Any, *, every: int = 1, rank: int | None = 0, over_ranks: str | None = None
+    model: nn.Module,
+    logger: Any,
+    *,
+    every: int = 1,
+    rank: int | None = 0,
+    over_ranks: str | None = None,
+    done: int = 0,
 ) -> TrainingLog:
     """Log figures of training: what the user knows of a step beside what the library knows of it.
 
@@ -418,19 +426,21 @@ def log_to(
         over_ranks: None writes the figures of the rank that writes. ``max`` or ``mean`` takes them over all ranks, and
             the sum of tokens a second: one small all-gather each time. ``log/ranks_differ`` is 1 then if ranks have
             figures of different names, and the figures are those of the rank alone.
+        done: how many steps earlier runs have made, from which this one goes on: figures carry on their numbers.
 
     Returns:
         the log, whose `step` is to be called on all ranks after each step of the optimizer.
 
     Raises:
-        ShardConfigValueError: the model holds no sharded module; `every` is no whole number of at least 1; `over_ranks`
-            is none of these.
+        ShardConfigValueError: the model holds no sharded module; `every` is no whole number of at least 1, or `done` of
+            at least 0; `over_ranks` is none of these.
         ShardConfigTypeError: a logger is of no kind that is known.
     """
     require_count("every", every, 1)
+    require_count("done", done, 0)
     if over_ranks not in (None, *OVER_RANKS):
         raise ShardConfigValueError(f"over_ranks={over_ranks!r}: expected None, {' or '.join(map(repr, OVER_RANKS))}")
     sharded_states(model)
     writes = rank is None or rank == (dist.get_rank() if dist.is_initialized() else 0)
     loggers = logger if isinstance(logger, (list, tuple)) else [logger]
-    return TrainingLog(model, [_sink(each) for each in loggers] if writes else (), every, over_ranks)
+    return TrainingLog(model, [_sink(each) for each in loggers] if writes else (), every, over_ranks, done)

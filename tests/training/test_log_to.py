@@ -255,15 +255,15 @@ def test_a_file_has_a_line_of_json_for_each_step(tmp_path, kind):
     assert second["time"] >= first["time"] > 0
 
 
-def test_a_log_that_begins_anew_goes_on_in_the_file(tmp_path):
+def test_a_log_that_begins_anew_goes_on_in_the_file_with_the_numbers_of_its_steps(tmp_path):
     @simulated(world=1)
     def test(rank, world):
-        for loss in (1.0, 2.0):
-            with cs.log_to(cs.fully_shard(nn.Linear(2, 2)), tmp_path / "log") as log:
+        for done, loss in enumerate((1.0, 2.0)):
+            with cs.log_to(cs.fully_shard(nn.Linear(2, 2)), tmp_path / "log", done=done) as log:
                 log.step(loss=loss)
 
     test()
-    assert [line["train/loss"] for line in figures_in(tmp_path / "log")] == [1, 2]
+    assert [(line["step"], line["train/loss"]) for line in figures_in(tmp_path / "log")] == [(1, 1), (2, 2)]
 
 
 def test_a_standard_logger_gets_a_sentence(caplog):
@@ -305,6 +305,8 @@ def test_what_cannot_be_meant_is_an_error(rank, world):
         cs.log_to(nn.Linear(2, 2), print)
     with pytest.raises(cs.ShardConfigValueError, match="every=0"):
         cs.log_to(model, print, every=0)
+    with pytest.raises(cs.ShardConfigValueError, match="done=-1"):
+        cs.log_to(model, print, done=-1)
     with pytest.raises(cs.ShardConfigValueError, match="over_ranks='min': expected None, 'max' or 'mean'"):
         cs.log_to(model, print, over_ranks="min")
 
