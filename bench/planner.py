@@ -11,6 +11,7 @@ the planner knows by their data sheets; no constant is fitted to any of them.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -121,6 +122,20 @@ def published() -> Iterator[Row]:
             yield Row("published", each.what, str(each.strategy), "bytes", reserved, each.memory * 2**30, 0.15)
 
 
+def ranked_alike(rows: Sequence[Row]) -> tuple[int, int]:
+    """Of the pairs that were measured in the same place: how many are predicted in their order, and how many there are.
+
+    Pairs that are less apart than a prediction may be from a measurement tell nothing, and do not count.
+    """
+    pairs = [
+        (one, two)
+        for one, two in itertools.combinations(rows, 2)
+        if one.what == two.what and abs(one.measured / two.measured - 1) > one.within
+    ]
+    alike = sum((one.measured < two.measured) == (one.predicted < two.predicted) for one, two in pairs)
+    return alike, len(pairs)
+
+
 def print_table(rows: Sequence[Row]) -> None:
     def shown(row: Row, value: float) -> str:
         return f"{value:.3f} s" if row.quantity == "seconds" else f"{value / 1e6:,.1f} MB"
@@ -145,6 +160,9 @@ def print_table(rows: Sequence[Row]) -> None:
         apart = [abs(row.apart) for row in rows if (row.part, row.quantity) == part]
         missed = sum(abs(row.apart) > row.within for row in rows if (row.part, row.quantity) == part)
         print(f"{part[0]}, {part[1]}: at most {max(apart):.1%} apart, {missed} of {len(apart)} beyond the aim")
+        alike, clear = ranked_alike([row for row in rows if (row.part, row.quantity) == part])
+        if clear:
+            print(f"  of {clear} pairs of strategies that clearly differ, {alike} are predicted in the same order")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from .._errors import ComposableShardError
 from .program import import_from_here
-from .terminal import Table, draw, size
+from .terminal import Table, add_debug, draw, say_error, size
 
 NAME = "advise"
 DESCRIPTION = """\
@@ -57,6 +56,7 @@ def add_command(commands: Any) -> None:
     add("--emit", type=Path, metavar="FILE", help="write the lines that shard a model so")
     add("--plot", type=Path, metavar="FILE", help="draw memory by kind, and time against bandwidth")
     add("--json", action="store_true", help="print one object of JSON, of errors as well")
+    add_debug(parser)
     parser.set_defaults(command=lambda parsed: _run(parsed, parser))
 
 
@@ -85,10 +85,7 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         if parsed.plot:
             draw_picture(advice, parsed.plot)
     except (ComposableShardError, OSError, ImportError) as error:
-        if parsed.json:
-            print(json.dumps({"error": type(error).__name__, "message": str(error)}))
-        else:
-            sys.stderr.write(f"{parser.prog}: {error}\n")
+        say_error(parser, parsed, error)
         return 2
     if parsed.json:
         print(json.dumps(text.as_json(advice)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from .._errors import CheckpointError, ComposableShardError
 from ..checkpoint._convert import export_safetensors, reshard
 from ..checkpoint._describe import Info, TensorInfo, describe, grouped
 from ..checkpoint._format.manifest import DTYPES
-from .terminal import aligned, count, in_bytes, printable, progress, size
+from .terminal import add_debug, aligned, count, in_bytes, printable, progress, say_error, size
 
 NAME = "checkpoint"
 DESCRIPTION = """\
@@ -70,6 +69,7 @@ def _add(
     if name != "prune":
         parser.add_argument("--step", type=int, help="which checkpoint; by default the latest")
     parser.add_argument("--json", action="store_true", help="print one object of JSON, of errors as well")
+    add_debug(parser)
     parser.set_defaults(command=lambda parsed: _run(action, parsed, parser))
     return parser
 
@@ -81,10 +81,7 @@ def _run(action: _Action, parsed: argparse.Namespace, parser: Any) -> int:
         answer, text = action(parsed)
     except (ComposableShardError, OSError) as error:
         damaged = isinstance(error, CheckpointError) or not isinstance(error, ComposableShardError | NotADirectoryError)
-        if parsed.json:
-            print(json.dumps({"error": type(error).__name__, "message": str(error)}))
-        else:
-            sys.stderr.write(f"{parser.prog}: {printable(str(error))}\n")
+        say_error(parser, parsed, error)
         return 1 if damaged else 2
     print(json.dumps(answer) if parsed.json else text)
     return 0

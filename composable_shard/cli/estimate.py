@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .._errors import ComposableShardError
 from .program import NotFoundError, described, import_from_here, output_aside, run_program
-from .terminal import Table, count, in_bytes, printable, show, size
+from .terminal import Table, add_debug, count, in_bytes, say_error, show, size
 
 if TYPE_CHECKING:
     from ..planner.rehearsal import Rehearsal
@@ -54,7 +53,6 @@ def add_command(commands: Any) -> None:
     add("--devices", type=int, default=1, metavar="N", help="how many ranks train (default: 1)")
     add("--memory", type=size, metavar="SIZE", help="of a device, such as 40GiB, into which it shall fit")
     add("--json", action="store_true", help="print one object of JSON")
-    add("--debug", action="store_true", help="show the traceback of a script that fails")
     scripts = parser.add_argument_group("of scripts")
     scripts.add_argument("--steps", type=int, default=3, metavar="N", help="of the optimizer (default: 3)")
     scripts.add_argument("--install", action="store_true", help="this library in the place of FSDP2, as `run` does")
@@ -66,6 +64,7 @@ def add_command(commands: Any) -> None:
     add("--batch", type=int, default=1, metavar="N", help="sequences of a step for each device (default: 1)")
     add("--sequence", type=int, metavar="N", help="tokens of a sequence")
     add("--precision", default="bfloat16-mixed", metavar="NAME", help="as for `advise` (default: bfloat16-mixed)")
+    add_debug(parser)
     parser.set_defaults(command=lambda parsed: _run(parsed, parser))
 
 
@@ -78,10 +77,8 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     try:
         seen = _of_program(parsed) if is_program else _of_model(parsed)
     except Exception as error:
-        if parsed.debug:
-            raise
-        what = str(error) if isinstance(error, (ComposableShardError, NotFoundError)) else described(error)
-        sys.stderr.write(f"{parser.prog}: {printable(what)}\n")
+        ours = isinstance(error, (ComposableShardError, NotFoundError))
+        say_error(parser, parsed, error, "" if ours else described(error))
         return 2
     fits = parsed.memory is None or seen.peak.total <= parsed.memory
     if parsed.json:

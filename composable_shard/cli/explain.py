@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 from .._errors import ComposableShardError, ShardConfigValueError
 from .._plan.plan import ShardPlan
 from .._plan.record import Record
-from .terminal import Table, draw, printable, size
+from .terminal import Table, add_debug, draw, printable, say_error, size
 
 NAME = "explain"
 DESCRIPTION = """\
@@ -54,6 +53,7 @@ def add_command(commands: Any) -> None:
     add("--budget", metavar="SIZE", type=size, help="what changes may take, such as 2GiB; say what it would give")
     add("--plot", metavar="FILE", type=Path, help="draw where the time goes")
     add("--json", action="store_true", help="print one object of JSON, of errors as well")
+    add_debug(parser)
     parser.set_defaults(command=lambda parsed: _run(parsed, parser))
 
 
@@ -67,10 +67,7 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         if parsed.plot is not None:
             report.time(explanation.plan, parsed.plot, None if parsed.machine else record)
     except (ComposableShardError, OSError, ImportError) as error:
-        if parsed.json:
-            print(json.dumps({"error": type(error).__name__, "message": str(error)}))
-        else:
-            sys.stderr.write(f"{parser.prog}: {printable(str(error))}\n")
+        say_error(parser, parsed, error)
         return 2
     if parsed.json:
         print(json.dumps(explanation.as_dict()))

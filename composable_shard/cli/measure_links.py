@@ -15,7 +15,7 @@ from ..planner import measuring, ranks
 from ..planner.link_fit import LinkFit
 from ..planner.measuring import QUICK, Collective, Figure, Measurement, Settings
 from ..planner.ranks import Place, Progress
-from .terminal import Table, count, in_bytes, in_seconds, printable, progress, show
+from .terminal import Table, add_debug, count, in_bytes, in_seconds, printable, progress, say_error, show
 
 NAME = "measure-links"
 DESCRIPTION = """\
@@ -57,6 +57,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=600.0, help="after which all ranks are ended (600)"
     )
+    add_debug(parser)
     parser.set_defaults(command=lambda parsed: _run(parsed, parser))
 
 
@@ -74,7 +75,7 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         sys.stderr.write(f"{parser.prog}: interrupted\n")
         return _INTERRUPTED
     except (ComposableShardError, OSError) as error:
-        sys.stderr.write(f"{parser.prog}: {printable(str(error))}\n")
+        say_error(parser, parsed, error)
         return 2 if isinstance(error, ShardConfigError) else 1
     return 0
 

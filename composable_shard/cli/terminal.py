@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -78,6 +79,29 @@ def in_seconds(seconds: float) -> str:
         if seconds >= factor:
             return f"{seconds / factor:.3g} {unit}"
     return f"{seconds * 1e6:.3g} µs"
+
+
+def add_debug(parser: argparse.ArgumentParser) -> None:
+    """Let a command know of ``--debug``, which `say_error` heeds."""
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def say_error(parser: argparse.ArgumentParser, parsed: argparse.Namespace, error: Exception, text: str = "") -> None:
+    """Say in one line why a command has failed, or in an object of JSON; to be called where the error was caught.
+
+    Args:
+        parser: of the command.
+        parsed: with ``--debug`` the error is raised again.
+        error: whose text it is.
+        text: another one.
+    """
+    if parsed.debug:
+        raise error
+    message = printable(text or str(error))
+    if getattr(parsed, "json", False) is True:
+        print(json.dumps({"error": type(error).__name__, "message": message}))
+    else:
+        sys.stderr.write(f"{parser.prog}: {message}\n")
 
 
 def size(text: str) -> int:

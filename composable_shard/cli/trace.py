@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from .._errors import ComposableShardError
 from .program import NotFoundError, described, output_aside, run_program
-from .terminal import printable
+from .terminal import add_debug, printable, say_error
 
 NAME = "trace"
 DESCRIPTION = """\
@@ -48,7 +47,7 @@ def add_command(commands: Any) -> None:
     add("--out", type=Path, default=Path("trace"), metavar="DIR", help="where files are written (default: trace)")
     add("--install", action="store_true", help="this library in the place of FSDP2, as `run` does")
     add("--json", action="store_true", help="print one object of JSON")
-    add("--debug", action="store_true", help="show the traceback of a script that fails")
+    add_debug(parser)
     parser.set_defaults(command=lambda parsed: _run(parsed, parser))
 
 
@@ -68,10 +67,8 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         with output_aside():
             models = capture(lambda: run_program(name, passed_on, parsed.is_module), folder, parsed.step, writes)
     except Exception as error:
-        if parsed.debug:
-            raise
-        what = str(error) if isinstance(error, (ComposableShardError, NotFoundError)) else described(error)
-        sys.stderr.write(f"{parser.prog}: {printable(what)}\n")
+        ours = isinstance(error, (ComposableShardError, NotFoundError))
+        say_error(parser, parsed, error, "" if ours else described(error))
         return 2
     if parsed.json and writes:
         written = [{"model": each.model, "folder": str(each.folder), "files": each.files} for each in models]

@@ -86,7 +86,9 @@ class Shape:
         if text in NAMED:
             return NAMED[text]
         try:
-            pairs = dict(part.split("=", 1) for part in text.split(","))
+            pairs = dict(part.split("=", 1) for part in text.split(",") if "=" in part)
+            if len(pairs) <= text.count(","):
+                raise ValueError("it is no name, and not all of it has the form name=number")
             numbers = {name.strip().replace("-", "_"): int(value) for name, value in pairs.items()}
             tied = bool(numbers.pop("tied", 0))
             return cls(**numbers, tied=tied)

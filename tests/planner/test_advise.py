@@ -73,7 +73,7 @@ def test_shapes_are_named_spelt_and_read_from_configurations(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": "lama"}, "'lama' is no shape .* Give one of gpt2-124m"),
+        ({"model": "lama"}, "'lama' is no shape .it is no name, and .* name=number.* Give one of gpt2-124m"),
         ({"model": "layers=2,width=10,heads=3,vocabulary=9,sequence=8"}, "width=10 is no multiple of heads=3"),
         ({"model": "no_such_module:build", "sequence": 8}, "cannot be imported: No module named"),
         ({"model": build}, "sequence: give the tokens of a sequence"),

@@ -20,6 +20,7 @@ from _blocks import Transformer, next_token_loss
 from composable_shard import testing
 from composable_shard._torch.tracing import is_fake, shapes_apart
 from composable_shard.cli import main as command_line
+from composable_shard.cli.program import NotFoundError
 from composable_shard.planner.live import LiveBytes
 from composable_shard.planner.rehearsal import rehearse
 
@@ -267,3 +268,5 @@ def test_bad_arguments_are_one_line_that_says_which(arguments, said, capsys):
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+    with pytest.raises((cs.ShardConfigValueError, NotFoundError)):
+        command_line.main(["estimate", "--debug", *arguments])
