@@ -22,8 +22,9 @@ import _launch
 import _report
 from composable_shard.planner import KNOWN, NAMED, Layout, Machine, Shape, Strategy
 from composable_shard.planner.advise import Planner
+from composable_shard.planner.precision import PRECISIONS
 from composable_shard.planner.rehearsal import rehearse_source
-from composable_shard.planner.sources import PRECISIONS, source_of
+from composable_shard.planner.sources import source_of
 
 PARTS = ("traces", "gloo", "published")
 CHECKPOINTING = ("none", "selective", "full")

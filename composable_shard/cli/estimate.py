@@ -105,8 +105,9 @@ def _of_program(parsed: argparse.Namespace) -> Rehearsal:
 
 
 def _of_model(parsed: argparse.Namespace) -> Rehearsal:
+    from ..planner.precision import precision_of
     from ..planner.rehearsal import rehearse_source
-    from ..planner.sources import precision_of, source_of
+    from ..planner.sources import source_of
     from ..planner.strategies import strategy_named
 
     import_from_here()

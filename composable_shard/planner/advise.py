@@ -13,9 +13,10 @@ from .._plan.plan import ShardPlan
 from .checkpointing import CHECKPOINTING
 from .machine import KNOWN, Link, Machine
 from .memory import Memory, memory_of
+from .precision import Precision, precision_of
 from .profile import Profile
 from .shape import Shape
-from .sources import Precision, Source, precision_of, source_of
+from .sources import Source, source_of
 from .strategies import Strategy, held_bytes, moved_bytes, plan_of, reducing, shard_bytes, strategies
 from .timing import Time, compute_seconds, time_of
 

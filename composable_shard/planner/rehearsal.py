@@ -38,8 +38,9 @@ from .._wrap import shard_auto
 from .checkpointing import checkpoint_modules
 from .live import LiveBytes
 from .memory import Bytes
+from .precision import Precision
 from .profile import materialize
-from .sources import Precision, Source, named_blocks, parallelize
+from .sources import Source, named_blocks, parallelize
 from .strategies import Layout, Strategy
 
 _STEPS = 3

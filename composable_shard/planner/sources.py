@@ -19,63 +19,17 @@ from .. import testing
 from .._api import fully_shard, make_plan
 from .._errors import ShardConfigTypeError, ShardConfigValueError
 from .._plan.plan import ShardPlan
-from .._policies import MixedPrecisionPolicy
 from .._torch.tracing import shapes_apart
 from .._wrap import repeated_blocks
 from . import decoder
 from .checkpointing import Checkpointing, checkpoint_modules
+from .precision import Precision
 from .profile import Profile, materialize, profile, repeated
 from .shape import NAMED, Shape
 
 Step = Callable[[nn.Module, int], Tensor]  # a model and a number of sequences; gives the loss
 Made = nn.Module | tuple[nn.Module, Step]
 _TRACED_LAYERS = 3  # of a shape, whose further ones are as the second
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """Dtypes of parameters.
-
-    Attributes:
-        name: for users.
-        stored: as the optimizer has them.
-        compute: in forward and backward.
-        reduce: of gradients on their way.
-    """
-
-    name: str
-    stored: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
-
-    @property
-    def policy(self) -> MixedPrecisionPolicy:
-        """The policy to shard with."""
-        compute = None if self.compute == self.stored else self.compute
-        reduce = None if self.reduce == self.compute else self.reduce
-        return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-
-
-PRECISIONS = {
-    each.name: each
-    for each in (
-        Precision("float32", torch.float32, torch.float32, torch.float32),
-        Precision("bfloat16-mixed", torch.float32, torch.bfloat16, torch.float32),
-        Precision("float16-mixed", torch.float32, torch.float16, torch.float32),
-        Precision("bfloat16", torch.bfloat16, torch.bfloat16, torch.bfloat16),
-    )
-}
-
-
-def precision_of(name: str) -> Precision:
-    """The precision of a name.
-
-    Raises:
-        ShardConfigValueError: there is none.
-    """
-    if name not in PRECISIONS:
-        raise ShardConfigValueError(f"precision: {name!r} is none of {', '.join(PRECISIONS)}")
-    return PRECISIONS[name]
 
 
 @dataclass(frozen=True)

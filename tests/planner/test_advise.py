@@ -22,9 +22,10 @@ from composable_shard.cli.terminal import size
 from composable_shard.planner import KNOWN, NAMED, Layout, Link, Machine, Shape, Strategy, advise, text
 from composable_shard.planner.advise import Planner
 from composable_shard.planner.decoder import Decoder
+from composable_shard.planner.precision import PRECISIONS
 from composable_shard.planner.profile import BACKWARD, FORWARD, materialize, profile
 from composable_shard.planner.rehearsal import rehearse_source
-from composable_shard.planner.sources import PRECISIONS, source_of
+from composable_shard.planner.sources import source_of
 from composable_shard.planner.timing import ring, sent
 
 SMALL = Shape(layers=5, width=64, heads=4, vocabulary=256, sequence=64, key_value_heads=2)
