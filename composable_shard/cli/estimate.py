@@ -128,11 +128,15 @@ def tables(seen: Rehearsal) -> list[Table]:
         ("together", peak.total),
     )
     rows = [(name, in_bytes(nbytes), f"{nbytes / max(1, peak.total):.0%}") for name, nbytes in kinds]
-    phase = {"forward": "in the forward", "backward": "in the backward", "optimizer": "in the optimizer"}[seen.phase]
+    phase = {"forward": "before the backward", "backward": "in the backward", "optimizer": "in the optimizer"}[
+        seen.phase
+    ]
     notes = [
         f"{count(seen.steps, 'step')} ran; an allocator of a device reserves more than tensors take: see advise",
         *(f"{name} depends on values, and was taken to be as large as it can be" for name in seen.guessed),
     ]
+    if (seen.step, seen.phase) == (1, "forward"):
+        notes.append("a model that is whole before it is sharded may be the most; make it on meta, and it is not")
     if seen.steps == 1:
         notes.append("the program has ended itself; a second step begins with the optimizer's state and takes more")
     return [

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import checkpoint, testing
 from .._errors import ShardConfigStateError, ShardConfigValueError
-from .._status import living_roots, stats
+from .._memory.slots import Slot
 from .._torch.core import current_backward, tree_tensors
 from .._torch.tracing import CONSTRUCTORS, ProgramMode, depends_on_values, is_fake, shapes_apart, with_ones, with_values
 from .._wrap import shard_auto
@@ -189,7 +189,7 @@ class _Watch:
     def _where(self) -> tuple[int, str]:
         if self._is_stepping:
             return self._steps, "optimizer"
-        return self._steps + 1, "forward" if current_backward() is None else "backward"
+        return self._steps + 1, "forward" if current_backward() < 0 else "backward"
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizers.add(optimizer)
@@ -216,7 +216,7 @@ class _Watch:
         gradients = counter.bytes_at_peak([each.grad for each in stored if each.grad is not None])
         states = tree_tensors([list(each.state.values()) for each in self._optimizers])
         kept, moments = counter.bytes_at_peak(stored), counter.bytes_at_peak(states)
-        pool = sum(int(stats(each).get("pool/held_bytes", 0)) for each in living_roots())
+        pool = counter.bytes_at_peak([each.typed(torch.uint8) for each in gc.get_objects() if type(each) is Slot])
         rest = counter.peak - kept - moments - gradients - pool
         self._peak = Bytes(kept, moments, gradients, rest, pool)
 

@@ -321,6 +321,7 @@ def test_text_that_is_too_short_and_checkpoints_of_another_model_are_refused(ran
         on_rank(rank, world, [*FEW, *where, "--lora", "2"])
 
 
+@pytest.mark.matrix
 def test_auto_takes_what_advise_recommends_and_says_why(tmp_path, capsys):
     machine = tmp_path / "machine.json"
     chosen = {}
@@ -348,6 +349,7 @@ def start(folder, *arguments):
     return _launched.start(SCRIPT, *arguments, cwd=folder, env={**os.environ, "PYTHONPATH": path})
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(240)
 def test_the_command_trains_on_a_folder_and_writes_text(tmp_path):
     process = start(tmp_path, *FEW, "--data", texts(tmp_path), "--sample", "8", "--prompt", "It was")
