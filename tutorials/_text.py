@@ -99,10 +99,11 @@ def texts_of(folder: Path | None, suffixes: str) -> Iterator[tuple[str, bytes]]:
 def read_text(texts: Iterable[tuple[str, bytes]], tokenizer: Tokenizer) -> Text:
     """Tokens of named texts, the same split on every rank and in every run.
 
-    Of many files about one in twenty is held out, chosen by its name; of few, the last twentieth of each.
+    Of many files about one in twenty is held out, chosen by its name; of few, or where no name is chosen, the last
+    twentieth of each.
     """
     named = [(name, text) for name, text in texts if text]
-    by_name = len(named) >= _MANY
+    by_name = len(named) >= _MANY and any(is_held_out(name, _SHARE) for name, _ in named)
     train, held_out, held_out_bytes = [], [], 0.0
     for name, text in named:
         numbers = tokenizer.encode(text)

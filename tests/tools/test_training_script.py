@@ -215,6 +215,8 @@ def test_of_few_files_the_end_is_held_out_and_of_many_whole_files(tmp_path):
     parts = [set(bytes(part.tolist()).split()) for part in (many.train, many.held_out)]
     assert not parts[0] & parts[1]
     assert 0 < len(parts[1]) < 12
+    unlucky = read_text([(f"{number}.txt", b"words " * 20) for number in range(1, 46)], BYTES)  # no name is chosen
+    assert len(unlucky.held_out) == 45 * (121 // 20)
 
 
 # --------------------------------------------------------------------------------------- figures
