@@ -197,6 +197,7 @@ def test_it_is_taken_while_parameters_are_unsharded(rank, world):
     assert_same_state(cs.full_optimizer_state_dict(model, optimizer, rank0_only=False), expected)
 
 
+@pytest.mark.matrix
 @distributed(world=4)
 def test_factored_state_over_replicas_and_tensor_parallel_state(rank, world):
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module

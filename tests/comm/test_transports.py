@@ -296,6 +296,7 @@ def test_weights_of_any_dtype_are_gathered_bit_for_bit(rank, world, dtype, mixed
     assert all(torch.equal(first, each) for each in outputs.values())
 
 
+@pytest.mark.matrix
 @distributed(world=2)
 def test_weights_of_eight_bits_are_gathered_in_compiled_graphs_as_well(rank, world):
     class Scaled(Quantised):

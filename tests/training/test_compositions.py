@@ -145,6 +145,7 @@ backward mmRwGwmmmmRwGwmmmmmmmmRwAwAwAwAwAGwAwAwAww
 # ---- long sequences
 
 
+@pytest.mark.matrix
 def test_a_step_of_32768_tokens_is_planned_and_traced_without_memory():
     """Sequence parallel and checkpointed layers, at the sizes of a model of 7 billion parameters but for its layers."""
     with testing.fake(8, mesh={"dp": 4, "tp": 2}) as world, FakeTensorMode():

@@ -271,6 +271,7 @@ def compiled(rank, world):
     return three_steps(rank, Net(), shard_both_ways, lambda rank, step: (batch(mesh.get_local_rank("dp"), step),))
 
 
+@pytest.mark.matrix
 def test_one_forward_and_one_backward_graph_have_the_bits_of_eager():
     assert_expected_inline(
         graphs_of(compiled, world=4),
