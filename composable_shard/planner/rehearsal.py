@@ -28,11 +28,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
 from .. import checkpoint, testing
 from .._errors import ShardConfigStateError, ShardConfigValueError
 from .._memory.slots import Slot
-from .._torch.core import current_backward, tree_tensors
+from .._torch.core import address_of, current_backward, tree_tensors
 from .._torch.tracing import CONSTRUCTORS, ProgramMode, depends_on_values, is_fake, shapes_apart, with_ones, with_values
 from .._wrap import shard_auto
 from .checkpointing import checkpoint_modules
@@ -277,8 +278,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """In the place of what is already done, or shall not be."""
 
 
-_compile, _new_group = torch.compile, dist.new_group
-_format, _numpy = torch.Tensor.__format__, torch.Tensor.numpy
+_compile, _new_group, _iterator = torch.compile, dist.new_group, DataLoader._get_iterator
+_format, _numpy, _data_ptr = torch.Tensor.__format__, torch.Tensor.numpy, torch.Tensor.data_ptr
 
 
 def _fake_subgroup(ranks: list[int] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -302,12 +303,23 @@ def _numpy_of_fakes(tensor: torch.Tensor, *, force: bool = False) -> Any:
     return with_values(_numpy, tensor) if is_fake(tensor) else _numpy(tensor, force=force)
 
 
+def _address_of_fakes(tensor: torch.Tensor) -> int:
+    """Tells tensors apart that have no memory, by which some programs find them again."""
+    return address_of(tensor) if is_fake(tensor) else _data_ptr(tensor)
+
+
 def _format_of_fakes(tensor: torch.Tensor, spec: str) -> str:
     return format(tensor.item(), spec) if is_fake(tensor) and not tensor.dim() else str(_format(tensor, spec))  # type: ignore[no-untyped-call]
 
 
 def _compile_by_nothing(model: Any = None, **settings: Any) -> Any:
     return _compile(model, backend="eager", disable=settings.get("disable", False))
+
+
+def _iterator_without_workers(loader: DataLoader[Any]) -> Any:
+    """Makes batches in this process, as fake tensors cannot be handed from one to another."""
+    with mock.patch.multiple(loader, num_workers=0, timeout=0):
+        return _iterator(loader)
 
 
 def _step_unscaled(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -323,8 +335,10 @@ _INSTEAD: tuple[tuple[Any, str, Any], ...] = (
     (dist, "broadcast_object_list", _nothing),
     (dist, "scatter_object_list", _first_object),
     (torch.Tensor, "numpy", _numpy_of_fakes),
+    (torch.Tensor, "data_ptr", _address_of_fakes),
     (torch.Tensor, "__format__", _format_of_fakes),
     (torch, "compile", _compile_by_nothing),
+    (DataLoader, "_get_iterator", _iterator_without_workers),
     (torch.amp.GradScaler, "step", _step_unscaled),
     (torch, "save", _nothing),
     (dcp, "save", _nothing),

@@ -113,11 +113,17 @@ class Source:
         return decoder.loss_of(model, torch.zeros(sequences, self.sequence + 1, dtype=torch.int64))
 
     def _default_step(self, model: nn.Module, sequences: int) -> Tensor:
-        """A language model's step: one of Hugging Face computes its loss itself."""
-        if "labels" not in inspect.signature(model.forward).parameters:
+        """A language model's step: one of Hugging Face computes its loss itself.
+
+        It is asked for no cache of keys and values, for which training has no use, and which the second forward of a
+        checkpointed block would lengthen.
+        """
+        names = inspect.signature(model.forward).parameters
+        if "labels" not in names:
             return self.step_of_decoder(model, sequences)
         tokens = torch.zeros(sequences, self.sequence, dtype=torch.int64)
-        return model(input_ids=tokens, labels=tokens).loss  # type: ignore[no-any-return]
+        caches = {"use_cache": False} if "use_cache" in names else {}
+        return model(input_ids=tokens, labels=tokens, **caches).loss  # type: ignore[no-any-return]
 
 
 def source_of(model: Any, sequence: int | None = None, adapters: int = 0) -> Source:
