@@ -27,14 +27,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader
 
 from .. import checkpoint, testing
 from .._errors import ShardConfigStateError, ShardConfigValueError
 from .._memory.slots import Slot
-from .._torch.core import address_of, current_backward, tree_tensors
-from .._torch.tracing import CONSTRUCTORS, ProgramMode, depends_on_values, is_fake, shapes_apart, with_ones, with_values
+from .._torch.core import current_backward, tree_tensors
+from .._torch.tracing import Guesses, ProgramMode, is_fake, seen_as_real, with_values
 from .._wrap import shard_auto
 from .checkpointing import checkpoint_modules
 from .live import LiveBytes
@@ -139,7 +137,7 @@ def _rehearsed(program: Callable[[_Watch], object], ranks: int, steps: int) -> R
     if steps < 1:
         raise ShardConfigValueError(f"steps: a rehearsal has 1 or more, got {steps}")
     watch, mode = _Watch(steps), ProgramMode()
-    guesses = _Guesses(mode)
+    guesses = Guesses(mode)
     with _world(ranks), watch.hooked(), mode, watch.counter, guesses:
         try:
             program(watch)
@@ -230,35 +228,6 @@ def _parameters(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
     return list({id(each): each for each in stored if each is not None}.values())
 
 
-class _Guesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives a program that asks for values of fake tensors some that are not so."""
-
-    def __init__(self, mode: ProgramMode) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operators: set[str] = set()
-        self._mode = mode
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func._overloadpacket in CONSTRUCTORS:
-            return self._mode.constructed(func, args, kwargs)
-        try:
-            return func(*args, **kwargs)
-        except Exception as error:
-            if not depends_on_values(error):
-                raise
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return _value(args[0])
-        self.operators.add(str(func._overloadpacket))
-        return with_ones(func, args, kwargs)
-
-
-def _value(tensor: torch.Tensor) -> bool | int | float | complex:
-    if tensor.dtype is torch.bool:
-        return False
-    return 1.0 if tensor.is_floating_point() else 1 + 0j if tensor.is_complex() else 1
-
-
 @contextlib.contextmanager
 def _world(ranks: int) -> Iterator[None]:
     """What a program sees that a launcher has started on many devices, and what would need the other ranks."""
@@ -267,7 +236,7 @@ def _world(ranks: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment))
         stack.enter_context(testing.fake(ranks))
-        stack.enter_context(shapes_apart())
+        stack.enter_context(seen_as_real())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for owner, name, instead in _INSTEAD:
             stack.enter_context(mock.patch.object(owner, name, instead))
@@ -278,8 +247,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """In the place of what is already done, or shall not be."""
 
 
-_compile, _new_group, _iterator = torch.compile, dist.new_group, DataLoader._get_iterator
-_format, _numpy, _data_ptr = torch.Tensor.__format__, torch.Tensor.numpy, torch.Tensor.data_ptr
+_compile, _new_group = torch.compile, dist.new_group
+_format, _numpy = torch.Tensor.__format__, torch.Tensor.numpy
 
 
 def _fake_subgroup(ranks: list[int] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -303,23 +272,12 @@ def _numpy_of_fakes(tensor: torch.Tensor, *, force: bool = False) -> Any:
     return with_values(_numpy, tensor) if is_fake(tensor) else _numpy(tensor, force=force)
 
 
-def _address_of_fakes(tensor: torch.Tensor) -> int:
-    """Tells tensors apart that have no memory, by which some programs find them again."""
-    return address_of(tensor) if is_fake(tensor) else _data_ptr(tensor)
-
-
 def _format_of_fakes(tensor: torch.Tensor, spec: str) -> str:
     return format(tensor.item(), spec) if is_fake(tensor) and not tensor.dim() else str(_format(tensor, spec))  # type: ignore[no-untyped-call]
 
 
 def _compile_by_nothing(model: Any = None, **settings: Any) -> Any:
     return _compile(model, backend="eager", disable=settings.get("disable", False))
-
-
-def _iterator_without_workers(loader: DataLoader[Any]) -> Any:
-    """Makes batches in this process, as fake tensors cannot be handed from one to another."""
-    with mock.patch.multiple(loader, num_workers=0, timeout=0):
-        return _iterator(loader)
 
 
 def _step_unscaled(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -335,10 +293,8 @@ _INSTEAD: tuple[tuple[Any, str, Any], ...] = (
     (dist, "broadcast_object_list", _nothing),
     (dist, "scatter_object_list", _first_object),
     (torch.Tensor, "numpy", _numpy_of_fakes),
-    (torch.Tensor, "data_ptr", _address_of_fakes),
     (torch.Tensor, "__format__", _format_of_fakes),
     (torch, "compile", _compile_by_nothing),
-    (DataLoader, "_get_iterator", _iterator_without_workers),
     (torch.amp.GradScaler, "step", _step_unscaled),
     (torch, "save", _nothing),
     (dcp, "save", _nothing),

@@ -19,7 +19,7 @@ from .. import testing
 from .._api import fully_shard, make_plan
 from .._errors import ShardConfigTypeError, ShardConfigValueError
 from .._plan.plan import ShardPlan
-from .._torch.tracing import shapes_apart
+from .._torch.tracing import Guesses, ProgramMode, seen_as_real
 from .._wrap import repeated_blocks
 from . import decoder
 from .checkpointing import Checkpointing, checkpoint_modules
@@ -61,7 +61,8 @@ class Source:
         """
         small = self.shape is not None and self.shape.layers > _TRACED_LAYERS
         layers = _TRACED_LAYERS if small else None
-        with testing.fake(tensor) as world, shapes_apart(), FakeTensorMode():
+        mode = ProgramMode()
+        with testing.fake(tensor) as world, seen_as_real(), mode, Guesses(mode):
             model, step = self.made(layers)
             if tensor > 1:
                 parallelize(model, world.mesh)

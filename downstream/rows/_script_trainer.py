@@ -33,7 +33,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads))
     arguments = TrainingArguments(
         output_dir="out",
-        per_device_train_batch_size=4,
+        per_device_train_batch_size=16,
         max_steps=int(sys.argv[1]),
         logging_steps=1,
         save_strategy="no",
