@@ -1,6 +1,6 @@
 """A script as users have it: a loop around a model of Transformers that recomputes activations, sharded by FSDP2.
 
-    torchrun --nproc-per-node 2 _script_loop.py STEPS
+torchrun --nproc-per-node 2 _script_loop.py STEPS
 """
 
 import sys

@@ -1,6 +1,6 @@
 """A script as users have it: a Trainer of Transformers that shards by FSDP2. Rows estimate, count and trace it.
 
-    torchrun --nproc-per-node 2 _script_trainer.py STEPS
+torchrun --nproc-per-node 2 _script_trainer.py STEPS
 """
 
 import os
