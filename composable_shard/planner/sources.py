@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -123,8 +123,14 @@ class Source:
         if "labels" not in names:
             return self.step_of_decoder(model, sequences)
         tokens = torch.zeros(sequences, self.sequence, dtype=torch.int64)
-        caches = {"use_cache": False} if "use_cache" in names else {}
+        caches = {"use_cache": False} if _may_cache(model, names) else {}
         return model(input_ids=tokens, labels=tokens, **caches).loss  # type: ignore[no-any-return]
+
+
+def _may_cache(model: nn.Module, names: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether a model takes `use_cache`, by its name or, as models of PEFT, to pass it on."""
+    passes_on = any(each.kind is each.VAR_KEYWORD for each in names.values())
+    return "use_cache" in names or (passes_on and bool(getattr(getattr(model, "config", None), "use_cache", False)))
 
 
 def source_of(model: Any, sequence: int | None = None, adapters: int = 0) -> Source:

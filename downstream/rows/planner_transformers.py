@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from _launchers import TORCHRUN, launched_by
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import composable_shard as cs
 from _rows import OURS, Rows, Run
 from composable_shard.planner import KNOWN
-from composable_shard.planner.rehearsal import rehearse_source
 from composable_shard.planner.precision import PRECISIONS
+from composable_shard.planner.rehearsal import rehearse_source
 from composable_shard.planner.sources import source_of
 from composable_shard.planner.strategies import strategy_named
 
 rows = Rows(
     "advise, estimate and trace, with Transformers",
     environment="transformers5",
-    versions=("transformers", "accelerate"),
+    versions=("transformers", "accelerate", "peft"),
 )
 
 SCRIPTS = Path(__file__).parent
@@ -39,24 +42,38 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
 
 
+def adapted() -> nn.Module:
+    return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+
+
 def check_close(what: str, estimated: int, counted: int) -> None:
     if abs(estimated - counted) > CLOSE * counted:
         raise AssertionError(f"{what}: estimated {estimated:,} bytes, counted {counted:,}")
 
 
+def compare(run: Run, make: Callable[[], nn.Module], checkpointings: tuple[Any, ...]) -> None:
+    """What `advise` says beside steps that run with fake tensors."""
+    machine = replace(KNOWN["h100"], backend="fake")  # whose collectives need no more memory, as in a rehearsal
+    advice = cs.advise(make, devices=8, machine=machine, batch=4, sequence=128, precision="float32")
+    estimated = {each.strategy: each.memory.peak for each in advice.estimates}
+    for checkpointing in checkpointings:
+        strategy = strategy_named("zero3", 8, checkpointing)
+        counted = rehearse_source(source_of(make, 128), strategy, PRECISIONS["float32"], 4).peak
+        check_close(str(strategy), estimated[strategy].total, counted.total)
+        run.note(f"parameters, {strategy}", [estimated[strategy].parameters, counted.parameters])
+
+
 @rows("advise of a Llama with grouped heads, with and without checkpoints: within 5 % of steps that run", **SETTINGS)
 def advised(run: Run) -> None:
-    machine = replace(KNOWN["h100"], backend="fake")  # whose collectives need no more memory, as in a rehearsal
-    advice = cs.advise(llama, devices=8, machine=machine, batch=4, sequence=128, precision="float32")
-    found = {each.strategy: each.memory.peak for each in advice.estimates}
-    for checkpointing in ("none", "full"):
-        strategy = strategy_named("zero3", 8, checkpointing)
-        counted = rehearse_source(source_of(llama, 128), strategy, PRECISIONS["float32"], 4).peak
-        check_close(str(strategy), found[strategy].total, counted.total)
-        run.note(f"parameters, {strategy}", [found[strategy].parameters, counted.parameters])
+    compare(run, llama, ("none", "full"))
 
 
-def commands(run: Run, script: str) -> None:
+@rows("advise of a Llama with adapters of PEFT: within 5 % of steps that run", **SETTINGS)
+def advised_with_adapters(run: Run) -> None:
+    compare(run, adapted, ("full",))
+
+
+def estimate_and_count(run: Run, script: str) -> None:
     """The estimate of a script on two devices, and what its tensors take on two ranks of gloo."""
     command = [sys.executable, "-m", "composable_shard", "estimate", "--json", "--devices", "2"]
     command += ["--install"] if run.side == OURS else []
@@ -74,12 +91,12 @@ def commands(run: Run, script: str) -> None:
 
 @rows("estimate of a script with Trainer and FSDP2: within 5 % of two ranks", **SETTINGS)
 def trainer(run: Run) -> None:
-    commands(run, "_script_trainer.py")
+    estimate_and_count(run, "_script_trainer.py")
 
 
 @rows("estimate of a loop with recomputed activations and workers of a DataLoader: within 5 % of two ranks", **SETTINGS)
 def loop(run: Run) -> None:
-    commands(run, "_script_loop.py")
+    estimate_and_count(run, "_script_loop.py")
 
 
 @rows("trace of a script with Trainer: files of a step (torch's side runs the script alone)", **SETTINGS)
