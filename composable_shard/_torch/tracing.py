@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -16,9 +17,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
 from torch.utils.flop_counter import flop_registry
+
+from .core import address_of
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 # Attention that torch does not count, with the index of its queries among the arguments.
@@ -125,9 +129,52 @@ def with_values(function: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -
         return function(torch.ones(tensor.shape, dtype=tensor.dtype) if known is None else known)
 
 
-def depends_on_values(error: Exception) -> bool:
-    """Whether an operator on fake tensors has failed because its output depends on the values of tensors."""
-    return isinstance(error, (DynamicOutputShapeException, DataDependentOutputException))
+class Guesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives a program that asks for values of fake tensors some that are not so.
+
+    Numbers are 1, conditions are false, masks choose all.
+
+    Args:
+        mode: in which the program runs.
+
+    Attributes:
+        operators: whose outputs depend on values, and were taken to be as large as they can be.
+    """
+
+    def __init__(self, mode: ProgramMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: set[str] = set()
+        self._mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._overloadpacket in CONSTRUCTORS:
+            return self._mode.constructed(func, args, kwargs)
+        try:
+            return func(*args, **kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            pass
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _value(args[0])
+        self.operators.add(str(func._overloadpacket))
+        return _with_ones(func, args, kwargs)
+
+
+def _value(tensor: torch.Tensor) -> bool | int | float | complex:
+    if tensor.dtype is torch.bool:
+        return False
+    return 1.0 if tensor.is_floating_point() else 1 + 0j if tensor.is_complex() else 1
+
+
+def _with_ones(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator gives for real tensors of ones, in the place of fake ones; as fake tensors.
+
+    Masks of ones choose all, so that outputs of a size that depends on values are as large as they can be.
+    """
+    with _disable_current_modes():
+        given = tree_map_only(torch.Tensor, lambda each: torch.ones(each.shape, dtype=each.dtype), (args, kwargs))
+        out = func(*given[0], **given[1])
+    return tree_map_only(torch.Tensor, lambda each: torch.empty(each.shape, dtype=each.dtype), out)
 
 
 @contextlib.contextmanager
@@ -144,12 +191,42 @@ def shapes_apart() -> Iterator[None]:
         yield
 
 
-def with_ones(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator gives for real tensors of ones, in the place of fake ones; as fake tensors.
+class _SeenByTorch(type):
+    """Of a class of which fake tensors are instances, if torch asks."""
 
-    Masks of ones choose all, so that outputs of a size that depends on values are as large as they can be.
+    def __instancecheck__(cls, value: object) -> bool:
+        asks = str(sys._getframe(1).f_globals.get("__name__"))
+        return isinstance(value, FakeTensor) and asks.partition(".")[0] == "torch"
+
+
+class _Unseen(metaclass=_SeenByTorch):
+    """In the place of `FakeTensor`."""
+
+
+_data_ptr, _iterator = torch.Tensor.data_ptr, DataLoader._get_iterator
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return address_of(tensor) if is_fake(tensor) else _data_ptr(tensor)
+
+
+def _iterator_without_workers(loader: DataLoader[Any]) -> Any:
+    with mock.patch.multiple(loader, num_workers=0, timeout=0):
+        return _iterator(loader)
+
+
+@contextlib.contextmanager
+def seen_as_real() -> Iterator[None]:
+    """A program does with fake tensors as with real ones, also where it would look.
+
+    It does not learn that they are fake, as Transformers does to choose its attention without looking at masks. They
+    have addresses that tell them apart, by which Accelerate finds parameters again. And `DataLoader` makes batches in
+    this process: they could not be sent from another one.
     """
-    with _disable_current_modes():
-        given = tree_map_only(torch.Tensor, lambda each: torch.ones(each.shape, dtype=each.dtype), (args, kwargs))
-        out = func(*given[0], **given[1])
-    return tree_map_only(torch.Tensor, lambda each: torch.empty(each.shape, dtype=each.dtype), out)
+    with (
+        shapes_apart(),
+        mock.patch.object(torch._subclasses, "FakeTensor", _Unseen),
+        mock.patch.object(torch.Tensor, "data_ptr", _address),
+        mock.patch.object(DataLoader, "_get_iterator", _iterator_without_workers),
+    ):
+        yield

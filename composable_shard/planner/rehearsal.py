@@ -27,13 +27,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import checkpoint, testing
 from .._errors import ShardConfigStateError, ShardConfigValueError
 from .._memory.slots import Slot
 from .._torch.core import current_backward, tree_tensors
-from .._torch.tracing import CONSTRUCTORS, ProgramMode, depends_on_values, is_fake, shapes_apart, with_ones, with_values
+from .._torch.tracing import Guesses, ProgramMode, is_fake, seen_as_real, with_values
 from .._wrap import shard_auto
 from .checkpointing import checkpoint_modules
 from .live import LiveBytes
@@ -138,7 +137,7 @@ def _rehearsed(program: Callable[[_Watch], object], ranks: int, steps: int) -> R
     if steps < 1:
         raise ShardConfigValueError(f"steps: a rehearsal has 1 or more, got {steps}")
     watch, mode = _Watch(steps), ProgramMode()
-    guesses = _Guesses(mode)
+    guesses = Guesses(mode)
     with _world(ranks), watch.hooked(), mode, watch.counter, guesses:
         try:
             program(watch)
@@ -229,35 +228,6 @@ def _parameters(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
     return list({id(each): each for each in stored if each is not None}.values())
 
 
-class _Guesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives a program that asks for values of fake tensors some that are not so."""
-
-    def __init__(self, mode: ProgramMode) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operators: set[str] = set()
-        self._mode = mode
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func._overloadpacket in CONSTRUCTORS:
-            return self._mode.constructed(func, args, kwargs)
-        try:
-            return func(*args, **kwargs)
-        except Exception as error:
-            if not depends_on_values(error):
-                raise
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return _value(args[0])
-        self.operators.add(str(func._overloadpacket))
-        return with_ones(func, args, kwargs)
-
-
-def _value(tensor: torch.Tensor) -> bool | int | float | complex:
-    if tensor.dtype is torch.bool:
-        return False
-    return 1.0 if tensor.is_floating_point() else 1 + 0j if tensor.is_complex() else 1
-
-
 @contextlib.contextmanager
 def _world(ranks: int) -> Iterator[None]:
     """What a program sees that a launcher has started on many devices, and what would need the other ranks."""
@@ -266,7 +236,7 @@ def _world(ranks: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment))
         stack.enter_context(testing.fake(ranks))
-        stack.enter_context(shapes_apart())
+        stack.enter_context(seen_as_real())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for owner, name, instead in _INSTEAD:
             stack.enter_context(mock.patch.object(owner, name, instead))

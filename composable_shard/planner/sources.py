@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from .. import testing
 from .._api import fully_shard, make_plan
 from .._errors import ShardConfigTypeError, ShardConfigValueError
 from .._plan.plan import ShardPlan
-from .._torch.tracing import shapes_apart
+from .._torch.tracing import Guesses, ProgramMode, seen_as_real
 from .._wrap import repeated_blocks
 from . import decoder
 from .checkpointing import Checkpointing, checkpoint_modules
@@ -61,7 +61,8 @@ class Source:
         """
         small = self.shape is not None and self.shape.layers > _TRACED_LAYERS
         layers = _TRACED_LAYERS if small else None
-        with testing.fake(tensor) as world, shapes_apart(), FakeTensorMode():
+        mode = ProgramMode()
+        with testing.fake(tensor) as world, seen_as_real(), mode, Guesses(mode):
             model, step = self.made(layers)
             if tensor > 1:
                 parallelize(model, world.mesh)
@@ -113,11 +114,23 @@ class Source:
         return decoder.loss_of(model, torch.zeros(sequences, self.sequence + 1, dtype=torch.int64))
 
     def _default_step(self, model: nn.Module, sequences: int) -> Tensor:
-        """A language model's step: one of Hugging Face computes its loss itself."""
-        if "labels" not in inspect.signature(model.forward).parameters:
+        """A language model's step: one of Hugging Face computes its loss itself.
+
+        It is asked for no cache of keys and values, for which training has no use, and which the second forward of a
+        checkpointed block would lengthen.
+        """
+        names = inspect.signature(model.forward).parameters
+        if "labels" not in names:
             return self.step_of_decoder(model, sequences)
         tokens = torch.zeros(sequences, self.sequence, dtype=torch.int64)
-        return model(input_ids=tokens, labels=tokens).loss  # type: ignore[no-any-return]
+        caches = {"use_cache": False} if _may_cache(model, names) else {}
+        return model(input_ids=tokens, labels=tokens, **caches).loss  # type: ignore[no-any-return]
+
+
+def _may_cache(model: nn.Module, names: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether a model takes `use_cache`, by its name or, as models of PEFT, to pass it on."""
+    passes_on = any(each.kind is each.VAR_KEYWORD for each in names.values())
+    return "use_cache" in names or (passes_on and bool(getattr(getattr(model, "config", None), "use_cache", False)))
 
 
 def source_of(model: Any, sequence: int | None = None, adapters: int = 0) -> Source:

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import sys
+import types
 from dataclasses import replace
 
 import pytest
@@ -135,6 +136,31 @@ def test_gradients_of_frozen_parameters_and_of_ties_are_no_activations():
         assert model[0].weight is model[1].weight
         traced = profile(model, {}, lambda: model(torch.ones(1, 64, dtype=torch.bfloat16)).sum(), 1)
     assert traced.segments[-1].rests == 0
+
+
+class HuggingFace(nn.Module):
+    """What the planner knows of a causal model of Transformers: arguments, and the name of its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.embed = nn.Embedding(16, 8)
+
+    def forward(self, input_ids, labels=None, use_cache=True, **kwargs):
+        assert not use_cache  # checkpointed blocks would lengthen it twice
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        if input_ids.diff().ne(1).any() and torch.isnan(hidden.sum()):
+            raise ValueError("not a number")
+        logits = hidden[input_ids >= 0] @ self.embed.weight.t()
+        return types.SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels.flatten()))
+
+
+def test_models_of_language_are_called_as_in_training_and_may_ask_for_values():
+    estimates = advise(HuggingFace, devices=2, sequence=4, precision="float32").estimates
+    assert {each.strategy.checkpointing for each in estimates} == {"none", "selective", "full"}
+    assert all(each.memory.peak.activations > 0 for each in estimates)
 
 
 # ---------------------------------------------------------------------- memory

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -137,6 +138,46 @@ def test_outputs_that_depend_on_values_are_as_large_as_they_can_be():
 
     assert rehearse(lambda: train(checks=choose), steps=1).guessed == ("aten.index", "aten.nonzero")
     assert set(sizes) == {((320,), (320, 2))}
+
+
+def test_programs_take_fake_tensors_for_real_ones():
+    seen = {}
+
+    def look(model, loss):
+        weights = list(model.parameters())
+        addresses = [each.data_ptr() for each in weights]
+        again = [each.data_ptr() for each in model.state_dict().values()]
+        seen.update(
+            apart=len({*addresses}) == len(weights),
+            again=addresses == again,
+            view=model.head.weight[1:].data_ptr() - model.head.weight.data_ptr(),
+            is_fake=isinstance(loss, torch._subclasses.FakeTensor),
+        )
+
+    rehearse(lambda: train(checks=look), steps=1)
+    assert seen == {"apart": True, "again": True, "view": 4 * 64, "is_fake": False}
+    assert isinstance(FakeTensorMode().from_tensor(torch.ones(1)), torch._subclasses.FakeTensor)
+
+
+def test_data_loaders_make_batches_without_workers():
+    def program(**settings):
+        weight = torch.nn.Parameter(torch.zeros(8))
+        optimizer = torch.optim.SGD([weight])
+        data = torch.utils.data.TensorDataset(torch.randn(24, 8))
+        for _ in range(2):
+            for (batch,) in torch.utils.data.DataLoader(data, batch_size=8, **settings):
+                (batch * weight).sum().backward()
+                optimizer.step()
+
+    with_workers = {"num_workers": 1, "timeout": 20, "persistent_workers": True, "prefetch_factor": 3}
+    assert rehearse(lambda: program(**with_workers), steps=5) == rehearse(program, steps=5)
+
+
+def test_pools_of_earlier_programs_do_not_count():
+    kept = []
+    peaks = [rehearse(lambda: train("ours", lambda model, _: kept.append(model)), 4, 1).peak for _ in range(2)]
+    assert peaks[0] == peaks[1]
+    assert peaks[0].unsharded > 0
 
 
 def test_compiled_models_count_as_they_run_without_the_compiler():

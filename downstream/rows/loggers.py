@@ -1,0 +1,176 @@
+"""`log_to` with TensorBoard, Weights & Biases (offline) and JSON lines; what was written is read back.
+
+On torch's side the loop writes by itself, as one does without `log_to`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import wandb
+from _transformer import UNEVEN, loss_of, shard, transformer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+from wandb.proto.wandb_internal_pb2 import Record
+
+import composable_shard as cs
+from _rows import OURS, Rows, Run
+
+rows = Rows("Loggers", environment="loggers", versions=("tensorboard", "wandb"))
+
+Read = dict[int, dict[str, float]]  # by step and name
+OWN = ("step", "time")  # of a line of JSON, beside its figures
+
+
+class Loggers:
+    """All three, on rank 0; the others have none."""
+
+    def __init__(self, run: Run) -> None:
+        self._writes = run.rank == 0
+        if self._writes:
+            self.writer = SummaryWriter("board")
+            self.run = wandb.init(project="rows", mode="offline", dir=".", settings=wandb.Settings(console="off"))
+
+    @property
+    def all(self) -> list[Any] | None:
+        return [self.writer, self.run, "steps.jsonl"] if self._writes else None
+
+    def write(self, figures: dict[str, float], step: int) -> None:
+        if not self._writes:
+            return
+        for name, value in figures.items():
+            self.writer.add_scalar(name, value, step)
+        self.run.log(figures, step=step)
+        with Path("steps.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "time": 0.0, **figures}) + "\n")
+
+    def close(self) -> None:
+        if self._writes:
+            self.writer.close()
+            self.run.finish()
+
+
+def of_tensorboard() -> Read:
+    events = EventAccumulator("board", size_guidance={"scalars": 0})
+    events.Reload()
+    read: Read = {}
+    for name in events.Tags()["scalars"]:
+        for scalar in events.Scalars(name):
+            read.setdefault(scalar.step, {})[name] = scalar.value
+    return read
+
+
+BLOCK, OF_FILE, OF_PART = 1 << 15, 7, struct.Struct("<IHB")  # bytes of a block, and the headers
+WHOLE, LAST = 1, 4  # kinds of parts; others go on
+
+
+def records(path: Path) -> Iterator[Record]:
+    """Of a file of Weights & Biases: a log as of LevelDB, whose parts cross no end of a block."""
+    content, at, record = path.read_bytes(), OF_FILE, b""
+    while at + OF_PART.size <= len(content):
+        if BLOCK - at % BLOCK < OF_PART.size:
+            at += BLOCK - at % BLOCK
+            continue
+        _, length, kind = OF_PART.unpack_from(content, at)
+        at += OF_PART.size + length
+        record += content[at - length : at]
+        if kind in (WHOLE, LAST):
+            yield Record.FromString(record)
+            record = b""
+
+
+def of_wandb() -> Read:
+    read: Read = {}
+    for path in sorted(Path("wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
+        for record in records(path):
+            if record.WhichOneof("record_type") == "history":
+                items = {"/".join(each.nested_key) or each.key: each.value_json for each in record.history.item}
+                figures = {name: json.loads(value) for name, value in items.items() if not name.startswith("_")}
+                read[int(items["_step"])] = figures
+    return read
+
+
+def of_lines() -> Read:
+    lines = [json.loads(line) for line in Path("steps.jsonl").read_text().splitlines()]
+    return {line["step"]: {name: value for name, value in line.items() if name not in OWN} for line in lines}
+
+
+def singles(read: Read) -> Read:
+    """In single precision, in which TensorBoard keeps numbers."""
+    return {
+        step: {name: torch.tensor(value, dtype=torch.float32).item() for name, value in sorted(figures.items())}
+        for step, figures in sorted(read.items())
+    }
+
+
+@rows("TensorBoard, Weights & Biases offline and JSON lines hold the figures given, also of a run that goes on")
+def three(run: Run) -> None:
+    os.environ["WANDB_SILENT"] = "true"
+    dist.init_process_group("gloo")
+    model = shard(transformer(UNEVEN))
+    run.sharded(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given: Read = {}
+    for steps in (range(3), range(3, 5)):
+        loggers = Loggers(run)
+        with by_log(model, loggers, steps.start) if run.side == OURS else by_hand(loggers, steps.start) as log:
+            for step in steps:
+                loss = loss_of(model, step, run.rank)
+                loss.backward()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).full_tensor()
+                optimizer.step()
+                optimizer.zero_grad()
+                optimizer.param_groups[0]["lr"] *= 0.9
+                given[step + 1] = {"train/loss": loss.item(), "train/grad_norm": norm.item(), "lr": 0.1 * 0.9**step}
+                log(loss, norm, given[step + 1]["lr"])
+        loggers.close()
+    run.note("given", list(given.values()))
+    if run.rank == 0:
+        check(run, given)
+    dist.barrier()
+
+
+Log = Callable[[torch.Tensor, torch.Tensor, float], object]
+
+
+@contextmanager
+def by_log(model: nn.Module, loggers: Loggers, done: int) -> Iterator[Log]:
+    with cs.log_to(model, loggers.all, done=done) as log:
+        yield lambda loss, norm, rate: log.step(loss=loss, grad_norm=norm, tokens=18, lr=rate)
+    if log.failures:
+        raise AssertionError(f"loggers have failed {log.failures} times")
+
+
+@contextmanager
+def by_hand(loggers: Loggers, done: int) -> Iterator[Log]:
+    steps = count(done + 1)
+
+    def log(loss: torch.Tensor, norm: torch.Tensor, rate: float) -> None:
+        loggers.write({"train/loss": loss.item(), "train/grad_norm": norm.item(), "lr": rate}, next(steps))
+
+    yield log
+
+
+def check(run: Run, given: Read) -> None:
+    """All three hold what was given, and are alike in all else."""
+    read = {"TensorBoard": of_tensorboard(), "Weights & Biases": of_wandb(), "JSON lines": of_lines()}
+    for name, figures in read.items():
+        if singles(figures) != singles(read["JSON lines"]):
+            raise AssertionError(f"{name}: {figures}, but lines of JSON have {read['JSON lines']}")
+        kept = {step: {key: value for key, value in at.items() if key in given[1]} for step, at in figures.items()}
+        if singles(kept) != singles(given):
+            raise AssertionError(f"{name}: {kept}, but given was {given}")
+    run.note("read", [list(figures) for figures in read.values()])
+    names = {name for figures in read["JSON lines"].values() for name in figures}
+    if run.side == OURS and not {"pool/peak_bytes", "step/seconds", "step/tokens_per_second"} <= names:
+        raise AssertionError(f"nothing of the library is among {names}")
