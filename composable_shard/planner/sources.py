@@ -119,18 +119,18 @@ class Source:
         It is asked for no cache of keys and values, for which training has no use, and which the second forward of a
         checkpointed block would lengthen.
         """
-        names = inspect.signature(model.forward).parameters
+        names = _arguments(model)
         if "labels" not in names:
             return self.step_of_decoder(model, sequences)
         tokens = torch.zeros(sequences, self.sequence, dtype=torch.int64)
-        caches = {"use_cache": False} if _may_cache(model, names) else {}
+        caches = {"use_cache": False} if "use_cache" in names else {}
         return model(input_ids=tokens, labels=tokens, **caches).loss  # type: ignore[no-any-return]
 
 
-def _may_cache(model: nn.Module, names: Mapping[str, inspect.Parameter]) -> bool:
-    """Whether a model takes `use_cache`, by its name or, as models of PEFT, to pass it on."""
-    passes_on = any(each.kind is each.VAR_KEYWORD for each in names.values())
-    return "use_cache" in names or (passes_on and bool(getattr(getattr(model, "config", None), "use_cache", False)))
+def _arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Those of a model's forward, by name; of one that PEFT has adapted, those of the model inside, which get them."""
+    inner = getattr(model, "get_base_model", None)
+    return inspect.signature((inner() if callable(inner) else model).forward).parameters
 
 
 def source_of(model: Any, sequence: int | None = None, adapters: int = 0) -> Source:

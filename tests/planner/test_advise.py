@@ -157,8 +157,23 @@ class HuggingFace(nn.Module):
         return types.SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels.flatten()))
 
 
-def test_models_of_language_are_called_as_in_training_and_may_ask_for_values():
-    estimates = advise(HuggingFace, devices=2, sequence=4, precision="float32").estimates
+class Adapted(nn.Module):
+    """What it knows of one of PEFT."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = HuggingFace()
+
+    def get_base_model(self):
+        return self.inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+@pytest.mark.parametrize("make", [HuggingFace, Adapted])
+def test_models_of_language_are_called_as_in_training_and_may_ask_for_values(make):
+    estimates = advise(make, devices=2, sequence=4, precision="float32").estimates
     assert {each.strategy.checkpointing for each in estimates} == {"none", "selective", "full"}
     assert all(each.memory.peak.activations > 0 for each in estimates)
 
