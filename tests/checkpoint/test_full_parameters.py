@@ -153,6 +153,7 @@ def test_what_is_refused(rank, world):
         cs.full_parameters(empty).__enter__()
 
 
+@pytest.mark.matrix
 @distributed(world=4)
 def test_over_replicas_with_a_recurrent_module(rank, world):
     torch.manual_seed(0)

@@ -176,6 +176,7 @@ def test_ignored_parameters_are_clipped_and_stepped_with_the_sharded_ones(rank, 
             OPTIMIZERS[kind](theirs.parameters()).step()
 
 
+@pytest.mark.matrix
 @distributed(world=4)
 def test_parameters_on_several_meshes_are_clipped_and_stepped_together(rank, world):
     def shard(model, engine):
