@@ -17,7 +17,7 @@ from .precision import Precision, precision_of
 from .profile import Profile
 from .shape import Shape
 from .sources import Source, source_of
-from .strategies import Strategy, held_bytes, moved_bytes, plan_of, reducing, shard_bytes, strategies
+from .strategies import Strategy, held_bytes, moved_bytes, plan_of, pooled, reducing, shard_bytes, strategies
 from .timing import Time, compute_seconds, time_of
 
 _CLOSE = 0.05  # of tokens a second: of strategies that are as close, the simplest, then the smallest is taken
@@ -193,9 +193,10 @@ class Planner:
         profile, base = self._profile(strategy), self._base(layout.tensor)
         plan = plan_of(base, strategy, machine)
         shards = shard_bytes(base, plan)
-        held = held_bytes(strategy, plan, shards, self._cast(base, plan))
+        pool = pooled(strategy, plan)
+        held = held_bytes(strategy, pool, shards, self._cast(base, plan))
         gradients = {fqn: 0 if strategy.offload else trained for fqn, (_, trained) in shards.items()}
-        memory = memory_of(profile, held, gradients, reducing(plan, strategy, machine))
+        memory = memory_of(profile, held, pool, gradients, reducing(plan, strategy, machine))
         stored, trained = (sum(each[index] for each in shards.values()) for index in (0, 1))
         time = time_of(plan, strategy, compute_seconds(profile, machine, layout), machine, trained)
         needed = memory.reserved if machine.streams else memory.peak.total

@@ -1,16 +1,22 @@
 """Bytes of a rank in a step, by kind: those of a trace, those of a plan, and those that follow from shards.
 
 Activations are those of the trace, moment by moment. Gradients grow by a shard with each group whose backward is over.
-The pool of unsharded parameters and of communication is as large as the plan's arena, all the time.
+The pool of unsharded parameters and of communication is as large as the plan's arena, all the time. In the first step
+there is no arena yet, only buffers of one size share memory, and the optimizer has no state.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 
+from .._plan.arena import Lifetime, aligned
 from .._plan.plan import ShardPlan
+from .._plan.schedule import MARKS, Kind
+from .._plan.simulation import live_bytes
 from .profile import BACKWARD, Profile
 
 
@@ -40,6 +46,9 @@ class Bytes:
         return sum(getattr(self, each.name) for each in fields(self))
 
 
+_total = attrgetter("total")
+
+
 @dataclass(frozen=True, slots=True)
 class Reducing:
     """What reductions allocate outside of the pool until they are over.
@@ -59,7 +68,7 @@ class Memory:
 
     Attributes:
         peak: the bytes of each kind when all together are most: what tensors hold.
-        most: most bytes of each kind, at whatever moment.
+        most: most bytes of each kind, at whatever moment: of later steps, or of the first one, if that adds up to more.
     """
 
     peak: Bytes
@@ -69,23 +78,56 @@ class Memory:
     def reserved(self) -> int:
         """Bytes that a caching allocator of an accelerator takes of the device.
 
-        It gives nothing back, and what was freed serves others only on the same stream and at a fitting size. So each
-        kind keeps what it once had: weights, communication and activations are on streams and of sizes of their own.
+        It gives nothing back before it must, and what was freed serves others only on the same stream and at a fitting
+        size. So in a step each kind keeps what it once had: weights, communication and activations are on streams and
+        of sizes of their own.
         """
         return self.most.total
 
 
-def memory_of(profile: Profile, held: Bytes, gradients: Mapping[str, int], reducing: Reducing) -> Memory:
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Bytes of the memory of unsharded parameters and of communication, which keeps its slots.
+
+    Attributes:
+        unsharded: of parameters.
+        communication: beyond them.
+        first: in the first step, of both: by direction and FQN of the group that computes.
+        first_ends: after it.
+    """
+
+    unsharded: int
+    communication: int
+    first: Mapping[tuple[str, str], int]
+    first_ends: int
+
+
+def memory_of(
+    profile: Profile, held: Bytes, pool: Pool | None, gradients: Mapping[str, int], reducing: Reducing
+) -> Memory:
     """The memory of a step.
 
     Args:
         profile: the trace of it.
         held: bytes that are there all the time, those of the pool among them.
+        pool: for what the first step holds; None if nothing is sharded.
         gradients: bytes of each group's gradients once they are reduced, by FQN; "" for the root.
         reducing: what the last reductions hold beyond the pool.
     """
-    moments, waiting = [held], dict.fromkeys(gradients, 0)
-    flying = deque([0], maxlen=reducing.at_once)
+    steps = [[held, *_moments(profile, held, None, gradients, reducing)]]
+    if pool is not None:
+        steps.append([*_moments(profile, replace(held, optimizer=0, communication=0), pool, gradients, reducing)])
+    most = [
+        Bytes(**{each.name: max(getattr(at, each.name) for at in step) for each in fields(Bytes)}) for step in steps
+    ]
+    return Memory(max(itertools.chain(*steps), key=_total), max(most, key=_total))
+
+
+def _moments(
+    profile: Profile, held: Bytes, first: Pool | None, gradients: Mapping[str, int], reducing: Reducing
+) -> Iterator[Bytes]:
+    """The bytes at each moment of a step: of the first one, if `first` is given."""
+    waiting, flying = dict.fromkeys(gradients, 0), deque([0], maxlen=reducing.at_once)
 
     def moment(activations: int) -> Bytes:
         return replace(
@@ -96,24 +138,50 @@ def memory_of(profile: Profile, held: Bytes, gradients: Mapping[str, int], reduc
         )
 
     for segment in profile.segments:
-        moments.append(moment(segment.activations))
+        if first is not None:
+            slots = first.first.get((segment.direction, segment.group), 0)
+            held = replace(held, communication=max(held.communication, slots - held.unsharded))
+        yield moment(segment.activations)
         if segment.direction == BACKWARD and segment.begins and segment.group:
             waiting[segment.group] = gradients[segment.group]
             flying.append(reducing.nbytes[segment.group])
     waiting.update(gradients)
-    moments.append(moment(0))
-    most = Bytes(**{each.name: max(getattr(at, each.name) for at in moments) for each in fields(Bytes)})
-    return Memory(max(moments, key=lambda at: at.total), most)
+    if first is not None:
+        held = replace(held, communication=first.first_ends - held.unsharded)
+    yield moment(0)
 
 
-def pool_bytes(plan: ShardPlan, stays: bool) -> tuple[int, int]:
-    """Bytes of the pool, which keeps its slots from step to step: of unsharded parameters, and beyond them.
+def pool_of(plan: ShardPlan, stays: bool) -> Pool:
+    """The pool of a plan.
 
     Args:
         plan: whose buffers lie in it.
         stays: whether unsharded parameters stay until the optimizer steps.
     """
     predicted = plan.predicted()
+    weights, beside = predicted.weights, plan.arena().nbytes - predicted.weights
     if stays:
-        return sum(group.sizes.weights for group in plan.groups), predicted.landing + predicted.reductions
-    return predicted.weights, plan.arena().nbytes - predicted.weights
+        weights = sum(group.sizes.weights for group in plan.groups)
+        beside = predicted.landing + predicted.reductions
+    sums = _without_arena(plan, stays)
+    first: dict[tuple[str, str], int] = {}
+    done, computes = 0, ("", "")
+    for action in plan.timed():
+        if action.kind in (Kind.FORWARD, Kind.BACKWARD):
+            computes = action.kind.lower(), action.fqn
+        elif action.kind is Kind.REDUCE:
+            computes = "", ""  # by then, what backward needs is gone
+        done += action.kind not in MARKS
+        first[computes] = sums[done]
+    return Pool(weights, beside, first, sums[-1])
+
+
+def _without_arena(plan: ShardPlan, stays: bool) -> list[int]:
+    """Bytes of the pool after so many actions, if only buffers of one size share memory, and none is given back."""
+    steps = len(plan.actions())
+    sizes: dict[int, list[Lifetime]] = {}
+    for life in plan.lifetimes():
+        closed = steps if stays and life.name.startswith("weights ") else life.closed
+        sizes.setdefault(aligned(life.nbytes), []).append(replace(life, closed=closed))
+    live = [itertools.accumulate(live_bytes(each, steps), max) for each in sizes.values()]
+    return [0, *map(sum, zip(*live, strict=True))]

@@ -15,7 +15,7 @@ from .._plan.plan import ShardPlan
 from .._plan.schedule import MAX_REDUCTIONS, Kind
 from .checkpointing import CHECKPOINTING, Checkpointing
 from .machine import Machine
-from .memory import Bytes, Reducing, pool_bytes
+from .memory import Bytes, Pool, Reducing, pool_of
 
 _KEEPS_AFTER_FORWARD = ("ddp", "zero1", "zero2")
 _STAYS = ("ddp", "zero1")
@@ -153,19 +153,22 @@ def shard_bytes(base: ShardPlan, plan: ShardPlan | None) -> dict[str, tuple[int,
     return {each.fqn: (each.shard_bytes, part.shard_bytes) for each, part in zip(groups, trained, strict=True)}
 
 
-def held_bytes(
-    strategy: Strategy, plan: ShardPlan | None, shards: Mapping[str, tuple[int, int]], cast: int = 0
-) -> Bytes:
+def pooled(strategy: Strategy, plan: ShardPlan | None) -> Pool | None:
+    """The pool of a strategy; None if nothing is sharded."""
+    return None if plan is None else pool_of(plan, strategy.name in _STAYS)
+
+
+def held_bytes(strategy: Strategy, pool: Pool | None, shards: Mapping[str, tuple[int, int]], cast: int = 0) -> Bytes:
     """The bytes of a device that are there all the time.
 
     Args:
         strategy: which.
-        plan: of its groups; None if nothing is sharded.
+        pool: of `pooled`.
         shards: of `shard_bytes`.
         cast: bytes of unsharded parameters in the dtype of compute, where there is no plan.
     """
     parameters, trained = (sum(each[index] for each in shards.values()) for index in (0, 1))
-    unsharded, communication = pool_bytes(plan, strategy.name in _STAYS) if plan is not None else (cast, 0)
+    unsharded, communication = (pool.unsharded, pool.communication) if pool is not None else (cast, 0)
     if strategy.offload:
         parameters = trained = 0
     return Bytes(parameters, _MOMENTS * trained, unsharded=unsharded, communication=communication)

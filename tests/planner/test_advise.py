@@ -188,6 +188,7 @@ STRATEGIES = [
     Strategy("hsdp", Layout(1, 16, 4)),
     Strategy("ddp", Layout(1, 1, 8), "selective"),
     Strategy("zero3", Layout(1, 512), "full"),
+    Strategy("zero2", Layout(1, 512), "full"),  # whose first step takes most
 ]
 
 
