@@ -117,6 +117,7 @@ def test_a_dtype_is_for_numbers_with_a_floating_point_and_the_stored_one_is_the_
     assert expected["count"].dtype == torch.int64
 
 
+@pytest.mark.matrix
 @distributed(world=4)
 def test_over_replicas_and_with_tensor_parallelism(rank, world):
     torch.manual_seed(0)

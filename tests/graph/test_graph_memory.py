@@ -123,6 +123,7 @@ def with_the_rest_last(module, inputs):
     return make_boxed_func(module.forward)
 
 
+@pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
 def test_a_slot_is_free_with_the_last_use_of_its_weights_wherever_a_compiler_puts_the_rest(rank, world):
     peaks = []
