@@ -24,6 +24,7 @@ from ._errors import CheckpointUnsafeError as CheckpointUnsafeError
 from ._errors import CompiledGraphWarning as CompiledGraphWarning
 from ._errors import ComposableShardError as ComposableShardError
 from ._errors import MixedShardingError as MixedShardingError
+from ._errors import PeerLostError as PeerLostError
 from ._errors import PhaseError as PhaseError
 from ._errors import PoolBudgetError as PoolBudgetError
 from ._errors import RankMismatchError as RankMismatchError

@@ -227,6 +227,24 @@ def store_of(group: dist.ProcessGroup) -> c10d.Store:
     return dist.distributed_c10d._get_process_group_store(group)
 
 
+Store = c10d.Store
+
+
+def prefixed(prefix: str, store: c10d.Store) -> c10d.Store:
+    """The part of a store whose keys begin with a prefix."""
+    return c10d.PrefixStore(prefix, store)
+
+
+def another_client(store: c10d.Store) -> c10d.Store:
+    """The same store through a connection of its own, for another thread."""
+    return store.clone()  # type: ignore[attr-defined,no-any-return]
+
+
+def exists(group: dist.ProcessGroup) -> bool:
+    """Whether a process group was not destroyed."""
+    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
+
+
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Name of the backend (``gloo``, ``nccl``, ...) that serves `device` in a process group."""
     try:
