@@ -62,7 +62,7 @@ class Review:
         self._linked = among  # includes simulated process groups: for times, which also differ among simulated ranks
         self._among = real(among)
         self._seat = seat
-        self._follow_plan()
+        seat.follow(order.plan)
         self._engine = names_in(self._among)
         self._is_given = given  # whether the plan in force is one that a user gave
         self._forwards = 0  # of the root that have ended well
@@ -90,10 +90,6 @@ class Review:
         self._begun = self._do.history.mark()
         if self._vote is not None:
             self._vote[0].cast()
-
-    def _follow_plan(self) -> None:
-        plan = self._order.plan
-        self._seat.follow(lambda fqns: plan.part(fqns).digest)
 
     def end(self) -> None:
         """A forward of the root has ended well: count votes, and compare its order with the plan's.
@@ -223,7 +219,7 @@ class Review:
         self._may_differ = False
         self.settings_changed()
         if self._changed:
-            self._follow_plan()
+            self._seat.follow(self._order.plan)
         self._changed = False
 
     # ---- a new plan

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +23,13 @@ import torch.distributed as dist
 
 from .._comm.own_groups import limit_of, note_broken
 from .._errors import ComposableShardError, PeerLostError, RankMismatchError
+from .._plan.plan import ShardPlan
 from .._torch.distributed import Store, prefixed, store_of
 
 _KINDS: dict[str, type[ComposableShardError]] = {each.__name__: each for each in (PeerLostError, RankMismatchError)}
 _MOST_NOTES = 1 << 18  # of which half are forgotten then
 _PAUSES = (0.0002, 0.01)  # seconds between two looks for an answer: at first, and at most
+_TOLD_S = 1.0  # how long a rank waits for the plan of another one, to say how they differ
 _NEWS_AFTER = 0.02  # seconds that a rank waits for others to ask the same, before it wakes their watchers
 
 
@@ -110,6 +112,8 @@ class Ledger:
         rank, world: this rank's index among them, and their number.
         fault: why its ranks cannot go on together; None while they can.
         left: whether this rank has failed since its last forward began.
+        plans: by digest, the plans that notes name.
+        on_fault: called once there is a fault.
         limit: seconds that ranks wait for each other at most.
     """
 
@@ -121,6 +125,8 @@ class Ledger:
         self.limit = limit_of(group, device).total_seconds()
         self.fault: Fault | None = None
         self.left = False
+        self.plans: dict[str, ShardPlan] = {}
+        self.on_fault: Callable[[Ledger], None] = lambda ledger: None
         self._log: list[str] = []
         self._forgotten = 0
         self._expected = _Expected(self._log)
@@ -243,18 +249,44 @@ class Ledger:
             with self._lock:
                 index = place - self._forgotten
                 note = self._log[index] if index >= 0 else "something that it has forgotten"
+            self._tell_plan(store, note)
             self._say(store, place, note)
         return True
 
+    def _tell_plan(self, store: Store, note: str) -> None:
+        """Let the others see the plan that a note of this rank names."""
+        if plan := self.plans.get(_plan_in(note)):
+            store.set(f"plan/{_plan_in(note)}", plan.to_json())
+
+    def _plan_of(self, note: str) -> str:
+        """The plan that a note of another rank names, as JSON; empty if it names none, or that rank does not tell."""
+        key = f"plan/{_plan_in(note)}"
+        end = time.monotonic() + _TOLD_S
+        while _plan_in(note) and time.monotonic() < end:
+            if self.store.check([key]):
+                return self.store.get(key).decode()
+            time.sleep(_PAUSES[0])
+        return ""
+
     def _differ(self, place: int) -> None:
         said = [self.store.get(f"said/{place}/{rank}").decode() for rank in range(self.world)]
+        self._tell_plan(self.store, said[self.rank])
         other = next(rank for rank, note in enumerate(said) if note != said[0])
-        first = self.ranks[0]
+        one, two = f"rank {self.ranks[0]}", f"rank {self.ranks[other]}"
+        plans = [self._plan_of(note) for note in (said[0], said[other])]
+        if all(plans) and plans[0] != plans[1]:
+            lines = ShardPlan.from_json(plans[0]).diff(ShardPlan.from_json(plans[1])).splitlines()
+            what = f"ranks {self.ranks[0]} and {self.ranks[other]} have different plans: {'; '.join(lines)}"
+        else:
+            what = (
+                f"ranks {self.ranks[0]} and {self.ranks[other]} do different things: {one} is about to {said[0]}, and "
+                f"{two} to {said[other]}"
+            )
         self.poison(
             RankMismatchError,
-            f"ranks {first} and {self.ranks[other]} do different things: rank {first} is about to {said[0]}, and rank "
-            f"{self.ranks[other]} to {said[other]} (action {place} of these ranks, forward {self._forwards}). Neither "
-            "was done. Run the same modules, settings and optimizer steps on all ranks, in one order",
+            f"{what} (action {place} of these ranks, forward {self._forwards}). Neither was done. Run the same "
+            "modules, settings and optimizer steps on all ranks, in one order, or unshard() on all of them what only "
+            "some will run",
         )
         self.check()
 
@@ -286,12 +318,19 @@ class Ledger:
         if self.fault is None:
             self.fault = Fault.parse(poison)
             note_broken(self.group)
+            self.on_fault(self)
 
     def leave(self, error: str) -> None:
         """This rank has failed: ranks that wait for something that it has not issued wait in vain."""
         if self.fault is None and not self.left:
             self.left = True
             self.post(self.store, f"left|{self.rank}|{self.place}|{error[:500]}")
+
+
+def _plan_in(note: str) -> str:
+    """The digest of the plan that a note names; empty if it names none."""
+    _, _, rest = note.partition(", plan ")
+    return rest.rstrip(")")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

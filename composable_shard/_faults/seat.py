@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,6 +13,8 @@ from .._comm.agreement import is_shared
 from .._comm.mesh import MeshInfo
 from .._comm.own_groups import own_group
 from .._errors import ComposableShardError
+from .._plan.plan import ShardPlan
+from .._torch.distributed import is_native
 from .ledger import Ledger
 from .watch import ledger_of
 
@@ -39,6 +41,7 @@ class Notes:
         return f"reduce {self.name}, {how}"
 
 
+_MOST_PLANS = 8  # that a ledger holds, to say how those of ranks differ
 NOTHING_NOTED = Notes()
 
 
@@ -69,13 +72,14 @@ class Seat:
         """The notes of a group of parameters."""
         return self._of[fqn]
 
-    def follow(self, digest: Callable[[frozenset[str]], str]) -> None:
-        """From now on the model follows a plan.
-
-        Args:
-            digest: of the part of the plan that has the groups with these FQNs.
-        """
-        self._plans = {ledger: digest(frozenset(fqns))[:8] for ledger, fqns in self._served.items()}
+    def follow(self, plan: ShardPlan) -> None:
+        """From now on the model follows this plan."""
+        for ledger, fqns in self._served.items():
+            part = plan.part(fqns)
+            self._plans[ledger] = part.digest[:8]
+            while len(ledger.plans) >= _MOST_PLANS:
+                del ledger.plans[next(iter(ledger.plans))]
+            ledger.plans[part.digest[:8]] = part
 
     def begin(self, phase: str) -> None:
         """A forward of the model begins."""
@@ -101,8 +105,8 @@ def _begun(model: str, phase: str, plan: str) -> str:
 
 
 def _ledgers(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Ledger, ...]:
-    """The ledger of a process group; none if it is of one rank, or of a simulated world."""
-    if group is None or group.size() == 1 or not is_shared(group, device):
+    """The ledger of a process group; none if it is of one rank, of a simulated world, or made in Python."""
+    if group is None or group.size() == 1 or not is_native(group) or not is_shared(group, device):
         return ()
     return (ledger_of(own_group(group, device), device),)
 

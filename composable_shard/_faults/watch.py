@@ -164,7 +164,9 @@ class _Watcher:
 
     def add(self, ledger: Ledger) -> None:
         """Watch for a ledger while its process group exists."""
-        self._ears = [*self._ears, _Ear(ledger)]  # a new list: the thread may be reading the old one
+        ledger.on_fault = self.spread
+        heard = [ear for ear in self._ears if ear.ledger.fault is None]  # what is faulty is not used any more
+        self._ears = [*heard, _Ear(ledger)]  # a new list: the thread may be reading the old one
         if self._thread is None:
             WAITING.explain = self.explain
             self._thread = threading.Thread(target=self._run, name="composable_shard watcher", daemon=True)
@@ -178,7 +180,6 @@ class _Watcher:
         while not self._ended.wait(LOOK_S):
             for ear in self._ears:
                 self._look(ear)
-            self._spread()
 
     def _look(self, ear: _Ear) -> None:
         own = ear.ledger
@@ -202,15 +203,14 @@ class _Watcher:
                     )
                 )
 
-    def _spread(self) -> None:
-        """What has gone wrong in one process group concerns the ranks of all of them."""
-        faulty = next((own for own in self.ledgers() if own.fault is not None), None)
-        if faulty is None or faulty.fault is None:
-            return
+    def spread(self, faulty: Ledger) -> None:
+        """What has gone wrong in one process group concerns the ranks of all others that there are now."""
+        fault = faulty.fault
+        assert fault is not None
         for ear in self._ears:
             if ear.ledger.fault is None:
                 with suppress(Exception):
-                    ear.ledger.poison(type(faulty.fault.error()), faulty.fault.text, ear.store)
+                    ear.ledger.poison(type(fault.error()), fault.text, ear.store)
 
     def explain(self, error: Exception) -> Exception:
         """A wait has failed: return the error that says why, or the same one."""
