@@ -59,6 +59,8 @@ from ._policies import PoolPolicy as PoolPolicy
 from ._policies import PrefetchPolicy as PrefetchPolicy
 from ._policies import ReduceScatter as ReduceScatter
 from ._policies import ShardPlacementResult as ShardPlacementResult
+from ._replicas import broadcast_state as broadcast_state
+from ._replicas import check_replicas as check_replicas
 from ._status import current_plan as current_plan
 from ._status import drift as drift
 from ._status import drift_log as drift_log

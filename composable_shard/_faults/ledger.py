@@ -111,7 +111,7 @@ class Ledger:
         group, ranks: the process group, and the ranks of the world in it, in order.
         rank, world: this rank's index among them, and their number.
         fault: why its ranks cannot go on together; None while they can.
-        left: whether this rank has failed since its last forward began.
+        left_at: the place at which this rank has failed last; -1 if it never has.
         plans: by digest, the plans that notes name.
         on_fault: called once there is a fault.
         limit: seconds that ranks wait for each other at most.
@@ -124,7 +124,7 @@ class Ledger:
         self.store = prefixed("composable_shard/ledger", store_of(group))
         self.limit = limit_of(group, device).total_seconds()
         self.fault: Fault | None = None
-        self.left = False
+        self.left_at = -1
         self.plans: dict[str, ShardPlan] = {}
         self.on_fault: Callable[[Ledger], None] = lambda ledger: None
         self._log: list[str] = []
@@ -132,6 +132,7 @@ class Ledger:
         self._expected = _Expected(self._log)
         self._lock = threading.Lock()  # of what another thread reads while notes are forgotten
         self._asked: set[int] = set()
+        self._said = (-1, "")  # the place and the note of the last question, or answer, that all ranks know of
         self._steps: dict[str, None] = {}
         self._begun = ""
         self._forwards = 0
@@ -155,7 +156,6 @@ class Ledger:
     def begin(self, note: str) -> None:
         """A forward begins. It is noted with the first collective in it, for others need not know of one without."""
         self._begun = note
-        self.left = False
         if len(self._log) > _MOST_NOTES:
             self._forget(_MOST_NOTES // 2)
 
@@ -222,6 +222,17 @@ class Ledger:
             pause = min(2 * pause, longest)
         if self.store.get(f"go/{place}") != b"alike":
             self._differ(place)
+        self._clear(place, note)
+
+    def _clear(self, place: int, note: str) -> None:
+        """All ranks have come to this place, and so need nothing any more of what was said before."""
+        (before, said), self._said = self._said, (place, note)
+        if before < 0:
+            return
+        self.store.delete_key(f"said/{before}/{self.rank}")
+        if self.rank == 0:
+            for key in (_alike(before, said), f"all/{before}", f"go/{before}"):
+                self.store.delete_key(key)
 
     def check(self) -> None:
         """Raise the fault, if there is one."""
@@ -230,7 +241,7 @@ class Ledger:
 
     def _say(self, store: Store, place: int, note: str) -> None:
         """Tell what this rank's note is at a place; the last rank says whether all are alike."""
-        alike = f"alike/{place}/{hashlib.sha256(note.encode()).hexdigest()[:16]}"
+        alike = _alike(place, note)
         store.set(f"said/{place}/{self.rank}", note)
         store.add(alike, 1)
         if store.add(f"all/{place}", 1) == self.world:
@@ -321,10 +332,15 @@ class Ledger:
             self.on_fault(self)
 
     def leave(self, error: str) -> None:
-        """This rank has failed: ranks that wait for something that it has not issued wait in vain."""
-        if self.fault is None and not self.left:
-            self.left = True
+        """This rank has failed: ranks that wait for what it has not issued wait in vain, unless they fail likewise."""
+        if self.fault is None and self.left_at != self.place:
+            self.left_at = self.place
             self.post(self.store, f"left|{self.rank}|{self.place}|{error[:500]}")
+
+
+def _alike(place: int, note: str) -> str:
+    """The key under which ranks are counted whose note at a place is this one."""
+    return f"alike/{place}/{hashlib.sha256(note.encode()).hexdigest()[:16]}"
 
 
 def _plan_in(note: str) -> str:

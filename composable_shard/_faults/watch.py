@@ -87,7 +87,7 @@ class _Ear:
         if own.fault is not None:
             return
         for rank, (place, why) in self.left.items():
-            if rank != own.rank and own.place > place:
+            if rank != own.rank and own.place > place > own.left_at:
                 self._lost(own, rank, f"has left the step: {why}", place)
                 return
         if not failed and limit is None:
@@ -244,7 +244,7 @@ class _Watcher:
             why = f"{type(raised).__name__}: {raised}"
         for own in self.ledgers():
             with suppress(Exception):
-                own.left = False
+                own.left_at = -1
                 own.leave(why)
         if self._thread is not None:
             self._thread.join(_JOINED_S)  # a thread that comes back to an interpreter that is gone ends the process
