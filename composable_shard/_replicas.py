@@ -60,15 +60,16 @@ def check_replicas(
         RankMismatchError: something differs; on all ranks, with the names of what differs first. `broadcast_state`
             makes it equal.
     """
-    found = ""
+    difference = ""
     values = [*_values(model, optimizer, generators)]
     axes = _axes(model)
     for group in dict.fromkeys([*axes, *[group for value in values for group in value.groups]]):
-        found = found or _difference(group, [value for value in values if group in value.groups])
+        here = _difference(group, [value for value in values if group in value.groups])  # on all its ranks
+        difference = difference or here
     for group in axes:  # those of other groups learn of it, too
-        found = next(filter(None, _of_ranks(group, found)), "")
-    if found:
-        raise RankMismatchError(found)
+        difference = next(filter(None, _of_ranks(group, difference)), "")
+    if difference:
+        raise RankMismatchError(difference)
 
 
 def broadcast_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -148,9 +149,9 @@ def _tensor(name: str, held: Any, axes: tuple[dist.ProcessGroup, ...]) -> Iterat
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """The settings of an optimizer's param group that are plain numbers, flags and texts."""
     plain = (bool, int, float, str, tuple, list, type(None))
-    found = {name: value for name, value in group.items() if name != "params" and isinstance(value, plain)}
+    plain_ones = {name: value for name, value in group.items() if name != "params" and isinstance(value, plain)}
     tensors = {name: value.item() for name, value in group.items() if isinstance(value, torch.Tensor)}
-    return found | tensors
+    return plain_ones | tensors
 
 
 def _difference(group: dist.ProcessGroup, values: list[_Value]) -> str:
@@ -161,7 +162,7 @@ def _difference(group: dist.ProcessGroup, values: list[_Value]) -> str:
         return ""
     ranks = dist.get_process_group_ranks(group)
     all_prints = _of_ranks(group, prints)
-    other = next(rank for rank, theirs in enumerate(all_prints) if theirs != all_prints[0])
+    other = next(rank for rank, each in enumerate(all_prints) if each != all_prints[0])
     one, two = dict(all_prints[0]), dict(all_prints[other])
     differing = [name for name in dict.fromkeys([*one, *two]) if one.get(name) != two.get(name)]
     shown = ", ".join(_shown(name, one, two) for name in differing[:_NAMED])

@@ -14,10 +14,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .._torch.distributed import backend_name, is_native
+from .._torch.distributed import backend_name, is_native, new_twin
 
 _of: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_twins: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _broken: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 DESCRIPTION = "composable_shard"  # of the process groups that are made here
 
@@ -47,9 +48,8 @@ def _twin(group: dist.ProcessGroup, limit: timedelta) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
     if ranks != sorted(ranks):  # not all versions of torch can make one in this order
         return group
-    made = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True, group_desc=DESCRIPTION)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    _twins[group] = _twins.get(group, 0) + 1
+    return new_twin(group, limit, _twins[group], DESCRIPTION)
 
 
 def limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:

@@ -505,7 +505,11 @@ class Engine:
 
     def unshard(self, group: ParamGroup, wait: bool) -> None:
         """Gather a group and keep it until `reshard`, its next use, or a change of its parameters."""
-        self._do.pin(group, wait)
+        try:
+            self._do.pin(group, wait)
+        except BaseException as error:
+            self._seat.failed(error)
+            raise
 
     def reshard(self, group: ParamGroup) -> None:
         """Give the unsharded parameters of a group up, unless its forward runs now."""

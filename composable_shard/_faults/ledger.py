@@ -124,7 +124,7 @@ class Ledger:
         self.store = prefixed("composable_shard/ledger", store_of(group))
         self.limit = limit_of(group, device).total_seconds()
         self.fault: Fault | None = None
-        self.left_at = -1
+        self.left_at = self._not_issued = -1
         self.plans: dict[str, ShardPlan] = {}
         self.on_fault: Callable[[Ledger], None] = lambda ledger: None
         self._log: list[str] = []
@@ -320,9 +320,9 @@ class Ledger:
     def poison(self, kind: type[ComposableShardError], text: str, store: Store | None = None) -> None:
         """Ranks cannot go on together: all of them raise this, or what another rank has found before."""
         store = store or self.store
-        found = store.compare_set("poison", "", f"{kind.__name__}|{text}")
+        first = store.compare_set("poison", "", f"{kind.__name__}|{text}")
         self.post(store, "poison")
-        self.hear(found.decode())
+        self.hear(first.decode())
 
     def hear(self, poison: str) -> None:
         """A rank has found that ranks cannot go on together."""
@@ -331,11 +331,16 @@ class Ledger:
             note_broken(self.group)
             self.on_fault(self)
 
+    def take_back(self) -> None:
+        """What was noted last could not be issued: an error of this rank comes."""
+        self._not_issued = self.place
+
     def leave(self, error: str) -> None:
         """This rank has failed: ranks that wait for what it has not issued wait in vain, unless they fail likewise."""
-        if self.fault is None and self.left_at != self.place:
-            self.left_at = self.place
-            self.post(self.store, f"left|{self.rank}|{self.place}|{error[:500]}")
+        place = self.place - (self._not_issued == self.place)
+        if self.fault is None and self.left_at != place:
+            self.left_at = place
+            self.post(self.store, f"left|{self.rank}|{place}|{error[:500]}")
 
 
 def _alike(place: int, note: str) -> str:

@@ -236,8 +236,13 @@ class GroupGradients:
             ledger.issue(self._note)
         partial = accumulated.take_partial() if accumulated.wanted or accumulated.pieces else None
         jobs: list[tuple[ReduceBucket, Job[Reduced]]] = []
-        for bucket in buckets:
-            jobs.append((bucket, bucket.start(gradients, partial, whole)))
+        try:
+            for bucket in buckets:
+                jobs.append((bucket, bucket.start(gradients, partial, whole)))
+        except BaseException:
+            for ledger in self._notes.reduces:
+                ledger.take_back()
+            raise
         self._set_phase(GradPhase.REDUCING)
         self._in_flight += 1
         lacks = any(map(is_, gradients, itertools.repeat(None)))

@@ -262,6 +262,8 @@ class ParamGroup:
             for bucket in self.buckets:
                 self._gathers.append((bucket, bucket.start(after)))
         except BaseException:  # out of memory, say: the group is sharded as before
+            for ledger in self._comm.notes.gathers:
+                ledger.take_back()
             self._give_up_gathers()
             raise
         self._set_phase(GATHERING)

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from operator import attrgetter
 from types import CellType, CodeType
 from typing import Any, TypeVar
@@ -238,6 +239,34 @@ def prefixed(prefix: str, store: c10d.Store) -> c10d.Store:
 def another_client(store: c10d.Store) -> c10d.Store:
     """The same store through a connection of its own, for another thread."""
     return store.clone()  # type: ignore[attr-defined,no-any-return]
+
+
+def new_twin(group: dist.ProcessGroup, limit: timedelta, number: int, description: str) -> dist.ProcessGroup:
+    """Another process group of gloo with the ranks of one that there is; it waits for these ranks, and for no others.
+
+    Args:
+        group: whose ranks. These must be in rising order.
+        limit: how long a collective may take.
+        number: of the twins of `group`; ranks make them in one order.
+        description: for tools.
+    """
+    module = dist.distributed_c10d
+    before = module._process_group_name
+    # torch's own name counts the groups that a rank belongs to, which need not be the same on all of these.
+    name: Any = f"{group.group_name} {description} {number}"
+    module._process_group_name = lambda ranks, use_hashed_name: name
+    try:
+        made = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=limit,
+            backend="gloo",
+            use_local_synchronization=True,
+            group_desc=description,
+        )
+    finally:
+        module._process_group_name = before
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 def exists(group: dist.ProcessGroup) -> bool:
