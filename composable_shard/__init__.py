@@ -34,6 +34,8 @@ from ._errors import ShardConfigStateError as ShardConfigStateError
 from ._errors import ShardConfigTypeError as ShardConfigTypeError
 from ._errors import ShardConfigValueError as ShardConfigValueError
 from ._errors import StaleStateError as StaleStateError
+from ._faults.replicas import broadcast_state as broadcast_state
+from ._faults.replicas import check_replicas as check_replicas
 from ._gradients import average_by_tokens as average_by_tokens
 from ._gradients import clip_grad_norm_ as clip_grad_norm_
 from ._gradients import total_tokens as total_tokens
@@ -59,8 +61,6 @@ from ._policies import PoolPolicy as PoolPolicy
 from ._policies import PrefetchPolicy as PrefetchPolicy
 from ._policies import ReduceScatter as ReduceScatter
 from ._policies import ShardPlacementResult as ShardPlacementResult
-from ._replicas import broadcast_state as broadcast_state
-from ._replicas import check_replicas as check_replicas
 from ._status import current_plan as current_plan
 from ._status import drift as drift
 from ._status import drift_log as drift_log

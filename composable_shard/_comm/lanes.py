@@ -50,14 +50,17 @@ class Waiting:
 
     Attributes:
         since: when the wait that lasts has begun, by `time.monotonic`; 0 while nothing is waited for.
-        explain: called with the error of a wait that has failed; returns the one to raise instead, or the same.
     """
 
-    __slots__ = ("explain", "since")
+    __slots__ = ("_explain", "since")
 
     def __init__(self) -> None:
         self.since = 0.0
-        self.explain: Callable[[Exception], Exception] = lambda error: error
+        self._explain: Callable[[Exception], Exception] = lambda error: error
+
+    def explain_by(self, explain: Callable[[Exception], Exception]) -> None:
+        """From now on, `explain` gets the error of a wait that has failed, and returns what to raise instead of it."""
+        self._explain = explain
 
     def wait(self, handle: Awaitable) -> None:
         """Wait for a collective."""
@@ -65,7 +68,7 @@ class Waiting:
         try:
             handle.wait()
         except Exception as error:
-            if (why := self.explain(error)) is not error:
+            if (why := self._explain(error)) is not error:
                 raise why from error
             raise
         finally:

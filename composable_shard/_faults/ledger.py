@@ -72,13 +72,21 @@ class _Expected:
         self._indexed = 0
         self._planned: list[str] = []
         self._in_plan: dict[str, int] = {}
-        self.notes: list[str] = log  # where the next note is expected to be the one at `at`
-        self.at = 0
+        self._notes: list[str] = log  # where the next note is expected to be the one at `_at`
+        self._at = 0
 
     def plan(self, notes: Sequence[str]) -> None:
         """All ranks have agreed to begin with these notes, should they begin with the first one of them."""
         self._in_plan |= {note: len(self._planned) + index for index, note in enumerate(notes)}
         self._planned += notes
+
+    def is_next(self, note: str) -> bool:
+        """Whether this note was expected; then the one behind it is from now on."""
+        at = self._at
+        if at < len(self._notes) and self._notes[at] == note:
+            self._at = at + 1
+            return True
+        return False
 
     def follow(self, note: str) -> None:
         """All ranks are about to append this note, which was not expected."""
@@ -86,18 +94,18 @@ class _Expected:
             self._last[self._log[index]] = index
         self._indexed = len(self._log)
         if (last := self._last.get(note)) is not None:
-            self.notes, self.at = self._log, last + 1
+            self._notes, self._at = self._log, last + 1
         elif (planned := self._in_plan.get(note)) is not None:
-            self.notes, self.at = self._planned, planned + 1
+            self._notes, self._at = self._planned, planned + 1
         else:
-            self.notes, self.at = self._log, len(self._log) + 1  # behind the note, where nothing is
+            self._notes, self._at = self._log, len(self._log) + 1  # behind the note, where nothing is
 
     def forget(self, count: int) -> None:
         """The first notes of the log are gone."""
         self._last.clear()
         self._indexed = 0
-        if self.notes is self._log:
-            self.at = self.at - count if self.at >= count else len(self._log)
+        if self._notes is self._log:
+            self._at = self._at - count if self._at >= count else len(self._log)
 
 
 class Ledger:
@@ -106,6 +114,7 @@ class Ledger:
     Args:
         group: the process group; one of ours.
         device: of its tensors.
+        on_fault: called once there is a fault.
 
     Attributes:
         group, ranks: the process group, and the ranks of the world in it, in order.
@@ -113,11 +122,10 @@ class Ledger:
         fault: why its ranks cannot go on together; None while they can.
         left_at: the place at which this rank has failed last; -1 if it never has.
         plans: by digest, the plans that notes name.
-        on_fault: called once there is a fault.
         limit: seconds that ranks wait for each other at most.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, on_fault: Callable[[Ledger], None]) -> None:
         self.group = group
         self.ranks = dist.get_process_group_ranks(group)
         self.rank, self.world = group.rank(), group.size()
@@ -126,7 +134,7 @@ class Ledger:
         self.fault: Fault | None = None
         self.left_at = self._not_issued = -1
         self.plans: dict[str, ShardPlan] = {}
-        self.on_fault: Callable[[Ledger], None] = lambda ledger: None
+        self._on_fault = on_fault
         self._log: list[str] = []
         self._forgotten = 0
         self._expected = _Expected(self._log)
@@ -183,13 +191,9 @@ class Ledger:
         self._note(note)
 
     def _note(self, note: str) -> None:
-        expected = self._expected
-        notes, at = expected.notes, expected.at
-        if self.fault is None and at < len(notes) and notes[at] == note:
-            expected.at = at + 1
-        else:
+        if self.fault is not None or not self._expected.is_next(note):
             self._ask(note)
-            expected.follow(note)
+            self._expected.follow(note)
         self._log.append(note)
 
     def _forget(self, count: int) -> None:
@@ -329,7 +333,16 @@ class Ledger:
         if self.fault is None:
             self.fault = Fault.parse(poison)
             note_broken(self.group)
-            self.on_fault(self)
+            self._on_fault(self)
+
+    def end(self, why: str) -> None:
+        """This process ends."""
+        self.left_at = -1
+        self.leave(why)
+
+    def cut(self, why: str) -> None:
+        """This process cannot reach the others."""
+        self.fault = Fault(PeerLostError.__name__, why)
 
     def take_back(self) -> None:
         """What was noted last could not be issued: an error of this rank comes."""

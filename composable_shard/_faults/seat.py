@@ -40,6 +40,16 @@ class Notes:
         """The note of a reduction."""
         return f"reduce {self.name}, {how}"
 
+    def note_reduction(self, note: str, whole: bool) -> None:
+        """A reduction is about to be issued: over the replicas, too, if `whole`."""
+        for ledger in self.reduces if whole else self.gathers:
+            ledger.issue(note)
+
+    def take_back(self) -> None:
+        """The collective that was noted last could not be issued."""
+        for ledger in self.reduces:
+            ledger.take_back()
+
 
 _MOST_PLANS = 8  # that a ledger holds, to say how those of ranks differ
 NOTHING_NOTED = Notes()

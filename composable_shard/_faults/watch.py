@@ -69,7 +69,8 @@ class _Ear:
             self.heard += 1
             self._take(own, self.store.get(f"news/{self.heard}").decode())
         self.asked = {place for place in self.asked if not own.answer(self.store, place)}
-        if failed or (WAITING.since and time.monotonic() - WAITING.since > _VAIN_S):
+        in_vain = failed or (WAITING.since and time.monotonic() - WAITING.since > _VAIN_S)
+        if own.fault is None and in_vain:
             self._look_for_lost(own, failed, limit)
 
     def _take(self, own: Ledger, news: str) -> None:
@@ -84,22 +85,21 @@ class _Ear:
 
     def _look_for_lost(self, own: Ledger, failed: str, limit: float | None) -> None:
         """This rank waits: is there another one that will never come?"""
-        if own.fault is not None:
-            return
         for rank, (place, why) in self.left.items():
             if rank != own.rank and own.place > place > own.left_at:
                 self._lost(own, rank, f"has left the step: {why}", place)
-                return
-        if not failed and limit is None:
-            return
+        if own.fault is None and (failed or limit is not None):
+            self._look_for_signs(own, failed, LOST_S if failed else limit or LOST_S)
+
+    def _look_for_signs(self, own: Ledger, failed: str, limit: float) -> None:
         signs = self._signs(own)
         now = time.monotonic()
         for rank, (sign, seen) in signs.items():
-            if now - seen > (LOST_S if failed else limit or LOST_S):
+            if now - seen > limit:
                 self._lost(own, rank, f"has given no sign of life for {now - seen:.0f} s", *_place_of(sign))
                 return
         if "imed out" in failed:
-            self._late(own, signs, failed)
+            self._late(own, signs)
 
     def _signs(self, own: Ledger) -> dict[int, tuple[bytes, float]]:
         """By index of each other rank: its last sign of life, and when it was seen first."""
@@ -122,7 +122,7 @@ class _Ear:
             self.store,
         )
 
-    def _late(self, own: Ledger, signs: dict[int, tuple[bytes, float]], failed: str) -> None:
+    def _late(self, own: Ledger, signs: dict[int, tuple[bytes, float]]) -> None:
         behind = {own.ranks[rank]: _place_of(sign) for rank, (sign, _) in signs.items()}
         late = {rank: (place, last) for rank, (place, last) in behind.items() if place < own.place}
         if late:
@@ -147,6 +147,10 @@ class _Ear:
                 own.group.recv(nowhere, (own.rank + 1) % own.world, _TAG).wait(timedelta(milliseconds=1))
 
 
+def _is_of_network(error: Exception) -> bool:
+    return not isinstance(error, ComposableShardError) and any(word in str(error) for word in _OF_NETWORK)
+
+
 def _place_of(sign: bytes) -> tuple[int, str]:
     _, place, last = sign.decode().split("|", 2)
     return int(place), last
@@ -164,11 +168,10 @@ class _Watcher:
 
     def add(self, ledger: Ledger) -> None:
         """Watch for a ledger while its process group exists."""
-        ledger.on_fault = self.spread
         heard = [ear for ear in self._ears if ear.ledger.fault is None]  # what is faulty is not used any more
         self._ears = [*heard, _Ear(ledger)]  # a new list: the thread may be reading the old one
         if self._thread is None:
-            WAITING.explain = self.explain
+            WAITING.explain_by(self.explain)
             self._thread = threading.Thread(target=self._run, name="composable_shard watcher", daemon=True)
             self._thread.start()
 
@@ -214,27 +217,27 @@ class _Watcher:
 
     def explain(self, error: Exception) -> Exception:
         """A wait has failed: return the error that says why, or the same one."""
-        if isinstance(error, ComposableShardError) or not any(word in str(error) for word in _OF_NETWORK):
-            return error
         ledgers = self.ledgers()
-        if not ledgers or threading.current_thread() is self._thread:
+        if not ledgers or threading.current_thread() is self._thread or not _is_of_network(error):
             return error
         self._failed = str(error)
-        end = time.monotonic() + _EXPLAINED_S
         try:
-            while time.monotonic() < end:
-                if (fault := next((own.fault for own in ledgers if own.fault is not None), None)) is not None:
-                    return fault.error()
-                time.sleep(0.02)
-            own = ledgers[0]
-            with suppress(Exception):
-                own.poison(
-                    PeerLostError,
-                    f"rank {dist.get_rank()} lost a connection in action {own.place} ({own.last}): {error}",
-                )
-            return own.fault.error() if own.fault is not None else error
+            return self._explained(ledgers, error)
         finally:
             self._failed = ""
+
+    def _explained(self, ledgers: list[Ledger], error: Exception) -> Exception:
+        """Wait until the thread has found why; else say what is known."""
+        end = time.monotonic() + _EXPLAINED_S
+        while time.monotonic() < end:
+            if (fault := next((own.fault for own in ledgers if own.fault is not None), None)) is not None:
+                return fault.error()
+            time.sleep(0.02)
+        own = ledgers[0]
+        with suppress(Exception):
+            why = f"rank {dist.get_rank()} lost a connection in action {own.place} ({own.last}): {error}"
+            own.poison(PeerLostError, why)
+        return own.fault.error() if own.fault is not None else error
 
     def end(self) -> None:
         """This process ends: say so, and why."""
@@ -244,18 +247,16 @@ class _Watcher:
             why = f"{type(raised).__name__}: {raised}"
         for own in self.ledgers():
             with suppress(Exception):
-                own.left_at = -1
-                own.leave(why)
+                own.end(why)
         if self._thread is not None:
             self._thread.join(_JOINED_S)  # a thread that comes back to an interpreter that is gone ends the process
 
     def forked(self) -> None:
         """This is a child process: the connections are its parent's."""
         for own in self.ledgers():
-            own.fault = Fault(
-                "PeerLostError",
+            own.cut(
                 f"process {os.getpid()} was forked from one that trains, and cannot communicate for it: start "
-                "processes before the first forward, or by multiprocessing's 'spawn'",
+                "processes before the first forward, or by multiprocessing's 'spawn'"
             )
         self._ears, self._thread = [], None
 
@@ -270,6 +271,6 @@ def ledger_of(group: dist.ProcessGroup, device: torch.device) -> Ledger:
     for ledger in WATCHER.ledgers():
         if ledger.group is group:
             return ledger
-    ledger = Ledger(group, device)
+    ledger = Ledger(group, device, WATCHER.spread)
     WATCHER.add(ledger)
     return ledger

@@ -232,16 +232,14 @@ class GroupGradients:
         """Issue the reduction of unsharded gradients, in the order of the parameters; None counts as zeros."""
         whole = self._transports.replicate is None or self._settings.current.requires_all_reduce
         buckets, accumulated = self._buckets(), self._accumulated
-        for ledger in self._notes.reduces if whole else self._notes.gathers:
-            ledger.issue(self._note)
+        self._notes.note_reduction(self._note, whole)
         partial = accumulated.take_partial() if accumulated.wanted or accumulated.pieces else None
         jobs: list[tuple[ReduceBucket, Job[Reduced]]] = []
         try:
             for bucket in buckets:
                 jobs.append((bucket, bucket.start(gradients, partial, whole)))
         except BaseException:
-            for ledger in self._notes.reduces:
-                ledger.take_back()
+            self._notes.take_back()
             raise
         self._set_phase(GradPhase.REDUCING)
         self._in_flight += 1

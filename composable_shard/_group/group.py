@@ -174,9 +174,13 @@ class ParamGroup:
             gather_bytes=sum(bucket.gather_bytes for bucket in buckets),
             weight_bytes=sum(b.for_weights[0].nbytes for b in buckets if isinstance(b, GatherBucket)),
         )
-        numel = sum(math.prod(p.shape) * p.compute_dtype(options).itemsize for p in self.params)
-        self._note = self._comm.notes.gather(summary(numel, [p.compute_dtype(options) for p in self.params]))
+        self._note = self._gather_note()
         return buckets, layout
+
+    def _gather_note(self) -> str:
+        dtypes = [p.compute_dtype(self.options) for p in self.params]
+        nbytes = sum(math.prod(p.shape) * dtype.itemsize for p, dtype in zip(self.params, dtypes, strict=True))
+        return self._comm.notes.gather(summary(nbytes, dtypes))
 
     def _in_slots(self) -> list[GatherBucket]:
         """The buckets that gather into slots of the pool."""
@@ -262,8 +266,7 @@ class ParamGroup:
             for bucket in self.buckets:
                 self._gathers.append((bucket, bucket.start(after)))
         except BaseException:  # out of memory, say: the group is sharded as before
-            for ledger in self._comm.notes.gathers:
-                ledger.take_back()
+            self._comm.notes.take_back()
             self._give_up_gathers()
             raise
         self._set_phase(GATHERING)

@@ -12,6 +12,7 @@ from datetime import timedelta
 from operator import attrgetter
 from types import CellType, CodeType
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -250,12 +251,9 @@ def new_twin(group: dist.ProcessGroup, limit: timedelta, number: int, descriptio
         number: of the twins of `group`; ranks make them in one order.
         description: for tools.
     """
-    module = dist.distributed_c10d
-    before = module._process_group_name
     # torch's own name counts the groups that a rank belongs to, which need not be the same on all of these.
-    name: Any = f"{group.group_name} {description} {number}"
-    module._process_group_name = lambda ranks, use_hashed_name: name
-    try:
+    name = f"{group.group_name} {description} {number}"
+    with mock.patch.object(dist.distributed_c10d, "_process_group_name", return_value=name):
         made = dist.new_group(
             dist.get_process_group_ranks(group),
             timeout=limit,
@@ -263,8 +261,6 @@ def new_twin(group: dist.ProcessGroup, limit: timedelta, number: int, descriptio
             use_local_synchronization=True,
             group_desc=description,
         )
-    finally:
-        module._process_group_name = before
     assert isinstance(made, dist.ProcessGroup)
     return made
 

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ._comm.mesh import compute_device, default_device_type
-from ._comm.own_groups import own_group
-from ._errors import RankMismatchError
-from ._module.state import states_below
-from ._torch.core import without_dispatch_modes
-from ._torch.distributed import local_tensor
+from .._comm.mesh import compute_device, default_device_type
+from .._comm.own_groups import own_group
+from .._errors import RankMismatchError
+from .._torch.core import without_dispatch_modes
+from .._torch.distributed import local_tensor
 
 _AT_ONCE = 1 << 22  # numbers of 8 bytes whose fingerprint is taken together
 _FACTOR = 0x9E37_79B9_7F4A_7C15 - (1 << 64)  # odd, so that no bit of a number is lost
@@ -93,8 +92,8 @@ def broadcast_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
             dist.broadcast_object_list(settings, group=own_group(group, _device(group)), group_src=0)
             for own, sent in zip(optimizer.param_groups, settings[0], strict=True):
                 own.update(sent)
-    for state in states_below(model):
-        state.release()  # weights that were gathered before
+    for reshard in filter(None, [getattr(module, "reshard", None) for module in model.modules()]):
+        reshard()  # weights that were gathered before
 
 
 def _send(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -105,14 +104,12 @@ def _send(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _axes(model: nn.Module) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups of the ranks that train the model on other data each: one for each axis of the mesh."""
-    states = states_below(model)
-    if not states:
-        world = dist.group.WORLD if dist.is_initialized() else None
-        return () if world is None or world.size() == 1 else (world,)
-    info = states[0].declaration.info
-    groups = (info.shard_group, info.replicate_group)
-    return tuple(group for group in groups if group is not None and group.size() > 1)
+    """The process groups of the axes of the model's meshes; that of all ranks for a model that is not sharded."""
+    meshes = {param.device_mesh: None for param in model.parameters() if isinstance(param, DTensor)}
+    groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+    if not meshes and dist.is_initialized() and dist.group.WORLD is not None:
+        groups = [dist.group.WORLD]
+    return tuple(dict.fromkeys(group for group in groups if group.size() > 1))
 
 
 def _values(model: nn.Module, optimizer: torch.optim.Optimizer | None, generators: bool) -> Iterator[_Value]:
