@@ -182,3 +182,21 @@ def test_what_all_ranks_do_alike_is_no_error_and_once_known_asks_nobody(rank, wo
         turn(at)
     assert [len(ledger._asked) for ledger in WATCHER.ledgers()] == asked
     run.check()
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_a_rank_that_compiles_alone_is_an_error_on_all_and_ranks_that_all_do_are_exact(rank, world):
+    run = Training(rank, world, layers=2)
+    run.step()
+    run.model.compile(backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        run.step()
+    run.check()
+    alone = Training(rank, world, layers=2)
+    alone.step()
+    if rank:
+        alone.model.compile(backend="aot_eager", fullgraph=True)
+    with pytest.raises(cs.RankMismatchError, match="do different things: rank 0 is about to") as caught:
+        alone.forward()
+    assert len({*everywhere(world, str(caught.value))}) == 1
+    torch._dynamo.reset()
