@@ -118,7 +118,6 @@ class Engine:
         self.order = Order(plan, groups, runtime.pool, listener)
         self._do = Actions(groups, runtime, self.order, partial(watch_leaf, weakref.ref(self)), without_group)
         self._gradients = GradientFlow(self._do)
-        self._seat = seat
         self.review = Review(self.order, self._do, among, seat, is_given)
         self.uses = Uses()
         self.is_last_backward, self.ends_by_hand, self.under_hooks = True, False, False
@@ -187,7 +186,7 @@ class Engine:
 
     def failed(self, error: BaseException) -> None:
         """A forward has failed. If it was interrupted (Ctrl-C), nothing is waited for; the next forward clears up."""
-        self._seat.failed(error)
+        self.review.seat.failed(error)
         if isinstance(error, Exception):
             self._do.explain(error)
         else:
@@ -474,7 +473,7 @@ class Engine:
             if not self._depth:  # the end of an interrupted recomputation is never reported
                 self._forget_running()
             self._do.hide_idle()
-            self._seat.failed("an error in its backward")
+            self.review.seat.failed("an error in its backward")
 
     def _recover(self) -> None:
         """A backward has failed, or a forward was interrupted: give up what it left behind."""
@@ -508,7 +507,7 @@ class Engine:
         try:
             self._do.pin(group, wait)
         except BaseException as error:
-            self._seat.failed(error)
+            self.review.seat.failed(error)
             raise
 
     def reshard(self, group: ParamGroup) -> None:
@@ -557,7 +556,7 @@ class Engine:
             if not stepped.isdisjoint(map(id, group.shards)):
                 if not noted:
                     noted = True
-                    self._seat.stepped()
+                    self.review.seat.stepped()
                 self._iterations.end()
                 if self._pass is None:
                     self._gradients.settle()  # reductions of a backward that was not the last one

@@ -51,6 +51,7 @@ class Review:
         log: the drifts so far.
         replans: how often the plan was made anew.
         measuring: when steps are measured, and whether they are now.
+        seat: of the model in the ledgers.
     """
 
     def __init__(self, order: Order, actions: Actions, among: Among, seat: Seat, given: bool = False) -> None:
@@ -61,7 +62,7 @@ class Review:
         self._do = actions
         self._linked = among  # includes simulated process groups: for times, which also differ among simulated ranks
         self._among = real(among)
-        self._seat = seat
+        self.seat = seat
         seat.follow(order.plan)
         self._engine = names_in(self._among)
         self._is_given = given  # whether the plan in force is one that a user gave
@@ -86,7 +87,7 @@ class Review:
         groups = self._do.groups
         self._phase = phase_of(grad, not groups or groups[0].settings.current.requires_gradient_sync, waiting)
         self._order.begin(self._phase, grad)
-        self._seat.begin(self._phase)
+        self.seat.begin(self._phase)
         self._begun = self._do.history.mark()
         if self._vote is not None:
             self._vote[0].cast()
@@ -219,7 +220,7 @@ class Review:
         self._may_differ = False
         self.settings_changed()
         if self._changed:
-            self._seat.follow(self._order.plan)
+            self.seat.follow(self._order.plan)
         self._changed = False
 
     # ---- a new plan

@@ -40,11 +40,6 @@ class Notes:
         """The note of a reduction."""
         return f"reduce {self.name}, {how}"
 
-    def note_reduction(self, note: str, whole: bool) -> None:
-        """A reduction is about to be issued: over the replicas, too, if `whole`."""
-        for ledger in self.reduces if whole else self.gathers:
-            ledger.issue(note)
-
     def take_back(self) -> None:
         """The collective that was noted last could not be issued."""
         for ledger in self.reduces:
@@ -53,6 +48,38 @@ class Notes:
 
 _MOST_PLANS = 8  # that a ledger holds, to say how those of ranks differ
 NOTHING_NOTED = Notes()
+
+
+class ReductionNotes:
+    """The notes of the reductions of a group, one for each way to reduce it.
+
+    Args:
+        notes: of the group.
+    """
+
+    __slots__ = ("_chosen", "_notes", "_of")
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self._of: dict[object, str] = {}
+        self._chosen = ""
+
+    def name(self, way: object, how: str) -> None:
+        """There is a way to reduce the group, in words."""
+        self._of[way] = self._notes.reduce(how)
+
+    def choose(self, way: object) -> None:
+        """The next reduction will go this way."""
+        self._chosen = self._of[way]
+
+    def issue(self, whole: bool) -> None:
+        """A reduction is about to be issued: over the replicas, too, if `whole`."""
+        for ledger in self._notes.reduces if whole else self._notes.gathers:
+            ledger.issue(self._chosen)
+
+    def take_back(self) -> None:
+        """It could not be issued."""
+        self._notes.take_back()
 
 
 class Seat:

@@ -17,7 +17,7 @@ from .._comm.copies import Gradients
 from .._comm.lanes import Job, Lane
 from .._comm.mesh import MeshInfo
 from .._errors import ShardConfigStateError
-from .._faults.seat import Notes, summary
+from .._faults.seat import Notes, ReductionNotes, summary
 from .._memory.pool import BufferPool
 from .._policies import Options, Settings
 from .._torch.core import HANDLES, Hook, any_gradient_hooks, without_torch_function
@@ -51,8 +51,8 @@ class GroupGradients:
     """
 
     __slots__ = (
-        "_accumulated", "_handles_seen", "_in_flight", "_info", "_lane", "_name", "_note", "_note_of", "_notes",
-        "_offloads", "_on_nodes", "_params", "_pool", "_settings", "_shards", "_slots", "_transports", "buckets_of",
+        "_accumulated", "_handles_seen", "_in_flight", "_info", "_lane", "_name", "_notes", "_offloads",
+        "_on_nodes", "_params", "_pool", "_settings", "_shards", "_slots", "_transports", "buckets_of",
         "hooks_taken", "phase",
     )  # fmt: skip
 
@@ -69,8 +69,7 @@ class GroupGradients:
         slots: Sequence[int],
         notes: Notes,
     ) -> None:
-        self._notes, self._note = notes, ""
-        self._note_of: dict[tuple[object, ...], str] = {}
+        self._notes = ReductionNotes(notes)
         self._name, self._params, self._settings = name, params, settings
         self._info, self._offloads = info, info.offloads
         self._pool, self._lane = pool, lane
@@ -224,15 +223,15 @@ class GroupGradients:
         if buckets is None:
             how = self._info, self._transports, options, self._pool, self._lane, self._slots
             buckets = self.buckets_of[key] = reduce_buckets(self._params, trains, *how)
-            self._note_of[key] = self._notes.reduce(_reduced(self._params, trains, options))
-        self._note = self._note_of[key]
+            self._notes.name(key, _reduced(self._params, trains, options))
+        self._notes.choose(key)
         return buckets
 
     def start_reduce(self, gradients: Gradients) -> Reduction:
         """Issue the reduction of unsharded gradients, in the order of the parameters; None counts as zeros."""
         whole = self._transports.replicate is None or self._settings.current.requires_all_reduce
         buckets, accumulated = self._buckets(), self._accumulated
-        self._notes.note_reduction(self._note, whole)
+        self._notes.issue(whole)
         partial = accumulated.take_partial() if accumulated.wanted or accumulated.pieces else None
         jobs: list[tuple[ReduceBucket, Job[Reduced]]] = []
         try:

@@ -75,6 +75,7 @@ class GroupLayout:
         wraps: whether any parameter was a DTensor before it was sharded.
         extended: whether any parameter defines its own all-gather (see `extension.py`).
         gather_bytes, weight_bytes: bytes that a gather leases, and those of them that the weights keep after it.
+        note: of a gather, in the ledgers.
     """
 
     members: Sequence[Sequence[int]]
@@ -82,6 +83,7 @@ class GroupLayout:
     extended: bool
     gather_bytes: int
     weight_bytes: int
+    note: str
 
 
 class Entries(Protocol):
@@ -173,8 +175,8 @@ class ParamGroup:
             extended=any(extended for extended, _ in by_kind),
             gather_bytes=sum(bucket.gather_bytes for bucket in buckets),
             weight_bytes=sum(b.for_weights[0].nbytes for b in buckets if isinstance(b, GatherBucket)),
+            note=self._gather_note(),
         )
-        self._note = self._gather_note()
         return buckets, layout
 
     def _gather_note(self) -> str:
@@ -254,7 +256,7 @@ class ParamGroup:
         if self.phase not in AWAY:
             raise illegal(self.name, self.phase, GATHERING)
         for ledger in self._comm.notes.gathers:
-            ledger.issue(self._note)
+            ledger.issue(self.layout.note)
         if self.phase is RESIDENT:
             self._gathers = [(b, resident.start()) for b, resident in zip(self.buckets, self.residents, strict=True)]
             self._set_phase(GATHERING)
@@ -449,7 +451,7 @@ class ParamGroup:
             members = dict(zip(self._in_slots(), self.layout.members, strict=True))
             comm, run = self._comm, self._runtime
             how = comm.info, comm.transports, self.options, run.pool, run.gather_lane, run.reduce_lane
-            self._exchange = Exchange(self.params, members, *how, comm.notes, self._note)
+            self._exchange = Exchange(self.params, members, *how, comm.notes, self.layout.note)
         return self._exchange
 
     def __repr__(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from _engines import ENGINES, fsdp2, fully_shard, mesh_of
 from _pool import distributed
 from _stepping import assert_at_rest, engine_of
 from composable_shard import StaleStateError
+from composable_shard._faults.watch import WATCHER
 
 aten = torch.ops.aten
 KEEP_CLASS = {
@@ -377,6 +379,9 @@ def test_mistakes_are_named(rank, world):
     if rank == 1:  # the one whose shard is the smaller
         with pytest.raises(ValueError, match=r"parameter weight: .*padded sharded size, of 4 rows"):
             model.blocks[0].unshard()
+        end = time.monotonic() + 30
+        while not any(ledger.fault for ledger in WATCHER.ledgers()) and time.monotonic() < end:
+            time.sleep(0.05)  # until it hears that the others cannot go on
     else:
         with pytest.raises(cs.PeerLostError, match=r"rank 1 has left the step: .*parameter weight: .*padded"):
             model.blocks[0].unshard()
