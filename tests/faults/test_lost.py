@@ -55,7 +55,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     "what",
-    ["fail", *map(more, ["fail_in_forward", "fail_in_backward", "leave", "be_late"]), "caught_in_forward", "kill"],
+    ["fail", *map(more, ["fail_in_forward", "fail_in_backward", "leave", "be_late", "caught_in_forward"]), "kill"],
 )
 def test_ranks_that_are_left_say_which_one_is_lost(what):
     kind, words = CASES[what]
