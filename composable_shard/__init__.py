@@ -24,6 +24,7 @@ from ._errors import CheckpointUnsafeError as CheckpointUnsafeError
 from ._errors import CompiledGraphWarning as CompiledGraphWarning
 from ._errors import ComposableShardError as ComposableShardError
 from ._errors import MixedShardingError as MixedShardingError
+from ._errors import PeerLostError as PeerLostError
 from ._errors import PhaseError as PhaseError
 from ._errors import PoolBudgetError as PoolBudgetError
 from ._errors import RankMismatchError as RankMismatchError
@@ -33,6 +34,8 @@ from ._errors import ShardConfigStateError as ShardConfigStateError
 from ._errors import ShardConfigTypeError as ShardConfigTypeError
 from ._errors import ShardConfigValueError as ShardConfigValueError
 from ._errors import StaleStateError as StaleStateError
+from ._faults.replicas import broadcast_state as broadcast_state
+from ._faults.replicas import check_replicas as check_replicas
 from ._gradients import average_by_tokens as average_by_tokens
 from ._gradients import clip_grad_norm_ as clip_grad_norm_
 from ._gradients import total_tokens as total_tokens

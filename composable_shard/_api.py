@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ._comm.mesh import MeshInfo, default_mesh, mesh_info, small_mesh
+from ._comm.own_groups import next_number
 from ._errors import (
     ShardConfigAssertionError,
     ShardConfigTypeError,
@@ -281,7 +282,8 @@ class _Share:
 
     def declaration(self, modules: int, options: Options) -> Declaration:
         settings = Settings(replace(options, reshard_after_forward=self.reshard))
-        return Declaration(modules, tuple(self.params), self.info, settings, self.small, self.label)
+        number = next_number(self.info.shard_group or self.info.replicate_group)
+        return Declaration(modules, tuple(self.params), self.info, settings, self.small, self.label, number)
 
 
 def _cuts(params: list[Found], placements: Placements) -> dict[int, Cut]:

@@ -10,7 +10,8 @@
     │   ├── PoolBudgetError         a budget of memory that a group does not fit into    (also a ValueError)
     │   ├── ArtifactMismatchError   compiled code in a file that was made for something else (also a ValueError)
     │   └── ...                     kinds of these that are also what torch's FSDP2 raises for the same mistake
-    ├── RankMismatchError           ranks have different plans                               (also a RuntimeError)
+    ├── RankMismatchError           ranks have different plans, or do different things       (also a RuntimeError)
+    ├── PeerLostError               another rank has ended, failed, or cannot be reached      (also a RuntimeError)
     ├── StaleStateError             weights were changed between forward and backward        (also a RuntimeError)
     ├── SavedTensorModifiedError    a saved activation was written in place before backward (also a RuntimeError)
     ├── CheckpointError             a checkpoint that could not be written or read           (also a RuntimeError)
@@ -83,7 +84,11 @@ class ShardConfigStateAssertionError(ShardConfigStateError, AssertionError):
 
 
 class RankMismatchError(ComposableShardError, RuntimeError):
-    """Ranks that must work together have different plans: other groups, sizes, order or settings."""
+    """Ranks that must work together have different plans, or do different things: it is raised on all of them."""
+
+
+class PeerLostError(ComposableShardError, RuntimeError):
+    """Another rank has failed alone, has ended, or cannot be reached: it is raised on all ranks that are left."""
 
 
 class PoolBudgetError(ShardConfigValueError):

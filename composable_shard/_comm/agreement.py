@@ -22,6 +22,7 @@ from .._plan.schedule import ROOT_NAME
 from .._torch.core import without_dispatch_modes
 from .._torch.distributed import all_reduce_options, backend_name, group_all_gather, store_of
 from .mesh import MeshInfo
+from .own_groups import own_group
 
 _ALONE = ("fake", "fabric")  # backends of one process, which simulate the other ranks
 _SIMULATED = (*_ALONE, "simulated")
@@ -35,7 +36,7 @@ def _by_process_group(served: Iterable[tuple[str, dist.ProcessGroup | None, torc
     by_group: dict[dist.ProcessGroup, tuple[torch.device, set[str]]] = {}
     for fqn, group, device in served:
         if group is not None and group.size() > 1:
-            by_group.setdefault(group, (device, set()))[1].add(fqn)
+            by_group.setdefault(own_group(group, device), (device, set()))[1].add(fqn)
     return [(group, device, frozenset(fqns)) for group, (device, fqns) in by_group.items()]
 
 
@@ -61,7 +62,12 @@ def replicas_of(meshes: Iterable[tuple[str, MeshInfo]]) -> Among:
 
 def real(among: Among) -> Among:
     """The process groups without those of simulated worlds, which detect by themselves that ranks differ."""
-    return [each for each in among if backend_name(each[0], each[1]) not in _SIMULATED]
+    return [each for each in among if is_shared(each[0], each[1])]
+
+
+def is_shared(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the ranks of a process group are processes, or devices, of their own, and not those of a simulation."""
+    return backend_name(group, device) not in _SIMULATED
 
 
 def agree(plan: ShardPlan, among: Among, settings: Settings | None = None) -> None:

@@ -348,10 +348,18 @@ def _copy(to: Tensor, frm: Tensor) -> None:
     to.view(-1).copy_(frm)
 
 
-def transports_of(group: dist.ProcessGroup, device: torch.device) -> dict[str, Transport]:
-    """The transports of a process group by name; the first is the default."""
+def transports_of(
+    group: dist.ProcessGroup, device: torch.device, given: dist.ProcessGroup | None = None
+) -> dict[str, Transport]:
+    """The transports of a process group by name; the first is the default.
+
+    Args:
+        group: the process group.
+        device: of the tensors.
+        given: the one that `group` stands for, on which code of others expects to see torch's public functions.
+    """
     name = backend_name(group, device)
-    plain = Plain(group, averages=device.type != "mtia")  # mtia has sums only
+    plain = Plain(given or group, averages=device.type != "mtia")  # mtia has sums only
     made: list[Transport]
     if name not in _KNOWN or not (is_native(group) or name in OWN):
         made = [plain, Direct(group), Packed(group)]  # the others for users who know that they work and name one

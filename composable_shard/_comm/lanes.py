@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -44,6 +45,37 @@ class Lost:
         raise RuntimeError(f"a collective has failed before: {self._error}")
 
 
+class Waiting:
+    """What this process knows of its waits for collectives, for those who watch them (`_faults`).
+
+    Attributes:
+        since: when the wait that lasts has begun, by `time.monotonic`; 0 while nothing is waited for.
+    """
+
+    __slots__ = ("_explain", "since")
+
+    def __init__(self) -> None:
+        self.since = 0.0
+        self._explain: Callable[[Exception], Exception] = lambda error: error
+
+    def explain_by(self, explain: Callable[[Exception], Exception]) -> None:
+        """From now on, `explain` gets the error of a wait that has failed, and returns what to raise instead of it."""
+        self._explain = explain
+
+    def wait(self, handle: Awaitable) -> None:
+        """Wait for a collective."""
+        self.since = monotonic()
+        try:
+            handle.wait()
+        except Exception as error:
+            if (why := self._explain(error)) is not error:
+                raise why from error
+            raise
+        finally:
+            self.since = 0.0
+
+
+WAITING = Waiting()
 _HIGH_PRIORITY = -1
 Steps = Generator[Awaitable, None, T]
 Events = Iterable[torch.Event | None]
@@ -78,7 +110,7 @@ class Job(Generic[T]):
         """Wait for the handle at hand and run on to the next one, or to the end."""
         if self._handle is not None:
             try:
-                self._handle.wait()
+                WAITING.wait(self._handle)
             except BaseException as error:
                 self._handle = Lost(repr(error))
                 raise
@@ -139,7 +171,7 @@ class Launched(Job[T]):
     def _advance(self) -> None:
         if self._handle is not None:
             try:
-                self._handle.wait()
+                WAITING.wait(self._handle)
             except BaseException as error:
                 self._handle = Lost(repr(error))
                 raise

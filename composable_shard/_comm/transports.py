@@ -19,6 +19,7 @@ from .._policies import Comms, Options
 from .._torch.distributed import backend_name
 from .collectives import PLAIN, Custom, Transport, Transports, transports_of
 from .mesh import MeshInfo
+from .own_groups import own_group
 
 VARIABLE = "COMPOSABLE_SHARD_TRANSPORT"
 LARGE_FROM_BYTES = 16 << 20  # of a group: steps were faster packed at 4.7 MiB, by p2p at 27; 12 showed nothing
@@ -30,10 +31,16 @@ PLAYED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class TransportCache:
-    """The transports of each process group, made once."""
+    """The transports of each process group, made once.
 
-    def __init__(self) -> None:
+    Args:
+        runs: whether they will move anything; then they do so on process groups of our own, whose making is a
+            collective.
+    """
+
+    def __init__(self, runs: bool = False) -> None:
         self._made: dict[dist.ProcessGroup, dict[str, Transport]] = {}
+        self._runs = runs
 
     def of(
         self,
@@ -80,7 +87,7 @@ class TransportCache:
         if group is None or size == 1:
             return None
         if group not in self._made:
-            self._made[group] = transports_of(group, device)
+            self._made[group] = transports_of(own_group(group, device) if self._runs else group, device, group)
         made, backend = self._made[group], backend_name(group, device)
         forced = os.environ.get(VARIABLE, "").strip().lower()
         if forced and forced not in made:

@@ -30,6 +30,7 @@ import torch
 from .._comm.agreement import Among
 from .._comm.copies import Gradients
 from .._errors import ShardConfigStateError
+from .._faults.seat import Seat
 from .._group.bucket import Bucket
 from .._group.group import Entries, ParamGroup, Runtime
 from .._group.optimizers import watch_steps
@@ -72,6 +73,7 @@ class Engine:
         plan: the order of the groups, and predictions.
         runtime: pool and lanes that the groups were built with.
         among: the process groups of the meshes, with their devices.
+        seat: of the model among others, in the ledgers of these process groups.
         look: called with the engine when a forward or a backward begins and there are tools, or were: they may need
             other classes of the engine and its parts (see `listeners.py`).
         without_group: the entries of sharded modules that have no parameters of their own.
@@ -103,6 +105,7 @@ class Engine:
         plan: ShardPlan,
         runtime: Runtime,
         among: Among,
+        seat: Seat,
         look: Callable[[Engine], None],
         without_group: Sequence[Entries] = (),
         listener: Callable[[], Callable[[Order], None] | None] = lambda: None,
@@ -115,7 +118,7 @@ class Engine:
         self.order = Order(plan, groups, runtime.pool, listener)
         self._do = Actions(groups, runtime, self.order, partial(watch_leaf, weakref.ref(self)), without_group)
         self._gradients = GradientFlow(self._do)
-        self.review = Review(self.order, self._do, among, is_given)
+        self.review = Review(self.order, self._do, among, seat, is_given)
         self.uses = Uses()
         self.is_last_backward, self.ends_by_hand, self.under_hooks = True, False, False
         self.changed_at: torch.Event | None = None
@@ -183,6 +186,7 @@ class Engine:
 
     def failed(self, error: BaseException) -> None:
         """A forward has failed. If it was interrupted (Ctrl-C), nothing is waited for; the next forward clears up."""
+        self.review.seat.failed(error)
         if isinstance(error, Exception):
             self._do.explain(error)
         else:
@@ -469,6 +473,7 @@ class Engine:
             if not self._depth:  # the end of an interrupted recomputation is never reported
                 self._forget_running()
             self._do.hide_idle()
+            self.review.seat.failed("an error in its backward")
 
     def _recover(self) -> None:
         """A backward has failed, or a forward was interrupted: give up what it left behind."""
@@ -499,7 +504,11 @@ class Engine:
 
     def unshard(self, group: ParamGroup, wait: bool) -> None:
         """Gather a group and keep it until `reshard`, its next use, or a change of its parameters."""
-        self._do.pin(group, wait)
+        try:
+            self._do.pin(group, wait)
+        except BaseException as error:
+            self.review.seat.failed(error)
+            raise
 
     def reshard(self, group: ParamGroup) -> None:
         """Give the unsharded parameters of a group up, unless its forward runs now."""
@@ -542,8 +551,12 @@ class Engine:
 
         Unsharded parameters must not outlive the values that they were gathered from.
         """
+        noted = False
         for group in self.groups:
             if not stepped.isdisjoint(map(id, group.shards)):
+                if not noted:
+                    noted = True
+                    self.review.seat.stepped()
                 self._iterations.end()
                 if self._pass is None:
                     self._gradients.settle()  # reductions of a backward that was not the last one

@@ -15,19 +15,18 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
 import torch.distributed as dist
 
-from .._comm.agreement import Among, Ballot, Outcome, Roll, agree, names_in, real, slowest
-from .._errors import RankMismatchError
-from .._group.phases import SHARDED
+from .._comm.agreement import Among, Ballot, Outcome, agree, names_in, real, slowest
+from .._faults.seat import Seat
 from .._plan.drift import DriftLog, drift, order_drift, time_drift
 from .._plan.plan import ShardPlan, replan
 from .._plan.record import Record
-from .._plan.schedule import NO_GRAD, ROOT_NAME, TRAIN, Action, Kind
+from .._plan.schedule import NO_GRAD, TRAIN, Action, Kind
 from .actions import Actions
 from .history import Mark
 from .measuring import Measuring, costs_of
@@ -36,8 +35,6 @@ from .order import Order, PhaseSchedule, phase_of
 # Each vote (`Ballot`) makes a schedule and asks the store, so votes are limited: an engine may start 16, and one more
 # for every 64 forwards.
 _FREE_BALLOTS, _FORWARDS_A_BALLOT = 16, 64
-# Forwards that leave the plan are compared among ranks (by a `Roll`): all among the first 256, then every 16th forward.
-_FREE_ROLLS, _FORWARDS_A_ROLL = 256, 16
 
 
 class Review:
@@ -47,15 +44,17 @@ class Review:
         order: holds the plan.
         actions: their history is compared with the plan.
         among: the process groups of the model, whose ranks must follow the same plan.
+        seat: of the model in the ledgers.
         given: whether the plan is one that a user gave.
 
     Attributes:
         log: the drifts so far.
         replans: how often the plan was made anew.
         measuring: when steps are measured, and whether they are now.
+        seat: of the model in the ledgers.
     """
 
-    def __init__(self, order: Order, actions: Actions, among: Among, given: bool = False) -> None:
+    def __init__(self, order: Order, actions: Actions, among: Among, seat: Seat, given: bool = False) -> None:
         self.log = DriftLog()
         self.replans = 0
         self.measuring = Measuring(actions)
@@ -63,6 +62,8 @@ class Review:
         self._do = actions
         self._linked = among  # includes simulated process groups: for times, which also differ among simulated ranks
         self._among = real(among)
+        self.seat = seat
+        seat.follow(order.plan)
         self._engine = names_in(self._among)
         self._is_given = given  # whether the plan in force is one that a user gave
         self._forwards = 0  # of the root that have ended well
@@ -74,7 +75,6 @@ class Review:
         # The vote that is open, and the function to call with its outcome.
         self._vote: tuple[Ballot, Callable[[Ballot, Outcome], None]] | None = None
         self._votes = 0
-        self._rolls: list[tuple[Roll, str]] = []  # open rolls, each with the error for when not all ranks enter it
         self._most_bytes = 0
         self._has_warned = False
 
@@ -87,6 +87,7 @@ class Review:
         groups = self._do.groups
         self._phase = phase_of(grad, not groups or groups[0].settings.current.requires_gradient_sync, waiting)
         self._order.begin(self._phase, grad)
+        self.seat.begin(self._phase)
         self._begun = self._do.history.mark()
         if self._vote is not None:
             self._vote[0].cast()
@@ -95,14 +96,13 @@ class Review:
         """A forward of the root has ended well: count votes, and compare its order with the plan's.
 
         Raises:
-            RankMismatchError: ranks have run their first forward in different orders, were given different plans, or
-                have gathered different groups in an earlier forward.
+            RankMismatchError: ranks have run their first forward in different orders.
             PoolBudgetError: a group does not fit in the order in which the forward ran.
         """
         self._forwards += 1
         history = self._do.history
-        if self._rolls or self._vote is not None:
-            self._hear_others(_arrived(history.since(self._begun).actions))
+        if self._vote is not None:
+            self._count_votes(_arrived(history.since(self._begun).actions))
         if not self._has_learned and not self._phase.startswith(NO_GRAD):
             self._has_learned = True
             self._learn_first(history.since(self._begun))
@@ -134,8 +134,6 @@ class Review:
     def _left_plan(self, planned: PhaseSchedule, seen: Record) -> None:
         """A forward ran otherwise than planned: see that all ranks did the same, and vote for a plan that says so."""
         self.log.add("order", self._forwards, order_drift(planned, seen))
-        if self._among and (self._forwards <= _FREE_ROLLS or self._forwards % _FORWARDS_A_ROLL == 0):
-            self._open_rolls(planned, seen)
         plan = self._order.plan
         noted = partial(plan.noting, self._phase, seen.order, seen.around)
         self._want(partial(replan, plan, seen) if self._phase == TRAIN else noted, self._may_be_alone(planned, seen))
@@ -150,61 +148,14 @@ class Review:
         differing = [group for group in self._do.groups if moved or ran[group.fqn] != expected[group.fqn]]
         return all(group.options.reduce_unused and not group.settings.gives_up[group.is_root] for group in differing)
 
-    # If ranks issue different gathers in a forward, these pair up wrongly; where their sizes are equal, each rank reads
-    # weights of other modules without an error. So a rank that left the plan checks that all have left it likewise.
-
-    def _open_rolls(self, planned: PhaseSchedule, seen: Record) -> None:
-        """Open a roll in each process group where the gathers of this forward differ from the planned ones."""
-        apart = self._gathers_apart(planned, seen)
-        for member, name in zip(self._among, self._engine, strict=True):
-            fqns = member[2]
-            if differing := sorted(apart & fqns):
-                here = ", ".join(fqn or ROOT_NAME for fqn in _gathers(seen) if fqn in fqns)
-                roll = Roll(member, f"rolls/{name}/{self._forwards}/{here}")
-                self._rolls.append((roll, _gathered_alone(self._forwards, differing, here)))
-
-    def _gathers_apart(self, planned: PhaseSchedule, seen: Record) -> set[str]:
-        """The FQNs of groups that a rank which follows the plan gathers otherwise than this one did.
-
-        Groups that were gathered before this forward are so on all ranks.
-        """
-        explicit = [group.fqn for listed in self._order.explicit.values() for group in listed]
-        expected, ran = Counter((*planned.order, *explicit)), Counter(seen.order)
-        gathered = set(_gathers(seen))
-        sharded = {group.fqn for group in self._do.groups if group.phase is SHARDED}
-        left_out = (expected.keys() & sharded) - ran.keys() - gathered
-        added = (gathered & ran.keys()) - expected.keys()
-        if self._order.explicit:  # users may list groups in whatever order
-            return left_out | added
-        return left_out | added | self._out_of_turn(planned, seen)
-
-    def _out_of_turn(self, planned: PhaseSchedule, seen: Record) -> set[str]:
-        """The planned groups that were gathered another number of times than planned, or in another order."""
-        expected, ran = Counter(planned.order), Counter(seen.order)
-        gathered = [fqn for fqn in dict.fromkeys(_gathers(seen)) if fqn in expected]
-        resharded = {group.fqn for group in self._do.groups if planned.reshards(group)}
-        recounted = {fqn for fqn, _ in ran.items() - expected.items()} & resharded & set(gathered)
-        in_turn = [fqn for fqn in expected if fqn in gathered]
-        return recounted | {fqn for fqn, other in zip(gathered, in_turn, strict=True) if fqn != other}
-
-    def _hear_others(self, arrived: frozenset[str]) -> None:
-        """Check the rolls and count the votes in whose process group a gather has arrived.
-
-        Raises:
-            RankMismatchError: not all ranks have entered a roll; or a user has given this rank a plan that other ranks
-                were not given.
-        """
-        called = [each for each in self._rolls if each[0].fqns & arrived]
-        self._rolls = [each for each in self._rolls if each not in called]
-        for roll, error in called:
-            if not roll.is_full():
-                raise RankMismatchError(error)
-        if self._vote is not None:
-            ballot, decide = self._vote
-            outcome = ballot.count(arrived)
-            if outcome is not Outcome.OPEN:
-                self._vote = None
-                decide(ballot, outcome)
+    def _count_votes(self, arrived: frozenset[str]) -> None:
+        """Count the votes in whose process group a gather has arrived."""
+        assert self._vote is not None
+        ballot, decide = self._vote
+        outcome = ballot.count(arrived)
+        if outcome is not Outcome.OPEN:
+            self._vote = None
+            decide(ballot, outcome)
 
     # ---- bytes and times
 
@@ -247,7 +198,7 @@ class Review:
     # ---- what users change
 
     def asked(self, plan: ShardPlan, given: bool) -> None:
-        """Follow a plan that a user wants, at once; the next forward starts a vote on whether all ranks have it.
+        """Follow a plan that a user wants, at once; the next forward is an error unless all ranks have it.
 
         Raises:
             ShardConfigValueError, PoolBudgetError: as `Order.follow`.
@@ -268,8 +219,8 @@ class Review:
     def _take_changes(self) -> None:
         self._may_differ = False
         self.settings_changed()
-        if self._changed and self._among and self._has_learned:
-            self._open_vote(self._order.plan, _all_must_have)
+        if self._changed:
+            self.seat.follow(self._order.plan)
         self._changed = False
 
     # ---- a new plan
@@ -349,28 +300,3 @@ def _arrived(actions: Iterable[Action]) -> frozenset[str]:
         elif action.kind is Kind.WAIT and action.fqn in issued:
             arrived.add(action.fqn)
     return frozenset(arrived)
-
-
-def _all_must_have(ballot: Ballot, outcome: Outcome) -> None:
-    """A vote is over on a plan that a user has given, or made anew by a setting.
-
-    Raises:
-        RankMismatchError: not all ranks have that plan.
-    """
-    if outcome is Outcome.APART:
-        ballot.explain()
-    if outcome is not Outcome.ALL:
-        raise RankMismatchError(
-            f"rank {dist.get_rank()}: was given another plan, policy or reshard_after_forward than other ranks, or at "
-            "another time. Call set_plan, set_prefetch_policy, set_pool_policy and setters of modules on all ranks "
-            "alike, between the same forwards"
-        )
-
-
-def _gathered_alone(forward: int, apart: Sequence[str], gathered: str) -> str:
-    return (
-        f"rank {dist.get_rank()}: forward {forward} of the root left the plan at {apart[0] or ROOT_NAME} and gathered "
-        f"{gathered or 'nothing'}, and not all ranks did the same: their gathers met those of other modules, so that "
-        "weights and gradients since then are wrong. Run the same modules on all ranks, in one order, or unshard() "
-        "on all of them what only some will run"
-    )

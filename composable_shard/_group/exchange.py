@@ -20,6 +20,7 @@ from .._comm.collectives import Transports
 from .._comm.copies import Gradients, regions_in
 from .._comm.lanes import Job, Lane
 from .._comm.mesh import MeshInfo
+from .._faults.seat import Notes
 from .._memory.pool import BufferPool
 from .._memory.slots import Slot
 from .._policies import Options
@@ -203,6 +204,7 @@ class Exchange:
         options: of which only the dtypes count here.
         pool: memory of its engine.
         gather_lane, reduce_lane: of its engine.
+        notes, note: what the group notes before its collectives, and before a gather.
     """
 
     def __init__(
@@ -215,7 +217,10 @@ class Exchange:
         pool: BufferPool,
         gather_lane: Lane,
         reduce_lane: Lane,
+        notes: Notes,
+        note: str,
     ) -> None:
+        self._notes, self._note = notes, note
         self._facts = [_Facts(p.fqn, p.shape, p.dim, p.dtype) for p in params]
         self._gathers = [_Gathers(bucket, members, pool, gather_lane) for bucket, members in buckets.items()]
         self._slots = [bucket.nbytes for bucket in buckets]
@@ -231,6 +236,8 @@ class Exchange:
 
     def gather(self, shards: Sequence[torch.Tensor]) -> Gather:
         """Begin to gather shards, in the order of the group's parameters."""
+        for ledger in self._notes.gathers:
+            ledger.issue(self._note)
         started: list[_Gathering] = []
         try:
             for gathers in self._gathers:
@@ -248,6 +255,10 @@ class Exchange:
             wanted: indices of the parameters that want one, the same on all ranks.
             factor, only_sums: the options `divide_factor` and `only_sums`.
         """
+        if self._notes.reduces:
+            note = self._notes.reduce(f"parameters {', '.join(map(str, wanted))}, divided by {factor}")
+            for ledger in self._notes.reduces:
+                ledger.issue(note)
         jobs: list[tuple[ReduceBucket, Job[Reduced]]] = []
         reduction = Reduction(jobs, self._info.offloads, self.pool)
         try:

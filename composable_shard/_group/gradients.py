@@ -6,6 +6,7 @@ A table in `phases.py` says which phase may follow which; only `_set_phase` chan
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Container, Mapping, Sequence
 from operator import attrgetter, is_, is_not
 
@@ -16,8 +17,9 @@ from .._comm.copies import Gradients
 from .._comm.lanes import Job, Lane
 from .._comm.mesh import MeshInfo
 from .._errors import ShardConfigStateError
+from .._faults.seat import Notes, ReductionNotes, summary
 from .._memory.pool import BufferPool
-from .._policies import Settings
+from .._policies import Options, Settings
 from .._torch.core import HANDLES, Hook, any_gradient_hooks, without_torch_function
 from .._torch.distributed import new_dtensor, spec_of
 from .accumulation import AccumulatedGradients
@@ -40,6 +42,7 @@ class GroupGradients:
         pool, lane: memory and lane of the reductions.
         transports: of the group.
         slots: sizes in bytes of the slots of its weights, which reductions may use too.
+        notes: what the group notes before its collectives.
 
     Attributes:
         phase: where the gradients are: none, accumulated or being reduced.
@@ -48,8 +51,9 @@ class GroupGradients:
     """
 
     __slots__ = (
-        "_accumulated", "_handles_seen", "_in_flight", "_info", "_lane", "_name", "_offloads", "_on_nodes", "_params",
-        "_pool", "_settings", "_shards", "_slots", "_transports", "buckets_of", "hooks_taken", "phase",
+        "_accumulated", "_handles_seen", "_in_flight", "_info", "_lane", "_name", "_notes", "_offloads",
+        "_on_nodes", "_params", "_pool", "_settings", "_shards", "_slots", "_transports", "buckets_of",
+        "hooks_taken", "phase",
     )  # fmt: skip
 
     def __init__(
@@ -63,7 +67,9 @@ class GroupGradients:
         lane: Lane,
         transports: Transports,
         slots: Sequence[int],
+        notes: Notes,
     ) -> None:
+        self._notes = ReductionNotes(notes)
         self._name, self._params, self._settings = name, params, settings
         self._info, self._offloads = info, info.offloads
         self._pool, self._lane = pool, lane
@@ -217,16 +223,23 @@ class GroupGradients:
         if buckets is None:
             how = self._info, self._transports, options, self._pool, self._lane, self._slots
             buckets = self.buckets_of[key] = reduce_buckets(self._params, trains, *how)
+            self._notes.name(key, _reduced(self._params, trains, options))
+        self._notes.choose(key)
         return buckets
 
     def start_reduce(self, gradients: Gradients) -> Reduction:
         """Issue the reduction of unsharded gradients, in the order of the parameters; None counts as zeros."""
         whole = self._transports.replicate is None or self._settings.current.requires_all_reduce
         buckets, accumulated = self._buckets(), self._accumulated
+        self._notes.issue(whole)
         partial = accumulated.take_partial() if accumulated.wanted or accumulated.pieces else None
         jobs: list[tuple[ReduceBucket, Job[Reduced]]] = []
-        for bucket in buckets:
-            jobs.append((bucket, bucket.start(gradients, partial, whole)))
+        try:
+            for bucket in buckets:
+                jobs.append((bucket, bucket.start(gradients, partial, whole)))
+        except BaseException:
+            self._notes.take_back()
+            raise
         self._set_phase(GradPhase.REDUCING)
         self._in_flight += 1
         lacks = any(map(is_, gradients, itertools.repeat(None)))
@@ -261,3 +274,12 @@ class GroupGradients:
         for indices, reduced in done:
             for index, piece, used in zip(indices, *reduced.parts(), strict=True):
                 self._accumulated.add_partial(index, piece, used)
+
+
+def _reduced(params: Sequence[ShardedParam], trains: Sequence[bool], options: Options) -> str:
+    """What is reduced, for a note."""
+    wanted = [param for param, trained in zip(params, trains, strict=True) if trained]
+    dtypes = [options.reduce_dtype(param.dtype) for param in wanted]
+    numels = [math.prod(param.shape) * dtype.itemsize for param, dtype in zip(wanted, dtypes, strict=True)]
+    text = f"{len(wanted)} parameters, {summary(sum(numels), dtypes)}"
+    return text if options.divide_factor is None else f"{text}, divided by {options.divide_factor}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ import torch
 from .._comm.collectives import Transports
 from .._comm.lanes import Job, Lane
 from .._comm.mesh import MeshInfo
+from .._faults.seat import NOTHING_NOTED, Notes, summary
 from .._memory.pool import BufferPool
 from .._memory.slots import Request
 from .._plan.schedule import ROOT_NAME
@@ -55,11 +57,13 @@ class GroupComm:
         info: its sharding.
         transports: what moves its weights and gradients.
         small: the mesh of the few ranks that keep its weights between forward and backward; None without such.
+        notes: what it notes before its collectives, so that other ranks know.
     """
 
     info: MeshInfo
     transports: Transports
     small: MeshInfo | None = None
+    notes: Notes = NOTHING_NOTED
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +75,7 @@ class GroupLayout:
         wraps: whether any parameter was a DTensor before it was sharded.
         extended: whether any parameter defines its own all-gather (see `extension.py`).
         gather_bytes, weight_bytes: bytes that a gather leases, and those of them that the weights keep after it.
+        note: of a gather, in the ledgers.
     """
 
     members: Sequence[Sequence[int]]
@@ -78,6 +83,7 @@ class GroupLayout:
     extended: bool
     gather_bytes: int
     weight_bytes: int
+    note: str
 
 
 class Entries(Protocol):
@@ -150,7 +156,7 @@ class ParamGroup:
         self.shards = [p.sharded for p in self.params]
         self.buckets, self.layout = self._laid_out()
         own = self.name, self.params, self.shards, comm.info, settings, runtime.pool, runtime.reduce_lane
-        self.gradients = GroupGradients(*own, comm.transports, self._slot_bytes())
+        self.gradients = GroupGradients(*own, comm.transports, self._slot_bytes(), comm.notes)
 
     def _laid_out(self) -> tuple[list[Bucket], GroupLayout]:
         """The gather buckets for the parameters as they are now, and their layout."""
@@ -169,8 +175,14 @@ class ParamGroup:
             extended=any(extended for extended, _ in by_kind),
             gather_bytes=sum(bucket.gather_bytes for bucket in buckets),
             weight_bytes=sum(b.for_weights[0].nbytes for b in buckets if isinstance(b, GatherBucket)),
+            note=self._gather_note(),
         )
         return buckets, layout
+
+    def _gather_note(self) -> str:
+        dtypes = [p.compute_dtype(self.options) for p in self.params]
+        nbytes = sum(math.prod(p.shape) * dtype.itemsize for p, dtype in zip(self.params, dtypes, strict=True))
+        return self._comm.notes.gather(summary(nbytes, dtypes))
 
     def _in_slots(self) -> list[GatherBucket]:
         """The buckets that gather into slots of the pool."""
@@ -243,6 +255,8 @@ class ParamGroup:
         """Issue the all-gather, ordered after the event `after` (the last change of the sharded parameters)."""
         if self.phase not in AWAY:
             raise illegal(self.name, self.phase, GATHERING)
+        for ledger in self._comm.notes.gathers:
+            ledger.issue(self.layout.note)
         if self.phase is RESIDENT:
             self._gathers = [(b, resident.start()) for b, resident in zip(self.buckets, self.residents, strict=True)]
             self._set_phase(GATHERING)
@@ -254,6 +268,7 @@ class ParamGroup:
             for bucket in self.buckets:
                 self._gathers.append((bucket, bucket.start(after)))
         except BaseException:  # out of memory, say: the group is sharded as before
+            self._comm.notes.take_back()
             self._give_up_gathers()
             raise
         self._set_phase(GATHERING)
@@ -436,7 +451,7 @@ class ParamGroup:
             members = dict(zip(self._in_slots(), self.layout.members, strict=True))
             comm, run = self._comm, self._runtime
             how = comm.info, comm.transports, self.options, run.pool, run.gather_lane, run.reduce_lane
-            self._exchange = Exchange(self.params, members, *how)
+            self._exchange = Exchange(self.params, members, *how, comm.notes, self.layout.note)
         return self._exchange
 
     def __repr__(self) -> str:

@@ -17,6 +17,7 @@ from .._comm.transports import TransportCache
 from .._engine.engine import Engine
 from .._engine.listeners import follow_tools
 from .._errors import ShardConfigStateError
+from .._faults.seat import Seat
 from .._group.extension import is_extended
 from .._group.group import GroupComm, ParamGroup, Runtime
 from .._group.saved_tensors import give_way
@@ -61,9 +62,9 @@ class _Tree:
             for held in state.declaration.params:
                 held.fqn = first.get(id(held.sharded), held.fqn)
 
-    def transports(self) -> dict[ShardState, Transports]:
-        """The transports of each group."""
-        made = TransportCache()
+    def transports(self, runs: bool = False) -> dict[ShardState, Transports]:
+        """The transports of each group; `runs` as for a `TransportCache`."""
+        made = TransportCache(runs)
         return {state: state.declaration.transports(made) for state in self.fqns}
 
     def plan(self, transports: Mapping[ShardState, Transports]) -> ShardPlan:
@@ -155,7 +156,9 @@ class _Tree:
             for names, _, index in reversed(state.entries.places):
                 state.declaration.params[index].module = holders.get(id(names))
 
-    def groups(self, transports: Mapping[ShardState, Transports], runtime: Runtime) -> dict[ShardState, ParamGroup]:
+    def groups(
+        self, transports: Mapping[ShardState, Transports], runtime: Runtime, seat: Seat
+    ) -> dict[ShardState, ParamGroup]:
         """Make the groups."""
         groups = {
             state: ParamGroup(
@@ -163,7 +166,7 @@ class _Tree:
                 state.declaration.params,
                 state.declaration.settings,
                 state in self.of_root,
-                GroupComm(state.declaration.info, transports[state], state.declaration.small),
+                GroupComm(state.declaration.info, transports[state], state.declaration.small, seat.of(fqn)),
                 runtime,
                 weakref.ref(state.entries),
             )
@@ -296,19 +299,20 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
     _check_offloaded(asked)
     meshes = [(fqn, state.declaration.info) for state, fqn in tree.fqns.items()]
     among, settings = groups_of(meshes), tree.settings()
-    transports = tree.transports()
+    transports = tree.transports(runs=True)
     plan = tree.plan(transports)
+    seat = Seat(meshes, own.declaration.number)
     if agrees:
         agree(plan, real(among), settings)
     tree.set_holders()
     device = own.declaration.info.device
     gather_lane, reduce_lane = own.lanes or (lane_for(device), lane_for(device))
     runtime = Runtime(BufferPool(device, gather_lane), gather_lane, reduce_lane)
-    groups = tree.groups(transports, runtime)
+    groups = tree.groups(transports, runtime, seat)
     without = [state.entries for state in tree.states if state not in groups]
     listener = weakref.WeakMethod(own.order_changed)
     given = own.asked.plan is not None
-    engine = Engine(tuple(groups.values()), plan, runtime, among, follow_tools, without, listener, given)
+    engine = Engine(tuple(groups.values()), plan, runtime, among, seat, follow_tools, without, listener, given)
     if replicas := replicas_of(meshes):
         engine.before_first_reduction(partial(agree, plan, replicas, settings))
     tree.bind(engine, groups)

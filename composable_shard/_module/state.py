@@ -54,6 +54,7 @@ class Declaration:
         small: the mesh of the few ranks that share the weights between forward and backward, if that was asked for (an
             integer `reshard_after_forward`).
         label: the axes of the mesh, to tell this group from the call's first group; empty for the first.
+        number: of the call, among those with this mesh.
     """
 
     modules: int
@@ -62,6 +63,7 @@ class Declaration:
     settings: Settings
     small: MeshInfo | None = None
     label: str = ""
+    number: int = 0
 
     def piece_bytes(self) -> list[int]:
         """Bytes of a rank's piece of each parameter in the dtype of the gather, padding included."""
@@ -289,7 +291,7 @@ class ShardState:
         self.release()
         if self.bound.group.running:
             raise ShardConfigStateError(f"group {self.bound.group.name}: its communication cannot change while it runs")
-        self.bound.group.rebuild(self.declaration.transports(TransportCache()))
+        self.bound.group.rebuild(self.declaration.transports(TransportCache(runs=True)))
 
     def counted(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hand a call to the class's own `__call__`, counted in `calls` while it runs."""

@@ -8,9 +8,11 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from operator import attrgetter
 from types import CellType, CodeType
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -225,6 +227,47 @@ def own_slices(tensor: DTensor) -> tuple[slice, ...]:
 def store_of(group: dist.ProcessGroup) -> c10d.Store:
     """The store over which the ranks of a process group have met."""
     return dist.distributed_c10d._get_process_group_store(group)
+
+
+Store = c10d.Store
+
+
+def prefixed(prefix: str, store: c10d.Store) -> c10d.Store:
+    """The part of a store whose keys begin with a prefix."""
+    return c10d.PrefixStore(prefix, store)
+
+
+def another_client(store: c10d.Store) -> c10d.Store:
+    """The same store through a connection of its own, for another thread."""
+    return store.clone()  # type: ignore[attr-defined,no-any-return]
+
+
+def new_twin(group: dist.ProcessGroup, limit: timedelta, number: int, description: str) -> dist.ProcessGroup:
+    """Another process group of gloo with the ranks of one that there is; it waits for these ranks, and for no others.
+
+    Args:
+        group: whose ranks. These must be in rising order.
+        limit: how long a collective may take.
+        number: of the twins of `group`; ranks make them in one order.
+        description: for tools.
+    """
+    # torch's own name counts the groups that a rank belongs to, which need not be the same on all of these.
+    name = f"{group.group_name} {description} {number}"
+    with mock.patch.object(dist.distributed_c10d, "_process_group_name", return_value=name):
+        made = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=limit,
+            backend="gloo",
+            use_local_synchronization=True,
+            group_desc=description,
+        )
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def exists(group: dist.ProcessGroup) -> bool:
+    """Whether a process group was not destroyed."""
+    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -29,6 +29,7 @@ def names(directory):
     return sorted(each.name for each in Path(directory).iterdir())
 
 
+@pytest.mark.matrix
 @distributed(world=2)
 def test_it_saves_the_moment_of_the_call_while_training_goes_on(rank, world, tmp_path):
     state = run(0)

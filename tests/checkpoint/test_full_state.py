@@ -145,6 +145,7 @@ def test_over_replicas_and_with_tensor_parallelism(rank, world):
     torch.testing.assert_close(parallel(*x), plain(*x))
 
 
+@pytest.mark.matrix
 @distributed(world=4)
 def test_a_model_on_some_ranks_has_its_first_rank_for_rank_0(rank, world):
     halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "dp"))

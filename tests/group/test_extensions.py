@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from _engines import ENGINES, fsdp2, fully_shard, mesh_of
 from _pool import distributed
 from _stepping import assert_at_rest, engine_of
 from composable_shard import StaleStateError
-from composable_shard._module.build import build_engine
+from composable_shard._faults.watch import WATCHER
 
 aten = torch.ops.aten
 KEEP_CLASS = {
@@ -375,10 +376,14 @@ def test_mistakes_are_named(rank, world):
             shard(model, fully_shard)
         assert not any(isinstance(p, DTensor) for p in model.parameters())
     model = shard(make(Unpadded, sizes=(7, 5)), fully_shard)
-    if rank == 0:
-        build_engine(model.blocks[0])  # all ranks agree on the plan there
-    if rank == 1:  # the one whose shard is the smaller; the others would wait for it
+    if rank == 1:  # the one whose shard is the smaller
         with pytest.raises(ValueError, match=r"parameter weight: .*padded sharded size, of 4 rows"):
+            model.blocks[0].unshard()
+        end = time.monotonic() + 30
+        while not any(ledger.fault for ledger in WATCHER.ledgers()) and time.monotonic() < end:
+            time.sleep(0.05)  # until it hears that the others cannot go on
+    else:
+        with pytest.raises(cs.PeerLostError, match=r"rank 1 has left the step: .*parameter weight: .*padded"):
             model.blocks[0].unshard()
 
 

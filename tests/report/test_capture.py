@@ -120,6 +120,7 @@ def done_files(folder):
     return order
 
 
+@pytest.mark.matrix
 def test_the_command_traces_a_script_of_fsdp2_that_is_not_changed(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     done = command("--install", "--step", "3", "--json", "--out", "out", "train.py", "50", cwd=tmp_path)

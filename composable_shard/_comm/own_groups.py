@@ -1,0 +1,63 @@
+"""Process groups of the library's own: its collectives never meet those that others issue among the same ranks.
+
+gloo pairs collectives by their order alone. A `full_tensor`, a barrier or a metric on one rank would be paired with a
+gather on another one, and one of them would read what was sent for the other. So on gloo the library communicates on a
+process group of its own for each one that it is given. NCCL's communicators hold memory of the device; there, the
+library uses what it is given.
+"""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .._torch.distributed import backend_name, is_native, new_twin
+
+_of: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_twins: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_broken: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+DESCRIPTION = "composable_shard"  # of the process groups that are made here
+
+
+def own_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """The process group on which the library communicates among the ranks of `group`, for tensors on `device`.
+
+    The first call for a group on gloo waits for its other ranks, as the making of a process group does.
+    """
+    if group.size() == 1 or not is_native(group) or backend_name(group, device) != "gloo":
+        return group
+    made = _of.get(group)
+    if made is None or made in _broken:
+        made = _of[group] = _twin(group, limit_of(group, device))
+    return made
+
+
+def next_number(group: dist.ProcessGroup | None) -> int:
+    """One more than the last call for this process group gave: equal on ranks that call it equally often."""
+    if group is None:
+        return 0
+    _counts[group] = _counts.get(group, 0) + 1
+    return _counts[group]
+
+
+def _twin(group: dist.ProcessGroup, limit: timedelta) -> dist.ProcessGroup:
+    ranks = dist.get_process_group_ranks(group)
+    if ranks != sorted(ranks):  # not all versions of torch can make one in this order
+        return group
+    _twins[group] = _twins.get(group, 0) + 1
+    return new_twin(group, limit, _twins[group], DESCRIPTION)
+
+
+def limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long a collective of a process group may take."""
+    limit: timedelta = group._get_backend(device).options._timeout
+    return limit
+
+
+def note_broken(group: dist.ProcessGroup) -> None:
+    """A process group of ours is of no use any more; whoever asks for it next gets another one."""
+    _broken.add(group)

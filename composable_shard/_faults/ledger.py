@@ -1,0 +1,371 @@
+"""The ledger: what this rank does with others, in order, compared with what they do *before* it is done.
+
+Each process group of ours has one. A rank notes in it each gather and reduction before it issues it, each forward that
+gathers, and each step of an optimizer. Ranks whose notes are equal issue collectives that fit together.
+
+Training repeats itself. So a note is compared with the one that followed the last time (`_Expected`), which is the same
+on all ranks because their notes so far are. What was expected goes on at once, for a fraction of a microsecond. A rank
+that notes something else *asks*: it writes its note to the store of the process group, and issues nothing until all
+ranks have said what is theirs at this place. Ranks that do the same ask as well, and all go on. A rank that went on as
+expected answers by its watcher (see `watch.py`): then the notes differ, which is a `RankMismatchError` on all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .._comm.own_groups import limit_of, note_broken
+from .._errors import ComposableShardError, PeerLostError, RankMismatchError
+from .._plan.plan import ShardPlan
+from .._torch.distributed import Store, prefixed, store_of
+
+_KINDS: dict[str, type[ComposableShardError]] = {each.__name__: each for each in (PeerLostError, RankMismatchError)}
+_MOST_NOTES = 1 << 18  # of which half are forgotten then
+_PAUSES = (0.0002, 0.01)  # seconds between two looks for an answer: at first, and at most
+_TOLD_S = 1.0  # how long a rank waits for the plan of another one, to say how they differ
+_NEWS_AFTER = 0.02  # seconds that a rank waits for others to ask the same, before it wakes their watchers
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why ranks cannot go on together.
+
+    Attributes:
+        kind: name of the error's class.
+        text: what, where and what to do; the same on all ranks.
+    """
+
+    kind: str
+    text: str
+
+    def error(self) -> ComposableShardError:
+        """A new error of it."""
+        return _KINDS[self.kind](self.text)
+
+    def __str__(self) -> str:
+        return f"{self.kind}|{self.text}"
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        """The inverse of `str`."""
+        kind, _, rest = text.partition("|")
+        return cls(kind, rest)
+
+
+class _Expected:
+    """What comes next, if all goes on as it did the last time.
+
+    Args:
+        log: the notes so far, to which the caller appends.
+    """
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+        self._last: dict[str, int] = {}  # by note: its last place in the log, of those before `_indexed`
+        self._indexed = 0
+        self._planned: list[str] = []
+        self._in_plan: dict[str, int] = {}
+        self._notes: list[str] = log  # where the next note is expected to be the one at `_at`
+        self._at = 0
+
+    def plan(self, notes: Sequence[str]) -> None:
+        """All ranks have agreed to begin with these notes, should they begin with the first one of them."""
+        self._in_plan |= {note: len(self._planned) + index for index, note in enumerate(notes)}
+        self._planned += notes
+
+    def is_next(self, note: str) -> bool:
+        """Whether this note was expected; then the one behind it is from now on."""
+        at = self._at
+        if at < len(self._notes) and self._notes[at] == note:
+            self._at = at + 1
+            return True
+        return False
+
+    def follow(self, note: str) -> None:
+        """All ranks are about to append this note, which was not expected."""
+        for index in range(self._indexed, len(self._log)):
+            self._last[self._log[index]] = index
+        self._indexed = len(self._log)
+        if (last := self._last.get(note)) is not None:
+            self._notes, self._at = self._log, last + 1
+        elif (planned := self._in_plan.get(note)) is not None:
+            self._notes, self._at = self._planned, planned + 1
+        else:
+            self._notes, self._at = self._log, len(self._log) + 1  # behind the note, where nothing is
+
+    def forget(self, count: int) -> None:
+        """The first notes of the log are gone."""
+        self._last.clear()
+        self._indexed = 0
+        if self._notes is self._log:
+            self._at = self._at - count if self._at >= count else len(self._log)
+
+
+class Ledger:
+    """The notes of this rank in one process group.
+
+    Args:
+        group: the process group; one of ours.
+        device: of its tensors.
+        on_fault: called once there is a fault.
+
+    Attributes:
+        group, ranks: the process group, and the ranks of the world in it, in order.
+        rank, world: this rank's index among them, and their number.
+        fault: why its ranks cannot go on together; None while they can.
+        left_at: the place at which this rank has failed last; -1 if it never has.
+        plans: by digest, the plans that notes name.
+        limit: seconds that ranks wait for each other at most.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, on_fault: Callable[[Ledger], None]) -> None:
+        self.group = group
+        self.ranks = dist.get_process_group_ranks(group)
+        self.rank, self.world = group.rank(), group.size()
+        self.store = prefixed("composable_shard/ledger", store_of(group))
+        self.limit = limit_of(group, device).total_seconds()
+        self.fault: Fault | None = None
+        self.left_at = self._not_issued = -1
+        self.plans: dict[str, ShardPlan] = {}
+        self._on_fault = on_fault
+        self._log: list[str] = []
+        self._forgotten = 0
+        self._expected = _Expected(self._log)
+        self._lock = threading.Lock()  # of what another thread reads while notes are forgotten
+        self._asked: set[int] = set()
+        self._said = (-1, "")  # the place and the note of the last question, or answer, that all ranks know of
+        self._steps: dict[str, None] = {}
+        self._begun = ""
+        self._forwards = 0
+
+    # ---- what this rank does
+
+    @property
+    def place(self) -> int:
+        """The number of notes so far."""
+        return self._forgotten + len(self._log)
+
+    @property
+    def last(self) -> str:
+        """The last note; empty if there is none."""
+        return self._log[-1] if self._log else ""
+
+    def plan(self, notes: Sequence[str]) -> None:
+        """All ranks have agreed to begin with these notes, should they begin with the first one of them."""
+        self._expected.plan(notes)
+
+    def begin(self, note: str) -> None:
+        """A forward begins. It is noted with the first collective in it, for others need not know of one without."""
+        self._begun = note
+        if len(self._log) > _MOST_NOTES:
+            self._forget(_MOST_NOTES // 2)
+
+    def stepped(self, note: str) -> None:
+        """An optimizer has stepped; noted with the next collective."""
+        while note in self._steps:
+            note += "'"
+        self._steps[note] = None
+
+    def issue(self, note: str) -> None:
+        """This rank is about to issue a collective.
+
+        Raises:
+            RankMismatchError: not all ranks are about to issue the same; it is issued on none.
+            PeerLostError: another rank is lost.
+        """
+        if self._steps:
+            steps, self._steps = self._steps, {}
+            for step in steps:
+                self._note(step)
+        if self._begun:
+            begun, self._begun = self._begun, ""
+            self._forwards += 1
+            self._note(begun)
+        self._note(note)
+
+    def _note(self, note: str) -> None:
+        if self.fault is not None or not self._expected.is_next(note):
+            self._ask(note)
+            self._expected.follow(note)
+        self._log.append(note)
+
+    def _forget(self, count: int) -> None:
+        with self._lock:
+            del self._log[:count]
+            self._forgotten += count
+        self._expected.forget(count)
+        self._asked.clear()
+
+    # ---- what others do
+
+    def _ask(self, note: str) -> None:
+        """Ask the others whether they, too, are about to do this."""
+        self.check()
+        place = self.place
+        self._asked.add(place)
+        self._say(self.store, place, note)
+        deadline = time.monotonic() + self.limit
+        news_at = time.monotonic() + _NEWS_AFTER
+        pause, longest = _PAUSES
+        while not self.store.check([f"go/{place}"]):
+            self.check()
+            now = time.monotonic()
+            if now > news_at:
+                news_at = float("inf")
+                self.post(self.store, f"ask|{place}")
+            if now > deadline:
+                self._absent(place, note)
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        if self.store.get(f"go/{place}") != b"alike":
+            self._differ(place)
+        self._clear(place, note)
+
+    def _clear(self, place: int, note: str) -> None:
+        """All ranks have come to this place, and so need nothing any more of what was said before."""
+        (before, said), self._said = self._said, (place, note)
+        if before < 0:
+            return
+        self.store.delete_key(f"said/{before}/{self.rank}")
+        if self.rank == 0:
+            for key in (_alike(before, said), f"all/{before}", f"go/{before}"):
+                self.store.delete_key(key)
+
+    def check(self) -> None:
+        """Raise the fault, if there is one."""
+        if self.fault is not None:
+            raise self.fault.error()
+
+    def _say(self, store: Store, place: int, note: str) -> None:
+        """Tell what this rank's note is at a place; the last rank says whether all are alike."""
+        alike = _alike(place, note)
+        store.set(f"said/{place}/{self.rank}", note)
+        store.add(alike, 1)
+        if store.add(f"all/{place}", 1) == self.world:
+            store.set(f"go/{place}", "alike" if store.add(alike, 0) == self.world else "apart")
+
+    def answer(self, store: Store, place: int) -> bool:
+        """Another rank asks for this rank's note at a place; returns whether it is answered.
+
+        Args:
+            store: a client of its own, as another thread calls this.
+            place: the place.
+        """
+        if place >= self.place:
+            return False
+        if place not in self._asked:  # else this rank has said it itself
+            with self._lock:
+                index = place - self._forgotten
+                note = self._log[index] if index >= 0 else "something that it has forgotten"
+            self._tell_plan(store, note)
+            self._say(store, place, note)
+        return True
+
+    def _tell_plan(self, store: Store, note: str) -> None:
+        """Let the others see the plan that a note of this rank names."""
+        if plan := self.plans.get(_plan_in(note)):
+            store.set(f"plan/{_plan_in(note)}", plan.to_json())
+
+    def _plan_of(self, note: str) -> str:
+        """The plan that a note of another rank names, as JSON; empty if it names none, or that rank does not tell."""
+        key = f"plan/{_plan_in(note)}"
+        end = time.monotonic() + _TOLD_S
+        while _plan_in(note) and time.monotonic() < end:
+            if self.store.check([key]):
+                return self.store.get(key).decode()
+            time.sleep(_PAUSES[0])
+        return ""
+
+    def _differ(self, place: int) -> None:
+        said = [self.store.get(f"said/{place}/{rank}").decode() for rank in range(self.world)]
+        self._tell_plan(self.store, said[self.rank])
+        other = next(rank for rank, note in enumerate(said) if note != said[0])
+        one, two = f"rank {self.ranks[0]}", f"rank {self.ranks[other]}"
+        plans = [self._plan_of(note) for note in (said[0], said[other])]
+        if all(plans) and plans[0] != plans[1]:
+            lines = ShardPlan.from_json(plans[0]).diff(ShardPlan.from_json(plans[1])).splitlines()
+            what = f"ranks {self.ranks[0]} and {self.ranks[other]} have different plans: {'; '.join(lines)}"
+        else:
+            what = (
+                f"ranks {self.ranks[0]} and {self.ranks[other]} do different things: {one} is about to {said[0]}, and "
+                f"{two} to {said[other]}"
+            )
+        self.poison(
+            RankMismatchError,
+            f"{what} (action {place} of these ranks, forward {self._forwards}). Neither was done. Run the same "
+            "modules, settings and optimizer steps on all ranks, in one order, or unshard() on all of them what only "
+            "some will run",
+        )
+        self.check()
+
+    def _absent(self, place: int, note: str) -> None:
+        gone = [rank for at, rank in enumerate(self.ranks) if not self.store.check([f"said/{place}/{at}"])]
+        self.poison(
+            RankMismatchError,
+            f"{_ranks(gone)} did not come to action {place}, where rank {dist.get_rank()} is about to {note}, within "
+            f"{self.limit:.0f} s. All ranks must run the same modules; a rank that runs a forward, a save or a "
+            "full_tensor alone keeps the others waiting",
+        )
+        self.check()
+
+    # ---- faults
+
+    def post(self, store: Store, news: str) -> None:
+        """Tell the watchers of all ranks."""
+        store.set(f"news/{store.add('news', 1)}", news)
+
+    def poison(self, kind: type[ComposableShardError], text: str, store: Store | None = None) -> None:
+        """Ranks cannot go on together: all of them raise this, or what another rank has found before."""
+        store = store or self.store
+        first = store.compare_set("poison", "", f"{kind.__name__}|{text}")
+        self.post(store, "poison")
+        self.hear(first.decode())
+
+    def hear(self, poison: str) -> None:
+        """A rank has found that ranks cannot go on together."""
+        if self.fault is None:
+            self.fault = Fault.parse(poison)
+            note_broken(self.group)
+            self._on_fault(self)
+
+    def end(self, why: str) -> None:
+        """This process ends."""
+        self.left_at = -1
+        self.leave(why)
+
+    def cut(self, why: str) -> None:
+        """This process cannot reach the others."""
+        self.fault = Fault(PeerLostError.__name__, why)
+
+    def take_back(self) -> None:
+        """What was noted last could not be issued: an error of this rank comes."""
+        self._not_issued = self.place
+
+    def leave(self, error: str) -> None:
+        """This rank has failed: ranks that wait for what it has not issued wait in vain, unless they fail likewise."""
+        place = self.place - (self._not_issued == self.place)
+        if self.fault is None and self.left_at != place:
+            self.left_at = place
+            self.post(self.store, f"left|{self.rank}|{place}|{error[:500]}")
+
+
+def _alike(place: int, note: str) -> str:
+    """The key under which ranks are counted whose note at a place is this one."""
+    return f"alike/{place}/{hashlib.sha256(note.encode()).hexdigest()[:16]}"
+
+
+def _plan_in(note: str) -> str:
+    """The digest of the plan that a note names; empty if it names none."""
+    _, _, rest = note.partition(", plan ")
+    return rest.rstrip(")")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

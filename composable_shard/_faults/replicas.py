@@ -1,0 +1,212 @@
+"""What must be equal on ranks and is not sharded among them: whether it is, and how to make it so."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from .._comm.mesh import compute_device, default_device_type
+from .._comm.own_groups import own_group
+from .._errors import RankMismatchError
+from .._torch.core import without_dispatch_modes
+from .._torch.distributed import local_tensor
+
+_AT_ONCE = 1 << 22  # numbers of 8 bytes whose fingerprint is taken together
+_FACTOR = 0x9E37_79B9_7F4A_7C15 - (1 << 64)  # odd, so that no bit of a number is lost
+_NAMED = 5  # how many differences an error names
+
+
+@dataclass(frozen=True)
+class _Value:
+    """Something that ranks must have alike.
+
+    Attributes:
+        name: in words.
+        held: a tensor, or plain data.
+        groups: the process groups whose ranks must have it alike.
+    """
+
+    name: str
+    held: Any
+    groups: tuple[dist.ProcessGroup, ...]
+
+
+def check_replicas(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, generators: bool = False
+) -> None:
+    """See that ranks have alike what they must, to the bit. Collective: call it on all ranks.
+
+    Compared are parameters and buffers that are not sharded; the shards of parameters, over the replicas of a 2D mesh
+    or of tensor parallelism; and of an optimizer its settings (learning rates among them), its step counts, and its
+    state over replicas. Before `fully_shard`, that is all of the model: so this tells whether ranks have initialised it
+    alike, which nobody can tell later. One fingerprint of 8 bytes is taken of each tensor, and one of these is sent;
+    only if these differ, all are compared.
+
+    Args:
+        model: sharded or not.
+        optimizer: of its parameters.
+        generators: whether the states of torch's default random generator must be equal, too. Dropout wants them to
+            differ between ranks, so by default they are not compared.
+
+    Raises:
+        RankMismatchError: something differs; on all ranks, with the names of what differs first. `broadcast_state`
+            makes it equal.
+    """
+    difference = ""
+    values = [*_values(model, optimizer, generators)]
+    axes = _axes(model)
+    for group in dict.fromkeys([*axes, *[group for value in values for group in value.groups]]):
+        here = _difference(group, [value for value in values if group in value.groups])  # on all its ranks
+        difference = difference or here
+    for group in axes:  # those of other groups learn of it, too
+        difference = next(filter(None, _of_ranks(group, difference)), "")
+    if difference:
+        raise RankMismatchError(difference)
+
+
+def broadcast_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Make equal what `check_replicas` compares: all ranks get what the first rank of each process group has.
+
+    Collective: call it on all ranks. Random generators stay as they are. Called before `fully_shard` on a model that
+    ranks have initialised differently, it gives all of them that of rank 0.
+
+    Args:
+        model: sharded or not.
+        optimizer: of its parameters; settings and state are sent, too. It must have the same param groups on all ranks.
+    """
+    with torch.no_grad(), without_dispatch_modes():
+        for value in _values(model, optimizer, generators=False):
+            for group in value.groups:
+                if isinstance(value.held, torch.Tensor):
+                    _send(value.held, group)
+    if optimizer is not None:
+        for group in _axes(model):
+            settings: list[Any] = [[_settings(each) for each in optimizer.param_groups]]
+            dist.broadcast_object_list(settings, group=own_group(group, _device(group)), group_src=0)
+            for own, sent in zip(optimizer.param_groups, settings[0], strict=True):
+                own.update(sent)
+    for reshard in filter(None, [getattr(module, "reshard", None) for module in model.modules()]):
+        reshard()  # weights that were gathered before
+
+
+def _send(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    device = _device(group)
+    sent = tensor.detach().to(device).contiguous().clone()
+    dist.broadcast(sent.view(-1).view(torch.uint8), group=own_group(group, device), group_src=0)
+    tensor.copy_(sent)
+
+
+def _axes(model: nn.Module) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups of the axes of the model's meshes; that of all ranks for a model that is not sharded."""
+    meshes = {param.device_mesh: None for param in model.parameters() if isinstance(param, DTensor)}
+    groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+    if not meshes and dist.is_initialized() and dist.group.WORLD is not None:
+        groups = [dist.group.WORLD]
+    return tuple(dict.fromkeys(group for group in groups if group.size() > 1))
+
+
+def _values(model: nn.Module, optimizer: torch.optim.Optimizer | None, generators: bool) -> Iterator[_Value]:
+    axes = _axes(model)
+    names: dict[int, str] = {}
+    for name, param in model.named_parameters():
+        names[id(param)] = name
+        yield from _tensor(f"parameter {name}", param, axes)
+    for name, buffer in model.named_buffers():
+        yield from _tensor(f"buffer {name}", buffer, axes)
+    if generators:
+        yield _Value("state of torch's random generator", torch.get_rng_state(), axes)
+    if optimizer is None:
+        return
+    for index, group in enumerate(optimizer.param_groups):
+        for name, setting in _settings(group).items():
+            yield _Value(f"{name} of the optimizer's param group {index}", setting, axes)
+        for param in group["params"]:
+            for name, held in sorted(optimizer.state.get(param, {}).items()):
+                yield from _tensor(f"{name} of the optimizer for {names.get(id(param), 'a parameter')}", held, axes)
+
+
+def _tensor(name: str, held: Any, axes: tuple[dist.ProcessGroup, ...]) -> Iterator[_Value]:
+    """A value and where it must be equal; nothing for what is sharded over all ranks."""
+    if not isinstance(held, DTensor):
+        yield _Value(name, held, axes)
+        return
+    replicated = [index for index, placement in enumerate(held.placements) if isinstance(placement, Replicate)]
+    groups = [held.device_mesh.get_group(index) for index in replicated if held.device_mesh.size(index) > 1]
+    if groups:
+        yield _Value(name, local_tensor(held), tuple(groups))
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of an optimizer's param group that are plain numbers, flags and texts."""
+    plain = (bool, int, float, str, tuple, list, type(None))
+    plain_ones = {name: value for name, value in group.items() if name != "params" and isinstance(value, plain)}
+    tensors = {name: value.item() for name, value in group.items() if isinstance(value, torch.Tensor)}
+    return plain_ones | tensors
+
+
+def _difference(group: dist.ProcessGroup, values: list[_Value]) -> str:
+    """What ranks of a process group do not have alike, in words; empty if they have all of it."""
+    prints = [(value.name, _fingerprint(value.held)) for value in values]
+    digest = hashlib.sha256(repr(prints).encode()).hexdigest()
+    if len({*_of_ranks(group, digest)}) == 1:
+        return ""
+    ranks = dist.get_process_group_ranks(group)
+    all_prints = _of_ranks(group, prints)
+    other = next(rank for rank, each in enumerate(all_prints) if each != all_prints[0])
+    one, two = dict(all_prints[0]), dict(all_prints[other])
+    differing = [name for name in dict.fromkeys([*one, *two]) if one.get(name) != two.get(name)]
+    shown = ", ".join(_shown(name, one, two) for name in differing[:_NAMED])
+    more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+    return (
+        f"ranks {ranks[0]} and {ranks[other]} do not have alike: {shown}{more}. Seed and load all ranks alike, or call "
+        "broadcast_state(model) to give all of them what the first rank has"
+    )
+
+
+def _shown(name: str, one: dict[str, Any], two: dict[str, Any]) -> str:
+    values = [prints.get(name, "not there") for prints in (one, two)]
+    if any(isinstance(value, int) and not isinstance(value, bool) and abs(value) > 1 << 32 for value in values):
+        return name  # fingerprints say nothing to people
+    return f"{name} ({values[0]} and {values[1]})"
+
+
+def _of_ranks(group: dist.ProcessGroup, own: Any) -> list[Any]:
+    values: list[Any] = [None] * group.size()
+    with without_dispatch_modes():
+        dist.all_gather_object(values, own, group=own_group(group, _device(group)))
+    return values
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    device = compute_device(default_device_type())
+    try:
+        group._get_backend(device)
+    except (RuntimeError, NotImplementedError):
+        return torch.device("cpu")
+    return device
+
+
+def _fingerprint(held: Any) -> Any:
+    """A number that hardly any other tensor has; data that are no tensor stand for themselves."""
+    if not isinstance(held, torch.Tensor):
+        return held
+    held = local_tensor(held) if isinstance(held, DTensor) else held
+    if held.numel() == 1 and not held.dtype.is_complex:
+        value = held.item()
+        return value if value == value else "nan"
+    data = held.detach().contiguous().view(-1).view(torch.uint8)
+    tail = -data.numel() % 8
+    numbers = torch.nn.functional.pad(data, (0, tail)).view(torch.int64) if tail else data.view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=held.device)
+    for begin in range(0, numbers.numel(), _AT_ONCE):
+        part = numbers[begin : begin + _AT_ONCE]
+        places = torch.arange(begin, begin + part.numel(), dtype=torch.int64, device=part.device)
+        total += (part * (places * _FACTOR | 1)).sum()
+    return int(total.item())

@@ -1,0 +1,154 @@
+"""The seat of a model in the ledgers of its process groups, and what each of its groups of parameters notes there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.distributed as dist
+
+from .._comm.agreement import is_shared
+from .._comm.mesh import MeshInfo
+from .._comm.own_groups import own_group
+from .._errors import ComposableShardError
+from .._plan.plan import ShardPlan
+from .._torch.distributed import is_native
+from .ledger import Ledger
+from .watch import ledger_of
+
+
+@dataclass(frozen=True, eq=False)
+class Notes:
+    """What a group of parameters notes before its collectives.
+
+    Attributes:
+        gathers, reduces: the ledgers of the process groups over which it gathers, and reduces.
+        name: of the group and its model, for the notes.
+    """
+
+    gathers: tuple[Ledger, ...] = ()
+    reduces: tuple[Ledger, ...] = ()
+    name: str = ""
+
+    def gather(self, how: str) -> str:
+        """The note of a gather."""
+        return f"gather {self.name}, {how}"
+
+    def reduce(self, how: str) -> str:
+        """The note of a reduction."""
+        return f"reduce {self.name}, {how}"
+
+    def take_back(self) -> None:
+        """The collective that was noted last could not be issued."""
+        for ledger in self.reduces:
+            ledger.take_back()
+
+
+_MOST_PLANS = 8  # that a ledger holds, to say how those of ranks differ
+NOTHING_NOTED = Notes()
+
+
+class ReductionNotes:
+    """The notes of the reductions of a group, one for each way to reduce it.
+
+    Args:
+        notes: of the group.
+    """
+
+    __slots__ = ("_chosen", "_notes", "_of")
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self._of: dict[object, str] = {}
+        self._chosen = ""
+
+    def name(self, way: object, how: str) -> None:
+        """There is a way to reduce the group, in words."""
+        self._of[way] = self._notes.reduce(how)
+
+    def choose(self, way: object) -> None:
+        """The next reduction will go this way."""
+        self._chosen = self._of[way]
+
+    def issue(self, whole: bool) -> None:
+        """A reduction is about to be issued: over the replicas, too, if `whole`."""
+        for ledger in self._notes.reduces if whole else self._notes.gathers:
+            ledger.issue(self._chosen)
+
+    def take_back(self) -> None:
+        """It could not be issued."""
+        self._notes.take_back()
+
+
+class Seat:
+    """A model among others in the ledgers.
+
+    Args:
+        meshes: by FQN, the sharding of each group of parameters.
+        model: a number of the model that is the same on all ranks.
+    """
+
+    def __init__(self, meshes: Iterable[tuple[str, MeshInfo]], model: int) -> None:
+        self._model = f"model {model}"
+        self._of: dict[str, Notes] = {}
+        self._served: dict[Ledger, set[str]] = {}  # by ledger of gathers
+        ledgers: dict[Ledger, None] = {}
+        for fqn, info in meshes:
+            shards = _ledgers(info.shard_group, info.device)
+            replicas = _ledgers(info.replicate_group, info.device)
+            for ledger in shards:
+                self._served.setdefault(ledger, set()).add(fqn)
+            ledgers |= dict.fromkeys([*shards, *replicas])
+            self._of[fqn] = Notes(shards, shards + replicas, f"{fqn or 'the root'} of {self._model}")
+        self._ledgers = tuple(ledgers)
+        self._plans: dict[Ledger, str] = {}
+
+    def of(self, fqn: str) -> Notes:
+        """The notes of a group of parameters."""
+        return self._of[fqn]
+
+    def follow(self, plan: ShardPlan) -> None:
+        """From now on the model follows this plan."""
+        for ledger, fqns in self._served.items():
+            part = plan.part(fqns)
+            self._plans[ledger] = part.digest[:8]
+            while len(ledger.plans) >= _MOST_PLANS:
+                del ledger.plans[next(iter(ledger.plans))]
+            ledger.plans[part.digest[:8]] = part
+
+    def begin(self, phase: str) -> None:
+        """A forward of the model begins."""
+        for ledger, plan in self._plans.items():
+            ledger.begin(_begun(self._model, phase, plan))
+
+    def stepped(self) -> None:
+        """An optimizer steps parameters of the model."""
+        for ledger in self._ledgers:
+            ledger.stepped(f"step an optimizer of {self._model}")
+
+    def failed(self, error: object) -> None:
+        """A forward or a backward has failed on this rank."""
+        if isinstance(error, ComposableShardError) and any(ledger.fault is not None for ledger in self._ledgers):
+            return
+        for ledger in self._ledgers:
+            ledger.leave(f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else str(error))
+
+
+@cache
+def _begun(model: str, phase: str, plan: str) -> str:
+    return f"begin a forward of {model} ({phase}, plan {plan})"
+
+
+def _ledgers(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Ledger, ...]:
+    """The ledger of a process group; none if it is of one rank, of a simulated world, or made in Python."""
+    if group is None or group.size() == 1 or not is_native(group) or not is_shared(group, device):
+        return ()
+    return (ledger_of(own_group(group, device), device),)
+
+
+def summary(nbytes: int, dtypes: Sequence[torch.dtype]) -> str:
+    """Bytes and dtypes, for a note."""
+    names = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes})
+    return f"{nbytes:,} bytes of {', '.join(names)}"

@@ -1,0 +1,276 @@
+"""The watcher: a thread beside the training that hears what other ranks say, and frees this one from vain waits.
+
+What ranks say is in the store of a process group (`Ledger.post`): a rank asks what this one does, has failed, has
+ended, or has found that ranks cannot go on together (the *poison*). Every rank also leaves a sign of life there, once a
+second; others look for it only when a wait of theirs has failed, or lasts too long.
+
+A wait for a collective of gloo does not end before its own limit. What ends it, of every kind, is a receive with a
+limit of a millisecond that another thread of the process issues: it closes the connections of the process group. That
+is done only when ranks cannot go on together; the process group is of no use afterwards.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .._comm.lanes import WAITING
+from .._errors import ComposableShardError, PeerLostError, RankMismatchError
+from .._torch.distributed import another_client, exists
+from .ledger import Fault, Ledger
+
+LOOK_S = 0.25  # between two looks
+_LOOKS_A_SIGN = 4
+LOST_S = 3.0  # a rank whose sign of life is older is lost, if a wait of ours has failed
+_EXPLAINED_S = 6.0  # how long a wait that has failed waits for its explanation
+_JOINED_S = 5.0
+_VAIN_S = 0.5  # a wait that lasts longer may be in vain
+_TAG = 0x7FFF_0001  # of the message that never comes
+_OF_NETWORK = ("onnection", "losed", "imed out", "timeout", "reset by peer", "roken pipe", "gloo")  # in errors of waits
+
+
+class _Ear:
+    """What a watcher has heard in one process group.
+
+    Args:
+        ledger: of this rank there.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.store = another_client(ledger.store)  # a connection of its own: the other one's waits are long
+        self.heard = 0
+        self.asked: set[int] = set()
+        self.left: dict[int, tuple[int, str]] = {}  # by index of a rank: its place, and why
+        self.signs: dict[int, tuple[bytes, float]] = {}
+        self.looks = 0
+        self.broken_at = 0.0
+
+    def look(self, own: Ledger, failed: str, limit: float | None) -> None:
+        """Hear the news, and act on them.
+
+        Args:
+            own: the ledger.
+            failed: the text of the error with which a wait of this rank has failed; empty if none has.
+            limit: seconds without a sign of life after which a rank is lost; None for any time.
+        """
+        if self.looks % _LOOKS_A_SIGN == 0:
+            self.store.set(f"sign/{own.rank}", f"{self.looks}|{own.place}|{own.last}")
+        self.looks += 1
+        while self.store.check([f"news/{self.heard + 1}"]):
+            self.heard += 1
+            self._take(own, self.store.get(f"news/{self.heard}").decode())
+        self.asked = {place for place in self.asked if not own.answer(self.store, place)}
+        in_vain = failed or (WAITING.since and time.monotonic() - WAITING.since > _VAIN_S)
+        if own.fault is None and in_vain:
+            self._look_for_lost(own, failed, limit)
+
+    def _take(self, own: Ledger, news: str) -> None:
+        kind, _, rest = news.partition("|")
+        if kind == "poison":
+            own.hear(self.store.get("poison").decode())
+        elif kind == "ask":
+            self.asked.add(int(rest))
+        elif kind == "left":
+            rank, place, why = rest.split("|", 2)
+            self.left[int(rank)] = int(place), why
+
+    def _look_for_lost(self, own: Ledger, failed: str, limit: float | None) -> None:
+        """This rank waits: is there another one that will never come?"""
+        for rank, (place, why) in self.left.items():
+            if rank != own.rank and own.place > place > own.left_at:
+                self._lost(own, rank, f"has left the step: {why}", place)
+        if own.fault is None and (failed or limit is not None):
+            self._look_for_signs(own, failed, LOST_S if failed else limit or LOST_S)
+
+    def _look_for_signs(self, own: Ledger, failed: str, limit: float) -> None:
+        signs = self._signs(own)
+        now = time.monotonic()
+        for rank, (sign, seen) in signs.items():
+            if now - seen > limit:
+                self._lost(own, rank, f"has given no sign of life for {now - seen:.0f} s", *_place_of(sign))
+                return
+        if "imed out" in failed:
+            self._late(own, signs)
+
+    def _signs(self, own: Ledger) -> dict[int, tuple[bytes, float]]:
+        """By index of each other rank: its last sign of life, and when it was seen first."""
+        now = time.monotonic()
+        for rank in range(own.world):
+            key = f"sign/{rank}"
+            if rank != own.rank:
+                sign = self.store.get(key) if self.store.check([key]) else b"0|0|"
+                if self.signs.get(rank, (None, 0.0))[0] != sign:
+                    self.signs[rank] = sign, now
+        return self.signs
+
+    def _lost(self, own: Ledger, index: int, why: str, place: int, last: str = "") -> None:
+        rank = own.ranks[index]
+        did = f" behind action {place}" + (f" ({last})" if last else "")
+        own.poison(
+            PeerLostError,
+            f"rank {rank} {why}{did}; rank {own.ranks[own.rank]} waits in action {own.place} ({own.last}). Training "
+            "cannot go on without it: look at the output of that rank, and start the job again from a checkpoint",
+            self.store,
+        )
+
+    def _late(self, own: Ledger, signs: dict[int, tuple[bytes, float]]) -> None:
+        behind = {own.ranks[rank]: _place_of(sign) for rank, (sign, _) in signs.items()}
+        late = {rank: (place, last) for rank, (place, last) in behind.items() if place < own.place}
+        if late:
+            did = "; ".join(
+                f"rank {rank} is behind action {place} ({last or 'nothing'})" for rank, (place, last) in late.items()
+            )
+            own.poison(
+                RankMismatchError,
+                f"not all ranks came to action {own.place - 1}, {own.last}, within {own.limit:.0f} s: {did}. All ranks "
+                "must run the same modules; a rank that runs a forward, a save or a full_tensor alone keeps the "
+                "others waiting",
+                self.store,
+            )
+
+    def free(self, own: Ledger) -> None:
+        """Ranks cannot go on together: end the waits of this rank in this process group."""
+        now = time.monotonic()
+        if now - self.broken_at > 1.0:
+            self.broken_at = now
+            with suppress(RuntimeError):
+                nowhere = [torch.zeros(1)]
+                own.group.recv(nowhere, (own.rank + 1) % own.world, _TAG).wait(timedelta(milliseconds=1))
+
+
+def _is_of_network(error: Exception) -> bool:
+    return not isinstance(error, ComposableShardError) and any(word in str(error) for word in _OF_NETWORK)
+
+
+def _place_of(sign: bytes) -> tuple[int, str]:
+    _, place, last = sign.decode().split("|", 2)
+    return int(place), last
+
+
+class _Watcher:
+    """The thread, and all ledgers of this process."""
+
+    def __init__(self) -> None:
+        self.limit: float | None = None  # see `set_peer_timeout`
+        self._ears: list[_Ear] = []
+        self._failed = ""
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+
+    def add(self, ledger: Ledger) -> None:
+        """Watch for a ledger while its process group exists."""
+        heard = [ear for ear in self._ears if ear.ledger.fault is None]  # what is faulty is not used any more
+        self._ears = [*heard, _Ear(ledger)]  # a new list: the thread may be reading the old one
+        if self._thread is None:
+            WAITING.explain_by(self.explain)
+            self._thread = threading.Thread(target=self._run, name="composable_shard watcher", daemon=True)
+            self._thread.start()
+
+    def ledgers(self) -> list[Ledger]:
+        """Those whose process groups exist."""
+        return [ear.ledger for ear in self._ears if exists(ear.ledger.group)]
+
+    def _run(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            for ear in self._ears:
+                self._look(ear)
+
+    def _look(self, ear: _Ear) -> None:
+        own = ear.ledger
+        try:
+            if not exists(own.group):
+                raise RuntimeError("it was destroyed")
+            ear.look(own, self._failed, self.limit)
+            if own.fault is not None and WAITING.since:
+                ear.free(own)
+        except Exception as error:
+            self._ears = [each for each in self._ears if each is not ear]
+            if self._failed and own.fault is None:
+                host = own.ranks[0]
+                own.hear(
+                    str(
+                        Fault(
+                            "PeerLostError",
+                            f"the store of the process group is gone, with the rank that hosts "
+                            f"it (rank {host}, unless a launcher does): {error}. Start the job again from a checkpoint",
+                        )
+                    )
+                )
+
+    def spread(self, faulty: Ledger) -> None:
+        """What has gone wrong in one process group concerns the ranks of all others that there are now."""
+        fault = faulty.fault
+        assert fault is not None
+        for ear in self._ears:
+            if ear.ledger.fault is None:
+                with suppress(Exception):
+                    ear.ledger.poison(type(fault.error()), fault.text, ear.store)
+
+    def explain(self, error: Exception) -> Exception:
+        """A wait has failed: return the error that says why, or the same one."""
+        ledgers = self.ledgers()
+        if not ledgers or threading.current_thread() is self._thread or not _is_of_network(error):
+            return error
+        self._failed = str(error)
+        try:
+            return self._explained(ledgers, error)
+        finally:
+            self._failed = ""
+
+    def _explained(self, ledgers: list[Ledger], error: Exception) -> Exception:
+        """Wait until the thread has found why; else say what is known."""
+        end = time.monotonic() + _EXPLAINED_S
+        while time.monotonic() < end:
+            if (fault := next((own.fault for own in ledgers if own.fault is not None), None)) is not None:
+                return fault.error()
+            time.sleep(0.02)
+        own = ledgers[0]
+        with suppress(Exception):
+            why = f"rank {dist.get_rank()} lost a connection in action {own.place} ({own.last}): {error}"
+            own.poison(PeerLostError, why)
+        return own.fault.error() if own.fault is not None else error
+
+    def end(self) -> None:
+        """This process ends: say so, and why."""
+        self._ended.set()
+        why = "ended"
+        if (raised := getattr(sys, "last_value", None)) is not None:
+            why = f"{type(raised).__name__}: {raised}"
+        for own in self.ledgers():
+            with suppress(Exception):
+                own.end(why)
+        if self._thread is not None:
+            self._thread.join(_JOINED_S)  # a thread that comes back to an interpreter that is gone ends the process
+
+    def forked(self) -> None:
+        """This is a child process: the connections are its parent's."""
+        for own in self.ledgers():
+            own.cut(
+                f"process {os.getpid()} was forked from one that trains, and cannot communicate for it: start "
+                "processes before the first forward, or by multiprocessing's 'spawn'"
+            )
+        self._ears, self._thread = [], None
+
+
+WATCHER = _Watcher()
+atexit.register(WATCHER.end)
+os.register_at_fork(after_in_child=WATCHER.forked)
+
+
+def ledger_of(group: dist.ProcessGroup, device: torch.device) -> Ledger:
+    """The ledger of this rank in a process group of ours, which is watched from now on."""
+    for ledger in WATCHER.ledgers():
+        if ledger.group is group:
+            return ledger
+    ledger = Ledger(group, device, WATCHER.spread)
+    WATCHER.add(ledger)
+    return ledger

@@ -1,0 +1,42 @@
+"""A sharded decoder and its optimizer, beside one that is not sharded and sees the data of all ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from _blocks import Transformer, next_token_loss, token_batch
+from composable_shard import fully_shard
+
+
+class Training:
+    """A sharded decoder with its optimizer, and one that is not sharded, which sees the data of all ranks."""
+
+    def __init__(self, rank, world, layers=3):
+        self.rank, self.world, self.at = rank, world, 0
+        torch.manual_seed(0)
+        self.plain, self.model = Transformer(layers=layers), Transformer(layers=layers)
+        self.model.load_state_dict(self.plain.state_dict())
+        for block in self.model.blocks:
+            fully_shard(block)
+        fully_shard(self.model)
+        self.sides = [(side, torch.optim.AdamW(side.parameters())) for side in (self.model, self.plain)]
+        self.optimizer = self.sides[0][1]
+
+    def backward(self):
+        next_token_loss(self.model, *token_batch(self.rank, self.at)).backward()
+
+    def forward(self):
+        return self.model(*token_batch(self.rank, self.at))
+
+    def step(self):
+        self.backward()
+        for rank in range(self.world):
+            (next_token_loss(self.plain, *token_batch(rank, self.at)) / self.world).backward()
+        for _, optimizer in self.sides:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.at += 1
+
+    def check(self):
+        for (name, ours), theirs in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs, msg=lambda text, name=name: f"{name}: {text}")

@@ -1,0 +1,84 @@
+"""One rank of `faults/test_lost.py`: it trains, then does what its arguments say, and prints how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from _decoders import Training
+
+LIMIT_S = 8.0  # of collectives
+
+
+def fail(run):
+    raise ValueError("bad data")
+
+
+def fail_in_forward(run):
+    run.model(torch.full((2, 8), 99))
+
+
+def fail_in_backward(run):
+    run.model.blocks[1].register_forward_hook(lambda module, args, out: out.register_hook(lambda grad: fail(run)))
+    run.backward()
+
+
+def caught_in_forward(run):
+    try:
+        run.model(torch.full((2, 8), 99))
+    except IndexError:
+        time.sleep(LIMIT_S)
+
+
+def kill(run):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave(run):
+    sys.exit(0)
+
+
+def stop(run):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def be_late(run):
+    time.sleep(1.5 * LIMIT_S)
+
+
+def nothing(run):
+    pass
+
+
+def main() -> None:
+    what, who = sys.argv[1], int(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_S))
+    rank = dist.get_rank()
+    run = Training(rank, dist.get_world_size())
+    for _ in range(2):
+        run.step()
+    dist.barrier()
+    begin = time.monotonic()
+    said = {"rank": rank}
+    try:
+        if rank == who:
+            globals()[what](run)
+        run.step()
+        run.check()
+        said["error"] = None
+    except BaseException as error:
+        said |= {"error": type(error).__name__, "text": str(error)}
+        raise
+    finally:
+        print(json.dumps(said | {"after": time.monotonic() - begin}), flush=True)
+
+
+main()

@@ -1,0 +1,84 @@
+"""A rank fails alone, ends, is killed or does not come: all that are left get an error that says so, in time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from _launched import finish, start
+from _pool import more
+
+RANKS = Path(__file__).parents[1] / "_fault_ranks.py"
+SOON_S = 6.0
+LIMIT_S = 60.0
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def ranks(what, who, world=2):
+    """Run it on all ranks; returns how each one has ended: what it said, and its exit code."""
+    port = free_port()
+    common = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    common["GLOO_SOCKET_IFNAME"] = "lo"
+    environments = [os.environ | {k: str(v) for k, v in {**common, "RANK": rank}.items()} for rank in range(world)]
+    processes = [start(RANKS, what, who, env=environment, cwd=RANKS.parent) for environment in environments]
+    ended = []
+    for rank in sorted(range(world), key=lambda rank: rank == who):  # a stopped one last
+        if rank == who and what == "stop":
+            processes[rank].send_signal(signal.SIGKILL)
+        output, errors = finish(processes[rank], LIMIT_S)
+        said = json.loads(output.splitlines()[-1]) if output.strip() else {"rank": rank}
+        ended.append((said, processes[rank].returncode, errors))
+    return sorted(ended, key=lambda each: each[0]["rank"])
+
+
+CASES = {
+    "fail": ("PeerLostError", "rank 1 has left the step: ValueError: bad data"),
+    "fail_in_forward": ("PeerLostError", "rank 1 has left the step: IndexError"),
+    "caught_in_forward": ("PeerLostError", "rank 1 has left the step: IndexError"),
+    "fail_in_backward": ("PeerLostError", "rank 1 has left the step"),
+    "kill": ("PeerLostError", "rank 1 has given no sign of life"),
+    "leave": ("PeerLostError", "rank 1 has left the step: ended"),
+    "be_late": ("RankMismatchError", "not all ranks came to action .*rank 1 is behind action"),
+}
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["fail", *map(more, ["fail_in_forward", "fail_in_backward", "leave", "be_late", "caught_in_forward"]), "kill"],
+)
+def test_ranks_that_are_left_say_which_one_is_lost(what):
+    kind, words = CASES[what]
+    (said, code, errors), (of_lost, _, _) = ranks(what, 1)
+    assert said.get("error") == kind, errors
+    assert re.search(words, said["text"])
+    assert "rank 0 waits in action" in said["text"] or kind == "RankMismatchError"
+    assert said["after"] < (SOON_S if kind == "PeerLostError" else 10.0)
+    assert code == 1  # an ordinary end
+    if what == "be_late":
+        assert of_lost["text"] == said["text"]
+
+
+@pytest.mark.matrix
+def test_the_rank_that_hosts_the_store_is_killed():
+    _, (said, code, errors) = ranks("kill", 0)
+    assert (said.get("error"), code) == ("PeerLostError", 1), errors
+    assert "rank 0" in said["text"]
+
+
+@pytest.mark.matrix
+def test_of_three_ranks_the_two_that_are_left_say_the_same():
+    first, second, _ = ranks("kill", 2, world=3)
+    assert first[0]["text"] == second[0]["text"]
+    assert "rank 2 has given no sign of life" in first[0]["text"]
+    assert first[1] == second[1] == 1

@@ -1,0 +1,202 @@
+"""One rank does something else than the others: an error on all, before it is done, and nothing wrong is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import composable_shard as cs
+from _decoders import Training
+from _pool import distributed, more
+from composable_shard._faults.watch import WATCHER
+
+LIMIT_S = 60.0
+
+
+def everywhere(world, what):
+    found = [None] * world
+    dist.all_gather_object(found, what)
+    return found
+
+
+def leave_a_layer_out(run):
+    if run.rank:
+        run.model.blocks = torch.nn.ModuleList([run.model.blocks[0], run.model.blocks[2]])
+    run.backward()
+    run.forward()
+
+
+def run_layers_in_another_order(run):
+    if run.rank:
+        run.model.blocks = torch.nn.ModuleList(reversed(run.model.blocks))
+    run.forward()
+
+
+def evaluate_alone(run):
+    if run.rank:
+        with torch.no_grad():
+            run.forward()
+    run.backward()
+
+
+def skip_an_evaluation(run):
+    for at in range(4):
+        run.backward()
+        if not (run.rank and at == 3):
+            with torch.no_grad():
+                run.forward()
+    run.backward()
+
+
+def run_one_micro_batch_more(run):
+    run.model.set_requires_gradient_sync(False)
+    for _ in range(2 + run.rank):
+        run.backward()
+    run.model.set_requires_gradient_sync(True)
+    run.backward()
+
+
+def try_again_alone(run):
+    if run.rank:
+        with pytest.raises(IndexError):
+            run.model(torch.full((2, 8), 99))
+    run.forward()
+
+
+def skip_a_step(run):
+    run.backward()
+    if not run.rank:
+        run.optimizer.zero_grad()  # as after a step that found no finite gradients
+    else:
+        run.optimizer.param_groups[0]["lr"] = 0.0  # so that weights stay as they are
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    run.forward()
+
+
+def gather_alone(run):
+    if run.rank:
+        run.model.blocks[1].unshard()
+    run.forward()
+
+
+def set_reshard_alone(run):
+    if run.rank:
+        run.model.blocks[1].set_reshard_after_forward(False)
+    run.forward()
+
+
+def set_a_policy_alone(run):
+    if run.rank:
+        run.model.set_prefetch_policy(cs.PrefetchPolicy.depth(3))
+    run.forward()
+
+
+def divide_alone(run):
+    if run.rank:
+        run.model.blocks[1].set_gradient_divide_factor(3.0)
+    run.backward()
+
+
+def freeze_alone(run):
+    if run.rank:
+        run.model.blocks[1].attention.q.weight.requires_grad_(False)
+    run.backward()
+
+
+def convert_alone(run):
+    if run.rank:
+        run.model.blocks[1].to(torch.bfloat16)
+    with torch.no_grad():
+        run.forward()
+
+
+def list_prefetches_alone(run):
+    if run.rank:
+        run.model.set_modules_to_forward_prefetch([run.model.blocks[1], run.model.blocks[0]])
+    run.forward()
+
+
+def run_two_models_in_another_order(run):
+    other = Training(run.rank, run.world)
+    other.forward()
+    for each in (run, other) if run.rank else (other, run):
+        each.forward()
+
+
+CASES = {
+    leave_a_layer_out: "do different things: .*blocks.1",
+    run_layers_in_another_order: "rank 0 is about to gather blocks.1 .* rank 1 to gather blocks.2",
+    evaluate_alone: r"begin a forward of model \d+ \(train, .* begin a forward of model \d+ \(no_grad",
+    skip_an_evaluation: r"begin a forward of model \d+ \(no_grad, .* begin a forward of model \d+ \(train",
+    run_one_micro_batch_more: r"begin a forward of model \d+ \(train.* begin a forward of model \d+ \(train, no sync",
+    try_again_alone: "have different plans|do different things|has left the step: IndexError",
+    skip_a_step: "rank 0 is about to begin a forward .* rank 1 to step an optimizer",
+    gather_alone: "rank 1 to gather blocks.1",
+    set_reshard_alone: "have different plans: group blocks.1: reshard after forward -> after backward",
+    set_a_policy_alone: "have different plans: prefetch",
+    divide_alone: r"rank 0 is about to reduce blocks.1 .* rank 1 to reduce blocks.1 .* divided by 3.0",
+    freeze_alone: r"rank 0 is about to reduce blocks.1 of model \d+, 9 parameters.* rank 1 to reduce .*, 8 parameters",
+    convert_alone: "have different plans|bytes of float32, and rank 1 to gather blocks.1 .* bytes of bfloat16",
+    list_prefetches_alone: "rank 0 is about to gather blocks.0 .* rank 1 to gather blocks.1",
+    run_two_models_in_another_order: r"rank 0 is about to begin a forward of model \d+ .* rank 1 to begin a forward",
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@distributed(world=2, limit_s=LIMIT_S)
+def test_what_one_rank_does_alone_is_an_error_on_all(rank, world, case):
+    run = Training(rank, world)
+    for _ in range(2):
+        run.step()
+    shards = [param.to_local() for param in run.model.parameters()]
+    before = [shard.clone() for shard in shards]
+    with pytest.raises((cs.RankMismatchError, cs.PeerLostError), match=CASES[case]) as caught:
+        case(run)
+    assert len({*everywhere(world, str(caught.value))}) == 1
+    assert "forward" in str(caught.value)
+    assert all(map(torch.equal, shards, before))
+    again = Training(rank, world)  # the ranks may start anew
+    for _ in range(2):
+        again.step()
+    again.check()
+
+
+@pytest.mark.parametrize("world", [2, more(3)])
+@distributed(world=None, limit_s=LIMIT_S)
+def test_what_all_ranks_do_alike_is_no_error_and_once_known_asks_nobody(rank, world):
+    run = Training(rank, world)
+
+    def turn(at):
+        for layer in (0, 2) if at % 3 == 0 else (0, 1, 2):
+            run.model.blocks[layer].set_reshard_after_backward(True)
+        with torch.no_grad():
+            run.forward()
+        run.step()
+
+    for at in range(4):
+        turn(at)
+    asked = [len(ledger._asked) for ledger in WATCHER.ledgers()]
+    for at in range(4):
+        turn(at)
+    assert [len(ledger._asked) for ledger in WATCHER.ledgers()] == asked
+    run.check()
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_a_rank_that_compiles_alone_is_an_error_on_all_and_ranks_that_all_do_are_exact(rank, world):
+    run = Training(rank, world, layers=2)
+    run.step()
+    run.model.compile(backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        run.step()
+    run.check()
+    alone = Training(rank, world, layers=2)
+    alone.step()
+    if rank:
+        alone.model.compile(backend="aot_eager", fullgraph=True)
+    with pytest.raises(cs.RankMismatchError, match="do different things: rank 0 is about to") as caught:
+        alone.forward()
+    assert len({*everywhere(world, str(caught.value))}) == 1
+    torch._dynamo.reset()
