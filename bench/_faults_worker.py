@@ -106,8 +106,12 @@ def fail_and_go_on(run: Run) -> None:
 
 
 def fail_in_backward(run: Run) -> None:
-    blocks(run)[1].register_forward_hook(lambda module, args, out: out.register_hook(_raise))
+    blocks(run)[1].register_forward_hook(_raise_in_backward)
     run.loss().backward()  # type: ignore[no-untyped-call]
+
+
+def _raise_in_backward(_module: nn.Module, _args: object, out: Tensor) -> None:
+    out.register_hook(_raise)
 
 
 def _raise(_gradient: object) -> None:

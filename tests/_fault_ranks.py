@@ -26,7 +26,10 @@ def fail_in_forward(run):
 
 
 def fail_in_backward(run):
-    run.model.blocks[1].register_forward_hook(lambda module, args, out: out.register_hook(lambda grad: fail(run)))
+    def fail_later(module, args, out):
+        out.register_hook(lambda grad: fail(run))
+
+    run.model.blocks[1].register_forward_hook(fail_later)
     run.backward()
 
 
