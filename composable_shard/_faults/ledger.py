@@ -70,20 +70,12 @@ class _Expected:
         self._log = log
         self._last: dict[str, int] = {}  # by note: its last place in the log, of those before `_indexed`
         self._indexed = 0
-        self._planned: list[str] = []
-        self._in_plan: dict[str, int] = {}
-        self._notes: list[str] = log  # where the next note is expected to be the one at `_at`
-        self._at = 0
-
-    def plan(self, notes: Sequence[str]) -> None:
-        """All ranks have agreed to begin with these notes, should they begin with the first one of them."""
-        self._in_plan |= {note: len(self._planned) + index for index, note in enumerate(notes)}
-        self._planned += notes
+        self._at = 0  # where in the log the next note is expected to stand already
 
     def is_next(self, note: str) -> bool:
         """Whether this note was expected; then the one behind it is from now on."""
         at = self._at
-        if at < len(self._notes) and self._notes[at] == note:
+        if at < len(self._log) and self._log[at] == note:
             self._at = at + 1
             return True
         return False
@@ -93,19 +85,13 @@ class _Expected:
         for index in range(self._indexed, len(self._log)):
             self._last[self._log[index]] = index
         self._indexed = len(self._log)
-        if (last := self._last.get(note)) is not None:
-            self._notes, self._at = self._log, last + 1
-        elif (planned := self._in_plan.get(note)) is not None:
-            self._notes, self._at = self._planned, planned + 1
-        else:
-            self._notes, self._at = self._log, len(self._log) + 1  # behind the note, where nothing is
+        self._at = self._last.get(note, len(self._log)) + 1  # of a new note: behind it, where nothing is
 
     def forget(self, count: int) -> None:
         """The first notes of the log are gone."""
         self._last.clear()
         self._indexed = 0
-        if self._notes is self._log:
-            self._at = self._at - count if self._at >= count else len(self._log)
+        self._at = self._at - count if self._at >= count else len(self._log)
 
 
 class Ledger:
@@ -156,10 +142,6 @@ class Ledger:
     def last(self) -> str:
         """The last note; empty if there is none."""
         return self._log[-1] if self._log else ""
-
-    def plan(self, notes: Sequence[str]) -> None:
-        """All ranks have agreed to begin with these notes, should they begin with the first one of them."""
-        self._expected.plan(notes)
 
     def begin(self, note: str) -> None:
         """A forward begins. It is noted with the first collective in it, for others need not know of one without."""

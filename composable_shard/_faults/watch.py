@@ -54,13 +54,12 @@ class _Ear:
         self.looks = 0
         self.broken_at = 0.0
 
-    def look(self, own: Ledger, failed: str, limit: float | None) -> None:
+    def look(self, own: Ledger, failed: str) -> None:
         """Hear the news, and act on them.
 
         Args:
             own: the ledger.
             failed: the text of the error with which a wait of this rank has failed; empty if none has.
-            limit: seconds without a sign of life after which a rank is lost; None for any time.
         """
         if self.looks % _LOOKS_A_SIGN == 0:
             self.store.set(f"sign/{own.rank}", f"{self.looks}|{own.place}|{own.last}")
@@ -71,7 +70,7 @@ class _Ear:
         self.asked = {place for place in self.asked if not own.answer(self.store, place)}
         in_vain = failed or (WAITING.since and time.monotonic() - WAITING.since > _VAIN_S)
         if own.fault is None and in_vain:
-            self._look_for_lost(own, failed, limit)
+            self._look_for_lost(own, failed)
 
     def _take(self, own: Ledger, news: str) -> None:
         kind, _, rest = news.partition("|")
@@ -83,19 +82,20 @@ class _Ear:
             rank, place, why = rest.split("|", 2)
             self.left[int(rank)] = int(place), why
 
-    def _look_for_lost(self, own: Ledger, failed: str, limit: float | None) -> None:
+    def _look_for_lost(self, own: Ledger, failed: str) -> None:
         """This rank waits: is there another one that will never come?"""
         for rank, (place, why) in self.left.items():
             if rank != own.rank and own.place > place > own.left_at:
                 self._lost(own, rank, f"has left the step: {why}", place)
-        if own.fault is None and (failed or limit is not None):
-            self._look_for_signs(own, failed, LOST_S if failed else limit or LOST_S)
+                return
+        if failed:
+            self._look_for_signs(own, failed)
 
-    def _look_for_signs(self, own: Ledger, failed: str, limit: float) -> None:
+    def _look_for_signs(self, own: Ledger, failed: str) -> None:
         signs = self._signs(own)
         now = time.monotonic()
         for rank, (sign, seen) in signs.items():
-            if now - seen > limit:
+            if now - seen > LOST_S:
                 self._lost(own, rank, f"has given no sign of life for {now - seen:.0f} s", *_place_of(sign))
                 return
         if "imed out" in failed:
@@ -160,7 +160,6 @@ class _Watcher:
     """The thread, and all ledgers of this process."""
 
     def __init__(self) -> None:
-        self.limit: float | None = None  # see `set_peer_timeout`
         self._ears: list[_Ear] = []
         self._failed = ""
         self._thread: threading.Thread | None = None
@@ -189,22 +188,17 @@ class _Watcher:
         try:
             if not exists(own.group):
                 raise RuntimeError("it was destroyed")
-            ear.look(own, self._failed, self.limit)
+            ear.look(own, self._failed)
             if own.fault is not None and WAITING.since:
                 ear.free(own)
         except Exception as error:
             self._ears = [each for each in self._ears if each is not ear]
             if self._failed and own.fault is None:
-                host = own.ranks[0]
-                own.hear(
-                    str(
-                        Fault(
-                            "PeerLostError",
-                            f"the store of the process group is gone, with the rank that hosts "
-                            f"it (rank {host}, unless a launcher does): {error}. Start the job again from a checkpoint",
-                        )
-                    )
+                why = (
+                    "the store of the process group is gone, with the rank that hosts it "
+                    f"(rank {own.ranks[0]}, unless a launcher does): {error}. Start the job again from a checkpoint"
                 )
+                own.hear(str(Fault(PeerLostError.__name__, why)))
 
     def spread(self, faulty: Ledger) -> None:
         """What has gone wrong in one process group concerns the ranks of all others that there are now."""
