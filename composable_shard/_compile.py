@@ -129,9 +129,16 @@ def keep_from_dynamo(modules: Mapping[str, ModuleType], package: str) -> None:
 
 def _keep(value: object) -> None:
     if isinstance(value, FunctionType):
-        never_compile(value.__code__)
+        _keep_function(value)
     elif isinstance(value, type):
         for member in list(vars(value).values()):
             function = getattr(member, "fget", None) or getattr(member, "__func__", member)
             if isinstance(function, FunctionType) and function not in (FSDPModule.__call__, FSDPModule._call_impl):
-                never_compile(function.__code__)
+                _keep_function(function)
+
+
+def _keep_function(function: object) -> None:
+    """That function, and what decorators have wrapped in it."""
+    while isinstance(function, FunctionType):
+        never_compile(function.__code__)
+        function = getattr(function, "__wrapped__", None)

@@ -52,6 +52,7 @@ check)
     about 2>&1 | tee -a "$LOG" || FAILED=1
     lap 60 "${TESTS[@]}" tests/comm/test_streams.py
     lap 240 "${TESTS[@]}" -n 4 tests/training/test_cuda.py
+    lap 150 "$PYTHON" bench/card/decoders.py --jobs 4 --limit 140
     lap 90 "$PYTHON" bench/card/card_probe.py stress
     lap 120 "$PYTHON" bench/card/card_probe.py counts
     lap 60 env TORCH_CUDA_SANITIZER=1 WIDTH=64 "$PYTHON" bench/card/card_probe.py stress
@@ -78,6 +79,6 @@ compiled)
     exit 2
     ;;
 esac
-grep -E "^(stress|step|overhead|memory|compile|figures)|per group|losses" "$LOG" | tail -40
+grep -E "^(real|stress|step|overhead|memory|compile|figures)|per group|losses" "$LOG" | tail -40
 tar czf "$OUT/results.tgz" -C "$OUT" results log.txt
 exit $FAILED

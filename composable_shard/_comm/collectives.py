@@ -362,7 +362,8 @@ def transports_of(
     plain = Plain(given or group, averages=device.type != "mtia")  # mtia has sums only
     made: list[Transport]
     if name not in _KNOWN or not (is_native(group) or name in OWN):
-        made = [plain, Direct(group), Packed(group)]  # the others for users who know that they work and name one
+        # The others for users who know that they work and name one.
+        made = [plain, *(each(group, name in _AVERAGING) for each in (Direct, Packed))]
     elif name == "gloo":
         made = [RankOrdered(group), RankOrderedDirect(group), plain]
         if device.type == "cpu":  # gloo sends no memory of a device

@@ -103,7 +103,8 @@ class Ledger:
         on_fault: called once there is a fault.
 
     Attributes:
-        group, ranks: the process group, and the ranks of the world in it, in order.
+        group, device: the process group, and the device of its tensors.
+        ranks: the ranks of the world in it, in order.
         rank, world: this rank's index among them, and their number.
         fault: why its ranks cannot go on together; None while they can.
         left_at: the place at which this rank has failed last; -1 if it never has.
@@ -112,7 +113,7 @@ class Ledger:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, on_fault: Callable[[Ledger], None]) -> None:
-        self.group = group
+        self.group, self.device = group, device
         self.ranks = dist.get_process_group_ranks(group)
         self.rank, self.world = group.rank(), group.size()
         self.store = prefixed("composable_shard/ledger", store_of(group))

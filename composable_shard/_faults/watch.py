@@ -5,8 +5,9 @@ ended, or has found that ranks cannot go on together (the *poison*). Every rank 
 second; others look for it only when a wait of theirs has failed, or lasts too long.
 
 A wait for a collective of gloo does not end before its own limit. What ends it, of every kind, is a receive with a
-limit of a millisecond that another thread of the process issues: it closes the connections of the process group. That
-is done only when ranks cannot go on together; the process group is of no use afterwards.
+limit of a millisecond that another thread of the process issues: it closes the connections of the process group. On
+an accelerator, where the host waits for a stream and not for a collective, the backend is told to abort. Both are done
+only when ranks cannot go on together; the process group is of no use afterwards.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch.distributed as dist
 
 from .._comm.lanes import WAITING
 from .._errors import ComposableShardError, PeerLostError, RankMismatchError
-from .._torch.distributed import another_client, exists
+from .._torch.distributed import another_client, backend_name, exists
 from .ledger import Fault, Ledger
 
 LOOK_S = 0.25  # between two looks
@@ -34,6 +35,7 @@ _EXPLAINED_S = 6.0  # how long a wait that has failed waits for its explanation
 _JOINED_S = 5.0
 _VAIN_S = 0.5  # a wait that lasts longer may be in vain
 _TAG = 0x7FFF_0001  # of the message that never comes
+_OF_BACKEND = {"TIMEOUT": "a collective timed out"}  # by what NCCL's reports
 _OF_NETWORK = ("onnection", "losed", "imed out", "timeout", "reset by peer", "roken pipe", "gloo")  # in errors of waits
 
 
@@ -53,6 +55,8 @@ class _Ear:
         self.signs: dict[int, tuple[bytes, float]] = {}
         self.looks = 0
         self.broken_at = 0.0
+        self.backend = ledger.group._get_backend(ledger.device)
+        self.queues = backend_name(ledger.group, ledger.device) != "gloo"  # the host does not wait for collectives
 
     def look(self, own: Ledger, failed: str) -> None:
         """Hear the news, and act on them.
@@ -68,9 +72,16 @@ class _Ear:
             self.heard += 1
             self._take(own, self.store.get(f"news/{self.heard}").decode())
         self.asked = {place for place in self.asked if not own.answer(self.store, place)}
-        in_vain = failed or (WAITING.since and time.monotonic() - WAITING.since > _VAIN_S)
+        failed = failed or self._failed()
+        in_vain = failed or self.queues or (WAITING.since and time.monotonic() - WAITING.since > _VAIN_S)
         if own.fault is None and in_vain:
             self._look_for_lost(own, failed)
+
+    def _failed(self) -> str:
+        """What the backend itself says has failed; empty if nothing has."""
+        asked = getattr(self.backend, "get_error", None)
+        found = "SUCCESS" if asked is None else asked().name
+        return _OF_BACKEND.get(found, found) if found != "SUCCESS" else ""
 
     def _take(self, own: Ledger, news: str) -> None:
         kind, _, rest = news.partition("|")
@@ -142,6 +153,10 @@ class _Ear:
         now = time.monotonic()
         if now - self.broken_at > 1.0:
             self.broken_at = now
+            if self.queues:
+                self.backend.abort()
+                self.broken_at = float("inf")  # once is enough
+                return
             with suppress(RuntimeError):
                 nowhere = [torch.zeros(1)]
                 own.group.recv(nowhere, (own.rank + 1) % own.world, _TAG).wait(timedelta(milliseconds=1))
@@ -189,7 +204,7 @@ class _Watcher:
             if not exists(own.group):
                 raise RuntimeError("it was destroyed")
             ear.look(own, self._failed)
-            if own.fault is not None and WAITING.since:
+            if own.fault is not None and (WAITING.since or ear.queues):
                 ear.free(own)
         except Exception as error:
             self._ears = [each for each in self._ears if each is not ear]

@@ -11,7 +11,7 @@ from collections.abc import Container, Sequence
 
 import torch
 
-from .._torch.core import has_memory
+from .._torch.core import has_memory, is_of_cuda_graph
 from .param import ShardedParam
 
 # By index of the parameter: a reduced piece, and its reduced mark, which is not 0 if any rank had a gradient.
@@ -54,6 +54,7 @@ class AccumulatedGradients:
         """
         kept = self._surviving(index)
         if kept is None:
+            lent = lent or is_of_cuda_graph(gradient)
             self.whole[index] = gradient.to(dtype, copy=lent)
             (self._owned.add if lent else self._owned.discard)(index)
         elif index in self._owned:

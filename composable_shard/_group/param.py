@@ -19,7 +19,7 @@ from .._errors import ShardConfigStateError
 from .._plan.layout import bucket_layout
 from .._policies import Options
 from .._torch.core import fix_sizes
-from .._torch.distributed import dtensor_like, local_tensor
+from .._torch.distributed import dtensor_at, dtensor_like, local_tensor
 from .hooks import ParamHooks
 from .placement import Cut
 
@@ -51,9 +51,7 @@ def shard_parameter(param: nn.Parameter, cut: Cut) -> nn.Parameter:
     mesh, placements = (info.mesh, info.placements(dim)) if parallel is None else parallel.placed(info, dim)
     with torch.no_grad():
         whole = param.detach() if parallel is None else local_tensor(param).detach()
-        dtensor = DTensor.from_local(
-            _cut(whole, info, dim), mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
-        )
+        dtensor = dtensor_at(_cut(whole, info, dim), mesh, placements, param)
     sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)
     lend_attributes(sharded, param)
     return sharded

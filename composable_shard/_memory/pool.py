@@ -299,8 +299,8 @@ class BufferPool:
         self.empty()
         known = list(self._known)
         spans = _packed(known)
-        queued = self.memory.queued()
         memory = self._allocate(max(offset + size for offset, size in spans))
+        queued = self.memory.queued()
         with plainly():
             slots = {(offset, size): Slot(memory[offset : offset + size], queued) for offset, size in {*spans}}
         self._arena = sorted(slots.values())

@@ -304,6 +304,10 @@ modes_in_force: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _pre_dispatch_modes_in_force: Callable[[], int] = torch._ops._len_torch_dispatch_stack_pre_dispatch
 
 
+# Whether a tensor lies where the next replay of a CUDA graph writes.
+is_of_cuda_graph: Callable[[torch.Tensor], bool] = torch._C._is_cached_tensor  # type: ignore[attr-defined]
+
+
 # Whether a transform of `torch.func` runs. To ask functorch itself makes a state in each thread, which autograd then
 # copies for every node that it runs.
 is_transforming: Callable[[], bool] = partial(

@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import attrgetter
@@ -37,6 +37,7 @@ from torch.distributed.fsdp._fully_shard._fully_shard import FSDPModule as _Torc
 from torch.distributed.fsdp._fully_shard._fully_shard import fully_shard as _torchs_fully_shard
 from torch.distributed.fsdp._fully_shard._fully_shard import register_fsdp_forward_method as _torchs_register
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -216,6 +217,15 @@ new_dtensor: Callable[[torch.Tensor, Any], DTensor] = functools.partial(DTensor.
 def dtensor_like(reference: torch.Tensor, local: torch.Tensor) -> DTensor:
     """A DTensor over `local` with the layout of `reference`."""
     return new_dtensor(local, spec_of(reference))
+
+
+def dtensor_at(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], like: torch.Tensor) -> DTensor:
+    """A DTensor over `local` with the global shape and stride of `like`, where it lies.
+
+    `DTensor.from_local` would move it to the mesh's device, and so take offloaded shards back to the accelerator.
+    """
+    meta = TensorMeta(torch.Size(like.shape), like.stride(), local.dtype)
+    return new_dtensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta))
 
 
 def own_slices(tensor: DTensor) -> tuple[slice, ...]:

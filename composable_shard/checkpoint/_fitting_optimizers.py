@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from .._errors import CheckpointMismatchError
-from .._torch.distributed import local_tensor
+from .._torch.distributed import dtensor_at, local_tensor
 from ._format.manifest import SavedTensor
 from ._format.values import decode
 from ._full.tensors import is_meta, is_split
@@ -103,7 +103,7 @@ def _like(parameter: torch.Tensor, saved: SavedTensor) -> torch.Tensor | None:
         return None
     replicated = [Replicate()] * parameter.device_mesh.ndim
     local = torch.empty(saved.shape, dtype=saved.dtype, device=local_tensor(parameter).device)
-    return DTensor.from_local(local, parameter.device_mesh, replicated, run_check=False)
+    return dtensor_at(local, parameter.device_mesh, replicated, local)
 
 
 def _finish(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: dict[str, dict[str, Any]]) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
+from types import FunctionType
 
 import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import composable_shard as cs
@@ -135,6 +139,35 @@ def test_without_fullgraph_a_broken_graph_gives_the_same_bits_and_a_warning(rank
         check_steps(eager, model, rank, run=run)
     assert any("test_compiled_ways.py" in str(each.message) for each in said), [str(s.message) for s in said]
     assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+def functions_of(package):
+    """All functions of a package's modules and classes, and those that decorators have wrapped in them."""
+    for name, module in [*sys.modules.items()]:
+        if name.partition(".")[0] == package:
+            owners = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == name]
+            for each in [*vars(module).values(), *(member for owner in owners for member in vars(owner).values())]:
+                while isinstance(each, FunctionType):
+                    if each.__module__ == name:
+                        yield each
+                    each = getattr(each, "__wrapped__", None)
+
+
+@distributed(world=2, limit_s=LIMIT_S)
+def test_where_a_graph_is_given_up_none_of_the_runtime_is_compiled(rank, world):
+    replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = Stack(2, dim=8, hidden=16)
+    shard_blocks(model, fully_shard, mesh=replicas)
+    model.set_requires_all_reduce(False)  # the trace is refused, and torch runs the engine instead
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="aot_eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        for step in range(2):
+            run(*vectors(rank, step)).sum().backward()
+    runtime = functions_of("composable_shard")
+    found = {each.__qualname__ for each in runtime if _debug_get_cache_entry_list(each.__code__)}
+    assert found <= {"FSDPModule.__call__", "FSDPModule._call_impl"}
 
 
 @pytest.mark.parametrize("root", [True, False])

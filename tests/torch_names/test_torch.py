@@ -282,3 +282,16 @@ def test_the_streams_of_the_cpu_can_be_others_for_a_while():
             assert torch.cpu.current_stream() == "another"
         assert torch.cpu.current_stream() == "default"
     assert (torch.cpu.Stream, torch.cpu.Event, torch.cpu.current_stream()) == was
+
+
+def test_an_output_of_a_cuda_graph_is_known_by_its_mark():
+    tensor = torch.ones(2)
+    assert not core.is_of_cuda_graph(tensor)
+    torch._C._set_cached_tensors_enabled(True)
+    try:
+        torch._C._add_cached_tensor(tensor)  # as CUDA graphs of Inductor do
+        assert core.is_of_cuda_graph(tensor)
+        torch._C._remove_cached_tensor(tensor)
+    finally:
+        torch._C._set_cached_tensors_enabled(False)
+    assert not core.is_of_cuda_graph(tensor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from _engines import mesh_of
@@ -24,6 +25,14 @@ def test_the_local_tensor_of_a_dtensor_is_its_memory_and_a_dtensor_is_made_like_
     assert (made.shape, made.placements, made.device_mesh) == ((3, 3), (Shard(0),), reference.device_mesh)
     assert torch.equal(made.to_local(), local + 1)
     reference.grad = made
+
+
+def test_a_dtensor_is_made_where_its_local_tensor_lies():
+    mesh = DeviceMesh("cuda", torch.arange(1), _init_backend=False, _rank=0)  # no such device is asked for
+    local = torch.arange(6.0).view(2, 3)
+    made = _torch_distributed.dtensor_at(local, mesh, [Shard(0)], torch.empty(3, 3, device="meta"))
+    assert (made.shape, made.stride(), made.placements) == ((3, 3), (3, 1), (Shard(0),))
+    assert _torch_distributed.local_tensor(made).data_ptr() == local.data_ptr()
 
 
 @distributed(world=2)

@@ -189,6 +189,23 @@ for p, q in zip(*(model.parameters() for model in models)):
     )
 
 
+def test_offloaded_shards_stay_on_the_host_and_train_as_the_plain_model_does():
+    run(
+        """
+torch.manual_seed(0)
+models = build(offload_policy=composable_shard.CPUOffloadPolicy()), plain()
+assert all(p.to_local().device.type == "cpu" for p in models[0].parameters())
+optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+for _ in range(3):
+    x = batch()
+    ours, theirs = (step(model, optimizer, x) for model, optimizer in zip(models, optimizers))
+    torch.testing.assert_close(ours, theirs)
+assert all(p.to_local().device.type == "cpu" for p in models[0].parameters())
+""",
+        world=1,
+    )
+
+
 LOSSES = """
 from torch.distributed.fsdp import fully_shard
 torch.manual_seed(0)

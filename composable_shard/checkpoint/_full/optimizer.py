@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from ..._errors import CheckpointError, ShardConfigValueError
 from ..._torch.core import tree_tensors
+from ..._torch.distributed import dtensor_at
 from .ranks import ModelRanks
 from .state import placed_like
 from .tensors import Held, Holdings, is_split, plain_name
@@ -320,7 +321,7 @@ class _Target(NamedTuple):
         value = piece.to(self.device, copy=True)
         if self.mesh is None:
             return value
-        return DTensor.from_local(value, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+        return dtensor_at(value, self.mesh, [Replicate()] * self.mesh.ndim, value)
 
 
 def _pieces(

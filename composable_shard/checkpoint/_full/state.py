@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
-from ..._torch.distributed import dtensor_like
+from ..._torch.distributed import dtensor_at, dtensor_like
 from .ranks import ModelRanks
 from .tensors import Held, Holdings, plain_name
 from .transfer import Expected, Part, gathered, sent
@@ -219,6 +219,4 @@ def placed_like(each: Held, piece: torch.Tensor, ranks: ModelRanks) -> torch.Ten
             return local
         if local.dtype == old.dtype:
             return dtensor_like(old, local)
-        return DTensor.from_local(
-            local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
-        )
+        return dtensor_at(local, old.device_mesh, old.placements, old)

@@ -1,0 +1,416 @@
+"""Do decoders train alike on a card: ours, torch's FSDP2, and the same model without sharding?
+
+    python bench/card/decoders.py                  # two ranks of NCCL, on one card or two
+    python bench/card/decoders.py --only checkpoint,compiled
+    python bench/card/decoders.py --faults         # what the rank that is left says, and when
+
+Two ranks share a card when NCCL is told that they are on two hosts (NCCL_HOSTID): it then sends through sockets. So all
+collectives are real, and slow. The decoder has grouped attention, rotary embeddings, RMSNorm, SwiGLU and dropout
+(`tests/_blocks.py`); the unsharded one averages its gradients over the ranks. Without a card the ranks use gloo. The
+exit status is 1 if losses differ by more than rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+import composable_shard
+from _blocks import Transformer
+
+CARD = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if CARD else torch.device("cpu")
+WORLD = 2
+STEPS = 4
+LIMIT_S = 20.0  # of collectives, where ranks fail
+VOCABULARY, LENGTH, BATCH = 512, 64, 4
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+MESH = (WORLD,)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train.
+
+    Attributes:
+        options: of `fully_shard`.
+        mesh: shape of the mesh.
+        transport: how our parameters travel.
+        dropout: its probability.
+        passes: micro-batches a step; only the last one reduces, if `no_sync`.
+        recompute: blocks are checkpointed.
+        compiled: the mode of torch.compile; None for eager.
+        placed: `composable_shard.compile` instead of torch's.
+        clip: gradients are clipped.
+        thread: backward runs in a thread of its own.
+        fail: a forward and a backward fail before each step, on all ranks.
+        freeze: parameters of these ending names are frozen.
+        unused: the last block is left out in every other step.
+        meta: the model is made on the meta device.
+        tolerance: of the losses, beside the unsharded model's.
+        torch_has_it: whether FSDP2 is asked too.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    mesh: tuple[int, ...] = MESH
+    transport: str = ""
+    dropout: float = 0.0
+    passes: int = 1
+    no_sync: bool = False
+    recompute: bool = False
+    compiled: str | None = None
+    placed: bool = False
+    clip: bool = False
+    thread: bool = False
+    fail: bool = False
+    freeze: tuple[str, ...] = ()
+    unused: bool = False
+    meta: bool = False
+    tolerance: float = 1e-4
+    torch_has_it: bool = True
+
+
+CASES = {
+    "plain": Case(),
+    "packed": Case(transport="packed"),
+    "bf16": Case({"mp_policy": HALF}, tolerance=2e-2),
+    "bf16 packed": Case({"mp_policy": HALF}, transport="packed", tolerance=2e-2),
+    "zero2": Case({"reshard_after_forward": False}),
+    "hsdp": Case(mesh=(WORLD, 1)),
+    "dropout checkpoint": Case(dropout=0.1, recompute=True),
+    "no sync": Case(passes=3, no_sync=True),
+    "accumulate": Case({"mp_policy": HALF}, passes=3, tolerance=2e-2),
+    "clip": Case(clip=True),
+    "offload": Case({"offload_policy": CPUOffloadPolicy()}),
+    "offload bf16": Case({"offload_policy": CPUOffloadPolicy(), "mp_policy": HALF}, tolerance=2e-2),
+    "thread": Case(thread=True),
+    "failures": Case(fail=True, torch_has_it=False),
+    "frozen": Case(freeze=("q.weight", "k.weight")),
+    "unused": Case(unused=True),
+    "meta": Case(meta=True),
+    "compiled": Case(compiled="default", torch_has_it=False),
+    "compiled bf16": Case({"mp_policy": HALF}, compiled="default", tolerance=2e-2, torch_has_it=False),
+    "compiled placed": Case(compiled="default", placed=True, torch_has_it=False),
+    "compiled checkpoint": Case(compiled="default", recompute=True, torch_has_it=False),
+    "reduce-overhead": Case(compiled="reduce-overhead", passes=2, torch_has_it=False),
+    "reduce-overhead no sync": Case(compiled="reduce-overhead", passes=3, no_sync=True, torch_has_it=False),
+}
+
+
+class Side:
+    """One engine's model under a case."""
+
+    def __init__(self, engine: str, case: Case, mesh: DeviceMesh) -> None:
+        self.case, self.engine = case, engine
+        self.blocks = 3
+        torch.manual_seed(0)
+        offloads = engine != "plain" and "offload_policy" in case.options
+        with torch.device("meta" if case.meta and engine != "plain" else "cpu" if offloads else DEVICE):
+            self.model: Any = Transformer(VOCABULARY, 256, self.blocks, 8, 4, 512, LENGTH, case.dropout)
+        for name, parameter in self.model.named_parameters():
+            if name.endswith(case.freeze or ("none",)):
+                parameter.requires_grad_(False)
+        if case.recompute:
+            for block in self.model.blocks:
+                block.forward = _recomputing(block.forward)
+        if engine != "plain":
+            shard: Callable[..., Any] = composable_shard.fully_shard if engine == "ours" else fsdp2
+            for block in self.model.blocks:
+                shard(block, mesh=mesh, **case.options)
+            shard(self.model, mesh=mesh, **case.options)
+        if case.meta and engine != "plain":
+            self._fill()
+        if engine != "plain" and "offload_policy" in case.options:
+            self.model.cos, self.model.sin = self.model.cos.to(DEVICE), self.model.sin.to(DEVICE)
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-3)
+        self.call = self.model
+        if case.compiled and engine == "ours":
+            make = composable_shard.compile if case.placed else torch.compile
+            self.call = make(self.model, mode=case.compiled)
+
+    def _fill(self) -> None:
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            whole = Transformer(VOCABULARY, 256, self.blocks, 8, 4, 512, LENGTH, self.case.dropout)
+        self.model.to_empty(device=DEVICE)
+        wanted = dict(whole.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.to_local().copy_(wanted[name].chunk(WORLD)[dist.get_rank()])
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(dict(whole.named_buffers())[name])
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        logits = self.call(tokens[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    def backward(self, loss: Tensor) -> None:
+        if not self.case.thread:
+            loss.backward()
+            return
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+
+    def fail(self, tokens: Tensor) -> None:
+        """A forward that fails in its last block, and a backward that fails behind it."""
+        if self.engine != "ours":
+            return
+
+        def raises(*_: object) -> None:
+            raise ValueError("planted")
+
+        with contextlib.suppress(ValueError), _hooked(self.model.blocks[-1].register_forward_hook(raises)):
+            self.loss(tokens)
+        with contextlib.suppress(ValueError, RuntimeError):
+            hidden: list[Tensor] = []
+            with _hooked(self.model.blocks[0].register_forward_hook(lambda _m, _a, out: hidden.append(out))):
+                loss = self.loss(tokens)
+            hidden[0].register_hook(raises)
+            loss.backward()
+        self.optimizer.zero_grad()
+
+    def step(self, number: int) -> float:
+        case = self.case
+        torch.manual_seed(100 + number)
+        total = 0.0
+        if case.fail:
+            self.fail(tokens(number, 0))
+            torch.manual_seed(100 + number)
+        full = self.model.blocks
+        if case.unused and number % 2:
+            self.model.blocks = full[:-1]
+        for micro in range(case.passes):
+            if case.no_sync and self.engine != "plain":
+                self.model.set_requires_gradient_sync(micro == case.passes - 1)
+            loss = self.loss(tokens(number, micro)) / case.passes
+            self.backward(loss)
+            total += loss.item()
+        self.model.blocks = full
+        if self.engine == "plain":
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= WORLD
+        if case.clip:
+            parameters = [p for p in self.model.parameters() if p.grad is not None]
+            norm = torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+            total += (norm.full_tensor() if self.engine == "fsdp2" else norm).item()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total
+
+    def evaluate(self) -> float:
+        self.model.eval()
+        with torch.no_grad():
+            return self.loss(tokens(999, 0)).item()
+
+
+def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+
+
+@contextlib.contextmanager
+def _hooked(handle: Any) -> Any:
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def tokens(step: int, micro: int) -> Tensor:
+    """(batch, length), other ones for each rank."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + dist.get_rank())
+    return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator).to(DEVICE)
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Losses of each engine and the most memory, in bytes, above what is kept between its steps."""
+    mesh = init_device_mesh(DEVICE.type, case.mesh, mesh_dim_names=("replicate", "shard")[-len(case.mesh) :])
+    os.environ.pop("COMPOSABLE_SHARD_TRANSPORT", None)
+    if case.transport:
+        os.environ["COMPOSABLE_SHARD_TRANSPORT"] = case.transport
+    found: dict[str, Any] = {}
+    for engine in ("ours", *(["fsdp2"] if case.torch_has_it else []), "plain"):
+        torch._dynamo.reset()
+        begin = time.monotonic()
+        side = Side(engine, case, mesh)
+        losses = [side.step(number) for number in range(STEPS)]
+        peak = 0
+        if CARD:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+        losses.append(side.step(STEPS))
+        if CARD:
+            peak = torch.cuda.max_memory_allocated() - held
+        losses.append(side.evaluate())
+        found[engine] = {"losses": losses, "peak": peak, "seconds": time.monotonic() - begin}
+    return found
+
+
+def judged(name: str, case: Case, found: dict[str, Any]) -> tuple[str, bool]:
+    """A line about a case, and whether it is right."""
+    ours = found["ours"]["losses"]
+
+    def apart(engine: str) -> float:
+        return max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(ours, found[engine]["losses"], strict=True))
+
+    text = f"real {name}: unsharded {apart('plain'):.1e}"
+    right = apart("plain") <= case.tolerance
+    if "fsdp2" in found:
+        text += f", FSDP2 {apart('fsdp2'):.1e}"
+        right = right and apart("fsdp2") <= case.tolerance
+        if found["fsdp2"]["peak"]:
+            text += f", peak {found['ours']['peak'] / found['fsdp2']['peak']:.3f} of FSDP2's"
+    return f"{text}, {found['ours']['seconds']:.1f} s{'' if right else '   WRONG ' + json.dumps(found)}", right
+
+
+def join(limit: timedelta) -> None:
+    rank = int(os.environ["RANK"])
+    if CARD:
+        torch.cuda.set_device(DEVICE)
+    store = dist.FileStore(os.environ["STORE"], WORLD)
+    if limit.total_seconds() < 60:  # ledgers need a store that more than one client can have
+        store = dist.TCPStore("127.0.0.1", int(os.environ["PORT"]), WORLD, rank == 0)
+    dist.init_process_group("nccl" if CARD else "gloo", store=store, rank=rank, world_size=WORLD, timeout=limit)
+
+
+def train(names: list[str]) -> None:
+    """Called in a rank."""
+    join(timedelta(seconds=120))
+    right = True
+    for name in names:
+        try:
+            text, fits = judged(name, CASES[name], run(CASES[name]))
+        except Exception as error:
+            text, fits = f"real {name}: FAILED {type(error).__name__}: {error}\n{traceback.format_exc()[-1800:]}", False
+        right = right and fits
+        if dist.get_rank() == 0:
+            print(text, flush=True)
+    sys.stdout.flush()
+    os._exit(int(not right))
+
+
+def mismatch(side: Side) -> None:
+    side.model(tokens(0, 0)[:, :-1])
+
+
+def fail(side: Side) -> None:
+    raise ValueError("bad data")
+
+
+def die(side: Side) -> None:
+    os._exit(9)
+
+
+def alone(side: Side) -> None:
+    side.model.eval()
+    next(iter(side.model.parameters())).full_tensor()
+
+
+def late(side: Side) -> None:
+    time.sleep(1.5 * LIMIT_S)
+
+
+FAULTS = {each.__name__: each for each in (mismatch, fail, die, alone, late)}
+
+
+def faulty(name: str) -> None:
+    """Called in a rank: trains, and rank 1 goes wrong."""
+    join(timedelta(seconds=LIMIT_S))
+    side = Side("ours", CASES["plain"], init_device_mesh(DEVICE.type, MESH))
+    for number in range(3):
+        side.step(number)
+    begin = time.monotonic()
+    said = "no error"
+    faulthandler.dump_traceback_later(2.5 * LIMIT_S, exit=True)  # one that hangs says where
+    try:
+        if dist.get_rank() == 1:
+            FAULTS[name](side)
+        for number in range(3, 5):
+            side.step(number)
+    except BaseException as error:
+        said = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        print(f"fault {name}, rank {dist.get_rank()} after {time.monotonic() - begin:.1f} s: {said[:400]}", flush=True)
+
+
+def start(arguments: list[str], limit: float) -> int:
+    """Runs the ranks as processes; ends them after `limit` seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        common = {"STORE": str(Path(folder, "store")), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        common["PORT"] = str(20000 + os.getpid() % 20000 + hash(tuple(arguments)) % 1000)
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, *arguments],
+                env={**os.environ, **common, "RANK": str(rank), "NCCL_HOSTID": f"rank{rank}", "OMP_NUM_THREADS": "2"},
+            )
+            for rank in range(WORLD)
+        ]
+        end = time.monotonic() + limit
+        try:
+            return max(abs(rank.wait(max(0.1, end - time.monotonic()))) for rank in ranks)
+        except subprocess.TimeoutExpired:
+            print(f"{' '.join(arguments)}: still running after {limit:.0f} s", flush=True)
+            return 1
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(CASES), help="cases (default: all)")
+    parser.add_argument("--faults", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds")
+    options = parser.parse_args()
+    names = list(FAULTS) if options.faults and "RANK" not in os.environ else options.only.split(",")
+    if "RANK" in os.environ:
+        faulty(names[0]) if options.faults else train(names)
+    jobs = len(FAULTS) if options.faults else options.jobs
+    codes: list[int] = []
+    threads = []
+    for job in range(jobs):
+        part = names[job::jobs]
+        arguments = ["--only", ",".join(part)]
+        if options.faults:
+            arguments = ["--only", part[0], "--faults"]
+        thread = threading.Thread(target=lambda given=arguments: codes.append(start(given, options.limit)))
+        thread.start()
+        threads.append(thread)
+    for thread in threads:
+        thread.join()
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
