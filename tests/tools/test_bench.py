@@ -373,7 +373,11 @@ def test_an_echo_gives_every_rank_the_piece_of_this_one(beside: Beside) -> None:
 
 
 @pytest.mark.matrix  # the echo itself is tested above, and the table of a step, too
-def test_step_plays_all_ranks_in_one_process_where_cards_are_too_few(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["", "direct", "packed"])
+def test_step_plays_all_ranks_in_one_process_where_cards_are_too_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    monkeypatch.setenv("COMPOSABLE_SHARD_TRANSPORT", transport)
     file = tmp_path / "step.json"
     few = ["--sizes=tiny", "--rounds=1", "--timeout=45", "--engines=ours,fsdp2,compute", "--dtype=bfloat16"]
     shown = bench("step.py", "--echo", "--world=4", *few, f"--json={file}")
