@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from .._comm.agreement import Among
 from .._comm.copies import Gradients
@@ -546,23 +547,21 @@ class Engine:
         self._do.rebuild(groups)
         self.review.converted()
 
-    def before_optimizer_step(self, stepped: set[int]) -> None:
+    def before_optimizer_step(self, stepped: set[int], optimizer: Optimizer | None) -> None:
         """An optimizer is about to change these parameters, by id: reshard their groups and end the iteration.
 
         Unsharded parameters must not outlive the values that they were gathered from.
         """
-        noted = False
-        for group in self.groups:
-            if not stepped.isdisjoint(map(id, group.shards)):
-                if not noted:
-                    noted = True
-                    self.review.seat.stepped()
-                self._iterations.end()
-                if self._pass is None:
-                    self._gradients.settle()  # reductions of a backward that was not the last one
-                group.stepped()
-                if not group.running and group.phase is not SHARDED:
-                    self._do.drop(group)
+        groups = [group for group in self.groups if not stepped.isdisjoint(map(id, group.shards))]
+        if groups:
+            self._iterations.end()
+            if self._pass is None:
+                self._gradients.settle()  # reductions of a backward that was not the last one
+            self.review.seat.stepped(optimizer, {group.fqn: group.having() for group in groups})
+        for group in groups:
+            group.stepped()
+            if not group.running and group.phase is not SHARDED:
+                self._do.drop(group)
 
     def check_reduced(self, stepped: set[int]) -> None:
         """An optimizer is about to read the gradients of these parameters, by id: see that they are reduced."""

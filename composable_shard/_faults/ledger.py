@@ -28,6 +28,7 @@ from .._torch.distributed import Store, prefixed, store_of
 
 _KINDS: dict[str, type[ComposableShardError]] = {each.__name__: each for each in (PeerLostError, RankMismatchError)}
 _MOST_NOTES = 1 << 18  # of which half are forgotten then
+STEP, HOLD = "step ", "hold "  # beginnings of notes of what a rank has done, or has, before others compare it
 _PAUSES = (0.0002, 0.01)  # seconds between two looks for an answer: at first, and at most
 _TOLD_S = 1.0  # how long a rank waits for the plan of another one, to say how they differ
 _NEWS_AFTER = 0.02  # seconds that a rank waits for others to ask the same, before it wakes their watchers
@@ -280,12 +281,8 @@ class Ledger:
                 f"ranks {self.ranks[0]} and {self.ranks[other]} do different things: {one} is about to {said[0]}, and "
                 f"{two} to {said[other]}"
             )
-        self.poison(
-            RankMismatchError,
-            f"{what} (action {place} of these ranks, forward {self._forwards}). Neither was done. Run the same "
-            "modules, settings and optimizer steps on all ranks, in one order, or unshard() on all of them what only "
-            "some will run",
-        )
+        where = f" (action {place} of these ranks, forward {self._forwards})"
+        self.poison(RankMismatchError, f"{what}{where}. {_advice(said[0], said[other])}")
         self.check()
 
     def _absent(self, place: int, note: str) -> None:
@@ -342,6 +339,16 @@ class Ledger:
 def _alike(place: int, note: str) -> str:
     """The key under which ranks are counted whose note at a place is this one."""
     return f"alike/{place}/{hashlib.sha256(note.encode()).hexdigest()[:16]}"
+
+
+def _advice(one: str, two: str) -> str:
+    if one.startswith(HOLD) and two.startswith(HOLD):
+        return "Seed and load all ranks alike, or call broadcast_state(model) to give all what the first rank has"
+    done = "Weights may be apart since" if one.startswith(STEP) and two.startswith(STEP) else "Neither was done"
+    return (
+        f"{done}. Run the same modules, settings and optimizer steps on all ranks, in one order, or unshard() on all "
+        "of them what only some will run"
+    )
 
 
 def _plan_in(note: str) -> str:

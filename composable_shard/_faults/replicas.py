@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +14,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from .. import _debug
 from .._comm.mesh import compute_device, default_device_type
 from .._comm.own_groups import own_group
-from .._errors import RankMismatchError
+from .._errors import RankMismatchError, ShardConfigValueError
 from .._torch.core import without_dispatch_modes
 from .._torch.distributed import local_tensor
 
+PERIOD = "COMPOSABLE_SHARD_CHECK_REPLICAS"
+_PERIOD_IN_DEBUG = 10
 _AT_ONCE = 1 << 22  # numbers of 8 bytes whose fingerprint is taken together
 _FACTOR = 0x9E37_79B9_7F4A_7C15 - (1 << 64)  # odd, so that no bit of a number is lost
 _NAMED = 5  # how many differences an error names
@@ -36,6 +41,55 @@ class _Value:
     name: str
     held: Any
     groups: tuple[dist.ProcessGroup, ...]
+
+
+class Rolling:
+    """The rolling check: every so many forwards in training, the fingerprint of another value of `check_replicas`.
+
+    Statistics of batch normalisation are left out, since each rank has its own.
+
+    Args:
+        model: the root.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._period = _period()
+        self._forwards = self._next = 0
+
+    def due(self) -> tuple[str, tuple[dist.ProcessGroup, ...]] | None:
+        """A forward in training begins: what this rank has, in words, and the process groups that must have it alike.
+
+        None if nothing is due.
+        """
+        self._forwards += 1
+        period = self._period or (_PERIOD_IN_DEBUG if _debug.debugging else 0)
+        model = self._model()
+        if not period or self._forwards % period or model is None:
+            return None
+        statistics = _statistics(model)
+        values = [value for value in _values(model, None, generators=False) if id(value.held) not in statistics]
+        if not values:
+            return None
+        self._next += 1
+        value = values[self._next % len(values)]
+        with torch.no_grad(), without_dispatch_modes():
+            return f"{value.name} of fingerprint {_fingerprint(value.held)}", value.groups
+
+
+def _statistics(model: nn.Module) -> set[int]:
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+    return {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+
+
+def _period() -> int:
+    given = os.environ.get(PERIOD, "").strip() or "0"
+    if not given.isdecimal():
+        raise ShardConfigValueError(
+            f"{PERIOD}={given}: expected after how many forwards in training ranks compare another part of what they "
+            "must have alike, or 0 for never"
+        )
+    return int(given)
 
 
 def check_replicas(

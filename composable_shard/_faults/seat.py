@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from .._comm.agreement import is_shared
 from .._comm.mesh import MeshInfo
 from .._comm.own_groups import own_group
 from .._errors import ComposableShardError
 from .._plan.plan import ShardPlan
+from .._plan.schedule import NO_GRAD
 from .._torch.distributed import is_native
-from .ledger import Ledger
+from .ledger import HOLD, STEP, Ledger
+from .replicas import Rolling
+from .settings import Credit, Having, rates_of
 from .watch import ledger_of
 
 
@@ -88,22 +94,28 @@ class Seat:
     Args:
         meshes: by FQN, the sharding of each group of parameters.
         model: a number of the model that is the same on all ranks.
+        root: the model.
     """
 
-    def __init__(self, meshes: Iterable[tuple[str, MeshInfo]], model: int) -> None:
+    def __init__(self, meshes: Iterable[tuple[str, MeshInfo]], model: int, root: nn.Module) -> None:
         self._model = f"model {model}"
         self._of: dict[str, Notes] = {}
         self._served: dict[Ledger, set[str]] = {}  # by ledger of gathers
-        ledgers: dict[Ledger, None] = {}
+        self._of_group: dict[dist.ProcessGroup, Ledger] = {}
+        self._fqns: dict[Ledger, list[str]] = {}  # by ledger, of gathers or of reductions over replicas alone
         for fqn, info in meshes:
             shards = _ledgers(info.shard_group, info.device)
             replicas = _ledgers(info.replicate_group, info.device)
             for ledger in shards:
                 self._served.setdefault(ledger, set()).add(fqn)
-            ledgers |= dict.fromkeys([*shards, *replicas])
+            axes = ((info.shard_group, shards), (info.replicate_group, replicas))
+            self._of_group |= {group: here[0] for group, here in axes if group is not None and here}
+            for ledger in dict.fromkeys([*shards, *replicas]):
+                self._fqns.setdefault(ledger, []).append(fqn)
             self._of[fqn] = Notes(shards, shards + replicas, f"{fqn or 'the root'} of {self._model}")
-        self._ledgers = tuple(ledgers)
+        self._credit: weakref.WeakKeyDictionary[Optimizer, dict[Ledger, Credit]] = weakref.WeakKeyDictionary()
         self._plans: dict[Ledger, str] = {}
+        self._rolling = Rolling(root)
 
     def of(self, fqn: str) -> Notes:
         """The notes of a group of parameters."""
@@ -120,19 +132,39 @@ class Seat:
 
     def begin(self, phase: str) -> None:
         """A forward of the model begins."""
+        if not phase.startswith(NO_GRAD) and (due := self._rolling.due()) is not None:
+            held, groups = due
+            for ledger in {self._of_group[group]: None for group in groups if group in self._of_group}:
+                ledger.stepped(f"{HOLD}{held} ({self._model})")
         for ledger, plan in self._plans.items():
             ledger.begin(_begun(self._model, phase, plan))
 
-    def stepped(self) -> None:
-        """An optimizer steps parameters of the model."""
-        for ledger in self._ledgers:
-            ledger.stepped(f"step an optimizer of {self._model}")
+    def stepped(self, optimizer: Optimizer | None, having: Mapping[str, Having]) -> None:
+        """An optimizer steps parameters of the model.
+
+        Args:
+            optimizer: which one; None where that is not known, as in a compiled step.
+            having: by FQN of the groups that it steps, which of their parameters have a gradient.
+        """
+        told = {} if optimizer is None else self._told(optimizer, having)
+        for ledger in self._fqns:
+            ledger.stepped(f"{STEP}an optimizer of {self._model}{told.get(ledger, '')}")
+
+    def _told(self, optimizer: Optimizer, having: Mapping[str, Having]) -> dict[Ledger, str]:
+        """By ledger, what the note says of the step: of those of its groups that are in the ledger."""
+        rates = rates_of(optimizer)
+        if optimizer not in self._credit:
+            self._credit[optimizer] = {ledger: Credit() for ledger in self._fqns}
+        return {
+            ledger: credit.told(rates, tuple([has for fqn in self._fqns[ledger] for has in having.get(fqn, ())]))
+            for ledger, credit in self._credit[optimizer].items()
+        }
 
     def failed(self, error: object) -> None:
         """A forward or a backward has failed on this rank."""
-        if isinstance(error, ComposableShardError) and any(ledger.fault is not None for ledger in self._ledgers):
+        if isinstance(error, ComposableShardError) and any(ledger.fault is not None for ledger in self._fqns):
             return
-        for ledger in self._ledgers:
+        for ledger in self._fqns:
             ledger.leave(f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else str(error))
 
 

@@ -13,6 +13,7 @@ only when ranks cannot go on together; the process group is of no use afterwards
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
@@ -24,12 +25,17 @@ import torch
 import torch.distributed as dist
 
 from .._comm.lanes import WAITING
-from .._errors import ComposableShardError, PeerLostError, RankMismatchError
+from .._errors import ComposableShardError, PeerLostError, RankMismatchError, ShardConfigValueError
 from .._torch.distributed import another_client, backend_name, exists
+from .interrupts import Interrupts
 from .ledger import Fault, Ledger
 
+_log = logging.getLogger("composable_shard.faults")
+
+SILENCE = "COMPOSABLE_SHARD_PEER_TIMEOUT"  # seconds without a sign of life after which a rank is lost; 0 for none
 LOOK_S = 0.25  # between two looks
 _LOOKS_A_SIGN = 4
+_LOOKS_AT_A_GAP = 4
 LOST_S = 3.0  # a rank whose sign of life is older is lost, if a wait of ours has failed
 _EXPLAINED_S = 6.0  # how long a wait that has failed waits for its explanation
 _JOINED_S = 5.0
@@ -44,12 +50,13 @@ class _Ear:
 
     Args:
         ledger: of this rank there.
+        silence_s: how old the sign of life of a rank may be for which this one waits; 0 for any age.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+    def __init__(self, ledger: Ledger, silence_s: float) -> None:
+        self.ledger, self.silence_s = ledger, silence_s
         self.store = another_client(ledger.store)  # a connection of its own: the other one's waits are long
-        self.heard = 0
+        self.heard = self.missed = 0
         self.asked: set[int] = set()
         self.left: dict[int, tuple[int, str]] = {}  # by index of a rank: its place, and why
         self.signs: dict[int, tuple[bytes, float]] = {}
@@ -68,14 +75,27 @@ class _Ear:
         if self.looks % _LOOKS_A_SIGN == 0:
             self.store.set(f"sign/{own.rank}", f"{self.looks}|{own.place}|{own.last}")
         self.looks += 1
-        while self.store.check([f"news/{self.heard + 1}"]):
-            self.heard += 1
-            self._take(own, self.store.get(f"news/{self.heard}").decode())
+        self._hear(own)
         self.asked = {place for place in self.asked if not own.answer(self.store, place)}
         failed = failed or self._failed()
         in_vain = failed or self.queues or (WAITING.since and time.monotonic() - WAITING.since > _VAIN_S)
         if own.fault is None and in_vain:
             self._look_for_lost(own, failed)
+
+    def _hear(self, own: Ledger) -> None:
+        """Take what is new."""
+        while (is_there := self.store.check([f"news/{self.heard + 1}"])) or self._has_a_gap():
+            self.heard += 1
+            if is_there:
+                self._take(own, self.store.get(f"news/{self.heard}").decode())
+
+    def _has_a_gap(self) -> bool:
+        """Whether the next news will never come: their number was drawn by a rank that was killed before it wrote."""
+        self.missed = self.missed + 1 if self.store.check([f"news/{self.heard + 2}"]) else 0
+        if self.missed <= _LOOKS_AT_A_GAP:
+            return False
+        self.missed = 0
+        return True
 
     def _failed(self) -> str:
         """What the backend itself says has failed; empty if nothing has."""
@@ -100,13 +120,15 @@ class _Ear:
                 self._lost(own, rank, f"has left the step: {why}", place)
                 return
         if failed:
-            self._look_for_signs(own, failed)
+            self._look_for_signs(own, failed, LOST_S)
+        elif self.silence_s and self.looks % _LOOKS_A_SIGN == 0:
+            self._look_for_signs(own, failed, self.silence_s)
 
-    def _look_for_signs(self, own: Ledger, failed: str) -> None:
+    def _look_for_signs(self, own: Ledger, failed: str, longest_s: float) -> None:
         signs = self._signs(own)
         now = time.monotonic()
         for rank, (sign, seen) in signs.items():
-            if now - seen > LOST_S:
+            if now - seen > longest_s:
                 self._lost(own, rank, f"has given no sign of life for {now - seen:.0f} s", *_place_of(sign))
                 return
         if "imed out" in failed:
@@ -148,6 +170,23 @@ class _Ear:
                 self.store,
             )
 
+    def interrupted(self, own: Ledger) -> None:
+        """This rank was interrupted (Ctrl-C) while it waits for others."""
+        own.poison(
+            PeerLostError,
+            f"rank {own.ranks[own.rank]} was interrupted (Ctrl-C) while it waited in action {own.place} ({own.last}), "
+            "and has closed its connections. Start the job again from a checkpoint",
+            self.store,
+        )
+
+    def reconnects(self) -> bool:
+        """After an error: whether the store can still be asked, by a new connection."""
+        with suppress(Exception):
+            self.store = another_client(self.ledger.store)
+            self.store.check(["poison"])
+            return True
+        return False
+
     def free(self, own: Ledger) -> None:
         """Ranks cannot go on together: end the waits of this rank in this process group."""
         now = time.monotonic()
@@ -160,6 +199,20 @@ class _Ear:
             with suppress(RuntimeError):
                 nowhere = [torch.zeros(1)]
                 own.group.recv(nowhere, (own.rank + 1) % own.world, _TAG).wait(timedelta(milliseconds=1))
+
+
+def _silence_s() -> float:
+    given = os.environ.get(SILENCE, "").strip()
+    try:
+        seconds = float(given or 0)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ShardConfigValueError(
+            f"{SILENCE}={given}: expected how many seconds a rank may give no sign of life while others wait for it, "
+            "or 0 to wait for it as long as the process group allows"
+        )
+    return seconds
 
 
 def _is_of_network(error: Exception) -> bool:
@@ -179,12 +232,18 @@ class _Watcher:
         self._failed = ""
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
+        self._interrupts = Interrupts()
 
     def add(self, ledger: Ledger) -> None:
-        """Watch for a ledger while its process group exists."""
+        """Watch for a ledger while its process group exists.
+
+        Raises:
+            ShardConfigValueError: the environment names no time for `SILENCE`.
+        """
         heard = [ear for ear in self._ears if ear.ledger.fault is None]  # what is faulty is not used any more
-        self._ears = [*heard, _Ear(ledger)]  # a new list: the thread may be reading the old one
+        self._ears = [*heard, _Ear(ledger, _silence_s())]  # a new list: the thread may be reading the old one
         if self._thread is None:
+            self._interrupts.listen()
             WAITING.explain_by(self.explain)
             self._thread = threading.Thread(target=self._run, name="composable_shard watcher", daemon=True)
             self._thread.start()
@@ -195,18 +254,24 @@ class _Watcher:
 
     def _run(self) -> None:
         while not self._ended.wait(LOOK_S):
+            is_stuck = self._interrupts.came_while_waiting()
             for ear in self._ears:
-                self._look(ear)
+                self._look(ear, is_stuck)
 
-    def _look(self, ear: _Ear) -> None:
+    def _look(self, ear: _Ear, is_stuck: bool) -> None:
         own = ear.ledger
         try:
             if not exists(own.group):
                 raise RuntimeError("it was destroyed")
             ear.look(own, self._failed)
+            if is_stuck and own.fault is None:
+                ear.interrupted(own)
             if own.fault is not None and (WAITING.since or ear.queues):
                 ear.free(own)
         except Exception as error:
+            _log.debug("a look at a process group has failed", exc_info=True)
+            if exists(own.group) and ear.reconnects():
+                return
             self._ears = [each for each in self._ears if each is not ear]
             if self._failed and own.fault is None:
                 why = (
@@ -262,6 +327,7 @@ class _Watcher:
 
     def forked(self) -> None:
         """This is a child process: the connections are its parent's."""
+        self._interrupts.forked()
         for own in self.ledgers():
             own.cut(
                 f"process {os.getpid()} was forked from one that trains, and cannot communicate for it: start "

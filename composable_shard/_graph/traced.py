@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from .._comm.copies import Gradients
@@ -210,7 +211,7 @@ class TracedGroup:
         """Whether a parameter that got no gradient on any rank gets zeros."""
         return self._settings.current.reduce_unused
 
-    def before_optimizer_step(self, stepped: set[int]) -> None:
+    def before_optimizer_step(self, stepped: set[int], optimizer: Optimizer | None) -> None:
         """An optimizer is about to change parameters, by id.
 
         Foreach functions move no version of a sharded parameter, so that autograd would not notice in backward that

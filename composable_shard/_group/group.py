@@ -418,6 +418,10 @@ class ParamGroup:
         by_index = dict(zip(itertools.chain(*self.layout.members), itertools.chain(*lists), strict=True))
         return [by_index[index] for index in range(len(self.params))]
 
+    def having(self) -> tuple[bool, ...]:
+        """For each parameter, whether it has a gradient."""
+        return tuple([shard.grad is not None for shard in self.shards])
+
     def stepped(self) -> None:
         """An optimizer or a load is about to change the sharded parameters."""
         for bucket in self.buckets:

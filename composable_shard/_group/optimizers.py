@@ -25,8 +25,8 @@ from .param import SHARDED_IN
 class StepWatcher(Protocol):
     """Whoever must know of optimizers' steps."""
 
-    def before_optimizer_step(self, stepped: set[int]) -> None:
-        """An optimizer is about to step the parameters with these ids."""
+    def before_optimizer_step(self, stepped: set[int], optimizer: Optimizer | None) -> None:
+        """An optimizer is about to step the parameters with these ids; a compiled step does not say which one."""
 
     def check_reduced(self, stepped: set[int]) -> None:
         """An optimizer is about to read the gradients of these parameters: none may still wait for its reduction."""
@@ -66,31 +66,31 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         _avoid_mixed_lists(group)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
-        _tell(params, REDUCED_AND_STEPPED)
+        _tell(optimizer, params, REDUCED_AND_STEPPED)
         return None
-    checked = partial(_run_closure, closure, params)  # it makes the gradients, so it checks them
-    _tell(params, STEPPED)
+    checked = partial(_run_closure, optimizer, closure, params)  # it makes the gradients, so it checks them
+    _tell(optimizer, params, STEPPED)
     return ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": checked})
 
 
-def _tell(params: Sequence[torch.Tensor], what: int) -> None:
+def _tell(optimizer: Optimizer, params: Sequence[torch.Tensor], what: int) -> None:
     """Tell the watchers of a step of these parameters; while Dynamo traces, let the graph do so."""
     if not torch.compiler.is_compiling():
-        _tell_watchers(set(map(id, params)), what)
+        _tell_watchers(set(map(id, params)), what, optimizer)
         return
     ours = [param for param in params if isinstance(param, DTensor) and hasattr(param, SHARDED_IN)]
     if ours:
         torch.ops.composable_shard.before_step([p._local_tensor for p in ours], [id(p) for p in ours], what)
 
 
-def _tell_watchers(stepped: set[int], what: int) -> None:
+def _tell_watchers(stepped: set[int], what: int, optimizer: Optimizer | None = None) -> None:
     watchers = _living_watchers()
     if what & REDUCED:
         for watcher in watchers:
             watcher.check_reduced(stepped)
     if what & STEPPED:
         for watcher in watchers:
-            watcher.before_optimizer_step(stepped)
+            watcher.before_optimizer_step(stepped, optimizer)
 
 
 def _check_are_of_the_model(params: Sequence[torch.Tensor]) -> None:
@@ -131,9 +131,9 @@ def _avoid_mixed_lists(group: dict[str, Any]) -> None:
         group.update(foreach=False, **({"fused": False} if fused else {}))
 
 
-def _run_closure(closure: Callable[[], Any], params: Sequence[torch.Tensor]) -> Any:
+def _run_closure(optimizer: Optimizer, closure: Callable[[], Any], params: Sequence[torch.Tensor]) -> Any:
     loss = closure()
-    _tell(params, REDUCED)
+    _tell(optimizer, params, REDUCED)
     return loss
 
 

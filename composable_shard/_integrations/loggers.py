@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from .._errors import ShardConfigTypeError, ShardConfigValueError
 from .._gradients import watch_clipping
@@ -136,7 +137,7 @@ class _Seen:
     def _are_of_the_model(self, params: set[int]) -> bool:
         return any(id(param.sharded) in params for state in self._living() for param in state.declaration.params)
 
-    def before_optimizer_step(self, stepped: set[int]) -> None:
+    def before_optimizer_step(self, stepped: set[int], optimizer: Optimizer | None) -> None:
         """As `StepWatcher` says."""
         self._stepped = self._stepped or self._are_of_the_model(stepped)
 

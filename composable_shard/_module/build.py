@@ -301,7 +301,7 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
     among, settings = groups_of(meshes), tree.settings()
     transports = tree.transports(runs=True)
     plan = tree.plan(transports)
-    seat = Seat(meshes, own.declaration.number)
+    seat = Seat(meshes, own.declaration.number, root)
     if agrees:
         agree(plan, real(among), settings)
     tree.set_holders()
