@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from _decoders import Training
+from composable_shard._faults.watch import WATCHER
 
 LIMIT_S = 8.0  # of collectives
 
@@ -56,6 +58,16 @@ def be_late(run):
     time.sleep(1.5 * LIMIT_S)
 
 
+def be_interrupted(run):
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def draw_a_number(run):
+    for group in WATCHER.ledgers():
+        group.store.add("news", 1)  # as one that is killed before it writes
+    fail(run)
+
+
 def nothing(run):
     pass
 
@@ -74,6 +86,8 @@ def main() -> None:
     try:
         if rank == who:
             globals()[what](run)
+        elif what == "be_interrupted":
+            time.sleep(0.7 * LIMIT_S)
         run.step()
         run.check()
         said["error"] = None

@@ -176,7 +176,10 @@ class Ledger:
 
     def _note(self, note: str) -> None:
         if self.fault is not None or not self._expected.is_next(note):
-            self._ask(note)
+            try:
+                self._ask(note)
+            except (dist.DistNetworkError, dist.DistStoreError) as error:
+                raise self.without_store(error) from error
             self._expected.follow(note)
         self._log.append(note)
 
@@ -314,6 +317,15 @@ class Ledger:
             self.fault = Fault.parse(poison)
             note_broken(self.group)
             self._on_fault(self)
+
+    def without_store(self, error: Exception) -> ComposableShardError:
+        """The store of the process group is gone: what to raise."""
+        self.hear(
+            f"{PeerLostError.__name__}|the store of the process group is gone, with the rank that hosts it (rank "
+            f"{self.ranks[0]}, unless a launcher does): {error}. Start the job again from a checkpoint"
+        )
+        assert self.fault is not None
+        return self.fault.error()
 
     def end(self, why: str) -> None:
         """This process ends."""

@@ -28,7 +28,7 @@ from .._comm.lanes import WAITING
 from .._errors import ComposableShardError, PeerLostError, RankMismatchError, ShardConfigValueError
 from .._torch.distributed import another_client, backend_name, exists
 from .interrupts import Interrupts
-from .ledger import Fault, Ledger
+from .ledger import Ledger
 
 _log = logging.getLogger("composable_shard.faults")
 
@@ -131,7 +131,7 @@ class _Ear:
             if now - seen > longest_s:
                 self._lost(own, rank, f"has given no sign of life for {now - seen:.0f} s", *_place_of(sign))
                 return
-        if "imed out" in failed:
+        if "imed out" in failed or "imeout" in failed:
             self._late(own, signs)
 
     def _signs(self, own: Ledger) -> dict[int, tuple[bytes, float]]:
@@ -179,10 +179,9 @@ class _Ear:
             self.store,
         )
 
-    def reconnects(self) -> bool:
-        """After an error: whether the store can still be asked, by a new connection."""
+    def is_answered(self) -> bool:
+        """After an error: whether the store still answers."""
         with suppress(Exception):
-            self.store = another_client(self.ledger.store)
             self.store.check(["poison"])
             return True
         return False
@@ -270,15 +269,11 @@ class _Watcher:
                 ear.free(own)
         except Exception as error:
             _log.debug("a look at a process group has failed", exc_info=True)
-            if exists(own.group) and ear.reconnects():
+            if exists(own.group) and ear.is_answered():
                 return
             self._ears = [each for each in self._ears if each is not ear]
             if self._failed and own.fault is None:
-                why = (
-                    "the store of the process group is gone, with the rank that hosts it "
-                    f"(rank {own.ranks[0]}, unless a launcher does): {error}. Start the job again from a checkpoint"
-                )
-                own.hear(str(Fault(PeerLostError.__name__, why)))
+                own.without_store(error)
 
     def spread(self, faulty: Ledger) -> None:
         """What has gone wrong in one process group concerns the ranks of all others that there are now."""

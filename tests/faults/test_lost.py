@@ -13,10 +13,13 @@ import pytest
 
 from _launched import finish, start
 from _pool import more
+from composable_shard import ShardConfigValueError
+from composable_shard._faults import watch
 
 RANKS = Path(__file__).parents[1] / "_fault_ranks.py"
 SOON_S = 6.0
 LIMIT_S = 60.0
+LIMIT_OF_COLLECTIVES_S = 8.0  # in _fault_ranks
 
 
 def free_port():
@@ -25,11 +28,17 @@ def free_port():
         return found.getsockname()[1]
 
 
-def ranks(what, who, world=2):
-    """Run it on all ranks; returns how each one has ended: what it said, and its exit code."""
+def ranks(what, who, world=2, **variables):
+    """Run it on all ranks; returns how each one has ended: what it said, and its exit code.
+
+    Args:
+        what, who: a function of `_fault_ranks`, and the rank that calls it.
+        world: number of ranks.
+        variables: of their environment.
+    """
     port = free_port()
     common = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    common["GLOO_SOCKET_IFNAME"] = "lo"
+    common |= {"GLOO_SOCKET_IFNAME": "lo"} | variables
     environments = [os.environ | {k: str(v) for k, v in {**common, "RANK": rank}.items()} for rank in range(world)]
     processes = [start(RANKS, what, who, env=environment, cwd=RANKS.parent) for environment in environments]
     ended = []
@@ -82,3 +91,35 @@ def test_of_three_ranks_the_two_that_are_left_say_the_same():
     assert first[0]["text"] == second[0]["text"]
     assert "rank 2 has given no sign of life" in first[0]["text"]
     assert first[1] == second[1] == 1
+
+
+@pytest.mark.matrix
+def test_news_after_a_rank_that_was_killed_while_it_wrote_some_are_heard():
+    (said, _, errors), _ = ranks("draw_a_number", 1)
+    assert said.get("error") == "PeerLostError", errors
+    assert "rank 1 has left the step: ValueError: bad data" in said["text"]
+
+
+@pytest.mark.matrix
+def test_ctrl_c_while_a_rank_waits_ends_all_ranks():
+    (of_interrupted, code, errors), (said, _, other_errors) = ranks("be_interrupted", 0)
+    assert of_interrupted.get("error") in ("KeyboardInterrupt", "PeerLostError"), errors
+    assert code != 0
+    assert of_interrupted["after"] < 0.6 * LIMIT_OF_COLLECTIVES_S
+    assert said.get("error") == "PeerLostError", other_errors
+    assert "rank 0 was interrupted (Ctrl-C) while it waited in action" in said["text"]
+
+
+@pytest.mark.matrix
+def test_a_rank_that_is_stopped_is_lost_after_the_time_that_was_set():
+    (said, code, errors), _ = ranks("stop", 1, COMPOSABLE_SHARD_PEER_TIMEOUT=3)
+    assert (said.get("error"), code) == ("PeerLostError", 1), errors
+    assert "rank 1 has given no sign of life for" in said["text"]
+    assert "step an optimizer" in said["text"] or "reduce" in said["text"]  # its last action
+    assert 2.0 < said["after"] < LIMIT_OF_COLLECTIVES_S
+
+
+def test_a_time_that_is_none_is_refused(monkeypatch):
+    monkeypatch.setenv(watch.SILENCE, "soon")
+    with pytest.raises(ShardConfigValueError, match="COMPOSABLE_SHARD_PEER_TIMEOUT=soon: expected how many seconds"):
+        watch._silence_s()
