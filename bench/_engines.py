@@ -7,6 +7,8 @@ root, with the defaults of their library.
 import argparse
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -51,6 +53,17 @@ def _ours_none_ahead(model: nn.Module, block: type[nn.Module], mesh: DeviceMesh)
         if isinstance(module, composable_shard.FSDPModule):
             module.set_modules_to_forward_prefetch([])
             module.set_modules_to_backward_prefetch([])
+    return built
+
+
+def _ours_unwatched(model: nn.Module, block: type[nn.Module], mesh: DeviceMesh) -> nn.Module:
+    """Ours without the ledger: what its ranks do is not compared."""
+    from composable_shard._faults import seat
+
+    built: Any = _ours(model, block, mesh)
+    with mock.patch.object(seat, "_ledgers", return_value=()):
+        built.unshard()  # makes the engine
+    built.reshard()
     return built
 
 
@@ -130,6 +143,7 @@ ENGINES: dict[str, Build] = {
     "compute": _plain,
     "ours": _ours,
     "ours-none-ahead": _ours_none_ahead,
+    "ours-unwatched": _ours_unwatched,
     "fsdp2": _fsdp2,
     "fsdp2-again": _fsdp2,
     "fsdp1": _fsdp1,

@@ -547,7 +547,7 @@ class Engine:
         self._do.rebuild(groups)
         self.review.converted()
 
-    def before_optimizer_step(self, stepped: set[int], optimizer: Optimizer | None) -> None:
+    def before_optimizer_step(self, stepped: set[int], optimizer: Optimizer | None = None) -> None:
         """An optimizer is about to change these parameters, by id: reshard their groups and end the iteration.
 
         Unsharded parameters must not outlive the values that they were gathered from.

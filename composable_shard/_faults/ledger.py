@@ -61,7 +61,7 @@ class Fault:
 
 
 class _Expected:
-    """What comes next, if all goes on as it did the last time.
+    """What comes next, if all goes on as it did the last time, or for the first time as planned.
 
     Args:
         log: the notes so far, to which the caller appends.
@@ -71,28 +71,40 @@ class _Expected:
         self._log = log
         self._last: dict[str, int] = {}  # by note: its last place in the log, of those before `_indexed`
         self._indexed = 0
-        self._at = 0  # where in the log the next note is expected to stand already
+        self._notes = log  # in which the next note is expected: the log, or what is planned
+        self._at = 0  # and where
+        self._planned: list[str] = []
 
     def is_next(self, note: str) -> bool:
         """Whether this note was expected; then the one behind it is from now on."""
         at = self._at
-        if at < len(self._log) and self._log[at] == note:
+        if at < len(self._notes) and self._notes[at] == note:
             self._at = at + 1
             return True
         return False
+
+    def plan(self, notes: list[str]) -> None:
+        """Behind the next note that is new, these are planned."""
+        self._planned = notes
 
     def follow(self, note: str) -> None:
         """All ranks are about to append this note, which was not expected."""
         for index in range(self._indexed, len(self._log)):
             self._last[self._log[index]] = index
         self._indexed = len(self._log)
-        self._at = self._last.get(note, len(self._log)) + 1  # of a new note: behind it, where nothing is
+        before = self._last.get(note)
+        if before is None and self._planned:
+            self._notes, self._at, self._planned = self._planned, 0, []
+            return
+        self._notes = self._log
+        self._at = len(self._log) + 1 if before is None else before + 1  # of a new note: behind it, where nothing is
 
     def forget(self, count: int) -> None:
         """The first notes of the log are gone."""
         self._last.clear()
         self._indexed = 0
-        self._at = self._at - count if self._at >= count else len(self._log)
+        if self._notes is self._log:
+            self._at = self._at - count if self._at >= count else len(self._log)
 
 
 class Ledger:
@@ -144,6 +156,10 @@ class Ledger:
     def last(self) -> str:
         """The last note; empty if there is none."""
         return self._log[-1] if self._log else ""
+
+    def plan(self, notes: list[str]) -> None:
+        """All ranks have the same plan, by which these notes follow the beginning of a forward."""
+        self._expected.plan(notes)
 
     def begin(self, note: str) -> None:
         """A forward begins. It is noted with the first collective in it, for others need not know of one without."""

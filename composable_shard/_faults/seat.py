@@ -17,7 +17,7 @@ from .._comm.mesh import MeshInfo
 from .._comm.own_groups import own_group
 from .._errors import ComposableShardError
 from .._plan.plan import ShardPlan
-from .._plan.schedule import NO_GRAD
+from .._plan.schedule import NO_GRAD, Action, Kind
 from .._torch.distributed import is_native
 from .ledger import HOLD, STEP, Ledger
 from .replicas import Rolling
@@ -74,6 +74,10 @@ class ReductionNotes:
         """There is a way to reduce the group, in words."""
         self._of[way] = self._notes.reduce(how)
 
+    def in_words(self, how: str) -> str:
+        """The note of a reduction that is described so."""
+        return self._notes.reduce(how)
+
     def choose(self, way: object) -> None:
         """The next reduction will go this way."""
         self._chosen = self._of[way]
@@ -129,6 +133,25 @@ class Seat:
             while len(ledger.plans) >= _MOST_PLANS:
                 del ledger.plans[next(iter(ledger.plans))]
             ledger.plans[part.digest[:8]] = part
+
+    def plan(self, actions: Iterable[Action], planned: Mapping[str, tuple[str, str]]) -> None:
+        """All ranks have agreed on a plan, so that they need not ask each other for each note of its first step.
+
+        Args:
+            actions: of a step, in order.
+            planned: by FQN, the notes of a gather and of a reduction.
+        """
+        notes: dict[Ledger, list[str]] = {ledger: [] for ledger in self._fqns}
+        for action in actions:
+            here = self._of.get(action.fqn, NOTHING_NOTED)
+            if action.kind is Kind.UNSHARD:
+                for ledger in here.gathers:
+                    notes[ledger].append(planned[action.fqn][0])
+            elif action.kind is Kind.REDUCE:
+                for ledger in here.reduces:
+                    notes[ledger].append(planned[action.fqn][1])
+        for ledger, expected in notes.items():
+            ledger.plan(expected)
 
     def begin(self, phase: str) -> None:
         """A forward of the model begins."""

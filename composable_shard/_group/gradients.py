@@ -213,8 +213,7 @@ class GroupGradients:
 
     def _buckets(self) -> list[ReduceBucket]:
         """The buckets of a reduction that begins now, one for each dtype of reduction."""
-        with without_torch_function():  # else each DTensor is asked for a `__torch_function__`
-            trains = tuple(map(_requires_grad, self._shards))
+        trains = self._trains()
         if wanted := self._accumulated.wanted:
             trains = tuple(trained or index in wanted for index, trained in enumerate(trains))
         options = self._settings.current
@@ -226,6 +225,14 @@ class GroupGradients:
             self._notes.name(key, _reduced(self._params, trains, options))
         self._notes.choose(key)
         return buckets
+
+    def planned_note(self) -> str:
+        """The note of a reduction of all parameters that require gradients now."""
+        return self._notes.in_words(_reduced(self._params, self._trains(), self._settings.current))
+
+    def _trains(self) -> tuple[bool, ...]:
+        with without_torch_function():  # else each DTensor is asked for a `__torch_function__`
+            return tuple(map(_requires_grad, self._shards))
 
     def start_reduce(self, gradients: Gradients) -> Reduction:
         """Issue the reduction of unsharded gradients, in the order of the parameters; None counts as zeros."""

@@ -418,6 +418,10 @@ class ParamGroup:
         by_index = dict(zip(itertools.chain(*self.layout.members), itertools.chain(*lists), strict=True))
         return [by_index[index] for index in range(len(self.params))]
 
+    def planned_notes(self) -> tuple[str, str]:
+        """The notes of a gather and of a reduction, as the options and parameters are now."""
+        return self.layout.note, self.gradients.planned_note()
+
     def having(self) -> tuple[bool, ...]:
         """For each parameter, whether it has a gradient."""
         return tuple([shard.grad is not None for shard in self.shards])

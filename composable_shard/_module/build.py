@@ -315,6 +315,8 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
     engine = Engine(tuple(groups.values()), plan, runtime, among, seat, follow_tools, without, listener, given)
     if replicas := replicas_of(meshes):
         engine.before_first_reduction(partial(agree, plan, replicas, settings))
+    if agrees:
+        seat.plan(plan.actions(), {group.fqn: group.planned_notes() for group in groups.values()})
     tree.bind(engine, groups)
     own.order_changed(engine.order)
     return engine
