@@ -282,7 +282,7 @@ class _Share:
 
     def declaration(self, modules: int, options: Options) -> Declaration:
         settings = Settings(replace(options, reshard_after_forward=self.reshard))
-        number = next_number(self.info.shard_group or self.info.replicate_group)
+        number = str(next_number(self.info.shard_group or self.info.replicate_group))
         return Declaration(modules, tuple(self.params), self.info, settings, self.small, self.label, number)
 
 

@@ -101,7 +101,7 @@ class Seat:
         root: the model.
     """
 
-    def __init__(self, meshes: Iterable[tuple[str, MeshInfo]], model: int, root: nn.Module) -> None:
+    def __init__(self, meshes: Iterable[tuple[str, MeshInfo]], model: str, root: nn.Module) -> None:
         self._model = f"model {model}"
         self._of: dict[str, Notes] = {}
         self._served: dict[Ledger, set[str]] = {}  # by ledger of gathers

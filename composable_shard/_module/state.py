@@ -6,7 +6,7 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -54,7 +54,8 @@ class Declaration:
         small: the mesh of the few ranks that share the weights between forward and backward, if that was asked for (an
             integer `reshard_after_forward`).
         label: the axes of the mesh, to tell this group from the call's first group; empty for the first.
-        number: of the call, among those with this mesh.
+        number: of the call, among those with this mesh; of a copy, behind that of the original.
+        copies: the numbers of its copies.
     """
 
     modules: int
@@ -63,7 +64,8 @@ class Declaration:
     settings: Settings
     small: MeshInfo | None = None
     label: str = ""
-    number: int = 0
+    number: str = ""
+    copies: list[str] = field(default_factory=list, compare=False)
 
     def piece_bytes(self) -> list[int]:
         """Bytes of a rank's piece of each parameter in the dtype of the gather, padding included."""
@@ -181,7 +183,10 @@ class ShardState:
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardState:
         """The state of a copied module: parameters and entries of its own, no engine yet."""
         params = copy.deepcopy(self.declaration.params, memo)
-        declaration = replace(self.declaration, params=params, settings=Settings(self.declaration.settings.current))
+        own = self.declaration
+        number, settings = f"{own.number}.{len(own.copies) + 1}", Settings(own.settings.current)
+        own.copies.append(number)
+        declaration = replace(own, params=params, settings=settings, number=number, copies=[])
         asked = replace(self.asked, schedule="")  # its own engine will set that
         made = memo[id(self)] = ShardState(declaration, ModuleEntries((), params), (), asked)
         # Copying the entries copies modules that refer to this state, so the copy must be in `memo` before.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import composable_shard as cs
+from _blocks import token_batch
 from _decoders import Training
 from _pool import distributed, more
 from composable_shard._faults.watch import WATCHER
@@ -125,6 +128,12 @@ def run_two_models_in_another_order(run):
         each.forward()
 
 
+def run_two_copies_in_another_order(run):
+    copies = [copy.deepcopy(run.model) for _ in range(2)]
+    for each in reversed(copies) if run.rank else copies:
+        each(*token_batch(run.rank, 0))
+
+
 CASES = {
     leave_a_layer_out: "do different things: .*blocks.1",
     run_layers_in_another_order: "rank 0 is about to gather blocks.1 .* rank 1 to gather blocks.2",
@@ -140,6 +149,7 @@ CASES = {
     freeze_alone: r"rank 0 is about to reduce blocks.1 of model \d+, 9 parameters.* rank 1 to reduce .*, 8 parameters",
     convert_alone: "have different plans|bytes of float32, and rank 1 to gather blocks.1 .* bytes of bfloat16",
     list_prefetches_alone: "rank 0 is about to gather blocks.0 .* rank 1 to gather blocks.1",
+    run_two_copies_in_another_order: r"begin a forward of model \d+\.1 .* begin a forward of model \d+\.2",
     run_two_models_in_another_order: r"rank 0 is about to begin a forward of model \d+ .* rank 1 to begin a forward",
 }
 
