@@ -260,6 +260,7 @@ class Review:
         if changes := order_drift(self._order.plan, plan):
             self._warn_of_loss(changes[0])
         self._order.follow(plan)
+        self.seat.follow(plan)
         self._vote = None
         self.replans += 1
 
