@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._plan.layout import BucketLayout, GatherLayout, ParamLayout
+from .._plan.layout import BucketLayout, GatherLayout, ParamLayout, ReduceLayout
 from .._torch.core import chunk_cat, plainly
 from .collectives import Transport
 from .lanes import Steps
@@ -191,10 +191,11 @@ class GradientCopies:
     """A bucket of gradients of one dtype: how to fill it, and how to cut its result into this rank's pieces.
 
     Args:
-        layout: of the gradients; in each chunk, a mark for each gradient follows them.
+        layout: of the gradients in a chunk, and the marks behind them.
         dtype: of the bucket.
         stored: dtypes of the parameters.
         rank, device: this rank's.
+        streams: whether it is an accelerator, on which one operator also converts gradients from bfloat16 to float32.
 
     Attributes:
         ones: the marks of a rank that has all gradients.
@@ -202,17 +203,22 @@ class GradientCopies:
 
     def __init__(
         self,
-        layout: BucketLayout,
+        chunk: ReduceLayout,
         dtype: torch.dtype,
         stored: Sequence[torch.dtype],
         rank: int,
         device: torch.device,
+        streams: bool = False,
     ) -> None:
-        self._layout = layout
+        self._layout = layout = chunk.result
         self._stored = stored
+        self.ones = torch.ones(layout.world * chunk.marks, dtype=dtype, device=device)
         even = all(at.even and at.piece and at.dim == 0 for at in layout.params)
-        self._chunked = [dtype] * len(stored) if even else None  # dtypes of gradients that one operator can copy
-        self.ones = torch.ones(layout.world * len(stored), dtype=dtype, device=device)
+        fused = [dtype] if even else []
+        if even and streams and dtype == torch.float32:
+            fused.append(torch.bfloat16)
+        # The dtypes of gradients that one operator can copy, all at once, with the marks in theirs.
+        self._fused = [([each] * len(stored), self.ones.to(each)) for each in fused]
         # The result is split into this rank's piece of each parameter and the padding behind it, if there is any.
         self._sizes: list[int] = []
         self._own: list[int] = []  # indices in `_sizes` of the pieces
@@ -220,7 +226,8 @@ class GradientCopies:
             own = at.rows_of(rank) * at.row
             self._own.append(len(self._sizes))
             self._sizes += [own, at.piece - own] if own < at.piece else [own]
-        self._sizes.append(len(stored))
+        self._used = len(self._sizes)  # index in `_sizes` of the marks
+        self._sizes += [size for size in (len(stored), chunk.marks - len(stored)) if size]
         # Meta tensors of the shapes that are not flat: `view_as` takes a third of the host time of `view`.
         shapes = {index: at.local_shape(rank) for index, at in enumerate(layout.params) if len(at.shape) != 1}
         with plainly():
@@ -229,16 +236,18 @@ class GradientCopies:
 
     def fill(self, chunks: torch.Tensor, gradients: Gradients) -> None:
         """`copy_gradients`, by one operator if it can."""
-        if self._chunked and list(map(getattr, gradients, repeat("dtype"), repeat(None))) == self._chunked:
-            chunk_cat([*gradients, self.ones], 0, self._layout.world, out=chunks)
-        else:
-            copy_gradients(chunks, gradients, self._layout)
+        dtypes = list(map(getattr, gradients, repeat("dtype"), repeat(None)))
+        for fused, ones in self._fused:
+            if dtypes == fused:
+                chunk_cat([*gradients, ones], 0, self._layout.world, out=chunks)
+                return
+        copy_gradients(chunks, gradients, self._layout)
 
     def cut(self, out: torch.Tensor, others: Mapping[torch.dtype, torch.Tensor]) -> Parts:
         """Cut a result; `others` has it converted to the dtypes of parameters that are stored in another dtype."""
         parts = list(torch.unsafe_split_with_sizes(out, self._sizes))  # the cheapest form of `split`
-        used = parts[-1]
-        pieces = parts[:-1] if len(self._own) == len(parts) - 1 else [parts[place] for place in self._own]
+        used = parts[self._used]
+        pieces = parts[: self._used] if len(self._own) == self._used else [parts[place] for place in self._own]
         for dtype, converted in others.items():
             parts = list(torch.unsafe_split_with_sizes(converted, self._sizes))
             choices = zip(pieces, self._own, self._stored, strict=True)

@@ -152,7 +152,7 @@ class ReduceBucket:
         self._layout = layout = reduce_layout(shapes, info.shard_size, dtype.itemsize, dims, route, slots)
         self._has_all = indices == list(range(len(indices)))
         stored = [param.dtype for param in params]
-        self._copies = GradientCopies(layout.result, dtype, stored, info.shard_rank, info.device)
+        self._copies = GradientCopies(layout, dtype, stored, info.shard_rank, info.device, lane.streams)
         self._others = {*stored} - {dtype}
         self._hook = _on_stream(options.comms)
         # If both conditions below hold, the reduce-scatter is the only step, and is launched without the machinery for

@@ -181,7 +181,7 @@ def gather_layout(
 ) -> GatherLayout:
     """Lay out a gather of parameters of one dtype; `route` is None where there is nothing to gather."""
     places = bucket_layout(shapes, world, itemsize, dims)
-    nbytes = (places.total + world * len(shapes)) * itemsize
+    nbytes = world * _with_marks(places.numel, len(shapes), itemsize) * itemsize
     least = None if route is None else route.gather_from
     alone = [i for i, param in enumerate(places.params) if _is_alone(param, itemsize, least)]
     packed = sorted({*range(len(shapes))} - {*alone})
@@ -203,7 +203,8 @@ class ReduceLayout:
 
     Attributes:
         result: layout of one rank's pieces, without gaps.
-        numel: length of a chunk, the marks included.
+        numel: length of a chunk, the marks included. It is a multiple of 16 bytes, so that the chunks of all ranks are
+            aligned; NCCL is slow with those that are not.
         nbytes: bytes of the bucket's buffer; 0 if there is nothing to reduce.
         scratch: elements of the buffer for what the others send, if this rank adds it up (`Route.sums`); else 0.
     """
@@ -212,6 +213,17 @@ class ReduceLayout:
     numel: int
     nbytes: int
     scratch: int
+
+    @property
+    def marks(self) -> int:
+        """Elements behind the pieces: the marks, and what aligns the next chunk."""
+        return self.numel - self.result.numel
+
+
+def _with_marks(numel: int, marks: int, itemsize: int) -> int:
+    """The length of a chunk with marks behind `numel` elements, so that the next one is aligned."""
+    align = max(1, SHARD_ALIGNMENT_BYTES // itemsize)
+    return -(-(numel + marks) // align) * align
 
 
 def reduce_layout(
@@ -233,7 +245,7 @@ def reduce_layout(
             the two can share memory.
     """
     result = bucket_layout(shapes, world, dims=dims)
-    numel = result.numel + len(shapes)
+    numel = _with_marks(result.numel, len(shapes), itemsize)
     if route is None:
         return ReduceLayout(result, numel, 0, 0)
     nbytes = world * numel * itemsize

@@ -171,6 +171,8 @@ def test_a_reduction_has_a_place_for_every_piece_and_every_mark_in_one_order_on_
         assert param.shape == tuple(shape)
         assert param.offset == ends
         ends += param.piece
-    assert layout.numel == ends + len(shapes)
+    assert 0 <= layout.marks - len(shapes) < max(1, SHARD_ALIGNMENT_BYTES // itemsize)
+    assert layout.numel == ends + layout.marks
+    assert layout.numel * itemsize % min(SHARD_ALIGNMENT_BYTES, itemsize * 16) == 0
     assert layout.nbytes == world * layout.numel * itemsize
     assert layout.scratch == (world * layout.numel if route.sums else 0)

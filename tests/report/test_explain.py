@@ -40,7 +40,7 @@ def test_an_explanation_in_words():
         str(report.explain(uneven_plan())),
         """\
 6 groups over 2 ranks, gathered by depth(1), no budget; times are the plan's costs
-step    4.388 ms: 3.600 of compute, 0.603 waiting for gathers, 0.184 for reductions
+step    4.388 ms: 3.600 of compute, 0.604 waiting for gathers, 0.185 for reductions
 bound   3.600 ms at least: compute alone takes 3.600, the link 2.802, or 1.896 if all weights stay for
         backward
 memory  1.95 MiB at most, of unsharded parameters and communication
@@ -54,7 +54,7 @@ Where the time goes, in ms
   (root)      0.600              0.043                 0.043     0.686
   blocks.2    0.600              0.000                 0.000     0.600
   blocks.4    0.600              0.000                 0.000     0.600
-  all         3.600              0.603                 0.184     4.388
+  all         3.600              0.604                 0.185     4.388
 
 Why compute waits
   0.283 ms in backward for 2 gathers, of blocks.1, blocks.3
@@ -63,7 +63,7 @@ Why compute waits
   0.278 ms in forward for 2 gathers, of blocks.3, blocks.1
     blocks.3 0.205 ms: depth(1) issues it too late: when blocks.2 begins, so that 0.200 ms of compute hide
     0.405 ms on the link; before, the link was free for 0.216 ms
-  0.184 ms in backward for 2 reductions, of blocks.0, (root)
+  0.185 ms in backward for 2 reductions, of blocks.0, (root)
     blocks.0 0.142 ms: nothing computes behind it, so nothing hides the rest of it; it takes 0.142 ms
   0.043 ms in forward for the gather of (root)
     nothing computes before it in the step, so nothing hides it; it takes 0.043 ms on the link
@@ -94,7 +94,7 @@ def test_an_explanation_of_a_plan_within_a_budget_on_a_cpu():
         text.partition("What to change")[0],
         """\
 6 groups over 2 ranks, gathered by depth(2), a budget of 1.62 MiB; times are the plan's costs
-step    4.972 ms: 3.600 of compute, 0.940 waiting for gathers, 0.432 for reductions
+step    4.973 ms: 3.600 of compute, 0.940 waiting for gathers, 0.432 for reductions
 bound   3.600 ms at least: compute alone takes 3.600, the link 2.802, or 1.896 if all weights stay for
         backward
 memory  1.57 MiB at most, of unsharded parameters and communication
@@ -108,7 +108,7 @@ Where the time goes, in ms
   (root)      0.600              0.043                 0.043     0.686
   blocks.4    0.600              0.000                 0.043     0.643
   blocks.2    0.600              0.000                 0.000     0.600
-  all         3.600              0.940                 0.432     4.972
+  all         3.600              0.940                 0.432     4.973
 
 Why compute waits
   0.478 ms in backward for 2 gathers, of blocks.3, blocks.1
@@ -120,7 +120,7 @@ Why compute waits
   0.248 ms in backward for 2 reductions, of blocks.3, blocks.4
     blocks.3 0.205 ms: backward gathers blocks.1 only when this reduction is over, as is the rule on a CPU; it
     takes 0.405 ms, of which 0.200 ms of compute hide a part
-  0.184 ms in backward for 2 reductions, of blocks.0, (root)
+  0.185 ms in backward for 2 reductions, of blocks.0, (root)
     blocks.0 0.142 ms: nothing computes behind it, so nothing hides the rest of it; it takes 0.142 ms
   0.043 ms in forward for the gather of (root)
     nothing computes before it in the step, so nothing hides it; it takes 0.043 ms on the link

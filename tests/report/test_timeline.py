@@ -41,7 +41,7 @@ def watched_step(steps=3):
             model(torch.ones(2, 16, requires_grad=True)).sum().backward()
         plan = cs.current_plan(model)
         forward, backward, gather = (dict.fromkeys(plan.order, seconds) for seconds in (20e-6, 40e-6, 36e-6))
-        reduce = dict.fromkeys(plan.order, 12e-6 + 3 / 4 * (2048 + 32) / 64e6)  # a flag for each parameter travels too
+        reduce = dict.fromkeys(plan.order, 12e-6 + 3 / 4 * (2048 + 64) / 64e6)  # marks travel too, 16 bytes a rank
         costs = cs.Costs.of(
             latency=0.0, bandwidth=1.0, forward=forward, backward=backward, gather=gather, reduce=reduce
         )
@@ -84,30 +84,30 @@ def test_a_trace_has_the_predicted_and_the_measured_step_side_by_side(tmp_path):
         """\
 predicted compute
   forward 0 36-56, forward 1 72-92, forward 2 108-128
-  backward 2 164-204, backward 1 204-224, backward 1 240.375-260.375
-  backward 0 276.375-316.375
+  backward 2 164-204, backward 1 204-224, backward 1 240.75-260.75
+  backward 0 276.75-316.75
 predicted gathers
   gathers 0 0-36, gathers 1 36-72, gathers 2 72-108
-  gathers 2 128-164, gathers 1 164-200, gathers 0 240.375-276.375
+  gathers 2 128-164, gathers 1 164-200, gathers 0 240.75-276.75
 predicted reductions
-  reductions 2 204-240.375, reductions 1 276.375-312.75, reductions 0 316.375-352.75
+  reductions 2 204-240.75, reductions 1 276.75-313.5, reductions 0 316.75-353.5
 predicted waits
   wait for a gather 0 0-36, wait for a gather 1 56-72, wait for a gather 2 92-108
-  wait for a gather 2 128-164, wait for a reduction 2 224-240.375, wait for a gather 0 260.375-276.375
-  wait for a reduction 0 316.375-352.75
+  wait for a gather 2 128-164, wait for a reduction 2 224-240.75, wait for a gather 0 260.75-276.75
+  wait for a reduction 0 316.75-353.5
 predicted memory: at most 5120, 24 times
 measured compute
   forward 0 36-56, forward 1 72-92, forward 2 108-128
-  backward 2 164-204, backward 1 204-276.375, backward 0 276.375-316.375
+  backward 2 164-204, backward 1 204-276.75, backward 0 276.75-316.75
 measured gathers
   gathers 0 0-36, gathers 1 36-72, gathers 2 72-108
-  gathers 2 128-164, gathers 1 164-204, gathers 0 240.375-276.375
+  gathers 2 128-164, gathers 1 164-204, gathers 0 240.75-276.75
 measured reductions
-  reductions 2 204-240.375, reductions 1 260.375-316.375, reductions 0 316.375-352.75
+  reductions 2 204-240.75, reductions 1 260.75-316.75, reductions 0 316.75-353.5
 measured waits
   wait for a gather 0 0-36, wait for a gather 1 56-72, wait for a gather 2 92-108
-  wait for a gather 2 128-164, wait for a reduction 2 224-240.375, wait for a gather 0 260.375-276.375
-  wait for a reduction 0 316.375-352.75
+  wait for a gather 2 128-164, wait for a reduction 2 224-240.75, wait for a gather 0 260.75-276.75
+  wait for a reduction 0 316.75-353.5
 measured memory: at most 5120, 24 times""",
     )
 
