@@ -22,7 +22,7 @@ from .._torch.distributed import is_native
 from .ledger import HOLD, STEP, Ledger
 from .replicas import Rolling
 from .settings import Credit, Having, rates_of
-from .watch import ledger_of
+from .watch import WATCHER, ledger_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,6 +189,7 @@ class Seat:
             return
         for ledger in self._fqns:
             ledger.leave(f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else str(error))
+        WATCHER.failed()
 
 
 @cache
