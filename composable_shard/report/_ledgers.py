@@ -162,8 +162,8 @@ def _at(ledger: LedgerTail, place: int) -> Action | None:
 
 
 def _end(ledger: LedgerTail) -> int:
-    """The place behind the last action."""
-    return ledger.place + (ledger.about_to is not None)
+    """The place behind the last action that was done, or is about to be."""
+    return ledger.place - ledger.taken_back + (ledger.about_to is not None)
 
 
 def _alike(ledgers: Sequence[LedgerTail]) -> tuple[int, bool]:
@@ -173,7 +173,7 @@ def _alike(ledgers: Sequence[LedgerTail]) -> tuple[int, bool]:
     for index, notes in enumerate(zip(*distinct, strict=True)):
         if len({*notes}) > 1:
             return begin + index, True
-    return end, False
+    return end, len({action.note for each in ledgers if (action := _at(each, end)) is not None}) > 1
 
 
 def _notes(ledger: LedgerTail, begin: int, end: int) -> tuple[str, ...]:
@@ -264,7 +264,7 @@ class FaultExplanation:
     def sections(self) -> Iterator[Section]:
         """What there is to say, from the whole to the parts."""
         missing = f"; {_silent(self.silent)}" if self.silent else ""
-        yield Section("", [f"{_of(self.files)} of {self.world} ranks wrote their ledgers in {self.folder}{missing}"])
+        yield Section("", [f"{_of(self.files)} of {self.world} ranks wrote their ledgers{missing}"])
         yield Section("What ranks say", [*_said(self)])
         shown = [story for story in self.stories if story.parted or story.silent][:_MOST_GROUPS]
         for story in shown or self.stories[:1]:
@@ -383,7 +383,7 @@ def _advice(step: FaultExplanation) -> str:
     first = step.stories[0] if step.stories else None
     kinds = {fault.kind for fault in step.faults}
     if first is not None and first.differ:
-        (few, _), (many, _) = sorted(first.last, key=lambda each: len(each[0]))[:2]
+        few, *_, many = sorted([ranks for ranks, action in first.last if action is not None], key=len)
         return (
             f"look for what leads {_ranks(few)} another way than {_ranks(many)} before action {first.alike:,}: code "
             "that depends on the rank or on its data; run the same modules, settings and optimizer steps on all ranks"
