@@ -98,7 +98,7 @@ def _require_one_run(files: Sequence[_File]) -> None:
 
 @dataclass(frozen=True)
 class Action:
-    """What a rank did in a place: its note, whether it was done, and whether all ranks were asked before."""
+    """What a rank did in a place: its note, whether it went on to do that, and whether it was new, and so was asked."""
 
     note: str
     done: bool = True
