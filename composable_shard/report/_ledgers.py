@@ -18,7 +18,8 @@ _MOST_COLUMNS = 4
 _MOST_RUNS = 6  # of ranks that follow one another, in a list of ranks
 _MOST_GROUPS = 4  # process groups that the text shows
 _SLACK_S = 60.0  # by which clocks, and writing, may be apart
-_SAME, _NOTHING, _NOT_DONE = "the same", "-", " (not done)"
+_SAME, _NOTHING = "the same", "-"
+_NOT_AGREED, _FAILED = "not agreed", "failed"
 _ranks_of = lru_cache(maxsize=1024)(from_ranges)
 
 
@@ -98,10 +99,17 @@ def _require_one_run(files: Sequence[_File]) -> None:
 
 @dataclass(frozen=True)
 class Action:
-    """What a rank did in a place: its note, whether it went on to do that, and whether it was new, and so was asked."""
+    """What a rank did in a place.
+
+    Attributes:
+        note: in words.
+        mark: empty if the rank went on; "not agreed" if the fault came before all ranks had said that they do the same;
+            "failed" if an error of the rank itself came.
+        asked: whether it was new, so that ranks compared it.
+    """
 
     note: str
-    done: bool = True
+    mark: str = ""
     asked: bool = False
 
 
@@ -147,18 +155,18 @@ class GroupStory:
         actions: dict[Action | None, list[int]] = {}
         for column in self.columns:
             action = column.actions[self.alike - self.first]
-            actions.setdefault(action and Action(action.note, action.done), []).extend(column.ranks)
+            actions.setdefault(action and Action(action.note, action.mark), []).extend(column.ranks)
         return tuple([(tuple(sorted(ranks)), action) for action, ranks in actions.items()])
 
 
 def _at(ledger: LedgerTail, place: int) -> Action | None:
     """The action of a rank in a place; None if it did nothing there, or that was not written."""
     if place == ledger.place and ledger.about_to is not None:
-        return Action(ledger.about_to, done=False)
+        return Action(ledger.about_to, _NOT_AGREED)
     index = place - ledger.place + len(ledger.notes)
     if not 0 <= index < len(ledger.notes):
         return None
-    return Action(ledger.notes[index], done=not (ledger.taken_back and place == ledger.place - 1))
+    return Action(ledger.notes[index], _FAILED if ledger.taken_back and place == ledger.place - 1 else "")
 
 
 def _end(ledger: LedgerTail) -> int:
@@ -195,7 +203,7 @@ def _columns(ledgers: dict[int, LedgerTail], places: range) -> tuple[Column, ...
 def _marked(actions: Sequence[Action | None], places: range, asked: set[int]) -> tuple[Action | None, ...]:
     """Actions with the mark of those that were asked."""
     pairs = zip(actions, places, strict=True)
-    return tuple([each and replace(each, asked=place in asked or not each.done) for each, place in pairs])
+    return tuple([each and replace(each, asked=place in asked or each.mark == _NOT_AGREED) for each, place in pairs])
 
 
 def _story(ranks: tuple[int, ...], ledgers: dict[int, LedgerTail], wrote: set[int]) -> GroupStory:
@@ -375,7 +383,7 @@ def _parting(story: GroupStory) -> str:
 def _words(action: Action | None) -> str:
     if action is None:
         return "nothing"
-    return f"{action.note}{'' if action.done else _NOT_DONE}"
+    return f"{action.note} ({action.mark})" if action.mark else action.note
 
 
 def _advice(step: FaultExplanation) -> str:

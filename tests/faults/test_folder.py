@@ -102,7 +102,7 @@ def test_ranks_that_part_write_what_they_did_and_a_later_fault_replaces_it(rank,
         assert f"(action {story.alike} of these ranks" in fault.text
         (_, first), (_, second) = story.last
         assert f"rank 0 is about to {first.note}, and rank 1 to {second.note} (action" in fault.text
-        assert (first.done, second.done) == (True, False)  # one went on as in the steps before, the other asked
+        assert (first.mark, second.mark) == ("", "not agreed")  # one went on as in the steps before, the other asked
         assert heard.of("ERROR") == [f"rank {rank}: {fault.kind}: {fault.text}"]
 
         again = trained(rank, world)

@@ -58,18 +58,18 @@ What ranks say
   ranks 0-1: RankMismatchError: ranks 0 and 1 do different things
 
 Process group "0" of ranks 0-1 on cpu
-  ranks 0 and 1 are alike up to action 9; action 10: rank 0: begin a forward of model 1 (train) (not done);
-  rank 1: begin a forward of model 1 (no_grad) (not done)
-  action  rank 0                                         rank 1
-       2  gather blocks.1 of model 1, 64 bytes           the same
-       3  gather blocks.2 of model 1, 64 bytes           the same
-       4  step an optimizer of model 1                   the same
-       5  begin a forward of model 1 (train)             the same
-       6  gather blocks.0 of model 1, 64 bytes           the same
-       7  gather blocks.1 of model 1, 64 bytes           the same
-       8  gather blocks.2 of model 1, 64 bytes           the same
-       9  step an optimizer of model 1                   the same
-      10  begin a forward of model 1 (train) (not done)  begin a forward of model 1 (no_grad) (not done)
+  ranks 0 and 1 are alike up to action 9; action 10: rank 0: begin a forward of model 1 (train) (not agreed);
+  rank 1: begin a forward of model 1 (no_grad) (not agreed)
+  action  rank 0                                           rank 1
+       2  gather blocks.1 of model 1, 64 bytes             the same
+       3  gather blocks.2 of model 1, 64 bytes             the same
+       4  step an optimizer of model 1                     the same
+       5  begin a forward of model 1 (train)               the same
+       6  gather blocks.0 of model 1, 64 bytes             the same
+       7  gather blocks.1 of model 1, 64 bytes             the same
+       8  gather blocks.2 of model 1, 64 bytes             the same
+       9  step an optimizer of model 1                     the same
+      10  begin a forward of model 1 (train) (not agreed)  begin a forward of model 1 (no_grad) (not agreed)
 
 What to do
   look for what leads rank 0 another way than rank 1 before action 10: code that depends on the rank or on its
@@ -135,7 +135,7 @@ What ranks say
 
 Process group "0" of ranks 0-1 on cpu
   ranks 0 and 1 are alike up to action 5; action 6: rank 0: gather blocks.0 of model 1, 64 bytes; rank 1:
-  gather blocks.0 of model 1, 64 bytes (not done)
+  gather blocks.0 of model 1, 64 bytes (failed)
   action  rank 0                                rank 1
        0  begin a forward of model 1 (train)    the same
        1  gather blocks.0 of model 1, 64 bytes  the same
@@ -143,7 +143,7 @@ Process group "0" of ranks 0-1 on cpu
        3  gather blocks.2 of model 1, 64 bytes  the same
        4  step an optimizer of model 1          the same
        5  begin a forward of model 1 (train)    the same
-       6  gather blocks.0 of model 1, 64 bytes  gather blocks.0 of model 1, 64 bytes (not done)
+       6  gather blocks.0 of model 1, 64 bytes  gather blocks.0 of model 1, 64 bytes (failed)
        7  gather blocks.1 of model 1, 64 bytes  -
        8  gather blocks.2 of model 1, 64 bytes  -
 
@@ -240,7 +240,7 @@ def test_json_has_the_same_for_programs(tmp_path, capsys):
     assert [each["ranks"] for each in group["columns"]] == [[0], [1]]
     assert [each["actions"][-1]["note"] for each in group["columns"]] == [BEGIN, EVALUATE]
     assert [each["asked"] for each in group["columns"][0]["actions"]] == [False, False, False, True, True]
-    assert [each["done"] for each in group["columns"][0]["actions"]] == [True, True, True, True, False]
+    assert [each["mark"] for each in group["columns"][0]["actions"]] == ["", "", "", "", "not agreed"]
 
 
 def test_a_terminal_gets_tables(tmp_path, capsys, monkeypatch):
