@@ -50,7 +50,7 @@ class LedgerTail:
         asked: the places of those notes that were asked: that were new, so that all ranks compared them.
         about_to: what the rank asked last, and has not done; None if it was waiting for no answer.
         taken_back: whether the last note could not be done, as the rank has failed.
-        left: the error with which this rank has failed itself; None if it has not, or went on.
+        left: whether this rank has failed itself at this place.
     """
 
     group: str
@@ -63,7 +63,7 @@ class LedgerTail:
     asked: tuple[int, ...]
     about_to: str | None
     taken_back: bool
-    left: str | None
+    left: bool
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ class RankLedgers:
         host, pid: where it ran.
         time: when this was written; UTC, in ISO 8601.
         torch, library: their versions.
-        fault: None if the rank has failed itself, and has not heard of a fault.
+        failure: the error with which the rank has failed itself; None if it has not, or went on.
+        fault: None if it has failed itself, and has not heard of a fault.
         ledgers: of all process groups over which this rank communicates.
     """
 
@@ -94,6 +95,7 @@ class RankLedgers:
     time: str
     torch: str
     library: str
+    failure: str | None
     fault: FaultText | None
     ledgers: tuple[LedgerTail, ...]
 
@@ -126,6 +128,7 @@ class Dump:
     def __init__(self) -> None:
         self._covered: weakref.WeakSet[Noted] = weakref.WeakSet()  # ledgers that were written with a fault
         self._lock = threading.Lock()
+        self._failure = ""
 
     def of_fault(self, faulty: Noted, others: Sequence[Noted], kind: str, text: str) -> None:
         """There is a fault; its spreading to further ledgers is none of its own.
@@ -141,12 +144,13 @@ class Dump:
                 return
             self._covered.update(ledgers)
         LOG.error("rank %d: %s: %s", faulty.ranks[faulty.rank], kind, text)
-        _write_where_asked(ledgers, FaultText(kind, text))
+        _write_where_asked(ledgers, FaultText(kind, text), self._failure)
 
-    def of_failure(self, ledgers: Sequence[Noted]) -> None:
+    def of_failure(self, ledgers: Sequence[Noted], why: str) -> None:
         """This rank has failed itself; nothing is written if a fault came before."""
+        self._failure = why
         if ledgers and not any(each in self._covered for each in ledgers):
-            _write_where_asked(ledgers, None)
+            _write_where_asked(ledgers, None, why)
 
 
 def pointer() -> str:
@@ -160,23 +164,24 @@ def _folder() -> Path | None:
     return Path(named).absolute() if named else None
 
 
-def _write_where_asked(ledgers: Sequence[Noted], fault: FaultText | None) -> None:
+def _write_where_asked(ledgers: Sequence[Noted], fault: FaultText | None, failure: str) -> None:
     path = _folder()
     if path is None:
         return
     try:
-        write(path, ledgers, fault)
+        write(path, ledgers, fault, failure)
     except Exception as error:  # whatever it is, the fault itself is what the user must see
         LOG.warning("%s: cannot write the ledgers of this rank (%s); %s names the folder", path, error, VARIABLE)
 
 
-def write(folder: Path, ledgers: Sequence[Noted], fault: FaultText | None) -> Path:
+def write(folder: Path, ledgers: Sequence[Noted], fault: FaultText | None, failure: str = "") -> Path:
     """Write the ends of ledgers, at once or not at all.
 
     Args:
         folder: made if it is not there.
         ledgers: of this rank; at least one.
         fault: why ranks cannot go on together, if they cannot.
+        failure: the last error of this rank itself; it is not written of a rank that went on.
 
     Returns:
         the file, ``rank<N>.json``.
@@ -185,6 +190,7 @@ def write(folder: Path, ledgers: Sequence[Noted], fault: FaultText | None) -> Pa
         OSError: it cannot be written.
     """
     rank = ledgers[0].ranks[ledgers[0].rank]
+    tails = tuple([each.tail(_NOTES) for each in ledgers])
     content = RankLedgers(
         rank=rank,
         world=dist.get_world_size() if dist.is_initialized() else 1 + max(max(each.ranks) for each in ledgers),
@@ -193,8 +199,9 @@ def write(folder: Path, ledgers: Sequence[Noted], fault: FaultText | None) -> Pa
         time=datetime.now(UTC).isoformat(timespec="milliseconds"),
         torch=str(torch.__version__),
         library=_version(),
+        failure=failure if failure and any(each.left for each in tails) else None,
         fault=fault,
-        ledgers=tuple([each.tail(_NOTES) for each in ledgers]),
+        ledgers=tails,
     )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank{rank}.json"

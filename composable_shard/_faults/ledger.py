@@ -144,7 +144,6 @@ class Ledger:
         self._expected = _Expected(self._log)
         self._lock = threading.Lock()  # of what another thread reads while notes are forgotten
         self._asked: dict[int, str] = {}  # by place
-        self._left = ""
         self._said = (-1, "")  # the place and the note of the last question, or answer, that all ranks know of
         self._steps: dict[str, None] = {}
         self._begun = ""
@@ -183,7 +182,7 @@ class Ledger:
             asked=tuple([at for at in range(place - len(notes), place) if at in self._asked]),
             about_to=self._asked.get(place),
             taken_back=taken_back,
-            left=self._left if self.left_at == place - taken_back else None,
+            left=self.left_at == place - taken_back,
         )
 
     def begin(self, note: str) -> None:
@@ -389,7 +388,7 @@ class Ledger:
         """This rank has failed: ranks that wait for what it has not issued wait in vain, unless they fail likewise."""
         place = self.place - (self._not_issued == self.place)
         if self.fault is None and self.left_at != place:
-            self.left_at, self._left = place, error
+            self.left_at = place
             self.post(self.store, f"left|{self.rank}|{place}|{error[:500]}")
 
 

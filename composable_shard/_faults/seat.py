@@ -187,9 +187,10 @@ class Seat:
         """A forward or a backward has failed on this rank."""
         if isinstance(error, ComposableShardError) and any(ledger.fault is not None for ledger in self._fqns):
             return
+        why = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else str(error)
         for ledger in self._fqns:
-            ledger.leave(f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else str(error))
-        WATCHER.failed()
+            ledger.leave(why)
+        WATCHER.failed(why)
 
 
 @cache

@@ -288,9 +288,9 @@ class _Watcher:
                 with suppress(Exception):
                     ear.ledger.poison(type(fault.error()), fault.text, ear.store)
 
-    def failed(self) -> None:
+    def failed(self, why: str) -> None:
         """This rank has failed itself."""
-        self._dump.of_failure(self.ledgers())
+        self._dump.of_failure(self.ledgers(), why)
 
     def explain(self, error: Exception) -> Exception:
         """A wait has failed: return the error that says why, or the same one."""
@@ -326,7 +326,7 @@ class _Watcher:
             with suppress(Exception):
                 own.end(why)
         if raised is not None:
-            self.failed()
+            self.failed(why)
         if self._thread is not None:
             self._thread.join(_JOINED_S)  # a thread that comes back to an interpreter that is gone ends the process
 

@@ -265,8 +265,8 @@ class FaultExplanation:
         """The errors with which ranks failed themselves, with these ranks."""
         failed: dict[str, list[int]] = {}
         for file in self.files:
-            for text in dict.fromkeys([each.left for each in file.ledgers if each.left is not None]):
-                failed.setdefault(text, []).append(file.rank)
+            if file.failure is not None:
+                failed.setdefault(file.failure, []).append(file.rank)
         return failed
 
     def sections(self) -> Iterator[Section]:

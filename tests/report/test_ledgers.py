@@ -24,7 +24,7 @@ LOST = FaultText("PeerLostError", "rank 1 has given no sign of life for 3 s")
 
 def tail(notes, ranks="0-1", group="0", about_to=None, asked=(), kept=200, **other):
     """A ledger of which the last notes are kept."""
-    known = {"description": "shards", "device": "cpu", "limit": 8.0, "taken_back": False, "left": None}
+    known = {"description": "shards", "device": "cpu", "limit": 8.0, "taken_back": False, "left": False}
     return LedgerTail(
         group,
         ranks=ranks,
@@ -36,8 +36,8 @@ def tail(notes, ranks="0-1", group="0", about_to=None, asked=(), kept=200, **oth
     )
 
 
-def write(folder, rank, *ledgers, world=2, fault=APART, time="2026-01-02T03:04:05.678+00:00"):
-    content = RankLedgers(rank, world, f"host{rank}", 7, time, "2.13.0", "0.1.0", fault, ledgers)
+def write(folder, rank, *ledgers, world=2, fault=APART, failure=None, time="2026-01-02T03:04:05.678+00:00"):
+    content = RankLedgers(rank, world, f"host{rank}", 7, time, "2.13.0", "0.1.0", failure, fault, ledgers)
     (folder / f"rank{rank}.json").write_text(content.to_json())
 
 
@@ -123,7 +123,13 @@ What to do
 
 def test_a_rank_that_failed_itself_is_named_with_its_error_and_what_it_could_not_do(tmp_path, capsys):
     write(tmp_path, 0, tail([*PASS, STEP, *PASS]), fault=LOST)
-    write(tmp_path, 1, tail([*PASS, STEP, *PASS[:2]], left="ValueError: bad data", taken_back=True), fault=None)
+    write(
+        tmp_path,
+        1,
+        tail([*PASS, STEP, *PASS[:2]], left=True, taken_back=True),
+        fault=None,
+        failure="ValueError: bad data",
+    )
     assert_expected_inline(
         said(tmp_path, capsys),
         """\
