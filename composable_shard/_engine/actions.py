@@ -6,9 +6,11 @@ In an eager step, nothing outside of this file starts or awaits a gather or a re
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +32,8 @@ from .out_of_memory import Part, explain
 from .stopwatch import Stopwatch
 
 T = TypeVar("T")
+LOG = logging.getLogger("composable_shard.engine")
+is_logged: Callable[[], bool] = partial(LOG.isEnabledFor, logging.DEBUG)
 LeafHook = Callable[[torch.Tensor, ParamGroup, int], None]
 UNSHARD, WAIT, RESHARD, REDUCE, REDUCED = Kind.UNSHARD, Kind.WAIT, Kind.RESHARD, Kind.REDUCE, Kind.REDUCED
 _AT_ONCE = 4  # set `.grad` for this many reduced groups together: half the host time of setting it group by group

@@ -40,7 +40,7 @@ from .._plan.plan import ShardPlan
 from .._plan.record import Record
 from .._plan.schedule import Kind
 from .._torch.core import Fate, apart_from_checkpoints, current_backward, is_profiled, queue_backward_callback
-from .actions import Actions
+from .actions import Actions, is_logged
 from .backward import BackwardPass, Iterations, Passed, Token
 from .gradients import GradientFlow, watch_leaf
 from .node import Keeper, Outputs, Use, Uses, Witness, unshard
@@ -182,7 +182,7 @@ class Engine:
 
     def _follow_tools(self) -> None:
         """A forward or a backward begins: if there are tools, or were, the engine gets the classes that they need."""
-        if LISTENERS or is_profiled() or self.profiled or self.pool.owns:
+        if LISTENERS or is_profiled() or self.profiled or self.pool.owns or is_logged():
             self._look(self)
 
     def failed(self, error: BaseException) -> None:

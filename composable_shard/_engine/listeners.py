@@ -2,7 +2,8 @@
 
 So that steps without tools cost nothing, an engine and its parts change their classes at the beginning of a forward or
 a backward. While there are listeners, they have the classes below, which call a group's listener where its backward
-begins and ends. While only a profiler runs, they have the classes of `profiling.py`, and otherwise the plain ones.
+begins and ends. While only a profiler runs, or actions are logged, they have the classes of `profiling.py`, and
+otherwise the plain ones.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Protocol
 from .._comm.copies import Gradients
 from .._group.group import ParamGroup
 from .._torch.core import is_profiled
-from .actions import Actions
+from .actions import Actions, is_logged
 from .backward import BackwardPass
 from .engine import LISTENERS, Engine
 from .gradients import GradientFlow
 from .node import Outputs, Use
-from .profiling import ProfiledActions, ProfiledEngine, ProfiledFlow
+from .profiling import LoggedActions, ProfiledActions, ProfiledEngine, ProfiledFlow
 
 PRE_BACKWARD, POST_BACKWARD = "pre_backward", "post_backward"
 
@@ -50,7 +51,7 @@ def _tell(group: ParamGroup, moment: str, work: Callable[[], None], gradients: G
         listener.around(moment, work, gradients)
 
 
-class ListenedActions(ProfiledActions):
+class ListenedActions(LoggedActions):
     """Actions that tell listeners."""
 
     def begin_backward(
@@ -95,6 +96,7 @@ class ListenedEngine(ProfiledEngine):
 
 _PLAIN = Engine, Actions, GradientFlow
 _PROFILED = ProfiledEngine, ProfiledActions, ProfiledFlow
+_LOGGED = ProfiledEngine, LoggedActions, ProfiledFlow
 _LISTENED = ListenedEngine, ListenedActions, ProfiledFlow
 
 
@@ -103,7 +105,7 @@ def follow_tools(engine: Engine) -> None:
     listens = bool(LISTENERS)
     if listens is not engine.pool.owns:
         engine.count_memory(listens)
-    kinds = _LISTENED if listens else _PROFILED if is_profiled() else _PLAIN
-    if type(engine) is not kinds[0]:
+    kinds = _LISTENED if listens else _LOGGED if is_logged() else _PROFILED if is_profiled() else _PLAIN
+    if tuple(map(type, engine.parts())) != kinds:
         for part, kind in zip(engine.parts(), kinds, strict=True):
             part.__class__ = kind

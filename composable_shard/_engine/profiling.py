@@ -1,7 +1,8 @@
-"""Ranges for torch's profiler, under the names that torch's FSDP2 gives them.
+"""Ranges for torch's profiler, under the names that torch's FSDP2 gives them, and a log of all actions.
 
-While a profiler runs, the engine and its parts have the classes below, which put ranges around their work. The classes
-change when a forward or a backward begins (`listeners.follow_tools`), so that nothing is paid without a profiler.
+While a profiler runs, or the logger ``composable_shard.engine`` has level DEBUG, the engine and its parts have the
+classes below, which put ranges around their work. The classes change when a forward or a backward begins
+(`listeners.follow_tools`), so that nothing is paid without either.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch
 from .._comm.copies import Gradients
 from .._group.group import ParamGroup
 from .._group.phases import AWAY
-from .._plan.schedule import Kind
+from .._plan.schedule import Action, Kind
 from .._torch.core import current_backward
-from .actions import _NOTHING, Actions
+from .actions import _NOTHING, LOG, Actions
 from .backward import BackwardPass, Token
 from .engine import Engine
 from .gradients import GradientFlow
@@ -66,6 +67,14 @@ class ProfiledActions(Actions):
     def end_use(self, group: ParamGroup, following: ParamGroup | None) -> None:
         with range_of("post_backward_reshard", group):
             super().end_use(group, following)
+
+
+class LoggedActions(ProfiledActions):
+    """Actions that are logged, before they begin, as records have them: ``UNSHARD blocks.0``."""
+
+    def _act(self, kind: Kind, group: ParamGroup, work: Callable[..., T], given: Any = _NOTHING) -> T:
+        LOG.debug("%s", Action(kind, group.fqn))
+        return super()._act(kind, group, work, given)
 
 
 class ProfiledFlow(GradientFlow):

@@ -25,12 +25,14 @@ from .._comm.own_groups import limit_of, note_broken
 from .._errors import ComposableShardError, PeerLostError, RankMismatchError
 from .._plan.plan import ShardPlan
 from .._torch.distributed import Store, prefixed, store_of
+from .dump import WAITS_LOG, LedgerTail, in_ranges, pointer
 
 _KINDS: dict[str, type[ComposableShardError]] = {each.__name__: each for each in (PeerLostError, RankMismatchError)}
 _MOST_NOTES = 1 << 18  # of which half are forgotten then
 STEP, HOLD = "step ", "hold "  # beginnings of notes of what a rank has done, or has, before others compare it
 _PAUSES = (0.0002, 0.01)  # seconds between two looks for an answer: at first, and at most
 _TOLD_S = 1.0  # how long a rank waits for the plan of another one, to say how they differ
+_LATE_S = 1.0  # a question that lasts longer is logged
 _NEWS_AFTER = 0.02  # seconds that a rank waits for others to ask the same, before it wakes their watchers
 
 
@@ -41,23 +43,25 @@ class Fault:
     Attributes:
         kind: name of the error's class.
         text: what, where and what to do; the same on all ranks.
+        ending: what this rank's error says behind it.
     """
 
     kind: str
     text: str
+    ending: str = ""
 
     def error(self) -> ComposableShardError:
         """A new error of it."""
-        return _KINDS[self.kind](self.text)
+        return _KINDS[self.kind](self.text + self.ending)
 
     def __str__(self) -> str:
         return f"{self.kind}|{self.text}"
 
     @classmethod
-    def parse(cls, text: str) -> Fault:
+    def parse(cls, text: str, ending: str = "") -> Fault:
         """The inverse of `str`."""
         kind, _, rest = text.partition("|")
-        return cls(kind, rest)
+        return cls(kind, rest, ending)
 
 
 class _Expected:
@@ -139,7 +143,7 @@ class Ledger:
         self._forgotten = 0
         self._expected = _Expected(self._log)
         self._lock = threading.Lock()  # of what another thread reads while notes are forgotten
-        self._asked: set[int] = set()
+        self._asked: dict[int, str] = {}  # by place
         self._said = (-1, "")  # the place and the note of the last question, or answer, that all ranks know of
         self._steps: dict[str, None] = {}
         self._begun = ""
@@ -160,6 +164,26 @@ class Ledger:
     def plan(self, notes: list[str]) -> None:
         """All ranks have the same plan, by which these notes follow the beginning of a forward."""
         self._expected.plan(notes)
+
+    def tail(self, count: int) -> LedgerTail:
+        """The last notes, to be written; another thread may read them while this rank goes on."""
+        with self._lock:
+            end = len(self._log)
+            place, notes = self._forgotten + end, tuple(self._log[max(end - count, 0) : end])
+        taken_back = self._not_issued == place
+        return LedgerTail(
+            group=self.group.group_name,
+            description=self.group.group_desc,
+            device=str(self.device),
+            ranks=in_ranges(self.ranks),
+            limit=self.limit,
+            place=place,
+            notes=notes,
+            asked=tuple([at for at in range(place - len(notes), place) if at in self._asked]),
+            about_to=self._asked.get(place),
+            taken_back=taken_back,
+            left=self.left_at == place - taken_back,
+        )
 
     def begin(self, note: str) -> None:
         """A forward begins. It is noted with the first collective in it, for others need not know of one without."""
@@ -212,10 +236,11 @@ class Ledger:
         """Ask the others whether they, too, are about to do this."""
         self.check()
         place = self.place
-        self._asked.add(place)
+        self._asked[place] = note
         self._say(self.store, place, note)
         deadline = time.monotonic() + self.limit
         news_at = time.monotonic() + _NEWS_AFTER
+        late_at = time.monotonic() + _LATE_S
         pause, longest = _PAUSES
         while not self.store.check([f"go/{place}"]):
             self.check()
@@ -223,6 +248,9 @@ class Ledger:
             if now > news_at:
                 news_at = float("inf")
                 self.post(self.store, f"ask|{place}")
+            if now > late_at:
+                late_at = float("inf")
+                WAITS_LOG.warning("rank %d waits for others at action %d: %s", self.ranks[self.rank], place, note)
             if now > deadline:
                 self._absent(place, note)
             time.sleep(pause)
@@ -330,7 +358,7 @@ class Ledger:
     def hear(self, poison: str) -> None:
         """A rank has found that ranks cannot go on together."""
         if self.fault is None:
-            self.fault = Fault.parse(poison)
+            self.fault = Fault.parse(poison, pointer())
             note_broken(self.group)
             self._on_fault(self)
 

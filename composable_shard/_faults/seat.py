@@ -22,7 +22,7 @@ from .._torch.distributed import is_native
 from .ledger import HOLD, STEP, Ledger
 from .replicas import Rolling
 from .settings import Credit, Having, rates_of
-from .watch import ledger_of
+from .watch import WATCHER, ledger_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,8 +187,10 @@ class Seat:
         """A forward or a backward has failed on this rank."""
         if isinstance(error, ComposableShardError) and any(ledger.fault is not None for ledger in self._fqns):
             return
+        why = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else str(error)
         for ledger in self._fqns:
-            ledger.leave(f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else str(error))
+            ledger.leave(why)
+        WATCHER.failed(why)
 
 
 @cache

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from .._comm.lanes import WAITING
 from .._errors import ComposableShardError, PeerLostError, RankMismatchError, ShardConfigValueError
 from .._torch.distributed import another_client, backend_name, exists
+from .dump import Dump, in_ranges
 from .interrupts import Interrupts
 from .ledger import Ledger
 
@@ -232,6 +233,7 @@ class _Watcher:
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         self._interrupts = Interrupts()
+        self._dump = Dump()
 
     def add(self, ledger: Ledger) -> None:
         """Watch for a ledger while its process group exists.
@@ -241,6 +243,7 @@ class _Watcher:
         """
         heard = [ear for ear in self._ears if ear.ledger.fault is None]  # what is faulty is not used any more
         self._ears = [*heard, _Ear(ledger, _silence_s())]  # a new list: the thread may be reading the old one
+        _log.info("watching process group %s of ranks %s", ledger.group.group_name, in_ranges(ledger.ranks))
         if self._thread is None:
             self._interrupts.listen()
             WAITING.explain_by(self.explain)
@@ -279,10 +282,15 @@ class _Watcher:
         """What has gone wrong in one process group concerns the ranks of all others that there are now."""
         fault = faulty.fault
         assert fault is not None
+        self._dump.of_fault(faulty, self.ledgers(), fault.kind, fault.text)
         for ear in self._ears:
             if ear.ledger.fault is None:
                 with suppress(Exception):
                     ear.ledger.poison(type(fault.error()), fault.text, ear.store)
+
+    def failed(self, why: str) -> None:
+        """This rank has failed itself."""
+        self._dump.of_failure(self.ledgers(), why)
 
     def explain(self, error: Exception) -> Exception:
         """A wait has failed: return the error that says why, or the same one."""
@@ -317,6 +325,8 @@ class _Watcher:
         for own in self.ledgers():
             with suppress(Exception):
                 own.end(why)
+        if raised is not None:
+            self.failed(why)
         if self._thread is not None:
             self._thread.join(_JOINED_S)  # a thread that comes back to an interpreter that is gone ends the process
 

@@ -104,6 +104,8 @@ def _tuple(kinds: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
     if kinds[-1] is Ellipsis:
         if not isinstance(data, list):
             raise _unexpected("a list", data, where)
+        if kinds[0] in (int, str) and {*map(type, data)} == {kinds[0]}:
+            return tuple(data)  # as below, at once
         kinds = kinds[:1] * len(data)
     elif not isinstance(data, list) or len(kinds) != len(data):
         raise _unexpected(f"a list of {len(kinds)}", data, where)

@@ -1,4 +1,4 @@
-"""``explain``: where the time of a plan's step goes, what compute waits for and why, and what to change."""
+"""``explain``: where the time of a plan's step goes, and what to change; or where ranks parted, by their ledgers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,17 @@ PLAN is a file that a training script writes, and so is the record of a step:
   ...  # some steps
   Path("plan.json").write_text(cs.current_plan(model).to_json())
   Path("record.json").write_text(cs.last_record(model).to_json())
+
+PLAN may also be a folder. Ranks that cannot go on together (RankMismatchError, PeerLostError) write there what each of
+them has done with the others, if COMPOSABLE_SHARD_FAULTS names the folder in their environment. Then all ranks are laid
+side by side: where they parted, what each of them did there, and which ranks wrote nothing.
 """
 EXAMPLE = """\
 examples:
   python -m composable_shard explain plan.json
   python -m composable_shard explain plan.json --record record.json --budget 2GiB
   python -m composable_shard explain plan.json --machine h100 --plot step.png
+  COMPOSABLE_SHARD_FAULTS=faults torchrun --nproc-per-node 8 train.py; python -m composable_shard explain faults
 
 exit codes: 0 it is explained; 2 the arguments or files are wrong.
 """
@@ -41,13 +46,13 @@ def add_command(commands: Any) -> None:
     """Let a parser know of this command."""
     parser: argparse.ArgumentParser = commands.add_parser(
         NAME,
-        help="why a step waits for communication, and what to change",
+        help="why a step waits for communication, or where ranks parted",
         description=DESCRIPTION,
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("plan", metavar="PLAN", type=Path, help="a file that holds current_plan(model).to_json()")
+    add("plan", metavar="PLAN", type=Path, help="a file of current_plan(model).to_json(), or a folder of ledgers")
     add("--record", metavar="FILE", type=Path, help="a file that holds last_record(model).to_json()")
     add("--machine", metavar="NAME", help="take the links of a known machine, or of a file of measure-links")
     add("--budget", metavar="SIZE", type=size, help="what changes may take, such as 2GiB; say what it would give")
@@ -60,6 +65,8 @@ def add_command(commands: Any) -> None:
 def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from .. import report
 
+    if parsed.plan.is_dir():
+        return _run_on_folder(parsed, parser)
     try:
         plan = _read(parsed.plan, ShardPlan.from_json)
         record = None if parsed.record is None else _read(parsed.record, Record.from_json)
@@ -73,6 +80,25 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         print(json.dumps(explanation.as_dict()))
     elif not draw(_tables(explanation.sections)):
         print(printable(str(explanation)))
+    return 0
+
+
+def _run_on_folder(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from ..report._explain_text import explanation_text
+    from ..report._ledgers import explain_ledgers
+
+    try:
+        if any(each is not None for each in (parsed.record, parsed.machine, parsed.budget, parsed.plot)):
+            raise ShardConfigValueError(f"{parsed.plan}: is a folder of ledgers, which takes no option of plans")
+        explanation = explain_ledgers(parsed.plan)
+    except (ComposableShardError, OSError) as error:
+        say_error(parser, parsed, error)
+        return 2
+    sections = [*explanation.sections()]
+    if parsed.json:
+        print(json.dumps(explanation.as_dict()))
+    elif not draw(_tables(sections)):
+        print(printable(explanation_text(sections)))
     return 0
 
 
