@@ -159,6 +159,10 @@ class Engine:
         over = (not self._iterations.waiting or self.uses.all_fired()) and self._depth == 0 and self._pass is None
         return (self._do.record_so_far() if over else None) or self._do.history.last
 
+    def planned_notes(self) -> dict[str, tuple[str, str]]:
+        """By FQN, the notes of each group's gather and reduction."""
+        return {group.fqn: group.planned_notes() for group in self.groups}
+
     # ---- forward
 
     def enter(self, is_root: bool) -> None:

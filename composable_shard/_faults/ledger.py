@@ -122,7 +122,7 @@ class Ledger:
     Attributes:
         group, device: the process group, and the device of its tensors.
         ranks: the ranks of the world in it, in order.
-        rank, world: this rank's index among them, and their number.
+        rank: this rank's index among them.
         fault: why its ranks cannot go on together; None while they can.
         left_at: the place at which this rank has failed last; -1 if it never has.
         plans: by digest, the plans that notes name.
@@ -132,7 +132,7 @@ class Ledger:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, on_fault: Callable[[Ledger], None]) -> None:
         self.group, self.device = group, device
         self.ranks = dist.get_process_group_ranks(group)
-        self.rank, self.world = group.rank(), group.size()
+        self.rank = group.rank()
         self.store = prefixed("composable_shard/ledger", store_of(group))
         self.limit = limit_of(group, device).total_seconds()
         self.fault: Fault | None = None
@@ -150,6 +150,11 @@ class Ledger:
         self._forwards = 0
 
     # ---- what this rank does
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
 
     @property
     def place(self) -> int:

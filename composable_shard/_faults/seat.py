@@ -169,17 +169,17 @@ class Seat:
             optimizer: which one; None where that is not known, as in a compiled step.
             having: by FQN of the groups that it steps, which of their parameters have a gradient.
         """
-        told = {} if optimizer is None else self._told(optimizer, having)
+        details = {} if optimizer is None else self._details(optimizer, having)
         for ledger in self._fqns:
-            ledger.stepped(f"{STEP}an optimizer of {self._model}{told.get(ledger, '')}")
+            ledger.stepped(f"{STEP}an optimizer of {self._model}{details.get(ledger, '')}")
 
-    def _told(self, optimizer: Optimizer, having: Mapping[str, Having]) -> dict[Ledger, str]:
+    def _details(self, optimizer: Optimizer, having: Mapping[str, Having]) -> dict[Ledger, str]:
         """By ledger, what the note says of the step: of those of its groups that are in the ledger."""
         rates = rates_of(optimizer)
         if optimizer not in self._credit:
             self._credit[optimizer] = {ledger: Credit() for ledger in self._fqns}
         return {
-            ledger: credit.told(rates, tuple([has for fqn in self._fqns[ledger] for has in having.get(fqn, ())]))
+            ledger: credit.in_note(rates, tuple([has for fqn in self._fqns[ledger] for has in having.get(fqn, ())]))
             for ledger, credit in self._credit[optimizer].items()
         }
 

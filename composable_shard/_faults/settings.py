@@ -41,7 +41,7 @@ class Credit:
         self._credit = _CREDIT
         self._untold = 0
 
-    def told(self, rates: Rates, having: Having) -> str:
+    def in_note(self, rates: Rates, having: Having) -> str:
         """What the note of a step says of its settings; empty if it says nothing.
 
         Args:

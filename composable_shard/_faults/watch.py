@@ -101,8 +101,8 @@ class _Ear:
     def _failed(self) -> str:
         """What the backend itself says has failed; empty if nothing has."""
         asked = getattr(self.backend, "get_error", None)
-        found = "SUCCESS" if asked is None else asked().name
-        return _OF_BACKEND.get(found, found) if found != "SUCCESS" else ""
+        state = "SUCCESS" if asked is None else asked().name
+        return _OF_BACKEND.get(state, state) if state != "SUCCESS" else ""
 
     def _take(self, own: Ledger, news: str) -> None:
         kind, _, rest = news.partition("|")
@@ -171,8 +171,19 @@ class _Ear:
                 self.store,
             )
 
-    def interrupted(self, own: Ledger) -> None:
-        """This rank was interrupted (Ctrl-C) while it waits for others."""
+    def end_vain_waits(self, own: Ledger, is_stuck: bool) -> None:
+        """End the waits of this rank that nothing will end.
+
+        Args:
+            own: the ledger.
+            is_stuck: whether this rank was interrupted (Ctrl-C) and still waits for others.
+        """
+        if is_stuck and own.fault is None:
+            self._interrupted(own)
+        if own.fault is not None and (WAITING.since or self.queues):
+            self._free(own)
+
+    def _interrupted(self, own: Ledger) -> None:
         own.poison(
             PeerLostError,
             f"rank {own.ranks[own.rank]} was interrupted (Ctrl-C) while it waited in action {own.place} ({own.last}), "
@@ -187,8 +198,7 @@ class _Ear:
             return True
         return False
 
-    def free(self, own: Ledger) -> None:
-        """Ranks cannot go on together: end the waits of this rank in this process group."""
+    def _free(self, own: Ledger) -> None:
         now = time.monotonic()
         if now - self.broken_at > 1.0:
             self.broken_at = now
@@ -266,17 +276,17 @@ class _Watcher:
             if not exists(own.group):
                 raise RuntimeError("it was destroyed")
             ear.look(own, self._failed)
-            if is_stuck and own.fault is None:
-                ear.interrupted(own)
-            if own.fault is not None and (WAITING.since or ear.queues):
-                ear.free(own)
+            ear.end_vain_waits(own, is_stuck)
         except Exception as error:
             _log.debug("a look at a process group has failed", exc_info=True)
-            if exists(own.group) and ear.is_answered():
-                return
-            self._ears = [each for each in self._ears if each is not ear]
-            if self._failed and own.fault is None:
-                own.without_store(error)
+            if not (exists(own.group) and ear.is_answered()):
+                self._drop(ear, error)
+
+    def _drop(self, ear: _Ear, error: Exception) -> None:
+        """A process group or its store is gone."""
+        self._ears = [each for each in self._ears if each is not ear]
+        if self._failed and ear.ledger.fault is None:
+            ear.ledger.without_store(error)
 
     def spread(self, faulty: Ledger) -> None:
         """What has gone wrong in one process group concerns the ranks of all others that there are now."""

@@ -316,7 +316,7 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
     if replicas := replicas_of(meshes):
         engine.before_first_reduction(partial(agree, plan, replicas, settings))
     if agrees:
-        seat.plan(plan.actions(), {group.fqn: group.planned_notes() for group in groups.values()})
+        seat.plan(plan.actions(), engine.planned_notes())
     tree.bind(engine, groups)
     own.order_changed(engine.order)
     return engine
