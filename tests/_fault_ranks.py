@@ -6,13 +6,16 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+import composable_shard as cs
 from _decoders import Training
+from composable_shard import checkpoint
 
 LIMIT_S = 8.0  # of collectives
 
@@ -56,8 +59,29 @@ def be_late(run):
     time.sleep(1.5 * LIMIT_S)
 
 
+def gather_alone(run):
+    next(run.model.parameters()).full_tensor()
+
+
+def take_the_full_state_alone(run):
+    cs.full_state_dict(run.model)
+
+
+def save_alone(run):
+    checkpoint.save(tempfile.mkdtemp(), {"model": run.model}, step=1)
+
+
+def be_interrupted(run):
+    """By Ctrl-C, while the others are late."""
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+
+
 def nothing(run):
     pass
+
+
+MEANWHILE = {"be_interrupted": lambda run: time.sleep(3.0)}  # what the other ranks do
 
 
 def main() -> None:
@@ -72,8 +96,7 @@ def main() -> None:
     begin = time.monotonic()
     said = {"rank": rank}
     try:
-        if rank == who:
-            globals()[what](run)
+        (globals()[what] if rank == who else MEANWHILE.get(what, nothing))(run)
         run.step()
         run.check()
         said["error"] = None

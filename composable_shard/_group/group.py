@@ -354,7 +354,7 @@ class ParamGroup:
         return self._in_order([resident.shown() for resident in self.residents])
 
     def _note_versions(self) -> None:
-        """Note the versions of the parameters that a gather is made from; if they are others, saved weights are void."""
+        """Note from which versions of the parameters a gather is made; what was saved of others is void."""
         versions = self._versions_now()
         if versions != self._versions:
             self._versions = versions

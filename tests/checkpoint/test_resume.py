@@ -143,6 +143,34 @@ def test_torchrun_restarts_it_on_fewer_ranks_and_starts_it_on_more(tmp_path):
     torch.testing.assert_close(curve, expected, rtol=1e-4, atol=0)
 
 
+@pytest.mark.matrix
+@pytest.mark.timeout(400)
+def test_torchrun_restarts_all_ranks_whenever_one_is_killed_and_they_go_on_to_the_bit(tmp_path):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    whole.mkdir()
+    out.mkdir()
+    assert _demo_ranks.end(_demo_ranks.start(whole, 2, LONG, 0)) == [0, 0], said(whole)
+    agent = torchrun(out, "--standalone", "--nproc-per-node=2", "--max-restarts=4", "--monitor-interval=0.2")
+    try:
+        for restarts, rank in enumerate((0, 1, 1)):
+            wait(lambda restarts=restarts: said(out).count("goes on after step ") == restarts, out)
+            wait(lambda restarts=restarts: len(_demo_ranks.curve(out)) >= 30 * (restarts + 1), out)
+            kill([pid_of(rank, agent)])
+        assert agent.wait(200) == 0, said(out)
+    finally:
+        kill([*descendants(agent.pid), agent.pid])
+    assert said(out).count("goes on after step ") == 3
+    assert _demo_ranks.curve(out) == _demo_ranks.curve(whole)
+
+
+def pid_of(rank, agent):
+    """The process of a rank that an agent has started."""
+    for pid in descendants(agent.pid):
+        if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text():
+            return pid
+    pytest.fail(f"rank {rank} does not run")
+
+
 def wait(happens, out, limit_s=120):
     deadline = time.monotonic() + limit_s
     while not happens():

@@ -82,3 +82,39 @@ def test_of_three_ranks_the_two_that_are_left_say_the_same():
     assert first[0]["text"] == second[0]["text"]
     assert "rank 2 has given no sign of life" in first[0]["text"]
     assert first[1] == second[1] == 1
+
+
+ALONE = {  # what one rank does alone while the other one trains, and what it is told at the limit of its collectives
+    "gather_alone": "Timed out waiting",
+    "take_the_full_state_alone": "Timed out waiting",
+    "save_alone": "rank 1 of 2 does not reach the others",
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("what", ALONE)
+def test_what_one_rank_waits_for_alone_ends_on_all_ranks_at_the_limit(what):
+    (said, code, errors), (of_alone, code_of_alone, _) = ranks(what, 1)
+    assert said.get("error") == "PeerLostError", errors
+    assert re.search(rf"rank 1 has left the step: \w+: .*{ALONE[what]}.*rank 0 waits in action", said["text"])
+    assert re.search(ALONE[what], of_alone["text"])
+    assert max(said["after"], of_alone["after"]) < 10.0
+    assert code == code_of_alone == 1
+
+
+@pytest.mark.matrix
+def test_ctrl_c_while_a_rank_waits_ends_it_and_the_others_say_so():
+    (interrupted, code_of_interrupted, errors), (said, code, _) = ranks("be_interrupted", 0)
+    assert (interrupted.get("error"), code_of_interrupted) == ("KeyboardInterrupt", -signal.SIGINT), errors
+    assert (said["error"], code) == ("PeerLostError", 1)
+    assert re.search("rank 0 has left the step: KeyboardInterrupt.*; rank 1 waits in action", said["text"])
+    assert max(said["after"], interrupted["after"]) < SOON_S
+
+
+@pytest.mark.matrix
+def test_ranks_wait_for_a_stopped_one_until_the_limit_and_name_its_last_action():
+    (said, code, errors), _ = ranks("stop", 1)
+    assert said.get("error") in ("PeerLostError", "RankMismatchError"), errors
+    assert re.search(r"rank 1 .*behind action \d+ \(reduce the root of model", said["text"])
+    assert said["after"] < 15.0
+    assert code == 1
