@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -185,3 +186,46 @@ def test_what_this_library_opens_by_itself_listens_on_this_machine_alone():
     addresses = {address for rank in of_ranks for address in rank} | {*meanwhile[0]} - {*before}
     assert len(addresses) >= 3, "a store, and a connection of each rank"
     assert {address.split(":")[0] for address in addresses} <= LOOPBACK
+
+
+def with_a_wider_block(rank):
+    return sharded(Transformer(layers=2, hidden=24 + 8 * rank))
+
+
+def with_a_block_less(rank):
+    return sharded(Transformer(layers=3 - rank))
+
+
+def with_a_block_in_the_group_of_the_root(rank):
+    model = Transformer(layers=2)
+    for block in model.blocks[rank:]:
+        cs.fully_shard(block)
+    return cs.fully_shard(model)
+
+
+def with_a_block_of_another_dtype(rank):
+    model = Transformer(layers=2)
+    if rank:
+        model.blocks[1].to(torch.bfloat16)
+    return sharded(model)
+
+
+DIFFERENCES = {
+    with_a_wider_block: r"group blocks\.0",
+    with_a_block_less: r"blocks\.2",
+    with_a_block_in_the_group_of_the_root: r"blocks\.0",
+    with_a_block_of_another_dtype: r"group blocks\.1.*bfloat16",
+}
+
+
+@pytest.mark.parametrize("make", DIFFERENCES, ids=lambda make: make.__name__)
+@distributed(world=2, limit_s=LIMIT_S)
+def test_models_that_differ_by_rank_are_told_apart_before_anything_moves(rank, world, make):
+    model = make(rank)
+    with pytest.raises(cs.RankMismatchError, match="ranks 0 and 1 have different plans: ") as caught:
+        model(*token_batch(rank, 0))
+    assert re.search(DIFFERENCES[make], str(caught.value)), caught.value
+    assert len({*everywhere(world, str(caught.value))}) == 1
+    assert all(param.grad is None for param in model.parameters())
+    if make in (with_a_wider_block, with_a_block_of_another_dtype):  # models are numbered by calls of `fully_shard`
+        Training(rank, world).goes_on_exactly()

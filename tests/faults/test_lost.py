@@ -95,8 +95,9 @@ ALONE = {  # what one rank does alone while the other one trains, and what it is
 @pytest.mark.parametrize("what", ALONE)
 def test_what_one_rank_waits_for_alone_ends_on_all_ranks_at_the_limit(what):
     (said, code, errors), (of_alone, code_of_alone, _) = ranks(what, 1)
-    assert said.get("error") == "PeerLostError", errors
-    assert re.search(rf"rank 1 has left the step: \w+: .*{ALONE[what]}.*rank 0 waits in action", said["text"])
+    assert said.get("error") in ("PeerLostError", "RankMismatchError"), errors  # both limits are over at once
+    left = rf"rank 1 has left the step: \w+: .*{ALONE[what]}.*rank 0 waits in action"
+    assert re.search(rf"{left}|not all ranks came to action \d+, gather the root.*: rank 1 is behind", said["text"])
     assert re.search(ALONE[what], of_alone["text"])
     assert max(said["after"], of_alone["after"]) < 10.0
     assert code == code_of_alone == 1
