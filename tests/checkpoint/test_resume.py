@@ -104,11 +104,11 @@ def test_on_other_numbers_of_ranks_it_goes_on_within_rounding(undisturbed, tmp_p
 def torchrun(out, *arguments, **variables):
     """The demo as users start it."""
     folders = [str(each) for each in (ROOT, ROOT / "tests", ROOT / "tutorials")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "GLOO_SOCKET_IFNAME": "lo", **variables}
     command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *arguments]
     command += [str(ROOT / "tests" / "_demo_ranks.py"), *_demo_ranks.options(out, LONG, 5)]
     with (out / "said-0.txt").open("a") as file:
-        return subprocess.Popen(command, env={**environment, "OMP_NUM_THREADS": "1", **variables}, stdout=file, stderr=file)
+        return subprocess.Popen(command, env={**environment, "OMP_NUM_THREADS": "1"}, stdout=file, stderr=file)
 
 
 @pytest.mark.matrix
