@@ -106,7 +106,7 @@ class PoolBudgetError(ShardConfigValueError):
 
 
 class StaleStateError(ComposableShardError, RuntimeError):
-    """Backward needs weights of a forward that an optimizer has stepped since."""
+    """Backward needs weights that an optimizer, a load or a write by hand has changed since their forward."""
 
 
 class SavedTensorModifiedError(ComposableShardError, RuntimeError):

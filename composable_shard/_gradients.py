@@ -60,7 +60,12 @@ def clip_grad_norm_(
 
     Returns:
         the norm before: a DTensor where all gradients lie on one mesh, as torch's; else a tensor.
+
+    Raises:
+        ShardConfigValueError: `max_norm` is negative or NaN, which would turn the gradients round or spoil them.
     """
+    if isinstance(max_norm, (int, float)) and not max_norm >= 0:
+        raise ShardConfigValueError(f"max_norm: expected a number that is not negative, got {max_norm!r}")
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     norm = _clip(params, max_norm, norm_type, error_if_nonfinite, foreach)
     if not torch.compiler.is_compiling():

@@ -28,15 +28,40 @@ class Training:
     def forward(self):
         return self.model(*token_batch(self.rank, self.at))
 
-    def step(self):
-        self.backward()
+    def backward_of_plain(self):
         for rank in range(self.world):
             (next_token_loss(self.plain, *token_batch(rank, self.at)) / self.world).backward()
+
+    def update(self):
+        """The optimizers of both step."""
         for _, optimizer in self.sides:
             optimizer.step()
             optimizer.zero_grad()
         self.at += 1
 
+    def step(self):
+        self.backward()
+        self.backward_of_plain()
+        self.update()
+
     def check(self):
         for (name, ours), theirs in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
             torch.testing.assert_close(ours.full_tensor(), theirs, msg=lambda text, name=name: f"{name}: {text}")
+
+    def check_gradients(self):
+        for (name, ours), theirs in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
+            torch.testing.assert_close(
+                ours.grad.full_tensor(), theirs.grad, msg=lambda text, name=name: f"gradient of {name}: {text}"
+            )
+
+    def goes_on_exactly(self):
+        """Gradients, two steps, and an evaluation between them are those of the decoder that is not sharded."""
+        for _ in range(2):
+            self.backward()
+            self.backward_of_plain()
+            self.check_gradients()
+            self.update()
+            with torch.no_grad():
+                tokens = token_batch(self.rank, 1000 + self.at)
+                torch.testing.assert_close(self.model(*tokens), self.plain(*tokens))
+        self.check()

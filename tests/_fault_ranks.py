@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from datetime import timedelta
@@ -13,7 +14,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+import composable_shard as cs
 from _decoders import Training
+from composable_shard import checkpoint
 from composable_shard._faults.watch import WATCHER
 
 LIMIT_S = 8.0  # of collectives
@@ -68,8 +71,23 @@ def draw_a_number(run):
     fail(run)
 
 
+def gather_alone(run):
+    next(run.model.parameters()).full_tensor()
+
+
+def take_the_full_state_alone(run):
+    cs.full_state_dict(run.model)
+
+
+def save_alone(run):
+    checkpoint.save(tempfile.mkdtemp(), {"model": run.model}, step=1)
+
+
 def nothing(run):
     pass
+
+
+MEANWHILE = {"be_interrupted": lambda run: time.sleep(0.7 * LIMIT_S)}  # what the other ranks do
 
 
 def main() -> None:
@@ -84,10 +102,7 @@ def main() -> None:
     begin = time.monotonic()
     said = {"rank": rank}
     try:
-        if rank == who:
-            globals()[what](run)
-        elif what == "be_interrupted":
-            time.sleep(0.7 * LIMIT_S)
+        (globals()[what] if rank == who else MEANWHILE.get(what, nothing))(run)
         run.step()
         run.check()
         said["error"] = None

@@ -8,18 +8,25 @@ library uses what it is given.
 
 from __future__ import annotations
 
+import os
 import weakref
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from .._torch.distributed import backend_name, is_native, new_twin
+from .._errors import PeerLostError
+from .._torch.distributed import all_groups, backend_name, is_native, new_twin
 
 _of: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _twins: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _broken: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_of_parent: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+FORKED = (
+    "process {} was forked from one that trains, and cannot communicate for it: start processes before "
+    "init_process_group, or by multiprocessing's 'spawn'"
+)
 DESCRIPTION = "composable_shard"  # of the process groups that are made here
 
 
@@ -27,9 +34,14 @@ def own_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGro
     """The process group on which the library communicates among the ranks of `group`, for tensors on `device`.
 
     The first call for a group on gloo waits for its other ranks, as the making of a process group does.
+
+    Raises:
+        PeerLostError: this process was forked from one that has the group, whose connections are its parent's.
     """
     if group.size() == 1 or not is_native(group) or backend_name(group, device) != "gloo":
         return group
+    if group in _of_parent:
+        raise PeerLostError(FORKED.format(os.getpid()))
     made = _of.get(group)
     if made is None or made in _broken:
         made = _of[group] = _twin(group, limit_of(group, device))
@@ -61,3 +73,12 @@ def limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 def note_broken(group: dist.ProcessGroup) -> None:
     """A process group of ours is of no use any more; whoever asks for it next gets another one."""
     _broken.add(group)
+
+
+def _forked() -> None:
+    """This is a child process: it has its parent's process groups, but none of the connections."""
+    if dist.is_initialized():
+        _of_parent.update(all_groups())
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -197,6 +197,11 @@ class Engine:
         else:
             self._iterations.interrupt()
 
+    def show_sharded(self) -> None:
+        """A forward has failed: if it was the outermost one, install the sharded parameters, for whoever goes on."""
+        if self._depth == 1 and current_backward() < 0:
+            self._do.hide_idle()
+
     @apart_from_checkpoints
     def _begin_forward(self) -> None:
         self._end_abandoned()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ STEP, HOLD = "step ", "hold "  # beginnings of notes of what a rank has done, or
 _PAUSES = (0.0002, 0.01)  # seconds between two looks for an answer: at first, and at most
 _TOLD_S = 1.0  # how long a rank waits for the plan of another one, to say how they differ
 _LATE_S = 1.0  # a question that lasts longer is logged
+_NEWS_FOR_S = 10.0  # how long news stay
 _NEWS_AFTER = 0.02  # seconds that a rank waits for others to ask the same, before it wakes their watchers
 
 
@@ -62,6 +64,30 @@ class Fault:
         """The inverse of `str`."""
         kind, _, rest = text.partition("|")
         return cls(kind, rest, ending)
+
+
+class _News:
+    """What this rank tells the watchers of all ranks; who looks later than some seconds does not see it any more.
+
+    Args:
+        store: of the process group.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._posted: deque[tuple[float, str]] = deque()
+
+    def post(self, text: str, store: Store | None = None) -> None:
+        """Tell it; `store` is another client, for another thread."""
+        store = store or self._store
+        key = f"news/{store.add('news', 1)}"
+        store.set(key, text)
+        self._posted.append((time.monotonic(), key))
+
+    def forget_old(self, store: Store) -> None:
+        """Delete what was told some time ago; called by one thread alone."""
+        while self._posted and time.monotonic() - self._posted[0][0] > _NEWS_FOR_S:
+            store.delete_key(self._posted.popleft()[1])
 
 
 class _Expected:
@@ -123,10 +149,10 @@ class Ledger:
         group, device: the process group, and the device of its tensors.
         ranks: the ranks of the world in it, in order.
         rank: this rank's index among them.
+        news: what it tells the watchers of all ranks.
         fault: why its ranks cannot go on together; None while they can.
         left_at: the place at which this rank has failed last; -1 if it never has.
         plans: by digest, the plans that notes name.
-        limit: seconds that ranks wait for each other at most.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, on_fault: Callable[[Ledger], None]) -> None:
@@ -134,7 +160,7 @@ class Ledger:
         self.ranks = dist.get_process_group_ranks(group)
         self.rank = group.rank()
         self.store = prefixed("composable_shard/ledger", store_of(group))
-        self.limit = limit_of(group, device).total_seconds()
+        self.news = _News(self.store)
         self.fault: Fault | None = None
         self.left_at = self._not_issued = -1
         self.plans: dict[str, ShardPlan] = {}
@@ -155,6 +181,11 @@ class Ledger:
     def world(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    @property
+    def limit(self) -> float:
+        """Seconds that ranks wait for each other at most."""
+        return limit_of(self.group, self.device).total_seconds()
 
     @property
     def place(self) -> int:
@@ -252,7 +283,7 @@ class Ledger:
             now = time.monotonic()
             if now > news_at:
                 news_at = float("inf")
-                self.post(self.store, f"ask|{place}")
+                self.news.post(f"ask|{place}")
             if now > late_at:
                 late_at = float("inf")
                 WAITS_LOG.warning("rank %d waits for others at action %d: %s", self.ranks[self.rank], place, note)
@@ -349,15 +380,11 @@ class Ledger:
 
     # ---- faults
 
-    def post(self, store: Store, news: str) -> None:
-        """Tell the watchers of all ranks."""
-        store.set(f"news/{store.add('news', 1)}", news)
-
     def poison(self, kind: type[ComposableShardError], text: str, store: Store | None = None) -> None:
         """Ranks cannot go on together: all of them raise this, or what another rank has found before."""
         store = store or self.store
         first = store.compare_set("poison", "", f"{kind.__name__}|{text}")
-        self.post(store, "poison")
+        self.news.post("poison", store)
         self.hear(first.decode())
 
     def hear(self, poison: str) -> None:
@@ -394,7 +421,7 @@ class Ledger:
         place = self.place - (self._not_issued == self.place)
         if self.fault is None and self.left_at != place:
             self.left_at = place
-            self.post(self.store, f"left|{self.rank}|{place}|{error[:500]}")
+            self.news.post(f"left|{self.rank}|{place}|{error[:500]}")
 
 
 def _alike(place: int, note: str) -> str:

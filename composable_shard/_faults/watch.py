@@ -18,13 +18,16 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from .._comm.lanes import WAITING
+from .._comm.own_groups import FORKED
 from .._errors import ComposableShardError, PeerLostError, RankMismatchError, ShardConfigValueError
 from .._torch.distributed import another_client, backend_name, exists
 from .dump import Dump, in_ranges
@@ -36,8 +39,9 @@ _log = logging.getLogger("composable_shard.faults")
 SILENCE = "COMPOSABLE_SHARD_PEER_TIMEOUT"  # seconds without a sign of life after which a rank is lost; 0 for none
 LOOK_S = 0.25  # between two looks
 _LOOKS_A_SIGN = 4
-_LOOKS_AT_A_GAP = 4
+_LOOKS_FOR_MISSING = 4  # that are in vain, before news that are missing are passed over
 LOST_S = 3.0  # a rank whose sign of life is older is lost, if a wait of ours has failed
+_ANSWERED_S = 2.0  # how long the store may take to answer
 _EXPLAINED_S = 6.0  # how long a wait that has failed waits for its explanation
 _JOINED_S = 5.0
 _VAIN_S = 0.5  # a wait that lasts longer may be in vain
@@ -62,7 +66,7 @@ class _Ear:
         self.left: dict[int, tuple[int, str]] = {}  # by index of a rank: its place, and why
         self.signs: dict[int, tuple[bytes, float]] = {}
         self.looks = 0
-        self.broken_at = 0.0
+        self.broken_at = self.searched_since = 0.0
         self.backend = ledger.group._get_backend(ledger.device)
         self.queues = backend_name(ledger.group, ledger.device) != "gloo"  # the host does not wait for collectives
 
@@ -75,6 +79,7 @@ class _Ear:
         """
         if self.looks % _LOOKS_A_SIGN == 0:
             self.store.set(f"sign/{own.rank}", f"{self.looks}|{own.place}|{own.last}")
+            own.news.forget_old(self.store)
         self.looks += 1
         self._hear(own)
         self.asked = {place for place in self.asked if not own.answer(self.store, place)}
@@ -85,18 +90,16 @@ class _Ear:
 
     def _hear(self, own: Ledger) -> None:
         """Take what is new."""
-        while (is_there := self.store.check([f"news/{self.heard + 1}"])) or self._has_a_gap():
-            self.heard += 1
-            if is_there:
-                self._take(own, self.store.get(f"news/{self.heard}").decode())
-
-    def _has_a_gap(self) -> bool:
-        """Whether the next news will never come: their number was drawn by a rank that was killed before it wrote."""
-        self.missed = self.missed + 1 if self.store.check([f"news/{self.heard + 2}"]) else 0
-        if self.missed <= _LOOKS_AT_A_GAP:
-            return False
-        self.missed = 0
-        return True
+        last = self.store.add("news", 0)
+        while self.heard < last:
+            key = f"news/{self.heard + 1}"
+            if self.store.check([key]):
+                self.missed = 0
+                self._take(own, self.store.get(key).decode())
+            elif self.missed < _LOOKS_FOR_MISSING:
+                self.missed += 1
+                return
+            self.heard += 1  # also over what a rank did not write before it was killed, or has deleted since
 
     def _failed(self) -> str:
         """What the backend itself says has failed; empty if nothing has."""
@@ -128,11 +131,12 @@ class _Ear:
     def _look_for_signs(self, own: Ledger, failed: str, longest_s: float) -> None:
         signs = self._signs(own)
         now = time.monotonic()
+        self.searched_since = self.searched_since or now
         for rank, (sign, seen) in signs.items():
             if now - seen > longest_s:
                 self._lost(own, rank, f"has given no sign of life for {now - seen:.0f} s", *_place_of(sign))
                 return
-        if "imed out" in failed or "imeout" in failed:
+        if ("imed out" in failed or "imeout" in failed) and now - self.searched_since > longest_s:
             self._late(own, signs)
 
     def _signs(self, own: Ledger) -> dict[int, tuple[bytes, float]]:
@@ -148,11 +152,11 @@ class _Ear:
 
     def _lost(self, own: Ledger, index: int, why: str, place: int, last: str = "") -> None:
         rank = own.ranks[index]
-        did = f" behind action {place}" + (f" ({last})" if last else "")
+        did = f" behind action {place - 1}" + (f" ({last})" if last else "")
         own.poison(
             PeerLostError,
-            f"rank {rank} {why}{did}; rank {own.ranks[own.rank]} waits in action {own.place} ({own.last}). Training "
-            "cannot go on without it: look at the output of that rank, and start the job again from a checkpoint",
+            f"rank {rank} {why}{did}; rank {own.ranks[own.rank]} waits in {_last(own)}. Training cannot go on without it: "
+            "look at the output of that rank, and start the job again from a checkpoint",
             self.store,
         )
 
@@ -161,7 +165,8 @@ class _Ear:
         late = {rank: (place, last) for rank, (place, last) in behind.items() if place < own.place}
         if late:
             did = "; ".join(
-                f"rank {rank} is behind action {place} ({last or 'nothing'})" for rank, (place, last) in late.items()
+                f"rank {rank} is behind action {place - 1} ({last or 'nothing'})"
+                for rank, (place, last) in late.items()
             )
             own.poison(
                 RankMismatchError,
@@ -186,8 +191,8 @@ class _Ear:
     def _interrupted(self, own: Ledger) -> None:
         own.poison(
             PeerLostError,
-            f"rank {own.ranks[own.rank]} was interrupted (Ctrl-C) while it waited in action {own.place} ({own.last}), "
-            "and has closed its connections. Start the job again from a checkpoint",
+            f"rank {own.ranks[own.rank]} was interrupted (Ctrl-C) while it waited in {_last(own)}, and has closed its "
+            "connections. Start the job again from a checkpoint",
             self.store,
         )
 
@@ -211,6 +216,19 @@ class _Ear:
                 own.group.recv(nowhere, (own.rank + 1) % own.world, _TAG).wait(timedelta(milliseconds=1))
 
 
+def _within(seconds: float, *calls: Callable[[], object]) -> None:
+    """Make calls that ask the store, whose host may be stopped: then they never return, and are left to themselves."""
+
+    def make() -> None:
+        for call in calls:
+            with suppress(Exception):
+                call()
+
+    thread = threading.Thread(target=make, name="composable_shard calls", daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
 def _silence_s() -> float:
     given = os.environ.get(SILENCE, "").strip()
     try:
@@ -227,6 +245,10 @@ def _silence_s() -> float:
 
 def _is_of_network(error: Exception) -> bool:
     return not isinstance(error, ComposableShardError) and any(word in str(error) for word in _OF_NETWORK)
+
+
+def _last(own: Ledger) -> str:
+    return f"action {own.place - 1} ({own.last})"
 
 
 def _place_of(sign: bytes) -> tuple[int, str]:
@@ -321,10 +343,12 @@ class _Watcher:
                 return fault.error()
             time.sleep(0.02)
         own = ledgers[0]
-        with suppress(Exception):
-            why = f"rank {dist.get_rank()} lost a connection in action {own.place} ({own.last}): {error}"
-            own.poison(PeerLostError, why)
-        return own.fault.error() if own.fault is not None else error
+        why = f"rank {dist.get_rank()} lost a connection in {_last(own)}: {error}"
+        _within(_ANSWERED_S, partial(own.poison, PeerLostError, why))
+        if own.fault is None:  # nor does the store answer
+            for each in ledgers:
+                each.cut(why)
+        return PeerLostError(why) if own.fault is None else own.fault.error()
 
     def end(self) -> None:
         """This process ends: say so, and why."""
@@ -332,9 +356,7 @@ class _Watcher:
         why = "ended"
         if (raised := getattr(sys, "last_value", None)) is not None:
             why = f"{type(raised).__name__}: {raised}"
-        for own in self.ledgers():
-            with suppress(Exception):
-                own.end(why)
+        _within(_ANSWERED_S, *[partial(own.end, why) for own in self.ledgers()])
         if raised is not None:
             self.failed(why)
         if self._thread is not None:
@@ -344,10 +366,7 @@ class _Watcher:
         """This is a child process: the connections are its parent's."""
         self._interrupts.forked()
         for own in self.ledgers():
-            own.cut(
-                f"process {os.getpid()} was forked from one that trains, and cannot communicate for it: start "
-                "processes before the first forward, or by multiprocessing's 'spawn'"
-            )
+            own.cut(FORKED.format(os.getpid()))
         self._ears, self._thread = [], None
 
 

@@ -243,6 +243,8 @@ def _weight(handle: Handle) -> torch.Tensor:
     if not bucket.readable:
         assert owner is not None
         owner.fetch(bucket)
+        if generation != bucket.generation:  # the gather has noticed it
+            raise _stale(bucket)
     if shown is not bucket.unedited and (edited := bucket.find_edited(shown)):
         member = bucket.members[place] if type(bucket) is GatherBucket else place[1]  # type: ignore[index]
         if member in edited:

@@ -5,6 +5,7 @@ Each method replaces the frozen `Options` of the affected groups; forward and ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -122,10 +123,10 @@ class Methods(TorchFSDPModule):
         """Divide this module's gradients, summed over all ranks, by `factor` instead of the number of ranks.
 
         Raises:
-            ShardConfigValueError: the factor is not a positive number.
+            ShardConfigValueError: the factor is not a positive, finite number.
         """
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
-            raise ShardConfigValueError(f"factor: expected a positive number, got {factor!r}")
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+            raise ShardConfigValueError(f"factor: expected a positive number that is finite, got {factor!r}")
         _set(self, False, divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:

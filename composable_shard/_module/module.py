@@ -235,6 +235,7 @@ def _run(module: nn.Module, call: _Call | None, args: tuple[Any, ...], kwargs: d
     except BaseException as error:
         engine.failed(error)
         state.abort(depth)
+        engine.show_sharded()
         if refuses_saved_tensors_hooks(error) and not stays:
             raise _needs_storage(module, bound) from error
         raise

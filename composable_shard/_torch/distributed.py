@@ -280,6 +280,11 @@ def exists(group: dist.ProcessGroup) -> bool:
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
 
+def all_groups() -> list[dist.ProcessGroup]:
+    """The process groups that were not destroyed."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Name of the backend (``gloo``, ``nccl``, ...) that serves `device` in a process group."""
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -206,7 +207,7 @@ def on_ranks(target: str, ranks: int, *arguments: Any, timeout: float, progress:
         WorldTimeoutError: not all ranks have ended in time.
     """
     deadline = time.monotonic() + timeout
-    store = dist.TCPStore(_HERE, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = _store()
     processes: list[_Process] = []
     try:
         for rank in range(ranks):
@@ -219,6 +220,15 @@ def on_ranks(target: str, ranks: int, *arguments: Any, timeout: float, progress:
         for each in processes:
             each.end()
     return [values[rank] for rank in range(ranks)]
+
+
+def _store() -> Any:
+    """A store that only processes of this machine can reach; by itself, torch's listens on all of its addresses."""
+    listening = socket.create_server((_HERE, 0))
+    port = listening.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        _HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
 
 
 def silent(what: str, done: int, total: int) -> None:

@@ -101,10 +101,10 @@ def test_on_other_numbers_of_ranks_it_goes_on_within_rounding(undisturbed, tmp_p
     torch.testing.assert_close(curve, torch.tensor(undisturbed, dtype=torch.float64), rtol=1e-4, atol=0)
 
 
-def torchrun(out, *arguments):
+def torchrun(out, *arguments, **variables):
     """The demo as users start it."""
     folders = [str(each) for each in (ROOT, ROOT / "tests", ROOT / "tutorials")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "GLOO_SOCKET_IFNAME": "lo", **variables}
     command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *arguments]
     command += [str(ROOT / "tests" / "_demo_ranks.py"), *_demo_ranks.options(out, LONG, 5)]
     with (out / "said-0.txt").open("a") as file:
@@ -141,6 +141,35 @@ def test_torchrun_restarts_it_on_fewer_ranks_and_starts_it_on_more(tmp_path):
     assert re.findall(r"on (\d) processes", said(out)) == ["2", "1", "2"]
     curve, expected = (torch.tensor(_demo_ranks.curve(each), dtype=torch.float64) for each in (out, whole))
     torch.testing.assert_close(curve, expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(400)
+def test_torchrun_restarts_all_ranks_whenever_one_is_killed_and_they_go_on_to_the_bit(tmp_path):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    whole.mkdir()
+    out.mkdir()
+    assert _demo_ranks.end(_demo_ranks.start(whole, 2, LONG, 0)) == [0, 0], said(whole)
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=4", "--monitor-interval=0.2"]
+    agent = torchrun(out, *options, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")  # else they find addresses of dead ranks
+    try:
+        for restarts, rank in enumerate((0, 1, 1)):
+            wait(lambda restarts=restarts: said(out).count("goes on after step ") == restarts, out)
+            wait(lambda restarts=restarts: len(_demo_ranks.curve(out)) >= 30 * (restarts + 1), out)
+            kill([pid_of(rank, agent)])
+        assert agent.wait(200) == 0, said(out)
+    finally:
+        kill([*descendants(agent.pid), agent.pid])
+    assert said(out).count("goes on after step ") == 3
+    assert _demo_ranks.curve(out) == _demo_ranks.curve(whole)
+
+
+def pid_of(rank, agent):
+    """The process of a rank that an agent has started."""
+    for pid in descendants(agent.pid):
+        if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text():
+            return pid
+    pytest.fail(f"rank {rank} does not run")
 
 
 def wait(happens, out, limit_s=120):

@@ -123,3 +123,39 @@ def test_a_time_that_is_none_is_refused(monkeypatch):
     monkeypatch.setenv(watch.SILENCE, "soon")
     with pytest.raises(ShardConfigValueError, match="COMPOSABLE_SHARD_PEER_TIMEOUT=soon: expected how many seconds"):
         watch._silence_s()
+
+
+ALONE = {  # what one rank does alone while the other one trains, and what it is told at the limit of its collectives
+    "gather_alone": "Timed out waiting",
+    "take_the_full_state_alone": "Timed out waiting",
+    "save_alone": "rank 1 of 2 does not reach the others",
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("what", ALONE)
+def test_what_one_rank_waits_for_alone_ends_on_all_ranks_at_the_limit(what):
+    (said, code, errors), (of_alone, code_of_alone, _) = ranks(what, 1)
+    assert said.get("error") in ("PeerLostError", "RankMismatchError"), errors  # both limits are over at once
+    left = rf"rank 1 has left the step: \w+: .*{ALONE[what]}.*rank 0 waits in action"
+    assert re.search(rf"{left}|not all ranks came to action \d+, gather the root.*: rank 1 is behind", said["text"])
+    assert re.search(ALONE[what], of_alone["text"])
+    assert max(said["after"], of_alone["after"]) < 10.0
+    assert code == code_of_alone == 1
+
+
+@pytest.mark.matrix
+def test_ranks_wait_for_a_stopped_one_until_the_limit_and_name_its_last_action():
+    (said, code, errors), _ = ranks("stop", 1)
+    assert said.get("error") in ("PeerLostError", "RankMismatchError"), errors
+    assert re.search(r"rank 1 .*behind action \d+ \(reduce the root of model", said["text"])
+    assert said["after"] < 15.0
+    assert code == 1
+
+
+@pytest.mark.matrix
+def test_the_rank_that_hosts_the_store_is_stopped():
+    _, (said, code, errors) = ranks("stop", 0)
+    assert (said.get("error"), code) == ("PeerLostError", 1), errors
+    assert "rank 1 lost a connection in action" in said["text"]
+    assert said["after"] < 25.0
