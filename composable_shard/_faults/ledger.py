@@ -13,6 +13,7 @@ expected answers by its watcher (see `watch.py`): then the notes differ, which i
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 import time
 from collections import deque
@@ -30,6 +31,7 @@ from .dump import WAITS_LOG, LedgerTail, in_ranges, pointer
 
 _KINDS: dict[str, type[ComposableShardError]] = {each.__name__: each for each in (PeerLostError, RankMismatchError)}
 _MOST_NOTES = 1 << 18  # of which half are forgotten then
+_MODEL = re.compile(r"model [\d.]+")
 STEP, HOLD = "step ", "hold "  # beginnings of notes of what a rank has done, or has, before others compare it
 _PAUSES = (0.0002, 0.01)  # seconds between two looks for an answer: at first, and at most
 _TOLD_S = 1.0  # how long a rank waits for the plan of another one, to say how they differ
@@ -432,6 +434,11 @@ def _alike(place: int, note: str) -> str:
 def _advice(one: str, two: str) -> str:
     if one.startswith(HOLD) and two.startswith(HOLD):
         return "Seed and load all ranks alike, or call broadcast_state(model) to give all what the first rank has"
+    if _MODEL.sub("", one) == _MODEL.sub("", two):
+        return (
+            "Neither was done. Models are numbered in the order in which fully_shard is called on their mesh: call it "
+            "equally often on all ranks, also for models that only some ranks use, and run the models in one order"
+        )
     done = "Weights may be apart since" if one.startswith(STEP) and two.startswith(STEP) else "Neither was done"
     return (
         f"{done}. Run the same modules, settings and optimizer steps on all ranks, in one order, or unshard() on all "

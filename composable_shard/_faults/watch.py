@@ -127,11 +127,12 @@ class _Ear:
             self._look_for_signs(own, failed, LOST_S)
         elif self.silence_s and self.looks % _LOOKS_A_SIGN == 0:
             self._look_for_signs(own, failed, self.silence_s)
+        elif WAITING.since and time.monotonic() - WAITING.since > own.limit - 2 * LOST_S:  # it may fail soon
+            self._signs(own)
 
     def _look_for_signs(self, own: Ledger, failed: str, longest_s: float) -> None:
         signs = self._signs(own)
         now = time.monotonic()
-        self.searched_since = self.searched_since or now
         for rank, (sign, seen) in signs.items():
             if now - seen > longest_s:
                 self._lost(own, rank, f"has given no sign of life for {now - seen:.0f} s", *_place_of(sign))
@@ -142,6 +143,7 @@ class _Ear:
     def _signs(self, own: Ledger) -> dict[int, tuple[bytes, float]]:
         """By index of each other rank: its last sign of life, and when it was seen first."""
         now = time.monotonic()
+        self.searched_since = self.searched_since or now
         for rank in range(own.world):
             key = f"sign/{rank}"
             if rank != own.rank:
@@ -155,8 +157,8 @@ class _Ear:
         did = f" behind action {place - 1}" + (f" ({last})" if last else "")
         own.poison(
             PeerLostError,
-            f"rank {rank} {why}{did}; rank {own.ranks[own.rank]} waits in {_last(own)}. Training cannot go on without it: "
-            "look at the output of that rank, and start the job again from a checkpoint",
+            f"rank {rank} {why}{did}; rank {own.ranks[own.rank]} waits in {_last(own)}. Training cannot go on without "
+            "it: look at the output of that rank, and start the job again from a checkpoint",
             self.store,
         )
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import nn
 
-from .._comm.agreement import Settings, agree, groups_of, real, replicas_of
+from .._comm.agreement import Among, Settings, agree, groups_of, real, replicas_of
 from .._comm.collectives import Transports
 from .._comm.lanes import has_streams, lane_for
 from .._comm.transports import TransportCache
@@ -313,10 +313,15 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
     listener = weakref.WeakMethod(own.order_changed)
     given = own.asked.plan is not None
     engine = Engine(tuple(groups.values()), plan, runtime, among, seat, follow_tools, without, listener, given)
-    if replicas := replicas_of(meshes):
-        engine.before_first_reduction(partial(agree, plan, replicas, settings))
+    _agree_over_replicas(engine, plan, replicas_of(meshes), settings)
     if agrees:
         seat.plan(plan.actions(), engine.planned_notes())
     tree.bind(engine, groups)
     own.order_changed(engine.order)
     return engine
+
+
+def _agree_over_replicas(engine: Engine, plan: ShardPlan, replicas: Among, settings: Settings) -> None:
+    """Let ranks of the replicas agree on the plan, too, before they communicate for the first time."""
+    if replicas:
+        engine.before_first_reduction(partial(agree, plan, replicas, settings))

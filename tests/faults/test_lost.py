@@ -115,7 +115,7 @@ def test_a_rank_that_is_stopped_is_lost_after_the_time_that_was_set():
     (said, code, errors), _ = ranks("stop", 1, COMPOSABLE_SHARD_PEER_TIMEOUT=3)
     assert (said.get("error"), code) == ("PeerLostError", 1), errors
     assert "rank 1 has given no sign of life for" in said["text"]
-    assert "step an optimizer" in said["text"] or "reduce" in said["text"]  # its last action
+    assert re.search(r"behind action \d+ \((gather|reduce|step) ", said["text"])  # its last action, to a second
     assert 2.0 < said["after"] < LIMIT_OF_COLLECTIVES_S
 
 
@@ -148,7 +148,7 @@ def test_what_one_rank_waits_for_alone_ends_on_all_ranks_at_the_limit(what):
 def test_ranks_wait_for_a_stopped_one_until_the_limit_and_name_its_last_action():
     (said, code, errors), _ = ranks("stop", 1)
     assert said.get("error") in ("PeerLostError", "RankMismatchError"), errors
-    assert re.search(r"rank 1 .*behind action \d+ \(reduce the root of model", said["text"])
+    assert re.search(r"rank 1 .*behind action \d+ \((gather|reduce|step) ", said["text"])
     assert said["after"] < 15.0
     assert code == 1
 
