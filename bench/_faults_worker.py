@@ -167,6 +167,14 @@ def learn_faster(run: Run) -> None:
     run.optimizer.param_groups[0]["lr"] = 1.0
 
 
+def drop_a_gradient(run: Run) -> None:
+    run.loss().backward()  # type: ignore[no-untyped-call]
+    if run.rank == 1:
+        next(blocks(run).parameters()).grad = None
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
 # Each case, and whether training may go on exactly after it; after the others an error is due.
 CASES: dict[str, tuple[Callable[[Run], object], bool]] = {
     "all ranks fail in a forward, and go on": (fail_and_go_on, True),
@@ -174,6 +182,8 @@ CASES: dict[str, tuple[Callable[[Run], object], bool]] = {
     "one rank leaves a layer out": (alone(leave_a_layer_out), False),
     "one rank evaluates alone": (alone(evaluate), False),
     "one rank skips an optimizer step": (skip_the_step, False),
+    "one rank has another learning rate": (alone(learn_faster), False),
+    "one rank drops a gradient": (drop_a_gradient, False),
     "one rank runs a micro-batch more": (more_micro_batches, False),
     "ranks run two models in another order": (other_order_of_models, False),
     "one rank fails in a forward, and tries again": (alone(fail_and_go_on), False),

@@ -179,6 +179,8 @@ class Actions:
     def ahead(self, group: ParamGroup | None) -> None:
         """Issue the gather of a group without waiting for it, if it is not issued or gathered already."""
         if group is not None and group.phase in AWAY:
+            if self.order.forward.kept and group in self.order.forward.kept:
+                group.note_versions()
             self._act(UNSHARD, group, group.start_gather, self.changed)
             if self.watch is not None and self.watch.serial:
                 self._arrive(group)

@@ -20,7 +20,7 @@ from .._errors import ShardConfigStateError
 from .._memory.pool import BufferPool
 from .._memory.slots import Place, Request, Slot
 from .._plan.layout import gather_layout
-from .._torch.core import plainly
+from .._torch.core import plainly, without_torch_function
 from .._torch.distributed import local_tensor
 from .faces import Faces, Leaves
 from .param import ShardedParam
@@ -285,7 +285,7 @@ class GatherBucket(Bucket):
     """
 
     __slots__ = (
-        "_gatherer", "_pool", "_reserved", "_self", "_sharded", "_sum", "begins", "copies", "for_landing",
+        "_gatherer", "_pool", "_reserved", "_self", "_sharded", "_sum", "_versions", "begins", "copies", "for_landing",
         "for_weights", "members", "nbytes", "places",
     )  # fmt: skip
 
@@ -315,6 +315,7 @@ class GatherBucket(Bucket):
         self._gatherer = Gatherer(copies, dtype, self.for_landing, pool, lane)
         self._pool = pool
         self._self = weakref.ref(self)
+        self._versions: list[int] = []  # of the shards, at the last gather
         self._sum: int | None = None  # checksum of the gathered bytes, when debugging
         self._reserved: Slot | None = None  # the slot that the next gather must take
         self.nbytes = layout.nbytes
@@ -346,8 +347,13 @@ class GatherBucket(Bucket):
         return slot
 
     def start(self, after: torch.Event | None) -> Job[None]:
-        slot = self.open()
-        return self._gatherer.start(slot, list(map(local_tensor, self._sharded)), (after, *slot.free_after))
+        slot, shards = self.open(), list(map(local_tensor, self._sharded))
+        with without_torch_function():  # else each DTensor is asked for a `__torch_function__`
+            versions = list(map(_version, self._sharded))
+        if versions != self._versions:  # somebody has written to shards: what was saved of the weights before is void
+            self._versions = versions
+            self.generation += 1
+        return self._gatherer.start(slot, shards, (after, *slot.free_after))
 
     def arrived(self) -> None:
         self.readable = True

@@ -261,7 +261,8 @@ class ParamGroup:
             self._gathers = [(b, resident.start()) for b, resident in zip(self.buckets, self.residents, strict=True)]
             self._set_phase(GATHERING)
             return
-        self._note_versions()
+        if self.pinned or self.settings.outlives[self.is_root]:
+            self._versions = self._versions_now()
         self._gathers = []
         try:
             for bucket in self.buckets:
@@ -353,19 +354,17 @@ class ParamGroup:
         """The pieces that this rank keeps after `shrink`, as DTensor parameters on the mesh of the few ranks."""
         return self._in_order([resident.shown() for resident in self.residents])
 
-    def _note_versions(self) -> None:
-        """Note from which versions of the parameters a gather is made; what was saved of others is void."""
-        versions = self._versions_now()
-        if versions != self._versions:
-            self._versions = versions
-            self.stepped()
+    def note_versions(self) -> None:
+        """The next gather will outlive its use: note the versions of the parameters it is made from, for `is_stale`."""
+        if self.phase is SHARDED:  # the pieces of a few ranks were made from older versions, noted by then
+            self._versions = self._versions_now()
 
     def pin(self) -> None:
         """A user has asked for the unsharded parameters (`unshard`); see `pinned`."""
         self.pinned = True
 
     def is_stale(self) -> bool:
-        """Whether a parameter was replaced or edited since its last gather, as far as versions tell."""
+        """Whether a parameter was replaced or edited since the versions were noted, as far as versions tell."""
         return self._versions != self._versions_now()
 
     def _versions_now(self) -> list[int]:
@@ -428,7 +427,7 @@ class ParamGroup:
         return tuple([shard.grad is not None for shard in self.shards])
 
     def stepped(self) -> None:
-        """An optimizer or a load is about to change the sharded parameters, or somebody has changed them."""
+        """An optimizer or a load is about to change the sharded parameters."""
         for bucket in self.buckets:
             bucket.generation += 1
 
