@@ -273,7 +273,6 @@ SCENARIOS = {
     "dropped-in-forward": Scenario(end=functools.partial(fail_and_drop, in_backward=False)),
     "dropped-in-backward": Scenario(
         end=functools.partial(fail_and_drop, in_backward=True),
-        known="what was in flight when a backward failed is waited for by the next forward, and not without one",
     ),
     "side-in-turns": Scenario(step=side_in_turns),
     "side-backward": Scenario(step=side_backward),

@@ -208,6 +208,14 @@ class Lane:
         """An event behind all work that was queued on the current stream so far; None on a CPU."""
         return None
 
+    def queued(self) -> Events:
+        """The event behind all work that this lane was given; none on a CPU."""
+        return ()
+
+    def current(self) -> torch.Stream | None:
+        """The current stream; None on a CPU."""
+        return None
+
 
 class StreamLane(Lane):
     """The lane of an accelerator: a stream of its own."""
@@ -251,8 +259,16 @@ class StreamLane(Lane):
 
     def mark(self) -> torch.Event | None:
         event = torch.Event(self._stream.device)
-        event.record(torch.accelerator.current_stream())
+        event.record(self.current())
         return event
+
+    def queued(self) -> Events:
+        event = torch.Event(self._stream.device)
+        event.record(self._stream)
+        return (event,)
+
+    def current(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self._stream.device)
 
 
 _simulated: list[Callable[[], Lane]] = []

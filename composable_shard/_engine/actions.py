@@ -123,6 +123,12 @@ class Actions:
         if (entries := group.entries()) is not None:
             entries.hide()
 
+    def end_reads(self) -> None:
+        """No backward reads weights now: forget the outputs of nodes, which would keep the engine alive."""
+        for group in self.groups:
+            for bucket in group.buckets:
+                bucket.end_reads()
+
     def hide_idle(self) -> None:
         """Install the sharded parameters of all groups whose forward does not run."""
         for group in self.groups:

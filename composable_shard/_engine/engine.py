@@ -129,6 +129,9 @@ class Engine:
         self.active: dict[ParamGroup, Use] = {}
         self.keepers: dict[Bucket, Keeper] = {}
         watch_steps(self)
+        if runtime.gather_lane.streams:
+            leave = runtime.pool.memory.leave
+            weakref.finalize(self, leave, runtime.gather_lane, runtime.reduce_lane).atexit = False
 
     def parts(self) -> tuple[object, ...]:
         """The engine, its `Actions` and its `GradientFlow`: the objects whose classes `listeners.py` switches."""
@@ -483,6 +486,7 @@ class Engine:
             if not self._depth:  # the end of an interrupted recomputation is never reported
                 self._forget_running()
             self._do.hide_idle()
+            self._do.end_reads()
             self.review.seat.failed("an error in its backward")
 
     def _recover(self) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -42,6 +42,7 @@ class DeviceMemory:
     def __init__(self, device: torch.device, lane: Lane) -> None:
         self.device = device
         self._lane = lane
+        self._streams: dict[torch.Stream, None] = {}  # on which it has allocated
         self._mem_pool: torch.cuda.MemPool | None = None
 
     def use_mem_pool(self, wanted: bool) -> bool:
@@ -63,6 +64,8 @@ class DeviceMemory:
     def allocate(self, nbytes: int) -> torch.Tensor:
         """New memory as a 1D tensor of bytes, with undefined content."""
         # `to_keep` leaves inference mode: a tensor made in it could never be used for training.
+        if (stream := self._lane.current()) is not None:
+            self._streams[stream] = None
         pool = nullcontext() if self._mem_pool is None else torch.cuda.use_mem_pool(self._mem_pool, self.device)
         with to_keep(), pool:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -74,6 +77,22 @@ class DeviceMemory:
         """
         event = self._lane.mark()
         return () if event is None else (event,)
+
+    def give_back(self, after: Iterable[torch.Event | None]) -> None:
+        """Memory goes back to the allocator: whoever gets it waits for these events.
+
+        That may be work on the current stream, or on the streams on which the memory was allocated.
+        """
+        for event in filter(None, after):
+            event.wait()
+            for stream in self._streams:
+                stream.wait_event(event)
+
+    def leave(self, *lanes: Lane) -> None:
+        """Nobody uses the memory any more: it goes back, perhaps before what these lanes were given is done."""
+        with suppress(Exception):  # the device may be gone, too
+            for lane in lanes:
+                self.give_back(lane.queued())
 
 
 class BufferPool:
@@ -215,8 +234,7 @@ class BufferPool:
         slot.free_after = () if after is None else (after,)
         self.live_bytes -= slot.nbytes
         if slot.resizes:
-            if after is not None:
-                after.wait()  # work in flight may still use memory that the allocator will hand out again
+            self.memory.give_back((after,))
             self.addresses.remove(slot)
             self.held_bytes -= slot.nbytes
             slot.resize(0)
@@ -338,8 +356,7 @@ class BufferPool:
             self._arena = []
             for request in self._known:
                 request.give_slot(None)
-        for event in [event for slot in freed for event in slot.free_after]:
-            event.wait()  # work in flight may still use memory that the allocator will hand out again
+        self.memory.give_back([event for slot in freed for event in slot.free_after])
         remaining = set(self.addresses).difference(freed)
         self.addresses.replace(remaining)
         beside = remaining.difference(self._arena)

@@ -55,3 +55,10 @@ class StreamedLane(Lane):
         event = self._clock.event()
         event.record()
         return event  # type: ignore[return-value]
+
+    def queued(self) -> Events:
+        with torch.cpu.stream(self._stream):  # type: ignore[arg-type]
+            return (self.mark(),)
+
+    def current(self) -> torch.Stream:
+        return torch.cpu.current_stream()  # type: ignore[return-value]

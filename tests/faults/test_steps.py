@@ -5,7 +5,9 @@ Each test ends with gradients, two more steps and evaluations that are those of 
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import composable_shard as cs
 from _blocks import next_token_loss, token_batch
 from _decoders import Training
 from _pool import distributed
+from _stepping import engine_of
 
 LIMIT_S = 60.0
 
@@ -305,3 +308,23 @@ def test_what_all_ranks_do_is_exact_though_it_is_unusual(rank, world, case):
     run = trained(rank, world)
     case(run)
     run.goes_on_exactly()
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@distributed(world=2, limit_s=LIMIT_S)
+def test_a_model_that_is_dropped_after_an_error_on_all_ranks_leaves_no_memory(rank, world, phase):
+    run = trained(rank, world)
+    engine = weakref.ref(engine_of(run.model))
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    def fail_later(_module, _args, out):
+        out.register_hook(fail)
+
+    run.model.blocks[1].register_forward_hook(fail_later if phase == "backward" else fail)
+    with pytest.raises(ZeroDivisionError):
+        run.backward()
+    del run
+    gc.collect()
+    assert engine() is None
