@@ -120,7 +120,7 @@ def enter_from_two_threads(run):
             errors.append(error)
 
     def run_another(*_):
-        thread = threading.Thread(target=forward)
+        thread = threading.Thread(target=forward, name="another")
         thread.start()
         thread.join(LIMIT_S)
 

@@ -307,7 +307,7 @@ Peak memory of 1 of 4 ranks: in the backward of step 3
   gradients                              0 bytes   0%
   optimizer                              328.5 kB  23%
   gathered parameters and communication  281.1 kB  19%
-  activations, and the rest              678.3 kB  47%
+  activations, and the rest              678.5 kB  47%
   together                               1.5 MB    100%
 
 Notes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import subprocess
 import sys
@@ -162,8 +163,15 @@ def memory_of(tracker, when="current"):
 
 
 def marks_of(model):
-    """Bytes by which our gradients are larger: a number of each parameter tells whether any rank has used it."""
-    return 4 * sum(1 for _ in model.parameters())
+    """Bytes by which our gradients are larger: a number of each parameter tells whether any rank has used it.
+
+    A rank's chunk of a group ends with these numbers, and at a multiple of four.
+    """
+    total = 0
+    for group in cs.make_plan(model).groups:
+        pieces = sum(math.prod(param.shape) // group.shard_size for param in group.params)
+        total += -(-(pieces + len(group.params)) // 4) * 4 - pieces
+    return 4 * total
 
 
 ALIKE = ["SHARDED_PARAM", "BUFFER", "ACT", "OPT", "INP", "UNSHARDED_GRAD"]  # as FSDP2's
