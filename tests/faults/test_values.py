@@ -61,6 +61,7 @@ def test_what_one_rank_steps_with_alone_is_an_error_on_all(rank, world, case):
     differ(CASES[case] + ".*Weights may be apart since", world, run.forward)
 
 
+@pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
 def test_a_schedule_that_changes_the_rate_at_each_step_soon_asks_only_now_and_then(rank, world):
     run = Training(rank, world)
@@ -113,7 +114,7 @@ class Normed(nn.Module):
         return self.down(self.norm(self.up(x))) * self.scale.mean()
 
 
-@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("debug", [False, more(True)])
 @distributed(world=2, limit_s=LIMIT_S)
 def test_the_rolling_check_finds_a_buffer_that_one_rank_has_changed_and_leaves_statistics_alone(rank, world, debug):
     with pytest.MonkeyPatch.context() as patch:
