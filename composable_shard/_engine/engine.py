@@ -39,7 +39,7 @@ from .._group.phases import SHARDED, UNSHARDED, GradPhase
 from .._plan.plan import ShardPlan
 from .._plan.record import Record
 from .._plan.schedule import Kind
-from .._torch.core import Fate, apart_from_checkpoints, current_backward, is_profiled, queue_backward_callback
+from .._torch.core import Fate, apart_from_checkpoints, captures, current_backward, is_profiled, queue_backward_callback
 from .actions import Actions, is_logged
 from .backward import BackwardPass, Iterations, Passed, Token
 from .gradients import GradientFlow, watch_leaf
@@ -64,6 +64,14 @@ def _group_of(bucket: Bucket) -> ParamGroup:
             "run backward first, or run forward again"
         )
     return group
+
+
+NO_CAPTURE = (
+    "a sharded model runs while a CUDA graph is being captured: an eager step cannot be part of one. Its lanes wait "
+    "for events from before the capture, what it schedules depends on what has run, and the host takes part in it. "
+    "Capture what runs between sharded modules, or compile the model by torch.compile(mode='reduce-overhead'), which "
+    "leaves the communication out of its graphs"
+)
 
 
 class Engine:
@@ -207,6 +215,8 @@ class Engine:
 
     @apart_from_checkpoints
     def _begin_forward(self) -> None:
+        if captures(self.pool.memory.device):
+            raise ShardConfigStateError(NO_CAPTURE)
         self._end_abandoned()
         if self._pass is not None or self._iterations.was_interrupted:
             self._recover()

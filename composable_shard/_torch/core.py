@@ -308,6 +308,11 @@ _pre_dispatch_modes_in_force: Callable[[], int] = torch._ops._len_torch_dispatch
 is_of_cuda_graph: Callable[[torch.Tensor], bool] = torch._C._is_cached_tensor  # type: ignore[attr-defined]
 
 
+def captures(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 # Whether a transform of `torch.func` runs. To ask functorch itself makes a state in each thread, which autograd then
 # copies for every node that it runs.
 is_transforming: Callable[[], bool] = partial(
