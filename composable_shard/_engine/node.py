@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
-from itertools import chain
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -134,7 +133,7 @@ class Uses:
         self.lost: list[Use] = []
 
     def __iter__(self) -> Iterator[Use]:
-        return chain(self._live.values(), self.lost)
+        return iter([*self._live.values(), *self.lost])  # a list at once: a thread of autograd may end a use meanwhile
 
     def begin(self, group: ParamGroup, made_in: int, forward: int, under_hooks: bool) -> Use:
         """A forward of a group has begun: its new use; the arguments are as of `Use`."""
