@@ -80,13 +80,54 @@ class Wholes(NamedTuple):
 class Landing(NamedTuple):
     """Views of the buffer that parameters share: the whole, this rank's chunk, its pieces, all ranks' pieces.
 
-    The last ones, `pieces`, have the shapes of `Wholes.packed`.
+    Attributes:
+        flat, chunks: the whole, (world * n,), and as (world, n).
+        chunk, own: this rank's chunk of it, and its pieces.
+        pieces: those of all ranks, in the shapes of `Wholes.packed`.
     """
 
     flat: torch.Tensor
+    chunks: torch.Tensor
     chunk: torch.Tensor
     own: list[torch.Tensor]
     pieces: list[torch.Tensor]
+
+
+class Split:
+    """Copies all ranks' pieces out of a buffer by one operator: on an accelerator, one kernel instead of one for each.
+
+    Args:
+        layout: of the parameters in the buffer, all cut along dim 0.
+        like: of the buffer's dtype and device.
+    """
+
+    __slots__ = ("_gaps", "_sizes")
+
+    def __init__(self, layout: BucketLayout, like: torch.Tensor) -> None:
+        self._sizes: list[int] = []
+        # What stands between two parameters is copied, too. The memory for it is allocated here, long before a lane
+        # writes to it, so that a lane need not wait for what the memory was used for before.
+        self._gaps: list[torch.Tensor | None] = []
+        end = 0
+        for at in layout.params:
+            if at.offset > end:
+                self._sizes.append(at.offset - end)
+                self._gaps.append(like.new_empty(layout.world, at.offset - end))
+            self._sizes.append(at.piece)
+            self._gaps.append(None)
+            end = at.offset + at.piece
+
+    def copy(self, chunks: torch.Tensor, packed: Sequence[torch.Tensor]) -> None:
+        """Copy a buffer, (world, n), to the memory of the parameters, each (world, piece)."""
+        places = iter(packed)
+        outs = [next(places) if gap is None else gap for gap in self._gaps]
+        torch.split_with_sizes_copy(chunks, self._sizes, dim=1, out=outs)
+
+
+def _split_for(layout: BucketLayout | None, like: torch.Tensor | None, streams: bool) -> Split | None:
+    if layout is None or like is None or not streams or not all(at.dim == 0 and at.piece for at in layout.params):
+        return None
+    return Split(layout, like)
 
 
 class GatherCopies:
@@ -98,6 +139,8 @@ class GatherCopies:
         transport: makes the collective; None if there is one rank only.
         converted: indices of shards that cannot be sent as they are: offloaded, of another dtype, or not contiguous.
         non_blocking: whether the host need not wait for copies of shards, which come from the CPU.
+        like: of the dtype and device.
+        streams: whether that is an accelerator.
 
     Attributes:
         layout, transport: as given.
@@ -111,8 +154,11 @@ class GatherCopies:
         transport: Transport | None,
         converted: Container[int] = (),
         non_blocking: bool = False,
+        like: torch.Tensor | None = None,
+        streams: bool = False,
     ) -> None:
         self.layout, self.transport = layout, transport
+        self._split = _split_for(layout.landing, like, streams)
         self._rank, self._non_blocking = rank, non_blocking
         params = layout.places.params
         short = [i for i, at in enumerate(params) if i in converted or at.rows_of(rank) < at.chunk]
@@ -143,7 +189,8 @@ class GatherCopies:
             chunks = flat.view(layout.world, layout.numel)
             rows = [(at, chunks[:, at.offset : at.offset + at.piece]) for at in layout.params]
             pieces = [row.view(layout.world, *at.local_shape(self._rank)) if at.dim else row for at, row in rows]
-            return Landing(flat, chunks[self._rank], own_pieces(chunks[self._rank], layout, self._rank), pieces)
+            own = own_pieces(chunks[self._rank], layout, self._rank)
+            return Landing(flat, chunks, chunks[self._rank], own, pieces)
 
     def steps(self, wholes: Wholes, landing: Landing | None, shards: Sequence[torch.Tensor]) -> Steps[None]:
         """Gather; `landing` is None if no parameters share a buffer, or there is one rank only."""
@@ -157,7 +204,10 @@ class GatherCopies:
             return
         torch._foreach_copy_(landing.own, [shards[i] for i in self.layout.packed], non_blocking=self._non_blocking)
         yield self.transport.all_gather([*wholes.regions, landing.flat], [*sent, landing.chunk])
-        torch._foreach_copy_(wholes.packed, landing.pieces)
+        if self._split is not None:
+            self._split.copy(landing.chunks, wholes.packed)
+        else:
+            torch._foreach_copy_(wholes.packed, landing.pieces)
 
 
 def copy_gradients(chunks: torch.Tensor, gradients: Gradients, layout: BucketLayout) -> None:

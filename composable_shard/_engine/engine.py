@@ -74,6 +74,11 @@ NO_CAPTURE = (
 )
 
 
+def _refuse_capture(device: torch.device) -> None:
+    if captures(device):
+        raise ShardConfigStateError(NO_CAPTURE)
+
+
 class Engine:
     """Runs eager steps of the groups of one root.
 
@@ -138,8 +143,7 @@ class Engine:
         self.keepers: dict[Bucket, Keeper] = {}
         watch_steps(self)
         if runtime.gather_lane.streams:
-            leave = runtime.pool.memory.leave
-            weakref.finalize(self, leave, runtime.gather_lane, runtime.reduce_lane).atexit = False
+            weakref.finalize(self, runtime.pool.memory.leave, runtime.gather_lane, runtime.reduce_lane)
 
     def parts(self) -> tuple[object, ...]:
         """The engine, its `Actions` and its `GradientFlow`: the objects whose classes `listeners.py` switches."""
@@ -215,8 +219,7 @@ class Engine:
 
     @apart_from_checkpoints
     def _begin_forward(self) -> None:
-        if captures(self.pool.memory.device):
-            raise ShardConfigStateError(NO_CAPTURE)
+        _refuse_capture(self.pool.memory.device)
         self._end_abandoned()
         if self._pass is not None or self._iterations.was_interrupted:
             self._recover()

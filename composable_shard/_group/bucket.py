@@ -308,7 +308,8 @@ class GatherBucket(Bucket):
         pieces = list(map(local_tensor, self._sharded))
         as_they_are = [not offloads and local.dtype == dtype and local.is_contiguous() for local in pieces]
         converted = [index for index, as_it_is in enumerate(as_they_are) if not as_it_is]
-        self.copies = copies = GatherCopies(layout, info.shard_rank, transport, converted, non_blocking=offloads)
+        like = torch.empty(0, dtype=dtype, device=info.device)
+        self.copies = copies = GatherCopies(layout, info.shard_rank, transport, converted, offloads, like, lane.streams)
         self.for_weights = pool.requests(f"weights {self.fqns[0]}", layout.nbytes)
         landing = f"landing {self.fqns[0]}"
         self.for_landing = None if layout.landing is None else pool.requests(landing, layout.landing_bytes)
