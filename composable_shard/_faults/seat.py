@@ -155,7 +155,7 @@ class Seat:
 
     def begin(self, phase: str) -> None:
         """A forward of the model begins."""
-        if not phase.startswith(NO_GRAD) and (due := self._rolling.due()) is not None:
+        if self._of_group and not phase.startswith(NO_GRAD) and (due := self._rolling.due()) is not None:
             held, groups = due
             for ledger in {self._of_group[group]: None for group in groups if group in self._of_group}:
                 ledger.stepped(f"{HOLD}{held} ({self._model})")
@@ -169,7 +169,7 @@ class Seat:
             optimizer: which one; None where that is not known, as in a compiled step.
             having: by FQN of the groups that it steps, which of their parameters have a gradient.
         """
-        details = {} if optimizer is None else self._details(optimizer, having)
+        details = self._details(optimizer, having) if optimizer is not None and self._fqns else {}
         for ledger in self._fqns:
             ledger.stepped(f"{STEP}an optimizer of {self._model}{details.get(ledger, '')}")
 

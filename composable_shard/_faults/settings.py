@@ -7,6 +7,7 @@ have a credit, and when it is used up only some of the steps say more than that 
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -68,4 +69,4 @@ def _in_words(rates: Rates, having: Having) -> str:
 
 
 def _digest(values: Rates | Having) -> str:
-    return f"{hash(values) & 0xFFFFFFFF:08x}"  # of numbers, which hash alike in all processes
+    return f"{zlib.crc32(repr(values).encode()):08x}"  # `hash` of a text differs between processes

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import composable_shard as cs
 from _decoders import Training
 from _pool import distributed, more
-from composable_shard._faults import replicas
+from composable_shard._faults import replicas, settings
 from composable_shard._faults.watch import WATCHER
 
 LIMIT_S = 60.0
@@ -168,3 +168,10 @@ def test_a_period_that_is_no_number_is_refused(rank, world):
             cs.ShardConfigValueError, match=r"COMPOSABLE_SHARD_CHECK_REPLICAS=often: expected after how"
         ):
             cs.fully_shard(nn.Linear(2, 2))(torch.ones(1, 2))
+
+
+def test_a_digest_of_learning_rates_is_the_same_in_every_process():
+    rates = ("on a device", 0.1, "none", 0.2, 0.3)
+    assert settings._in_words(rates, (True, False)) == (
+        ", learning rate on a device, 0.1, none, 0.2, ... (5 in all, bcdec377), 1 of 2 gradients (18e6be59)"
+    )
