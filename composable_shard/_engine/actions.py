@@ -199,10 +199,17 @@ class Actions:
                 self.ahead(group)
 
     def need(self, group: ParamGroup) -> None:
-        """Make the weights of a group readable: gather them if necessary, and wait for that."""
+        """Make the weights of a group readable: gather them if necessary, and wait for that.
+
+        A forward may write to shards, as that of a model that moves its teacher after its student. What was gathered
+        of them before is of no use then. (A backward needs the weights of its forward.)
+        """
         if group.phase in AWAY:
             if self.order.forward.budget is not None:
                 self._make_room(group, gathering(group))
+            self.ahead(group)
+        elif not self.pool.backward and group.is_outdated():
+            self.drop(group)
             self.ahead(group)
         if group.phase is GATHERING:
             self._arrive(group)
@@ -224,7 +231,18 @@ class Actions:
         self.gathered.add(group)
 
     def drop(self, group: ParamGroup) -> None:
-        """Reshard a group, whatever its phase is, and install its sharded parameters."""
+        """Reshard a group, whatever its phase is, and install its sharded parameters.
+
+        Raises:
+            StaleStateError: an unsharded parameter was edited in place. The group is resharded then, too.
+        """
+        try:
+            group.check_unedited()
+        finally:
+            self.give_up(group)
+
+    def give_up(self, group: ParamGroup) -> None:
+        """`drop` a group after a failure: whether anything was edited is not asked any more."""
         self.staying.discard(group)
         if (entries := group.entries()) is not None:
             entries.hide()
@@ -270,11 +288,11 @@ class Actions:
             if group.phase is not SHARDED and not group.pinned and (group.phase is GATHERING or not keeps):
                 self.drop(group)
 
-    def drop_idle(self) -> None:
-        """Drop all groups whose forward does not run and that no user has pinned."""
+    def give_up_idle(self) -> None:
+        """Give up all groups whose forward does not run and that no user has pinned."""
         for group in self.groups:
             if not group.running and not group.pinned:
-                self.drop(group)
+                self.give_up(group)
 
     def pin(self, group: ParamGroup, wait: bool) -> None:
         """Gather a group and keep it until `reshard`, its next use, or a change of its parameters."""

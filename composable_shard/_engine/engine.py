@@ -510,7 +510,7 @@ class Engine:
         self.uses.forget()
         for use in self.uses:
             use.forget()
-        self._do.drop_idle()
+        self._do.give_up_idle()
 
     def on_handles_gone(self, use: Use) -> None:
         """The last saved weight of a use of a frozen group was freed: its backward, if one runs, is over."""

@@ -16,7 +16,7 @@ from .._comm.collectives import Transport
 from .._comm.copies import GatherCopies, Landing, Wholes, regions_in
 from .._comm.lanes import Events, Job, Lane
 from .._comm.mesh import MeshInfo
-from .._errors import ShardConfigStateError
+from .._errors import StaleStateError
 from .._memory.pool import BufferPool
 from .._memory.slots import Place, Request, Slot
 from .._plan.layout import gather_layout
@@ -131,7 +131,6 @@ class Bucket:
         shown: the outputs of the node of the use that runs forward now, by index; empty outside of a forward, or if
             modules have leaves installed.
         here: the leaf Parameters over the memory in which the weights are now; None if none were made there.
-        edited: whether one of the leaves `here` had been edited in place when the node of the last use was made.
         unedited: if the running backward has checked the weights of a use and found no edit, the outputs of that use's
             node, so that it need not check again; else None.
         saved: how many handles were made so far.
@@ -141,7 +140,7 @@ class Bucket:
     """
 
     __slots__ = (
-        "__weakref__", "_faces", "dtype", "edited", "fqns", "gather_bytes", "generation", "group", "here", "is_complex",
+        "__weakref__", "_faces", "_sharded", "_versions", "dtype", "fqns", "gather_bytes", "generation", "group", "here", "is_complex",
         "params", "readable", "reads_left", "saved", "shown", "slot", "unedited",
     )  # fmt: skip
 
@@ -151,10 +150,12 @@ class Bucket:
         self.group = group
         self._faces = faces  # of weights that lie in slots
         self.params = list(params)
+        self._sharded = list(map(_sharded, params))
         self.fqns = [p.fqn for p in params]
         self.dtype, self.is_complex = dtype, dtype.is_complex
         self.slot: Slot | None = None
-        self.readable = self.edited = False
+        self.readable = False
+        self._versions: list[int] = []  # of the shards, at the last gather
         self.generation = self.saved = self.reads_left = self.gather_bytes = 0
         self.shown: Sequence[torch.Tensor] = ()
         self.here: Leaves | None = None
@@ -175,8 +176,6 @@ class Bucket:
         if face is not None and not face.at_rest:
             face.note_shown()
         self.shown = outputs
-        if self.here is not None:
-            self.edited = bool(self.here.edited())
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
         """A forward is over, and its outputs or leaves are still installed: note whether others keep views of weights.
@@ -202,6 +201,21 @@ class Bucket:
         """Begin to gather, ordered after the event `after` (the last change of the sharded parameters)."""
         raise NotImplementedError
 
+    def note_shards(self) -> None:
+        """A gather begins: if somebody has written to shards since the last one, what was saved of weights is void."""
+        versions = self._versions_of_shards()
+        if versions != self._versions:
+            self._versions = versions
+            self.generation += 1
+
+    def is_outdated(self) -> bool:
+        """Whether shards were written to since the last gather began, as far as versions tell."""
+        return self._versions_of_shards() != self._versions
+
+    def _versions_of_shards(self) -> list[int]:
+        with without_torch_function():  # else each DTensor is asked for a `__torch_function__`
+            return [*map(_version, self._sharded), *map(_version, map(local_tensor, self._sharded))]
+
     def arrived(self) -> None:
         """The gather is done: the weights can be read."""
         self.readable = True
@@ -215,7 +229,7 @@ class Bucket:
         """
         slot, leaves = self.slot, self.here
         self.slot = self.here = self.unedited = None
-        self.readable = self.edited = False
+        self.readable = False
         self._give_up(slot, leaves, after, reserve)
 
     def _give_up(self, slot: Slot | None, leaves: Leaves | None, after: torch.Event | None, reserve: bool) -> None:
@@ -240,19 +254,14 @@ class Bucket:
         """Drop all views of slots, while none is leased."""
         return
 
-    # A handle stands for a weight as it was gathered. A weight that forward edits in place before autograd saves it is
-    # saved as a copy, since resharding loses the edit. If it is edited after it was saved, backward raises an error.
+    # A handle stands for a weight as it was gathered, and resharding loses whatever is written to it. So an edit is an
+    # error: at the end of the forward in which it was made, or when the weights are given up, or where backward finds
+    # that a weight was edited after it had been saved.
 
-    def was_edited(self, index: int, version: int) -> bool:
-        """Whether a weight was edited in place since it was gathered.
-
-        Args:
-            index: of the weight.
-            version: the version of the view of it that is about to be saved.
-        """
-        if self.shown or self.here is None:
-            return version > 0 or self.edited
-        return version != self.here.versions[index]
+    def edited(self) -> set[int]:
+        """Indices of the unsharded weights that the running forward, or whoever has them, has edited in place."""
+        edited = _edited_of(self.shown)
+        return edited if self.here is None else edited | self.here.edited()
 
     def find_edited(self, shown: Sequence[torch.Tensor]) -> set[int]:
         """Indices of the weights that were edited in place, through outputs of a node (`shown`) or through leaves.
@@ -260,15 +269,29 @@ class Bucket:
         If there are none, `unedited` spares the running backward another look, which costs as much as all the rest of
         reading a saved weight.
         """
-        edited = {index for index, out in enumerate(shown) if out._version} if any(map(_version, shown)) else set()
-        if self.here is not None:
-            edited |= self.here.edited()
+        edited = _edited_of(shown) if self.here is None else _edited_of(shown) | self.here.edited()
         self.unedited = None if edited else shown
         return edited
 
     def end_reads(self) -> None:
         """The backward of a use is over: the next one looks for edits anew."""
         self.unedited = None
+
+
+def _edited_of(shown: Sequence[torch.Tensor]) -> set[int]:
+    """Indices of those outputs of a node that were edited in place."""
+    if not any(map(_version, shown)):
+        return set()
+    return {index for index, out in enumerate(shown) if out._version}
+
+
+def lost_edit(fqns: Sequence[str]) -> StaleStateError:
+    """The error for unsharded parameters that were edited in place."""
+    return StaleStateError(
+        f"{', '.join(fqns)}: edited in place while unsharded. Such an edit is lost with the unsharded copy, and with "
+        "it what the model was meant to learn from it. Edit sharded parameters instead, between two steps, or compute "
+        "with an edited copy"
+    )
 
 
 class GatherBucket(Bucket):
@@ -285,7 +308,7 @@ class GatherBucket(Bucket):
     """
 
     __slots__ = (
-        "_gatherer", "_pool", "_reserved", "_self", "_sharded", "_sum", "_versions", "begins", "copies", "for_landing",
+        "_gatherer", "_pool", "_reserved", "_self", "_sum", "begins", "copies", "for_landing",
         "for_weights", "members", "nbytes", "places",
     )  # fmt: skip
 
@@ -303,7 +326,6 @@ class GatherBucket(Bucket):
         route = None if transport is None else transport.route
         layout = gather_layout(shapes, info.shard_size, dtype.itemsize, dims, route)
         super().__init__(params, dtype, group, Faces(dtype, layout.places))
-        self._sharded = list(map(_sharded, params))
         offloads = info.offloads
         pieces = list(map(local_tensor, self._sharded))
         as_they_are = [not offloads and local.dtype == dtype and local.is_contiguous() for local in pieces]
@@ -316,7 +338,6 @@ class GatherBucket(Bucket):
         self._gatherer = Gatherer(copies, dtype, self.for_landing, pool, lane)
         self._pool = pool
         self._self = weakref.ref(self)
-        self._versions: list[int] = []  # of the shards, at the last gather
         self._sum: int | None = None  # checksum of the gathered bytes, when debugging
         self._reserved: Slot | None = None  # the slot that the next gather must take
         self.nbytes = layout.nbytes
@@ -349,11 +370,7 @@ class GatherBucket(Bucket):
 
     def start(self, after: torch.Event | None) -> Job[None]:
         slot, shards = self.open(), list(map(local_tensor, self._sharded))
-        with without_torch_function():  # else each DTensor is asked for a `__torch_function__`
-            versions = list(map(_version, self._sharded))
-        if versions != self._versions:  # somebody has written to shards: what was saved of the weights before is void
-            self._versions = versions
-            self.generation += 1
+        self.note_shards()
         return self._gatherer.start(slot, shards, (after, *slot.free_after))
 
     def arrived(self) -> None:
@@ -385,10 +402,7 @@ class GatherBucket(Bucket):
     def _check_unchanged(self, slot: Slot) -> None:
         before, self._sum = self._sum, None
         if _debug.checksum(self._bytes_in(slot)) != before:
-            raise ShardConfigStateError(
-                f"unsharded parameters of the group with {', '.join(self.fqns)}: were written to while gathered; such "
-                "a change is lost. Change the sharded parameters instead, outside of forward and backward"
-            )
+            raise lost_edit(self.fqns)
 
     def forget(self) -> None:
         if self._reserved is not None:

@@ -28,7 +28,7 @@ from .._memory.slots import Request
 from .._plan.schedule import ROOT_NAME
 from .._policies import Options, Settings
 from .._torch.distributed import local_tensor
-from .bucket import Bucket, GatherBucket
+from .bucket import Bucket, GatherBucket, lost_edit
 from .exchange import Exchange
 from .extension import ExtensionBucket, is_extended
 from .gradients import GroupGradients
@@ -304,6 +304,15 @@ class ParamGroup:
             self._set_phase(SHARDED)
             raise
         self._gathers = []
+
+    def check_unedited(self) -> None:
+        """Raise StaleStateError if unsharded parameters were edited in place since the gather, as versions tell."""
+        if edited := [bucket.fqns[index] for bucket in self.buckets for index in sorted(bucket.edited())]:
+            raise lost_edit(edited)
+
+    def is_outdated(self) -> bool:
+        """Whether shards were written to since the gather of them was issued, as far as versions tell."""
+        return any([bucket.is_outdated() for bucket in self.buckets])
 
     def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
         """A forward is over: from now on, do not reuse memory of weights that anybody keeps views of.

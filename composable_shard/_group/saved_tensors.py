@@ -151,10 +151,10 @@ class _Hooks:
             memory = self._addresses
             if (
                 memory.first <= address < memory.end
-                and (handle := self._handle(tensor, address, tensor._version)) is not None
+                and (handle := self._handle(tensor, address)) is not None
             ):
                 return handle
-        elif (flattened := self._flattened(tensor, tensor._version)) is not None:
+        elif (flattened := self._flattened(tensor)) is not None:
             return flattened
         if self._outer is not None:
             return _Foreign(self._outer[0](tensor))
@@ -180,14 +180,8 @@ class _Hooks:
             return tensor  # type: ignore[no-any-return]
         return _restored(packed)
 
-    def _handle(self, tensor: torch.Tensor, address: int, version: int) -> Any:
-        """A handle for a view of weights, or a copy if the weight was edited; None if the view is of no weights.
-
-        Args:
-            tensor: the view.
-            address: where its data begins.
-            version: the view's, or that of the tensor of a subclass of which it is an inner tensor.
-        """
+    def _handle(self, tensor: torch.Tensor, address: int) -> Any:
+        """A handle for a view of weights whose data begins at `address`; None if the view is of no weights."""
         slot = self._last
         if slot is None or slot.owner is None or not slot.begin <= address < slot.end:
             slot = self._last = self._addresses.find(address)
@@ -196,26 +190,24 @@ class _Hooks:
             return None
         place: Any
         if type(slot) is Outside:
-            index, place = slot.index, (tensor.detach(), slot.index)
+            place = (tensor.detach(), slot.index)
         else:
             place = self._places[tensor.dtype, address - slot.begin, tensor.shape, tensor.stride()]
-            index = bucket.members[place]
-        edited = (version or bucket.edited) and bucket.was_edited(index, version)
-        if edited or (bucket.is_complex and _is_lazy(tensor)):
+        if bucket.is_complex and _is_lazy(tensor):
             return _copied(tensor)
         if type(place) is Place:
             bucket.saved += 1
         keeper = self._keepers.get(bucket) if self._keepers else None
         return _new(Handle, (bucket, place, self.owner(), keeper, bucket.generation, bucket.shown))
 
-    def _flattened(self, tensor: Any, version: int) -> Any:
+    def _flattened(self, tensor: Any) -> Any:
         """A tensor of a subclass, with handles for those of its inner tensors that are weights; None if none is."""
         if type(tensor) in PLAIN or not hasattr(tensor, "__tensor_flatten__"):
-            return self._handle(tensor, address_of(tensor), version)
+            return self._handle(tensor, address_of(tensor))
         names, context = tensor.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}  # tensors, and a DTensor's mesh
         inner = {
-            name: self._flattened(part, version) if isinstance(part, torch.Tensor) else None
+            name: self._flattened(part) if isinstance(part, torch.Tensor) else None
             for name, part in parts.items()
         }
         if all(handle is None for handle in inner.values()):
@@ -230,7 +222,7 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def _copied(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A copy of an edited weight, to be saved as any tensor is, with its version."""
+    """A copy of a weight, to be saved as any tensor is, with its version."""
     copy = tensor.detach().clone()
     return copy, copy._version
 

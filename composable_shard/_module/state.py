@@ -390,6 +390,9 @@ class ShardState:
 
         Returns:
             the uses, with the outputs of their nodes, whose backward will pass through the module's outputs.
+
+        Raises:
+            StaleStateError: the forward has edited its weights in place.
         """
         if not alone and (self.others or modes_in_force() or is_transforming()):
             return self._end_family(module, copied)
@@ -400,6 +403,7 @@ class ShardState:
         if self._to_run:
             self._to_run.discard(module.__dict__[PLACE])
         if not self._to_run:
+            self.bound.group.check_unedited()
             self.open_calls.pop()
             self.bound.engine.after_forward(self.bound.group, copied)
         return () if own is None else (own,)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 from _blocks import Transformer, next_token_loss, token_batch
 from _engines import fully_shard
 from _pool import simulated
 from _sides import assert_alike, models_of, noise, optimizers_of
 from _stepping import pool_of
+from composable_shard import StaleStateError
 
 MODIFIED = r"modified by an in-?place operation"
 
@@ -72,48 +74,47 @@ def loss_of(model, step=0):
     return model(noise(3, 6, seed=step)).square().mean()
 
 
-@pytest.mark.parametrize("kind", [Edits, ThroughAView, ForEach])
-@pytest.mark.parametrize("at", [1, 2])
-@pytest.mark.parametrize("reshard", [True, False])
-@simulated(world=2)
-def test_an_edit_in_forward_after_a_weight_was_saved_is_an_error_as_without_sharding(rank, world, kind, at, reshard):
-    models = models_of(lambda: stack(kind), shard_all, reshard=reshard)
-    for model in models.values():
-        model[1].edit_at = at
-        loss = loss_of(model)
-        with pytest.raises(RuntimeError, match=MODIFIED):
-            loss.backward()
-        model.zero_grad()
-
-
-@pytest.mark.parametrize("kind", [Edits, ThroughAView, ForEach])
-@pytest.mark.parametrize("reshard", [True, False])
-@simulated(world=2)
-def test_backward_reads_an_edit_that_was_made_before_the_weight_was_saved(rank, world, kind, reshard):
-    """The edit itself is lost with the unsharded weights, unlike without sharding."""
-    models = models_of(lambda: stack(kind), shard_all, fsdp2=False, reshard=reshard)
+def go_on_exactly(models):
+    """After errors: two steps, without edits."""
+    optimizers = optimizers_of(models)
     for step in range(2):
-        before = [p.detach().clone() for p in models["plain"].parameters()]
         for model in models.values():
-            for block in model:
-                block.edit_at = 0
+            model.zero_grad()
             loss_of(model, step).backward()
-        with torch.no_grad():
-            for param, value in zip(models["plain"].parameters(), before, strict=True):
-                param.copy_(value)
         assert_alike(models)
-        for optimizer in optimizers_of(models).values():
+        for optimizer in optimizers.values():
             optimizer.step()
-            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [Edits, ThroughAView, ForEach])
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("reshard", [True, False])
+@simulated(world=2)
+def test_a_forward_that_edits_its_weights_is_an_error_as_resharding_would_lose_the_edit(
+    rank, world, kind, at, reshard
+):
+    """Without sharding the edit stays, and backward raises an error if the weight was saved before."""
+    models = models_of(lambda: stack(kind), shard_all, fsdp2=False, reshard=reshard)
+    ours = models["ours"]
+    names = "weight, other.weight" if kind is ForEach else "weight"
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        ours[1].edit_at = at
+        with mode(), pytest.raises(StaleStateError, match=rf"{_of_block_1(names)}: edited in place while unsharded"):
+            loss_of(ours)
+        ours[1].edit_at = -1
+        assert all(isinstance(param, DTensor) for param in ours.parameters())
+    go_on_exactly(models)
+
+
+def _of_block_1(names):
+    return ", ".join(f"1.{name}" for name in names.split(", ")).replace(".", r"\.")
 
 
 @simulated(world=2)
-def test_an_edit_is_noticed_where_backward_does_not_pass_the_output(rank, world):
-    models = models_of(lambda: stack(AuxiliaryLoss), shard_all, reshard=True)
-    for model in models.values():
-        loss_of(model)
-        with pytest.raises(RuntimeError, match=MODIFIED):
-            model[0].left.backward()
+def test_an_edit_is_an_error_where_backward_does_not_pass_the_output(rank, world):
+    models = models_of(lambda: stack(AuxiliaryLoss), shard_all, fsdp2=False, reshard=True)
+    with pytest.raises(StaleStateError, match=r"0\.weight: edited in place"):
+        loss_of(models["ours"])
 
 
 @pytest.mark.parametrize("how", ["weight", "view", "frozen"])
@@ -138,22 +139,34 @@ def test_an_edit_of_kept_weights_between_forward_and_backward_is_an_error(rank, 
                     (model[1].weight[0] if how == "view" else model[1].weight).div_(2)
 
 
+@pytest.mark.parametrize("then", ["forward", "reshard", "step"])
 @simulated(world=2)
-def test_an_edit_by_hand_before_forward_is_used_and_the_next_gather_knows_nothing_of_it(rank, world):
+def test_an_edit_by_hand_of_unsharded_weights_is_an_error_before_it_is_lost(rank, world, then):
     models = models_of(lambda: stack(Edits), shard_all, fsdp2=False, reshard=True)
-    for edits in (False, True, False):
-        for name, model in models.items():
-            if edits:
-                if name == "ours":
-                    model[0].unshard()
-                model[0].edit()
-            loss_of(model).backward()
-            if edits and name == "plain":
-                with torch.no_grad():
-                    model[0].weight.div_(2)
-        assert_alike(models)
-        for model in models.values():
-            model.zero_grad()
+    go_on_exactly(models)
+    ours = models["ours"]
+    (optimizer,) = optimizers_of({"ours": ours}).values()
+    ours[0].unshard()
+    ours[0].edit()
+    lose = {"forward": lambda: loss_of(ours), "reshard": ours[0].reshard, "step": optimizer.step}
+    with pytest.raises(StaleStateError, match=r"0\.weight: edited in place while unsharded"):
+        lose[then]()
+    for model in models.values():
+        model.zero_grad()
+    go_on_exactly(models)
+
+
+@simulated(world=2)
+def test_an_edit_between_forward_and_backward_of_a_weight_that_backward_does_not_read_is_an_error(rank, world):
+    models = models_of(lambda: stack(Edits), shard_all, fsdp2=False, reshard=False)
+    ours = models["ours"]
+    loss = loss_of(ours)
+    with torch.no_grad():
+        ours[1].other.bias.add_(1)
+    with pytest.raises(StaleStateError, match=r"1\.other\.bias: edited in place while unsharded"):
+        loss.backward()
+    ours.zero_grad()
+    go_on_exactly(models)
 
 
 class Caches(nn.Module):

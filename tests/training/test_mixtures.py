@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from _blocks import Transformer, token_batch
 from _engines import ENGINES
-from _pool import distributed
+from _pool import distributed, simulated
 from _sides import assert_alike, models_of, noise, optimizers_of, shard_children, stack, train_alike
 from _stepping import assert_at_rest, shard_whole
 
@@ -172,3 +175,52 @@ def test_a_student_learns_from_a_sharded_teacher(rank, world):
         for optimizer in optimizers.values():
             optimizer.step()
             optimizer.zero_grad()
+
+
+class Momentum(nn.Module):
+    """A student, and a teacher that follows it: each forward moves the teacher before it asks it, as MoCo does."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = Transformer(dropout=0.0)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, tokens):
+        logits = self.student(tokens)
+        with torch.no_grad():
+            for param, followed in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                param.mul_(0.5).add_(followed, alpha=0.5)
+            wanted = self.teacher(tokens)
+        return logits, wanted
+
+
+def shard_both(model, engine, kept):
+    for part in (model.student, model.teacher):
+        for block in part.blocks:
+            engine(block)
+        engine(part)
+    engine(model)
+    if kept:
+        for block in model.teacher.blocks:
+            block.set_reshard_after_backward(False)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@simulated(world=2)
+def test_a_teacher_that_a_forward_moves_is_asked_with_its_new_weights(rank, world, kept):
+    """The gather of its first block is issued while the student's last block runs, and so before it is moved."""
+    models = models_of(Momentum, shard_both, kept=kept)
+    optimizers = optimizers_of(models)
+    for step in range(3):
+        (tokens,) = token_batch(0, step)
+        for model in models.values():
+            logits, wanted = model(tokens)
+            (logits - 2 * wanted).square().mean().backward()
+        assert_alike(models)
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+        for model in models.values():
+            with torch.no_grad():
+                model(tokens)
+        assert_alike(models)
