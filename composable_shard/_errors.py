@@ -12,7 +12,7 @@
     │   └── ...                     kinds of these that are also what torch's FSDP2 raises for the same mistake
     ├── RankMismatchError           ranks have different plans, or do different things       (also a RuntimeError)
     ├── PeerLostError               another rank has ended, failed, or cannot be reached      (also a RuntimeError)
-    ├── StaleStateError             weights were changed between forward and backward        (also a RuntimeError)
+    ├── StaleStateError             weights were changed where or when the change is lost     (also a RuntimeError)
     ├── SavedTensorModifiedError    a saved activation was written in place before backward (also a RuntimeError)
     ├── CheckpointError             a checkpoint that could not be written or read           (also a RuntimeError)
     │   ├── CheckpointCorruptError  ... for its files are not as they were written
@@ -106,7 +106,11 @@ class PoolBudgetError(ShardConfigValueError):
 
 
 class StaleStateError(ComposableShardError, RuntimeError):
-    """Backward needs weights that an optimizer, a load or a write by hand has changed since their forward."""
+    """Weights were changed where the change is lost, or where it comes too early.
+
+    Unsharded weights were edited in place, or backward needs weights that an optimizer, a load or a write by hand has
+    changed since their forward.
+    """
 
 
 class SavedTensorModifiedError(ComposableShardError, RuntimeError):

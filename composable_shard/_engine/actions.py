@@ -6,6 +6,7 @@ In an eager step, nothing outside of this file starts or awaits a gather or a re
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections import deque
@@ -17,6 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .._comm.copies import Gradients
+from .._errors import StaleStateError
 from .._group.group import Entries, ParamGroup, Runtime
 from .._group.phases import AWAY, GATHERING, SHARDED, UNSHARDED
 from .._group.reduction import GroupReduced, Reduction
@@ -202,13 +204,13 @@ class Actions:
         """Make the weights of a group readable: gather them if necessary, and wait for that.
 
         A forward may write to shards, as that of a model that moves its teacher after its student. What was gathered
-        of them before is of no use then. (A backward needs the weights of its forward.)
+        of them before is of no use then. Where a backward follows, it notices that itself.
         """
         if group.phase in AWAY:
             if self.order.forward.budget is not None:
                 self._make_room(group, gathering(group))
             self.ahead(group)
-        elif not self.pool.backward and group.is_outdated():
+        elif not (self.pool.backward or (torch.is_grad_enabled() and group.trains)) and group.is_outdated():
             self.drop(group)
             self.ahead(group)
         if group.phase is GATHERING:
@@ -236,13 +238,6 @@ class Actions:
         Raises:
             StaleStateError: an unsharded parameter was edited in place. The group is resharded then, too.
         """
-        try:
-            group.check_unedited()
-        finally:
-            self.give_up(group)
-
-    def give_up(self, group: ParamGroup) -> None:
-        """`drop` a group after a failure: whether anything was edited is not asked any more."""
         self.staying.discard(group)
         if (entries := group.entries()) is not None:
             entries.hide()
@@ -289,10 +284,11 @@ class Actions:
                 self.drop(group)
 
     def give_up_idle(self) -> None:
-        """Give up all groups whose forward does not run and that no user has pinned."""
+        """After a failure: drop all groups whose forward does not run and that no user has pinned."""
         for group in self.groups:
             if not group.running and not group.pinned:
-                self.give_up(group)
+                with contextlib.suppress(StaleStateError):  # what has failed was said
+                    self.drop(group)
 
     def pin(self, group: ParamGroup, wait: bool) -> None:
         """Gather a group and keep it until `reshard`, its next use, or a change of its parameters."""

@@ -32,7 +32,7 @@ from .._comm.agreement import Among
 from .._comm.copies import Gradients
 from .._errors import ShardConfigStateError
 from .._faults.seat import Seat
-from .._group.bucket import Bucket
+from .._group.bucket import Bucket, lost_edit
 from .._group.group import Entries, ParamGroup, Runtime
 from .._group.optimizers import watch_steps
 from .._group.phases import SHARDED, UNSHARDED, GradPhase
@@ -322,15 +322,21 @@ class Engine:
             group: the module's group.
             copied: the views of weights that were in the module's outputs. Copies have replaced them there, so the
                 caller is about to drop the views.
+
+        Raises:
+            StaleStateError: the forward has edited its weights in place; its group is resharded all the same.
         """
         group.running -= 1
         if group.running:
             return
+        edited: Sequence[str] = ()
         if self.uses.end_forward(group) or not torch.is_grad_enabled():
-            group.end_use(copied)  # the outputs may hide views of weights in objects that were not searched
+            edited = group.end_use(copied)  # the outputs may hide views of weights in objects that were not searched
         for bucket in group.buckets if self.keepers else ():
             self.keepers.pop(bucket, None)
         self._do.end_forward(group, stays=group in self.active)
+        if edited:
+            raise lost_edit(edited)
 
     # ---- backward
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -140,8 +140,8 @@ class Bucket:
     """
 
     __slots__ = (
-        "__weakref__", "_faces", "_sharded", "_versions", "dtype", "fqns", "gather_bytes", "generation", "group", "here", "is_complex",
-        "params", "readable", "reads_left", "saved", "shown", "slot", "unedited",
+        "__weakref__", "_faces", "_sharded", "_versions", "dtype", "fqns", "gather_bytes", "generation", "group",
+        "here", "is_complex", "params", "readable", "reads_left", "saved", "shown", "slot", "unedited",
     )  # fmt: skip
 
     def __init__(
@@ -177,7 +177,7 @@ class Bucket:
             face.note_shown()
         self.shown = outputs
 
-    def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
+    def end_use(self, dropped: Sequence[torch.Tensor]) -> Sequence[str]:
         """A forward is over, and its outputs or leaves are still installed: note whether others keep views of weights.
 
         A selective checkpoint may, or a function that puts them on its ``ctx``, or a module that caches them. No handle
@@ -185,10 +185,14 @@ class Bucket:
 
         Args:
             dropped: views that the caller is about to drop.
+
+        Returns:
+            FQNs of the outputs that the forward has edited in place.
         """
-        self.shown = ()
+        shown, self.shown = self.shown, ()
         if self._faces is not None and (face := self._faces.in_use) is not None and not face.is_at_rest():
             self._faces.note_users(face, dropped, self.here)
+        return [self.fqns[index] for index in _edited_of(shown)] if any(map(_version, shown)) else ()
 
     def leaves(self) -> list[torch.nn.Parameter]:
         """The unsharded parameters as leaves; the same objects whenever the weights are in the same slot."""
@@ -201,36 +205,41 @@ class Bucket:
         """Begin to gather, ordered after the event `after` (the last change of the sharded parameters)."""
         raise NotImplementedError
 
-    def note_shards(self) -> None:
-        """A gather begins: if somebody has written to shards since the last one, what was saved of weights is void."""
-        versions = self._versions_of_shards()
+    def note_shards(self, shards: Sequence[torch.Tensor]) -> None:
+        """A gather of these shards begins: if they were written to since the last one, saved weights are void."""
+        versions = self._versions_of(shards)
         if versions != self._versions:
             self._versions = versions
             self.generation += 1
 
     def is_outdated(self) -> bool:
         """Whether shards were written to since the last gather began, as far as versions tell."""
-        return self._versions_of_shards() != self._versions
+        return self._versions_of(map(local_tensor, self._sharded)) != self._versions
 
-    def _versions_of_shards(self) -> list[int]:
+    def _versions_of(self, shards: Iterable[torch.Tensor]) -> list[int]:
         with without_torch_function():  # else each DTensor is asked for a `__torch_function__`
-            return [*map(_version, self._sharded), *map(_version, map(local_tensor, self._sharded))]
+            return [*map(_version, self._sharded), *map(_version, shards)]
 
     def arrived(self) -> None:
         """The gather is done: the weights can be read."""
         self.readable = True
 
-    def release(self, after: torch.Event | None, reserve: bool = False) -> None:
+    def release(self, after: torch.Event | None, reserve: bool = False) -> Sequence[str]:
         """Give the weights up, if they are gathered.
 
         Args:
             after: the event behind all work that reads them.
             reserve: whether to keep their memory for the next gather.
+
+        Returns:
+            FQNs of the leaves that were edited in place.
         """
         slot, leaves = self.slot, self.here
         self.slot = self.here = self.unedited = None
         self.readable = False
+        edited = () if leaves is None else [self.fqns[index] for index in leaves.edited()]
         self._give_up(slot, leaves, after, reserve)
+        return edited
 
     def _give_up(self, slot: Slot | None, leaves: Leaves | None, after: torch.Event | None, reserve: bool) -> None:
         """Give the memory of the weights back, or reserve it.
@@ -258,18 +267,15 @@ class Bucket:
     # error: at the end of the forward in which it was made, or when the weights are given up, or where backward finds
     # that a weight was edited after it had been saved.
 
-    def edited(self) -> set[int]:
-        """Indices of the unsharded weights that the running forward, or whoever has them, has edited in place."""
-        edited = _edited_of(self.shown)
-        return edited if self.here is None else edited | self.here.edited()
-
     def find_edited(self, shown: Sequence[torch.Tensor]) -> set[int]:
         """Indices of the weights that were edited in place, through outputs of a node (`shown`) or through leaves.
 
         If there are none, `unedited` spares the running backward another look, which costs as much as all the rest of
         reading a saved weight.
         """
-        edited = _edited_of(shown) if self.here is None else _edited_of(shown) | self.here.edited()
+        edited = _edited_of(shown) if any(map(_version, shown)) else set()
+        if self.here is not None:
+            edited |= self.here.edited()
         self.unedited = None if edited else shown
         return edited
 
@@ -280,8 +286,6 @@ class Bucket:
 
 def _edited_of(shown: Sequence[torch.Tensor]) -> set[int]:
     """Indices of those outputs of a node that were edited in place."""
-    if not any(map(_version, shown)):
-        return set()
     return {index for index, out in enumerate(shown) if out._version}
 
 
@@ -370,7 +374,7 @@ class GatherBucket(Bucket):
 
     def start(self, after: torch.Event | None) -> Job[None]:
         slot, shards = self.open(), list(map(local_tensor, self._sharded))
-        self.note_shards()
+        self.note_shards(shards)
         return self._gatherer.start(slot, shards, (after, *slot.free_after))
 
     def arrived(self) -> None:

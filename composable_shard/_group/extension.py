@@ -231,7 +231,7 @@ class ExtensionBucket(Bucket):
     def start(self, after: torch.Event | None) -> Job[None]:
         if after is not None:  # `ask` reads the parameters, on the current stream
             after.wait()
-        self.note_shards()
+        self.note_shards([param.local for param in self.params])
         with torch.inference_mode(False), torch.no_grad():
             if any([member.ask() for member in self._members]):  # noqa: C419 - all of them
                 self.generation += 1  # handles hold views of the former outputs, which are gone

@@ -38,6 +38,7 @@ from .resident import Resident
 
 _requires_grad, _sharded, _slot, _weights = map(attrgetter, ("requires_grad", "sharded", "slot", "weights"))
 _weights_for_use, _leaves = methodcaller("weights_for_use"), methodcaller("leaves")
+_is_outdated = methodcaller("is_outdated")
 
 
 @dataclass(frozen=True)
@@ -305,26 +306,29 @@ class ParamGroup:
             raise
         self._gathers = []
 
-    def check_unedited(self) -> None:
-        """Raise StaleStateError if unsharded parameters were edited in place since the gather, as versions tell."""
-        if edited := [bucket.fqns[index] for bucket in self.buckets for index in sorted(bucket.edited())]:
-            raise lost_edit(edited)
-
     def is_outdated(self) -> bool:
         """Whether shards were written to since the gather of them was issued, as far as versions tell."""
-        return any([bucket.is_outdated() for bucket in self.buckets])
+        return any(map(_is_outdated, self.buckets))
 
-    def end_use(self, dropped: Sequence[torch.Tensor]) -> None:
+    def end_use(self, dropped: Sequence[torch.Tensor]) -> Sequence[str]:
         """A forward is over: from now on, do not reuse memory of weights that anybody keeps views of.
 
         Args:
             dropped: views that the caller is about to drop, which do not count.
+
+        Returns:
+            FQNs of the weights that the forward has edited in place, as far as versions tell.
         """
-        for bucket in self.buckets:
-            bucket.end_use(dropped)
+        if len(self.buckets) == 1:
+            return self.buckets[0].end_use(dropped)
+        return [fqn for bucket in self.buckets for fqn in bucket.end_use(dropped)]
 
     def reshard(self) -> None:
-        """Give the unsharded parameters up, or the pieces that a few ranks keep of them."""
+        """Give the unsharded parameters up, or the pieces that a few ranks keep of them.
+
+        Raises:
+            StaleStateError: somebody has edited unsharded parameters in place; they are given up all the same.
+        """
         was_resident = self.phase is RESIDENT
         self._set_phase(SHARDED)
         self.pinned = False
@@ -332,9 +336,12 @@ class ParamGroup:
             for resident in self.residents:
                 resident.release()
             return
+        self._release(reserve=self.settings.current.keep_storage)
+
+    def _release(self, reserve: bool = False) -> None:
         after = self._runtime.gather_lane.mark()
-        for bucket in self.buckets:
-            bucket.release(after, reserve=self.settings.current.keep_storage)
+        if edited := [fqn for bucket in self.buckets for fqn in bucket.release(after, reserve)]:
+            raise lost_edit(edited)
 
     @property
     def shrinks(self) -> bool:
@@ -355,9 +362,7 @@ class ParamGroup:
             self.residents = [Resident(bucket, *how) for bucket in self._in_slots()]
         for resident in self.residents:
             resident.keep()
-        after = run.gather_lane.mark()
-        for bucket in self.buckets:
-            bucket.release(after)
+        self._release()
 
     def pieces(self) -> list[torch.Tensor]:
         """The pieces that this rank keeps after `shrink`, as DTensor parameters on the mesh of the few ranks."""

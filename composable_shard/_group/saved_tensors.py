@@ -149,10 +149,7 @@ class _Hooks:
             except (RuntimeError, NotImplementedError):
                 address = 0
             memory = self._addresses
-            if (
-                memory.first <= address < memory.end
-                and (handle := self._handle(tensor, address)) is not None
-            ):
+            if memory.first <= address < memory.end and (handle := self._handle(tensor, address)) is not None:
                 return handle
         elif (flattened := self._flattened(tensor)) is not None:
             return flattened
@@ -207,8 +204,7 @@ class _Hooks:
         names, context = tensor.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}  # tensors, and a DTensor's mesh
         inner = {
-            name: self._flattened(part) if isinstance(part, torch.Tensor) else None
-            for name, part in parts.items()
+            name: self._flattened(part) if isinstance(part, torch.Tensor) else None for name, part in parts.items()
         }
         if all(handle is None for handle in inner.values()):
             return None

@@ -21,7 +21,7 @@ from .._comm.transports import TransportCache
 from .._engine.engine import Engine
 from .._engine.node import Outputs, Use
 from .._engine.order import Order
-from .._errors import ShardConfigStateError, ShardConfigValueError
+from .._errors import ShardConfigStateError, ShardConfigValueError, StaleStateError
 from .._graph.traced import TracedGroup
 from .._group.group import ParamGroup
 from .._group.param import ShardedParam
@@ -403,7 +403,6 @@ class ShardState:
         if self._to_run:
             self._to_run.discard(module.__dict__[PLACE])
         if not self._to_run:
-            self.bound.group.check_unedited()
             self.open_calls.pop()
             self.bound.engine.after_forward(self.bound.group, copied)
         return () if own is None else (own,)
@@ -427,7 +426,8 @@ class ShardState:
                 depth if each.declaration.modules == 1 else 0
             ):
                 each.open_calls.pop()
-                each.bound.engine.after_forward(each.bound.group)
+                with contextlib.suppress(StaleStateError):  # the call has failed by another error
+                    each.bound.engine.after_forward(each.bound.group)
 
     def overwritten(self) -> None:
         """The sharded parameters are about to be loaded: no pending backward may take the new values for the old."""

@@ -90,9 +90,7 @@ def go_on_exactly(models):
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("reshard", [True, False])
 @simulated(world=2)
-def test_a_forward_that_edits_its_weights_is_an_error_as_resharding_would_lose_the_edit(
-    rank, world, kind, at, reshard
-):
+def test_a_forward_that_edits_its_weights_is_an_error_as_resharding_would_lose_the_edit(rank, world, kind, at, reshard):
     """Without sharding the edit stays, and backward raises an error if the weight was saved before."""
     models = models_of(lambda: stack(kind), shard_all, fsdp2=False, reshard=reshard)
     ours = models["ours"]
