@@ -182,19 +182,25 @@ class PoolPolicy:
             is a `PoolBudgetError`. None for no limit.
         mem_pool: on CUDA, whether the memory comes from a `torch.cuda.MemPool` of the model's own, so that it shares no
             segment with activations, and neither splits the other's. Elsewhere it is an error when the plan is made.
+        keep_idle: whether the pool keeps memory that nothing is in, above all between forward and backward, where the
+            loss is made and a step often needs most. None: on a CPU it does, for memory that goes back to the system
+            comes back page by page; on an accelerator it does not, for its allocator gives memory out again at once.
 
     Raises:
-        ShardConfigValueError: `budget` is not positive or no whole number; `mem_pool` is no bool.
+        ShardConfigValueError: `budget` is not positive or no whole number; another one is no bool.
     """
 
     budget: int | None = None
     mem_pool: bool = False
+    keep_idle: bool | None = None
 
     def __post_init__(self) -> None:
         if self.budget is not None:
             require_count("PoolPolicy.budget", self.budget, 1)
         if not isinstance(self.mem_pool, bool):
             raise ShardConfigValueError(f"PoolPolicy.mem_pool={self.mem_pool!r}: expected True or False")
+        if not isinstance(self.keep_idle, bool | None):
+            raise ShardConfigValueError(f"PoolPolicy.keep_idle={self.keep_idle!r}: expected True, False or None")
 
 
 def require_count(field: str, value: object, least: int) -> None:

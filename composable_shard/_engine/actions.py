@@ -151,13 +151,13 @@ class Actions:
     def _show_again(self, use: Use, outputs: Outputs) -> None:
         """Install the outputs of a use's node again, for a recomputation; leaves where there is no node.
 
-        If the weights were gathered into other slots than before, the outputs are made to show these.
+        If the weights were gathered to another place than before, the outputs are made to show these.
         """
         group = use.group
-        if use.slots != group.slots:
+        if use.places != group.places:
             for out, weight in zip(outputs, group.weights(), strict=False):
                 (local_tensor(out) if group.layout.wraps and isinstance(out, DTensor) else out).data = weight
-            use.move(group.slots)
+            use.move(group.places)
         entries = group.entries()
         if outputs and entries is not None:
             entries.show(outputs)
@@ -282,6 +282,8 @@ class Actions:
         for group in self.groups:
             if group.phase is not SHARDED and not group.pinned and (group.phase is GATHERING or not keeps):
                 self.drop(group)
+        if keeps:
+            self.pool.rest(between=True)
 
     def give_up_idle(self) -> None:
         """After a failure: drop all groups whose forward does not run and that no user has pinned."""
@@ -333,13 +335,17 @@ class Actions:
                 self.drop(group)
             else:
                 self._hide(group)
+        self.pool.rest()
 
     def reduce(self, group: ParamGroup, gradients: Gradients) -> None:
         """Issue the reduction of a group's gradients, after waiting for the oldest ones if too many are in flight.
 
         `.grad` is set when this reduction is waited for, or a little later by `hand_out`.
         """
-        if self._reductions:
+        if self._reductions and group.gradients.reduce_bytes > self.pool.least_large:
+            while self._reductions:  # their memory goes back to the allocator before this one's comes from it
+                self._settle_oldest()
+        elif self._reductions:
             schedule, allowed = self.order.backward, group.settings.current.max_reductions
             planned = schedule.in_flight.get(group, schedule.max_reductions)
             most = min(planned, allowed) if planned and allowed else planned or allowed or MAX_REDUCTIONS
@@ -394,6 +400,8 @@ class Actions:
             self.history.lasted(group.layout.weight_bytes)  # for a moment weights and pieces were both live
             if (entries := group.entries()) is not None:
                 entries.show(group.pieces())
+        if not (self.pool.keeps_idle or self.pool.backward) and self.order.all_have_begun():
+            self.pool.rest()  # also where the loss is made within the root's forward
 
     def begin_backward(
         self, use: Use, outputs: Outputs, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]

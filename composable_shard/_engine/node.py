@@ -47,7 +47,7 @@ class Use:
         made_in: number of the backward pass in which the forward ran (a recomputation), -1 outside of any.
         forward: number of the root's forward that contains the use; 0 for a recomputation.
         node: a weak reference to the autograd node; gives None if there is none, as for a frozen group.
-        slots: the slots of the weights that the node's outputs show.
+        places: where the weights lie that the node's outputs show.
         reads: how many handles of weights of the group's first bucket autograd has saved.
         fired: whether its gradients have been complete once.
         under_hooks: whether its forward ran under saved-tensor hooks of others, such as those of a checkpoint that
@@ -66,8 +66,8 @@ class Use:
         "node",
         "number",
         "partial",
+        "places",
         "reads",
-        "slots",
         "under_hooks",
     )
 
@@ -84,7 +84,7 @@ class Use:
         self.made_in = made_in
         self.forward = forward
         self.node: Callable[[], Any] = _no_node
-        self.slots = group.slots
+        self.places = group.places
         self.reads, self._saved_before = 0, group.buckets[0].saved
         self.fired = False
         self.under_hooks = under_hooks
@@ -104,9 +104,9 @@ class Use:
         before, self.partial = self.partial, None
         return list(gradients) if before is None else added(before, gradients)
 
-    def move(self, slots: tuple[object, ...]) -> None:
-        """The node's outputs show the weights in these slots now."""
-        self.slots = slots
+    def move(self, places: tuple[int, ...]) -> None:
+        """The node's outputs show the weights at these places now."""
+        self.places = places
 
     def forget(self) -> None:
         """The backward of the use has failed: drop its partial gradients."""

@@ -118,6 +118,7 @@ class Order:
         usual, own = self._schedule(plan), plan.own_orders
         phases = {phase: self._schedule(plan.in_phase(phase)) if phase in own else usual for phase, _ in plan.orders}
         self._pool.use_mem_pool(plan.pool.mem_pool)  # the last call that can fail: the plan changes whole or not at all
+        self._pool.keep_idle(plan.pool.keep_idle)
         self.plan, self.phases = plan, phases
         self.forward = self.backward = self.usual = usual
         for group in self._by_fqn.values():
@@ -171,7 +172,9 @@ class Order:
         return self.plan if groups == self.plan.groups else replace(self.plan, groups=groups).with_policies()
 
     def placed(self) -> ShardPlan:
-        """The plan, completed with the offsets at which the pool places its slots."""
+        """The plan, completed with the offsets at which the pool places its slots, if these lie in one piece."""
+        if not self._pool.keeps_idle:
+            return self.plan
         places = tuple(each for group in self._by_fqn.values() for each in _placed(group, self._pool))
         if places != self.plan.places:
             self.plan = replace(self.plan, places=places)
@@ -245,6 +248,10 @@ class Order:
         if index >= 0:
             self._next, listed = index + 1, forwards[index][1]
         return self.explicit.get((False, group), listed) if self.explicit else listed
+
+    def all_have_begun(self) -> bool:
+        """Whether the forward of the last group of the schedule has begun."""
+        return self._next >= len(self.forward.forward)
 
     def before(self, use: Use, now: BackwardPass) -> tuple[Sequence[ParamGroup], Sequence[ParamGroup]]:
         """What to gather ahead when the backward of a use begins; nothing if backward went past the use before.

@@ -126,6 +126,7 @@ class Bucket:
         fqns: their names.
         dtype: the dtype in which they are used; `is_complex` says whether its tensors may be lazy conjugates.
         slot: where the weights are, or will be when a running gather is done; None while sharded.
+        at: the address of the slot that was leased last; 0 if the weights lie in no slot.
         readable: whether the gather is done, so that the weights can be read.
         generation: how often the sharded parameters have changed; handles of an earlier generation are stale.
         shown: the outputs of the node of the use that runs forward now, by index; empty outside of a forward, or if
@@ -140,7 +141,7 @@ class Bucket:
     """
 
     __slots__ = (
-        "__weakref__", "_faces", "_sharded", "_versions", "dtype", "fqns", "gather_bytes", "generation", "group",
+        "__weakref__", "_faces", "_sharded", "_versions", "at", "dtype", "fqns", "gather_bytes", "generation", "group",
         "here", "is_complex", "params", "readable", "reads_left", "saved", "shown", "slot", "unedited",
     )  # fmt: skip
 
@@ -154,6 +155,7 @@ class Bucket:
         self.fqns = [p.fqn for p in params]
         self.dtype, self.is_complex = dtype, dtype.is_complex
         self.slot: Slot | None = None
+        self.at = 0
         self.readable = False
         self._versions: list[int] = []  # of the shards, at the last gather
         self.generation = self.saved = self.reads_left = self.gather_bytes = 0
@@ -369,7 +371,7 @@ class GatherBucket(Bucket):
         else:
             self._pool.resume(slot, self._self)
         assert self._faces is not None
-        self.slot, self.here = slot, self._faces.leaves.get(slot)
+        self.slot, self.at, self.here = slot, slot.begin, self._faces.enter(slot)
         return slot
 
     def start(self, after: torch.Event | None) -> Job[None]:

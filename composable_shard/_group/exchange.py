@@ -91,7 +91,7 @@ class _Gathers:
             regions = regions_in(gathering.memory, self._layout, self._layout.begins)
             return [r[: at.numel].view(at.shape) for r, at in zip(regions, self._layout.params, strict=True)]
         face = self._faces.get(slot)
-        if face is None:
+        if face is None or face.begin != slot.begin:
             face = self._faces[slot] = Face(slot, self._dtype, self._layout)
         weights = [weight.detach() for weight in face.weights]
         self._pool.release_unused(slot, face.is_used)

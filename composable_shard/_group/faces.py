@@ -40,14 +40,16 @@ class Face:
     Each parameter has a storage of its own, also since operators such as `torch.cond` take no tensors that share one.
 
     Attributes:
+        begin: the address of the slot.
         weights: the unsharded parameters, without autograd history.
         at_rest: for each storage, its use count when nobody keeps extra views: then only the face and the installed
             outputs (or leaves) share it. Empty until such outputs or leaves are made for the first time.
     """
 
-    __slots__ = ("_alone", "_storages", "at_rest", "weights")
+    __slots__ = ("_alone", "_storages", "at_rest", "begin", "weights")
 
     def __init__(self, slot: Slot, dtype: torch.dtype, layout: BucketLayout) -> None:
+        self.begin = slot.begin
         with plainly():
             self.weights = _weights_in(slot, dtype, layout)
         # If the slot's memory resizes, use counts do not matter: views share its storage, and a kept view sees whatever
@@ -133,10 +135,22 @@ class Faces:
     def __init__(self, dtype: torch.dtype, layout: BucketLayout) -> None:
         self._dtype, self._layout = dtype, layout
         self._of: dict[Slot, list[Face]] = {}
+        self._begins: dict[Slot, int] = {}  # where each slot was when its faces were made
         self.leaves: dict[Slot, Leaves] = {}
         self.in_use: Face | None = None
         self.lent: list[Face] = []
         self._dropped: list[weakref.ref[torch.Tensor]] = []  # views of leaves that the last forward was about to drop
+
+    def enter(self, slot: Slot) -> Leaves | None:
+        """The weights are about to be gathered into this slot; returns the leaves there, if any were made.
+
+        If its memory has moved since (see `BufferPool.rest`), faces over the former memory are of no use any more.
+        """
+        if self._begins.get(slot) != slot.begin:
+            self._begins[slot] = slot.begin
+            self._of.pop(slot, None)
+            self.leaves.pop(slot, None)
+        return self.leaves.get(slot)
 
     def idle(self, slot: Slot, for_use: bool = False) -> list[torch.Tensor]:
         """The weights of a face in this slot that has no outputs of a node and no kept views; made if there is none.
@@ -208,5 +222,6 @@ class Faces:
     def clear(self) -> None:
         """Drop all views of slots."""
         self._of.clear()
+        self._begins.clear()
         self.leaves.clear()
         self.in_use = None

@@ -36,7 +36,7 @@ from .param import ShardedParam, lend_attributes
 from .phases import AWAY, GATHERING, RESIDENT, SHARDED, TRANSITIONS, UNSHARDED, ParamPhase, illegal
 from .resident import Resident
 
-_requires_grad, _sharded, _slot, _weights = map(attrgetter, ("requires_grad", "sharded", "slot", "weights"))
+_requires_grad, _sharded, _at, _weights = map(attrgetter, ("requires_grad", "sharded", "at", "weights"))
 _weights_for_use, _leaves = methodcaller("weights_for_use"), methodcaller("leaves")
 _is_outdated = methodcaller("is_outdated")
 
@@ -387,9 +387,9 @@ class ParamGroup:
         return [x for local, sharded in pairs for x in (id(local), local._version, sharded._version)]
 
     @property
-    def slots(self) -> tuple[object, ...]:
-        """The slot of each bucket; when they differ from earlier ones, the weights have moved."""
-        return tuple(map(_slot, self.buckets))
+    def places(self) -> tuple[int, ...]:
+        """Where the weights of each bucket lie; when that differs from earlier, they have moved."""
+        return tuple(map(_at, self.buckets))
 
     def weights(self) -> list[torch.Tensor]:
         """The unsharded parameters, in the order of `params`, without autograd history."""

@@ -13,6 +13,7 @@ none, falls back to the free lists; it is counted, and the next arena has room f
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +30,7 @@ from .._plan.arena import pack
 from .._plan.layout import slot_bytes
 from .._torch.core import plainly, to_keep
 from .addresses import Addresses
+from .regions import Region, least_large, parted
 from .slots import Events, Outside, Places, Request, Slot
 
 
@@ -64,11 +66,19 @@ class DeviceMemory:
     def allocate(self, nbytes: int) -> torch.Tensor:
         """New memory as a 1D tensor of bytes, with undefined content."""
         # `to_keep` leaves inference mode: a tensor made in it could never be used for training.
+        with to_keep(), self._allocating():
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """New memory for a storage that has none, with undefined content."""
+        with self._allocating():
+            storage.resize_(nbytes)
+
+    def _allocating(self) -> contextlib.AbstractContextManager[None]:
+        """Memory is about to be allocated: note on which stream, and choose whose segments it comes from."""
         if (stream := self._lane.current()) is not None:
             self._streams[stream] = None
-        pool = nullcontext() if self._mem_pool is None else torch.cuda.use_mem_pool(self._mem_pool, self.device)
-        with to_keep(), pool:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return nullcontext() if self._mem_pool is None else torch.cuda.use_mem_pool(self._mem_pool, self.device)
 
     def queued(self) -> Events:
         """The event behind the work that is queued on the current stream now.
@@ -104,7 +114,8 @@ class BufferPool:
         live_bytes: bytes leased now, and bytes of weights outside of the pool that it was told of (`claim`).
         peak_bytes: the highest `live_bytes` so far.
         held_bytes: bytes of the arena and of all other slots, leased or free.
-        allocations: how often memory was allocated; steady once the order of a step has settled.
+        allocations: how often memory was allocated; steady once the order of a step has settled. Regions that get
+            memory again do not count.
         lent_bytes: those of `live_bytes` that stay leased only because users of this rank keep views of them.
         backward: whether a backward runs: it has requests of its own, which may have other slots than forward's.
         places: the one object for each `Place`.
@@ -112,6 +123,8 @@ class BufferPool:
         owns: whether each name has a slot of its own, allocated when it is leased and freed when it is released: so
             tools that count memory find who uses how much. To be changed only right after `forget`.
         fallbacks: by name, the number of leases for which the arena had no free slot.
+        keeps_idle: whether the arena keeps its memory also while nothing in it is leased (see `rest`).
+        least_large: the bytes beyond which a request has memory of the arena only while it is leased.
     """
 
     def __init__(self, device: torch.device, lane: Lane) -> None:
@@ -125,6 +138,11 @@ class BufferPool:
         self._known: dict[Request, None] = {}  # all that were leased, in the order of their first leases
         self._live: set[Request] = set()
         self._arena: list[Slot] = []
+        self._regions: list[Region] = []
+        self._is_planned = False  # whether they are those of an arena, and not one for each request so far
+        self._dry = 0  # how many regions have no memory now
+        self.keeps_idle, self.least_large = True, float("inf")
+        self._resting: dict[Request, None] = {}  # what stays leased between forward and backward
         self._lacks = True
         self._free: dict[int, list[Slot]] = {}
         self._counted_out: deque[tuple[Slot | None, Callable[[], bool]]] = deque()
@@ -134,8 +152,8 @@ class BufferPool:
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes of the arena; 0 while there is none."""
-        return max(slot.end for slot in self._arena) - self._arena[0].begin if self._arena else 0
+        """Bytes of the arena with all of its regions; 0 while there is none."""
+        return sum(region.nbytes for region in self._regions)
 
     @property
     def issued_bytes(self) -> int:
@@ -149,6 +167,16 @@ class BufferPool:
             ShardConfigValueError: the device has none.
         """
         self._lacks |= self.memory.use_mem_pool(wanted)
+
+    def keep_idle(self, wanted: bool | None) -> None:
+        """Set `keeps_idle`; None for what suits the device.
+
+        An accelerator's allocator gives memory out again at once. On a CPU it goes back to the system, and comes back
+        page by page.
+        """
+        wanted = self.memory.device.type == "cpu" if wanted is None else wanted
+        self._lacks |= wanted is not self.keeps_idle
+        self.keeps_idle = wanted
 
     def count(self, wanted: bool) -> None:
         """Set `counted`."""
@@ -189,6 +217,8 @@ class BufferPool:
         slot = request.slot
         if slot is None or slot.request is not None or (slot.rivals and _is_taken(slot)):
             slot = self._own_slot(request) if self.owns else self._unplanned(request)
+        elif self._dry and slot.region.is_dry:
+            self._fill(slot.region)
         if request.met is None or not live <= request.met:
             self._note_met(request)
         if self.counted:
@@ -202,9 +232,13 @@ class BufferPool:
 
     def _unplanned(self, request: Request) -> Slot:
         """A slot from the free lists, or a new one."""
-        if self._arena:
+        if self._is_planned:
             self.fallbacks[request.name] = self.fallbacks.get(request.name, 0) + 1
             self._lacks = True
+        if request.slot is None and not self.keeps_idle:
+            region = self._add_region([request], [(0, request.nbytes)], is_large=True)
+            self.addresses.add(region.slots[0])
+            return region.slots[0]
         free = self._free.get(request.nbytes)
         return free.pop() if free else self._make(request.nbytes)
 
@@ -240,6 +274,8 @@ class BufferPool:
             slot.resize(0)
         elif request.slot is not slot:
             self._free.setdefault(slot.nbytes, []).append(slot)
+        elif slot.region.is_large and slot.region.is_free():
+            self._drain(slot.region)
 
     def suspend(self, slot: Slot, after: torch.Event | None, lent: bool) -> None:
         """Take the weights' owner from a slot that stays leased, as handles must no longer find weights there.
@@ -315,23 +351,75 @@ class BufferPool:
     def make_arena(self) -> None:
         """Replace all slots by those of a new arena. Nobody may hold any of them."""
         self.empty()
-        known = list(self._known)
+        known, self._arena, self._regions = list(self._known), [], []
         spans = _packed(known)
-        memory = self._allocate(max(offset + size for offset, size in spans))
+        if self.keeps_idle:
+            self._add_region(known, spans)
+            self.addresses.replace(self._arena)
+        else:
+            self.least_large = least_large(known, _end_of(spans))
+            for is_large, part in parted(known, self._resting, self.least_large):
+                if part:  # one after the other, so that they never stand all at once
+                    self._drain(self._add_region(part, _packed(part), is_large))
+        self._is_planned, self._lacks = True, False
+
+    def _add_region(self, known: Sequence[Request], spans: Sequence[tuple[int, int]], is_large: bool = False) -> Region:
+        """Give these requests slots in a new region of the arena, at these offsets and with these sizes."""
+        memory = self._allocate(_end_of(spans))
         queued = self.memory.queued()
+        region = Region(memory, self.arena_bytes, is_large)
         with plainly():
             slots = {(offset, size): Slot(memory[offset : offset + size], queued) for offset, size in {*spans}}
-        self._arena = sorted(slots.values())
-        _find_rivals(self._arena)
+        region.slots = sorted(slots.values())
+        _find_rivals(region.slots)
+        for slot in region.slots:
+            slot.lie_in(region)
         for request, span in zip(known, spans, strict=True):
             request.give_slot(slots[span])
-        self.addresses.replace(self._arena)
-        self._lacks = False
+        self._arena += region.slots
+        self._regions.append(region)
+        return region
+
+    def rest(self, between: bool = False) -> None:
+        """Nothing is about to be leased: the regions of the arena in which nothing is leased give their memory back.
+
+        Args:
+            between: whether a forward has ended and its backward comes: what is leased now belongs in a region of its
+                own, which the next arena has.
+        """
+        if self.keeps_idle or self.owns:
+            return
+        if self._counted_out:
+            self.reclaim()
+        if between and not self._resting.keys() >= self._live:
+            self._resting |= dict.fromkeys(self._live)
+            self._lacks = True
+        for region in self._regions:
+            if not region.is_dry and region.is_free():
+                self._drain(region)
+
+    def _drain(self, region: Region) -> None:
+        """Nothing in a region is leased: its memory goes back to the allocator."""
+        self.memory.give_back(region.drain())
+        self.addresses.replace(set(self.addresses).difference(region.slots))
+        region.storage.resize_(0)
+        self.held_bytes -= region.nbytes
+        self._dry += 1
+
+    def _fill(self, region: Region) -> None:
+        """A region has no memory, and something in it is leased now."""
+        if region.is_large:
+            self.rest()
+        self.memory.fill(region.storage, region.nbytes)
+        region.fill(self.memory.queued())
+        self.addresses.replace([*self.addresses, *region.slots])
+        self.held_bytes += region.nbytes
+        self._dry -= 1
 
     def span_of(self, request: Request) -> tuple[int, int] | None:
         """Offset and size in bytes of a request's slot in the arena; None if it has none."""
         slot = request.slot
-        return None if slot is None else (slot.begin - self._arena[0].begin, slot.nbytes)
+        return None if slot is None else (slot.region.offset + slot.offset, slot.nbytes)
 
     def claim(self, outside: Sequence[Outside]) -> None:
         """Weights lie in memory outside of the slots: its bytes count as live, but not as held."""
@@ -352,15 +440,16 @@ class BufferPool:
         self._own.clear()
         if all(slot.request is None for slot in self._arena):
             freed += self._arena
-            self._lacks |= bool(self._arena)
-            self._arena = []
+            self._lacks |= self._is_planned
+            self._arena, self._regions, self._dry, self._is_planned = [], [], 0, False
             for request in self._known:
                 request.give_slot(None)
         self.memory.give_back([event for slot in freed for event in slot.free_after])
         remaining = set(self.addresses).difference(freed)
         self.addresses.replace(remaining)
         beside = remaining.difference(self._arena)
-        self.held_bytes = self.arena_bytes + sum(slot.nbytes for slot in beside)
+        filled = sum(region.nbytes for region in self._regions if not region.is_dry)
+        self.held_bytes = filled + sum(slot.nbytes for slot in beside)
 
     def forget(self) -> None:
         """Free all memory that is not leased, and forget which requests have met: sizes are about to change."""
@@ -368,6 +457,7 @@ class BufferPool:
         for request in self._known.keys() - self._live:
             request.forget()
         self._known = {request: None for request in self._known if request in self._live}
+        self._resting.clear()
         for request in self._live:
             request.forget_met(self._live)
         self._lacks = True
@@ -399,6 +489,10 @@ def _packed(known: Sequence[Request]) -> list[tuple[int, int]]:
     meets = [sorted([index[other] for other in request.met or () if other in index]) for request in known]
     sizes = [request.nbytes for request in known]
     return list(zip(pack(sizes, meets, [request.name for request in known]), sizes, strict=True))
+
+
+def _end_of(spans: Iterable[tuple[int, int]]) -> int:
+    return max(offset + size for offset, size in spans)
 
 
 def _ended(end: Callable[[], object]) -> bool:

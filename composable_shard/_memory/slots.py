@@ -109,6 +109,7 @@ class Slot:
         free_after: the events behind the last work on it, for which the next writer waits.
         begin, end, nbytes: addresses of its first byte and of the first behind it, and its size in bytes.
         rivals: other slots of an arena that overlap it.
+        region: the part of the arena in which it lies; None if in none.
         reach: the highest end of this slot and its rivals.
         resizes: whether it has memory only while it is leased, each time elsewhere.
     """
@@ -124,6 +125,7 @@ class Slot:
         "nbytes",
         "owner",
         "reach",
+        "region",
         "request",
         "resizes",
         "rivals",
@@ -142,7 +144,23 @@ class Slot:
         self.lent = False
         self.free_after = free_after
         self.rivals: tuple[Slot, ...] = ()
+        self.region: Any = None
         self.resizes = resizes
+
+    @property
+    def offset(self) -> int:
+        """Bytes from the start of its allocation."""
+        return int(self._bytes[0].storage_offset())
+
+    def lie_in(self, region: Any) -> None:
+        """It lies in this `Region` of the arena."""
+        self.region = region
+
+    def moved(self, free_after: Events) -> None:
+        """Its allocation was made anew, perhaps elsewhere."""
+        self.free_after = free_after
+        self.begin = address_of(self._bytes[0])
+        self.end = self.begin + self.nbytes
 
     def set_rivals(self, rivals: Sequence[Slot]) -> None:
         """These slots of the arena overlap it."""

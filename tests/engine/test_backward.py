@@ -19,7 +19,7 @@ steadily = settings(deadline=None, derandomize=True)
 class Group:
     """Stands for a ParamGroup."""
 
-    slots = ()
+    places = ()
 
     trains = True
 

@@ -13,7 +13,7 @@ class Group(SimpleNamespace):
 
 def group():
     settings = SimpleNamespace(current=SimpleNamespace(reduce_unused=False))
-    return Group(settings=settings, trains=True, slots=(), buckets=[SimpleNamespace(saved=0)])
+    return Group(settings=settings, trains=True, places=(), buckets=[SimpleNamespace(saved=0)])
 
 
 def test_a_use_that_ends_while_all_are_gone_through_does_not_disturb():

@@ -110,10 +110,10 @@ def test_a_method_moves_the_parameters_as_the_table_says_or_raises(rank, world, 
 @distributed(world=4)
 def test_a_refused_transition_has_done_nothing(rank, world, phase, step):
     _module, group = group_in(phase, world)
-    before = group.slots, repr(group._runtime.pool)
+    before = group.places, repr(group._runtime.pool)
     with pytest.raises(PhaseError):
         PARAM_STEPS[step](group)
-    assert (group.slots, repr(group._runtime.pool)) == before
+    assert (group.places, repr(group._runtime.pool)) == before
     finish(group)
 
 

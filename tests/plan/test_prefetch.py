@@ -270,6 +270,7 @@ def test_no_groups_have_an_empty_schedule():
         (lambda: PoolPolicy(0), "PoolPolicy.budget=0"),
         (lambda: PoolPolicy(math.nan), "PoolPolicy.budget=nan"),
         (lambda: PoolPolicy(mem_pool=1), "PoolPolicy.mem_pool=1"),
+        (lambda: PoolPolicy(keep_idle="no"), "PoolPolicy.keep_idle='no'"),
         (lambda: Costs(math.nan, 1.0, (), ()), "Costs.latency=nan"),
         (lambda: Costs(0.0, -1.0, (), ()), "Costs.bandwidth=-1.0"),
         (lambda: Costs(-1.0, 1.0, (), ()), "Costs.latency=-1.0"),
