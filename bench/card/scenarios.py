@@ -347,8 +347,8 @@ def packing_ignores_slots() -> Iterator[None]:
 def slots_carry_no_event() -> Iterator[None]:
     real = GatherBucket.release
 
-    def release(bucket: GatherBucket, after: object, reserve: bool = False) -> None:
-        real(bucket, None, reserve)
+    def release(bucket: GatherBucket, after: object, reserve: bool = False) -> Any:
+        return real(bucket, None, reserve)
 
     with mock.patch.object(GatherBucket, "release", release):
         yield

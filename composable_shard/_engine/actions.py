@@ -342,13 +342,8 @@ class Actions:
 
         `.grad` is set when this reduction is waited for, or a little later by `hand_out`.
         """
-        if self._reductions and group.gradients.reduce_bytes > self.pool.least_large:
-            while self._reductions:  # their memory goes back to the allocator before this one's comes from it
-                self._settle_oldest()
-        elif self._reductions:
-            schedule, allowed = self.order.backward, group.settings.current.max_reductions
-            planned = schedule.in_flight.get(group, schedule.max_reductions)
-            most = min(planned, allowed) if planned and allowed else planned or allowed or MAX_REDUCTIONS
+        if self._reductions:
+            most = self._most_before(group)
             while len(self._reductions) >= most:
                 self._settle_oldest()
         if self.order.forward.budget is not None:
@@ -356,6 +351,14 @@ class Actions:
         self._start_reduce(group, gradients)
         if self.watch is not None and self.watch.serial:
             self._settle_oldest()
+
+    def _most_before(self, group: ParamGroup) -> int:
+        """How many reductions may be in flight when that of a group is issued; at least 1."""
+        if group.gradients.reduce_bytes > self.pool.arena.least_large:
+            return 1  # their memory goes back to the allocator before this one's comes from it
+        schedule, allowed = self.order.backward, group.settings.current.max_reductions
+        planned = schedule.in_flight.get(group, schedule.max_reductions)
+        return min(planned, allowed) if planned and allowed else planned or allowed or MAX_REDUCTIONS
 
     def _start_reduce(self, group: ParamGroup, gradients: Gradients) -> None:
         if self._ask_first is not None:
@@ -400,7 +403,7 @@ class Actions:
             self.history.lasted(group.layout.weight_bytes)  # for a moment weights and pieces were both live
             if (entries := group.entries()) is not None:
                 entries.show(group.pieces())
-        if not (self.pool.keeps_idle or self.pool.backward) and self.order.all_have_begun():
+        if not (self.pool.arena.keeps_idle or self.pool.backward) and self.order.all_have_begun():
             self.pool.rest()  # also where the loss is made within the root's forward
 
     def begin_backward(

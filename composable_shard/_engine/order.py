@@ -173,7 +173,7 @@ class Order:
 
     def placed(self) -> ShardPlan:
         """The plan, completed with the offsets at which the pool places its slots, if these lie in one piece."""
-        if not self._pool.keeps_idle:
+        if not self._pool.arena.keeps_idle:
             return self.plan
         places = tuple(each for group in self._by_fqn.values() for each in _placed(group, self._pool))
         if places != self.plan.places:

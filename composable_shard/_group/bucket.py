@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -209,18 +209,16 @@ class Bucket:
 
     def note_shards(self, shards: Sequence[torch.Tensor]) -> None:
         """A gather of these shards begins: if they were written to since the last one, saved weights are void."""
-        versions = self._versions_of(shards)
+        with without_torch_function():  # else each DTensor is asked for a `__torch_function__`
+            versions = [*map(_version, self._sharded), *map(_version, shards)]
         if versions != self._versions:
             self._versions = versions
             self.generation += 1
 
     def is_outdated(self) -> bool:
         """Whether shards were written to since the last gather began, as far as versions tell."""
-        return self._versions_of(map(local_tensor, self._sharded)) != self._versions
-
-    def _versions_of(self, shards: Iterable[torch.Tensor]) -> list[int]:
-        with without_torch_function():  # else each DTensor is asked for a `__torch_function__`
-            return [*map(_version, self._sharded), *map(_version, shards)]
+        with without_torch_function():
+            return [*map(_version, self._sharded), *map(_version, map(local_tensor, self._sharded))] != self._versions
 
     def arrived(self) -> None:
         """The gather is done: the weights can be read."""

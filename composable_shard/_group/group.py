@@ -336,11 +336,11 @@ class ParamGroup:
             for resident in self.residents:
                 resident.release()
             return
-        self._release(reserve=self.settings.current.keep_storage)
-
-    def _release(self, reserve: bool = False) -> None:
-        after = self._runtime.gather_lane.mark()
-        if edited := [fqn for bucket in self.buckets for fqn in bucket.release(after, reserve)]:
+        after, reserve = self._runtime.gather_lane.mark(), self.settings.current.keep_storage
+        edited: list[str] = []
+        for bucket in self.buckets:
+            edited += bucket.release(after, reserve)
+        if edited:
             raise lost_edit(edited)
 
     @property
@@ -362,7 +362,9 @@ class ParamGroup:
             self.residents = [Resident(bucket, *how) for bucket in self._in_slots()]
         for resident in self.residents:
             resident.keep()
-        self._release()
+        after = run.gather_lane.mark()
+        if edited := [fqn for bucket in self.buckets for fqn in bucket.release(after)]:
+            raise lost_edit(edited)
 
     def pieces(self) -> list[torch.Tensor]:
         """The pieces that this rank keeps after `shrink`, as DTensor parameters on the mesh of the few ranks."""

@@ -13,11 +13,10 @@ none, falls back to the free lists; it is counted, and the next arena has room f
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -25,84 +24,12 @@ import torch
 
 from .. import _debug
 from .._comm.lanes import Lane
-from .._errors import ShardConfigValueError
-from .._plan.arena import pack
 from .._plan.layout import slot_bytes
-from .._torch.core import plainly, to_keep
+from .._torch.core import plainly
 from .addresses import Addresses
-from .regions import Region, least_large, parted
-from .slots import Events, Outside, Places, Request, Slot
-
-
-class DeviceMemory:
-    """Allocates memory on one device, to be written to by work on one lane.
-
-    Attributes:
-        device: where it allocates.
-    """
-
-    def __init__(self, device: torch.device, lane: Lane) -> None:
-        self.device = device
-        self._lane = lane
-        self._streams: dict[torch.Stream, None] = {}  # on which it has allocated
-        self._mem_pool: torch.cuda.MemPool | None = None
-
-    def use_mem_pool(self, wanted: bool) -> bool:
-        """Set whether memory comes from a `torch.cuda.MemPool` from now on; returns whether that is new.
-
-        Raises:
-            ShardConfigValueError: the device has none.
-        """
-        if wanted and self.device.type != "cuda":
-            raise ShardConfigValueError(
-                f"PoolPolicy(mem_pool=True): there is a MemPool on CUDA only, and this model is on {self.device.type}; "
-                "leave it out"
-            )
-        if wanted == (self._mem_pool is not None):
-            return False
-        self._mem_pool = torch.cuda.MemPool() if wanted else None
-        return True
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """New memory as a 1D tensor of bytes, with undefined content."""
-        # `to_keep` leaves inference mode: a tensor made in it could never be used for training.
-        with to_keep(), self._allocating():
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
-    def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """New memory for a storage that has none, with undefined content."""
-        with self._allocating():
-            storage.resize_(nbytes)
-
-    def _allocating(self) -> contextlib.AbstractContextManager[None]:
-        """Memory is about to be allocated: note on which stream, and choose whose segments it comes from."""
-        if (stream := self._lane.current()) is not None:
-            self._streams[stream] = None
-        return nullcontext() if self._mem_pool is None else torch.cuda.use_mem_pool(self._mem_pool, self.device)
-
-    def queued(self) -> Events:
-        """The event behind the work that is queued on the current stream now.
-
-        The first writer of new memory waits for it: the allocator may hand out memory that earlier work still reads.
-        """
-        event = self._lane.mark()
-        return () if event is None else (event,)
-
-    def give_back(self, after: Iterable[torch.Event | None]) -> None:
-        """Memory goes back to the allocator: whoever gets it waits for these events.
-
-        That may be work on the current stream, or on the streams on which the memory was allocated.
-        """
-        for event in filter(None, after):
-            event.wait()
-            for stream in self._streams:
-                stream.wait_event(event)
-
-    def leave(self, *lanes: Lane) -> None:
-        """Nobody uses the memory any more: it goes back, perhaps before what these lanes were given is done."""
-        with suppress(Exception):  # the device may be gone, too
-            for lane in lanes:
-                self.give_back(lane.queued())
+from .device import DeviceMemory
+from .regions import Arena
+from .slots import Outside, Places, Request, Slot
 
 
 class BufferPool:
@@ -113,9 +40,7 @@ class BufferPool:
         addresses: which weights lie where.
         live_bytes: bytes leased now, and bytes of weights outside of the pool that it was told of (`claim`).
         peak_bytes: the highest `live_bytes` so far.
-        held_bytes: bytes of the arena and of all other slots, leased or free.
-        allocations: how often memory was allocated; steady once the order of a step has settled. Regions that get
-            memory again do not count.
+        arena: the slots that have a fixed place.
         lent_bytes: those of `live_bytes` that stay leased only because users of this rank keep views of them.
         backward: whether a backward runs: it has requests of its own, which may have other slots than forward's.
         places: the one object for each `Place`.
@@ -123,26 +48,19 @@ class BufferPool:
         owns: whether each name has a slot of its own, allocated when it is leased and freed when it is released: so
             tools that count memory find who uses how much. To be changed only right after `forget`.
         fallbacks: by name, the number of leases for which the arena had no free slot.
-        keeps_idle: whether the arena keeps its memory also while nothing in it is leased (see `rest`).
-        least_large: the bytes beyond which a request has memory of the arena only while it is leased.
     """
 
     def __init__(self, device: torch.device, lane: Lane) -> None:
         self.memory = DeviceMemory(device, lane)
         self.addresses = Addresses()
-        self.live_bytes = self.peak_bytes = self.held_bytes = self.allocations = 0
+        self.live_bytes = self.peak_bytes = self._beside_bytes = self._allocations = 0
         self.fallbacks: dict[str, int] = {}
         self.backward = False
         self.lent_bytes = 0
         self._requests: weakref.WeakValueDictionary[tuple[str, int, bool], Request] = weakref.WeakValueDictionary()
         self._known: dict[Request, None] = {}  # all that were leased, in the order of their first leases
         self._live: set[Request] = set()
-        self._arena: list[Slot] = []
-        self._regions: list[Region] = []
-        self._is_planned = False  # whether they are those of an arena, and not one for each request so far
-        self._dry = 0  # how many regions have no memory now
-        self.keeps_idle, self.least_large = True, float("inf")
-        self._resting: dict[Request, None] = {}  # what stays leased between forward and backward
+        self.arena = Arena(self.memory, self.addresses)
         self._lacks = True
         self._free: dict[int, list[Slot]] = {}
         self._counted_out: deque[tuple[Slot | None, Callable[[], bool]]] = deque()
@@ -153,7 +71,20 @@ class BufferPool:
     @property
     def arena_bytes(self) -> int:
         """Bytes of the arena with all of its regions; 0 while there is none."""
-        return sum(region.nbytes for region in self._regions)
+        return self.arena.nbytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the arena, as far as it has memory now, and of all other slots, leased or free."""
+        return self._beside_bytes + self.arena.held_bytes
+
+    @property
+    def allocations(self) -> int:
+        """How often memory was allocated: steady once the order of a step has settled.
+
+        Regions that get memory again do not count.
+        """
+        return self._allocations + self.arena.allocations
 
     @property
     def issued_bytes(self) -> int:
@@ -169,14 +100,12 @@ class BufferPool:
         self._lacks |= self.memory.use_mem_pool(wanted)
 
     def keep_idle(self, wanted: bool | None) -> None:
-        """Set `keeps_idle`; None for what suits the device.
+        """Set whether the arena keeps its memory also while nothing in it is leased; None for what suits the device.
 
         An accelerator's allocator gives memory out again at once. On a CPU it goes back to the system, and comes back
         page by page.
         """
-        wanted = self.memory.device.type == "cpu" if wanted is None else wanted
-        self._lacks |= wanted is not self.keeps_idle
-        self.keeps_idle = wanted
+        self._lacks |= self.arena.keep_idle(self.memory.device.type == "cpu" if wanted is None else wanted)
 
     def count(self, wanted: bool) -> None:
         """Set `counted`."""
@@ -217,8 +146,8 @@ class BufferPool:
         slot = request.slot
         if slot is None or slot.request is not None or (slot.rivals and _is_taken(slot)):
             slot = self._own_slot(request) if self.owns else self._unplanned(request)
-        elif self._dry and slot.region.is_dry:
-            self._fill(slot.region)
+        elif self.arena.dry and slot.region.is_dry:
+            self.arena.fill(slot.region)
         if request.met is None or not live <= request.met:
             self._note_met(request)
         if self.counted:
@@ -232,13 +161,11 @@ class BufferPool:
 
     def _unplanned(self, request: Request) -> Slot:
         """A slot from the free lists, or a new one."""
-        if self._is_planned:
+        if self.arena.is_planned:
             self.fallbacks[request.name] = self.fallbacks.get(request.name, 0) + 1
             self._lacks = True
-        if request.slot is None and not self.keeps_idle:
-            region = self._add_region([request], [(0, request.nbytes)], is_large=True)
-            self.addresses.add(region.slots[0])
-            return region.slots[0]
+        if request.slot is None and not self.arena.keeps_idle:
+            return self.arena.add(request)
         free = self._free.get(request.nbytes)
         return free.pop() if free else self._make(request.nbytes)
 
@@ -249,7 +176,7 @@ class BufferPool:
             slot = self._own[request.name, request.nbytes] = self._make(request.nbytes)
             return slot
         slot.resize(request.nbytes, self.memory.queued())
-        self.held_bytes += slot.nbytes
+        self._beside_bytes += slot.nbytes
         self.addresses.add(slot)
         return slot
 
@@ -270,12 +197,12 @@ class BufferPool:
         if slot.resizes:
             self.memory.give_back((after,))
             self.addresses.remove(slot)
-            self.held_bytes -= slot.nbytes
+            self._beside_bytes -= slot.nbytes
             slot.resize(0)
         elif request.slot is not slot:
             self._free.setdefault(slot.nbytes, []).append(slot)
-        elif slot.region.is_large and slot.region.is_free():
-            self._drain(slot.region)
+        elif slot.region.is_large:
+            self.arena.drain(slot.region)
 
     def suspend(self, slot: Slot, after: torch.Event | None, lent: bool) -> None:
         """Take the weights' owner from a slot that stays leased, as handles must no longer find weights there.
@@ -351,70 +278,22 @@ class BufferPool:
     def make_arena(self) -> None:
         """Replace all slots by those of a new arena. Nobody may hold any of them."""
         self.empty()
-        known, self._arena, self._regions = list(self._known), [], []
-        spans = _packed(known)
-        if self.keeps_idle:
-            self._add_region(known, spans)
-            self.addresses.replace(self._arena)
-        else:
-            self.least_large = least_large(known, _end_of(spans))
-            for is_large, part in parted(known, self._resting, self.least_large):
-                if part:  # one after the other, so that they never stand all at once
-                    self._drain(self._add_region(part, _packed(part), is_large))
-        self._is_planned, self._lacks = True, False
-
-    def _add_region(self, known: Sequence[Request], spans: Sequence[tuple[int, int]], is_large: bool = False) -> Region:
-        """Give these requests slots in a new region of the arena, at these offsets and with these sizes."""
-        memory = self._allocate(_end_of(spans))
-        queued = self.memory.queued()
-        region = Region(memory, self.arena_bytes, is_large)
-        with plainly():
-            slots = {(offset, size): Slot(memory[offset : offset + size], queued) for offset, size in {*spans}}
-        region.slots = sorted(slots.values())
-        _find_rivals(region.slots)
-        for slot in region.slots:
-            slot.lie_in(region)
-        for request, span in zip(known, spans, strict=True):
-            request.give_slot(slots[span])
-        self._arena += region.slots
-        self._regions.append(region)
-        return region
+        self.arena.make(list(self._known))
+        self._lacks = False
 
     def rest(self, between: bool = False) -> None:
-        """Nothing is about to be leased: the regions of the arena in which nothing is leased give their memory back.
+        """Nothing is about to be leased: memory of the arena in which nothing is leased goes back to the allocator.
 
         Args:
             between: whether a forward has ended and its backward comes: what is leased now belongs in a region of its
                 own, which the next arena has.
         """
-        if self.keeps_idle or self.owns:
+        if self.arena.keeps_idle or self.owns:
             return
         if self._counted_out:
             self.reclaim()
-        if between and not self._resting.keys() >= self._live:
-            self._resting |= dict.fromkeys(self._live)
-            self._lacks = True
-        for region in self._regions:
-            if not region.is_dry and region.is_free():
-                self._drain(region)
-
-    def _drain(self, region: Region) -> None:
-        """Nothing in a region is leased: its memory goes back to the allocator."""
-        self.memory.give_back(region.drain())
-        self.addresses.replace(set(self.addresses).difference(region.slots))
-        region.storage.resize_(0)
-        self.held_bytes -= region.nbytes
-        self._dry += 1
-
-    def _fill(self, region: Region) -> None:
-        """A region has no memory, and something in it is leased now."""
-        if region.is_large:
-            self.rest()
-        self.memory.fill(region.storage, region.nbytes)
-        region.fill(self.memory.queued())
-        self.addresses.replace([*self.addresses, *region.slots])
-        self.held_bytes += region.nbytes
-        self._dry -= 1
+        self._lacks |= between and self.arena.note_resting(self._live)
+        self.arena.rest()
 
     def span_of(self, request: Request) -> tuple[int, int] | None:
         """Offset and size in bytes of a request's slot in the arena; None if it has none."""
@@ -438,18 +317,15 @@ class BufferPool:
         freed = [slot for slots in self._free.values() for slot in slots]
         self._free.clear()
         self._own.clear()
-        if all(slot.request is None for slot in self._arena):
-            freed += self._arena
-            self._lacks |= self._is_planned
-            self._arena, self._regions, self._dry, self._is_planned = [], [], 0, False
+        if self.arena.is_free():
+            self._lacks |= self.arena.is_planned
+            freed += self.arena.clear()
             for request in self._known:
                 request.give_slot(None)
         self.memory.give_back([event for slot in freed for event in slot.free_after])
         remaining = set(self.addresses).difference(freed)
         self.addresses.replace(remaining)
-        beside = remaining.difference(self._arena)
-        filled = sum(region.nbytes for region in self._regions if not region.is_dry)
-        self.held_bytes = filled + sum(slot.nbytes for slot in beside)
+        self._beside_bytes = sum([slot.nbytes for slot in remaining.difference(self.arena.slots)])
 
     def forget(self) -> None:
         """Free all memory that is not leased, and forget which requests have met: sizes are about to change."""
@@ -457,7 +333,7 @@ class BufferPool:
         for request in self._known.keys() - self._live:
             request.forget()
         self._known = {request: None for request in self._known if request in self._live}
-        self._resting.clear()
+        self.arena.forget()
         for request in self._live:
             request.forget_met(self._live)
         self._lacks = True
@@ -471,8 +347,8 @@ class BufferPool:
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         memory = self.memory.allocate(nbytes)
-        self.held_bytes += nbytes
-        self.allocations += 1
+        self._beside_bytes += nbytes
+        self._allocations += 1
         return memory
 
     def __repr__(self) -> str:
@@ -481,18 +357,6 @@ class BufferPool:
             return f"BufferPool({slots})"
         beside = self.arena_bytes / self.peak_bytes
         return f"BufferPool({slots}, arena {self.arena_bytes} bytes, {beside:.2f} of the bound)"
-
-
-def _packed(known: Sequence[Request]) -> list[tuple[int, int]]:
-    """The offset in an arena and the size in bytes of each of these requests."""
-    index = {request: i for i, request in enumerate(known)}
-    meets = [sorted([index[other] for other in request.met or () if other in index]) for request in known]
-    sizes = [request.nbytes for request in known]
-    return list(zip(pack(sizes, meets, [request.name for request in known]), sizes, strict=True))
-
-
-def _end_of(spans: Iterable[tuple[int, int]]) -> int:
-    return max(offset + size for offset, size in spans)
 
 
 def _ended(end: Callable[[], object]) -> bool:
@@ -510,16 +374,3 @@ def _is_taken(slot: Slot) -> bool:
         if rival.free_after:
             slot.wait_for(rival.free_after)
     return False
-
-
-def _find_rivals(slots: Sequence[Slot]) -> None:
-    """Set the `rivals` and `reach` of slots that are sorted by their begin."""
-    rivals: dict[Slot, list[Slot]] = {slot: [] for slot in slots}
-    for index, slot in enumerate(slots):
-        for later in slots[index + 1 :]:
-            if later.begin >= slot.end:
-                break
-            rivals[slot].append(later)
-            rivals[later].append(slot)
-    for slot, overlapping in rivals.items():
-        slot.set_rivals(overlapping)

@@ -156,6 +156,11 @@ class Slot:
         """It lies in this `Region` of the arena."""
         self.region = region
 
+    def drained(self) -> Events:
+        """Its memory goes back: returns the events behind the last work on it."""
+        after, self.free_after = self.free_after, ()
+        return after
+
     def moved(self, free_after: Events) -> None:
         """Its allocation was made anew, perhaps elsewhere."""
         self.free_after = free_after

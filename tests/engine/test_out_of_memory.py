@@ -14,7 +14,7 @@ from _pool import simulated
 from _stepping import engine_of, train_step, twins
 from composable_shard._engine import out_of_memory
 from composable_shard._engine.out_of_memory import is_out_of_memory
-from composable_shard._memory.pool import DeviceMemory
+from composable_shard._memory.device import DeviceMemory
 
 MEMORY = "allocate memory"  # in what torch's allocator for the CPU says
 

@@ -148,7 +148,7 @@ def test_gradients_are_the_same_where_backward_gathers_elsewhere_than_forward(ra
         torch.manual_seed(0)
         models.append(Mixed())
         shard_blocks(models[-1], fully_shard, reshard_after_forward=True)
-        with patch("composable_shard._memory.pool.pack", scatter if scattered else pack):
+        with patch("composable_shard._memory.regions.pack", scatter if scattered else pack):
             for step in range(3):
                 train(models[-1], step)
     groups = engine_of(models[1]).groups

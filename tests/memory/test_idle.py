@@ -16,7 +16,8 @@ from _engines import fully_shard
 from _pool import distributed, more, simulated
 from _sides import assert_alike, optimizers_of
 from _stepping import assert_at_rest, pool_of
-from composable_shard._memory.pool import BufferPool, DeviceMemory
+from composable_shard._memory.device import DeviceMemory
+from composable_shard._memory.pool import BufferPool
 
 GIVES_BACK, KEEPS = cs.PoolPolicy(keep_idle=False), cs.PoolPolicy(keep_idle=True)
 

@@ -190,6 +190,19 @@ def test_first_steps_of_many_modules_are_timed_beside_fsdp2(tmp_path: Path) -> N
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(240)
+def test_where_the_loss_is_made_no_more_lives_than_with_fsdp2(tmp_path: Path) -> None:
+    file = tmp_path / "loss_memory.json"
+    shape = "--shape=layers=3,width=256,heads=8,vocabulary=32000,sequence=512"
+    assert "at the loss" in bench("loss_memory.py", shape, f"--json={file}", limit_s=200)
+    found = {(each["world"], each["engine"]): each for each in read(file)["results"]}
+    for world in (8, 128):
+        ours, fsdp2 = found[world, "ours"], found[world, "fsdp2"]
+        assert all(ours[when] <= fsdp2[when] for when in ("between", "first", "at_loss", "peak"))
+        assert found[world, "ours-keeps"]["peak"] > fsdp2["peak"]
+
+
+@pytest.mark.matrix
 def test_checkpoints_are_timed_beside_dcp_and_plain_files(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint.json"
     small = ("--parameters=100000", "--tensors=6,30", "--gpt=tiny", "--rounds=1", f"--folder={tmp_path}")
