@@ -1,7 +1,8 @@
 """Checks that all ranks have the same plan before they move data by it: a difference is an error, instead of a hang.
 
 Before the first step all ranks are sure to check, and do so by a collective (`agree`). A rank that wants another plan
-later may be the only one: it must neither follow that plan alone nor wait for the others, so it votes (`Ballot`).
+later may be the only one: it must neither follow that plan alone nor wait for the others, so it votes (`Ballot`). What
+a vote adopts stands in the note of the next forward in the ledger, which all ranks compare before they gather by it.
 """
 
 from __future__ import annotations
