@@ -12,6 +12,7 @@ from _engines import fully_shard
 from _models import Stack, shard_blocks, vectors
 from _parity import Case, check_parity, plain_step
 from _pool import distributed
+from composable_shard import StaleStateError
 
 
 def sharded_stack():
@@ -114,7 +115,8 @@ def test_writing_the_whole_parameter_is_not_what_unshard_is_for(rank, world):
     model.unshard()
     with torch.no_grad():
         model.head.bias.add_(1)
-    model.reshard()
+    with pytest.raises(StaleStateError, match=r"head\.bias: edited in place while unsharded"):
+        model.reshard()
     assert torch.equal(model.head.bias.full_tensor(), plain["head.bias"])
 
 
