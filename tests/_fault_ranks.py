@@ -49,6 +49,16 @@ def kill(run):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def kill_where_others_ask(run):
+    kill(run)
+
+
+def step_at_another_rate(run):
+    """What is new in a step is asked of all ranks, by the store, before the next collective."""
+    run.optimizer.param_groups[0]["lr"] *= 0.5
+    run.optimizer.step()
+
+
 def leave(run):
     sys.exit(0)
 
@@ -87,7 +97,10 @@ def nothing(run):
     pass
 
 
-MEANWHILE = {"be_interrupted": lambda run: time.sleep(0.7 * LIMIT_S)}  # what the other ranks do
+MEANWHILE = {  # what the other ranks do
+    "be_interrupted": lambda run: time.sleep(0.7 * LIMIT_S),
+    "kill_where_others_ask": step_at_another_rate,
+}
 
 
 def main() -> None:

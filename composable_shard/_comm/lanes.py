@@ -62,6 +62,15 @@ class Waiting:
         """From now on, `explain` gets the error of a wait that has failed, and returns what to raise instead of it."""
         self._explain = explain
 
+    @contextmanager
+    def for_ranks(self) -> Iterator[None]:
+        """In this context, this process waits for other ranks in another way than by a collective."""
+        self.since = monotonic()
+        try:
+            yield
+        finally:
+            self.since = 0.0
+
     def wait(self, handle: Awaitable) -> None:
         """Wait for a collective."""
         self.since = monotonic()

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from .._comm.lanes import WAITING
 from .._comm.own_groups import limit_of, note_broken
 from .._errors import ComposableShardError, PeerLostError, RankMismatchError
 from .._plan.plan import ShardPlan
@@ -195,6 +196,11 @@ class Ledger:
         return self._forgotten + len(self._log)
 
     @property
+    def asks(self) -> bool:
+        """Whether this rank waits for what others say at its place."""
+        return self.place in self._asked
+
+    @property
     def last(self) -> str:
         """The last note; empty if there is none."""
         return self._log[-1] if self._log else ""
@@ -276,6 +282,13 @@ class Ledger:
         place = self.place
         self._asked[place] = note
         self._say(self.store, place, note)
+        with WAITING.for_ranks():
+            self._await_answers(place, note)
+        if self.store.get(f"go/{place}") != b"alike":
+            self._differ(place)
+        self._clear(place, note)
+
+    def _await_answers(self, place: int, note: str) -> None:
         deadline = time.monotonic() + self.limit
         news_at = time.monotonic() + _NEWS_AFTER
         late_at = time.monotonic() + _LATE_S
@@ -293,9 +306,6 @@ class Ledger:
                 self._absent(place, note)
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        if self.store.get(f"go/{place}") != b"alike":
-            self._differ(place)
-        self._clear(place, note)
 
     def _clear(self, place: int, note: str) -> None:
         """All ranks have come to this place, and so need nothing any more of what was said before."""

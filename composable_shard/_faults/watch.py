@@ -45,7 +45,8 @@ _ANSWERED_S = 2.0  # how long the store may take to answer
 _EXPLAINED_S = 6.0  # how long a wait that has failed waits for its explanation
 _JOINED_S = 5.0
 _VAIN_S = 0.5  # a wait that lasts longer may be in vain
-_TAG = 0x7FFF_0001  # of the message that never comes
+_TAG, _NEVER_SENT = 0x7FFF_0001, 0x7FFF_0002  # of messages that never come
+_QUIET_S = 1.5  # a rank of which nothing is heard for longer may have ended
 _OF_BACKEND = {"TIMEOUT": "a collective timed out"}  # by what NCCL's reports
 _OF_NETWORK = ("onnection", "losed", "imed out", "timeout", "reset by peer", "roken pipe", "gloo")  # in errors of waits
 
@@ -125,6 +126,8 @@ class _Ear:
                 return
         if failed:
             self._look_for_signs(own, failed, LOST_S)
+        elif own.asks and not self.queues and self._look_for_closed(own):
+            return
         elif self.silence_s and self.looks % _LOOKS_A_SIGN == 0:
             self._look_for_signs(own, failed, self.silence_s)
         elif WAITING.since and time.monotonic() - WAITING.since > own.limit - 2 * LOST_S:  # it may fail soon
@@ -139,6 +142,21 @@ class _Ear:
                 return
         if ("imed out" in failed or "imeout" in failed) and now - self.searched_since > longest_s:
             self._late(own, signs)
+
+    def _look_for_closed(self, own: Ledger) -> bool:
+        """This rank asks others, which no connection tells it of: is one of them closed, as of a rank that was killed?
+
+        A receive that is only issued fails at once if the connection is closed; else it waits, for nothing.
+        """
+        now = time.monotonic()
+        for rank, (sign, seen) in self._signs(own).items():
+            if now - seen > _QUIET_S:
+                try:
+                    own.group.recv([torch.zeros(1)], rank, _NEVER_SENT)
+                except RuntimeError:
+                    self._lost(own, rank, "has closed its connections", *_place_of(sign))
+                    return True
+        return False
 
     def _signs(self, own: Ledger) -> dict[int, tuple[bytes, float]]:
         """By index of each other rank: its last sign of life, and when it was seen first."""

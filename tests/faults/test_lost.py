@@ -57,6 +57,7 @@ CASES = {
     "caught_in_forward": ("PeerLostError", "rank 1 has left the step: IndexError"),
     "fail_in_backward": ("PeerLostError", "rank 1 has left the step"),
     "kill": ("PeerLostError", "rank 1 has given no sign of life"),
+    "kill_where_others_ask": ("PeerLostError", "rank 1 has closed its connections"),
     "leave": ("PeerLostError", "rank 1 has left the step: ended"),
     "be_late": ("RankMismatchError", "not all ranks came to action .*rank 1 is behind action"),
 }
@@ -64,7 +65,12 @@ CASES = {
 
 @pytest.mark.parametrize(
     "what",
-    ["fail", *map(more, ["fail_in_forward", "fail_in_backward", "leave", "be_late", "caught_in_forward"]), "kill"],
+    [
+        "fail",
+        *map(more, ["fail_in_forward", "fail_in_backward", "leave", "be_late", "caught_in_forward"]),
+        "kill",
+        "kill_where_others_ask",
+    ],
 )
 def test_ranks_that_are_left_say_which_one_is_lost(what):
     kind, words = CASES[what]
