@@ -53,6 +53,10 @@ def kill_where_others_ask(run):
     kill(run)
 
 
+def caught_where_others_ask(run):
+    caught_in_forward(run)
+
+
 def step_at_another_rate(run):
     """What is new in a step is asked of all ranks, by the store, before the next collective."""
     run.optimizer.param_groups[0]["lr"] *= 0.5
@@ -100,6 +104,7 @@ def nothing(run):
 MEANWHILE = {  # what the other ranks do
     "be_interrupted": lambda run: time.sleep(0.7 * LIMIT_S),
     "kill_where_others_ask": step_at_another_rate,
+    "caught_where_others_ask": step_at_another_rate,
 }
 
 

@@ -120,10 +120,8 @@ class _Ear:
 
     def _look_for_lost(self, own: Ledger, failed: str) -> None:
         """This rank waits: is there another one that will never come?"""
-        for rank, (place, why) in self.left.items():
-            if rank != own.rank and own.place > place > own.left_at:
-                self._lost(own, rank, f"has left the step: {why}", place)
-                return
+        if self._look_for_left(own):
+            return
         if failed:
             self._look_for_signs(own, failed, LOST_S)
         elif own.asks and not self.queues and self._look_for_closed(own):
@@ -132,6 +130,15 @@ class _Ear:
             self._look_for_signs(own, failed, self.silence_s)
         elif WAITING.since and time.monotonic() - WAITING.since > own.limit - 2 * LOST_S:  # it may fail soon
             self._signs(own)
+
+    def _look_for_left(self, own: Ledger) -> bool:
+        """Has a rank failed before it came to where this one waits?"""
+        at = own.place + own.asks  # who asks is about to do what it asks for
+        for rank, (place, why) in self.left.items():
+            if rank != own.rank and at > place > own.left_at:
+                self._lost(own, rank, f"has left the step: {why}", place)
+                return True
+        return False
 
     def _look_for_signs(self, own: Ledger, failed: str, longest_s: float) -> None:
         signs = self._signs(own)

@@ -58,6 +58,7 @@ CASES = {
     "fail_in_backward": ("PeerLostError", "rank 1 has left the step"),
     "kill": ("PeerLostError", "rank 1 has given no sign of life"),
     "kill_where_others_ask": ("PeerLostError", "rank 1 has closed its connections"),
+    "caught_where_others_ask": ("PeerLostError", "rank 1 has left the step: IndexError"),
     "leave": ("PeerLostError", "rank 1 has left the step: ended"),
     "be_late": ("RankMismatchError", "not all ranks came to action .*rank 1 is behind action"),
 }
