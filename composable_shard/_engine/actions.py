@@ -354,7 +354,8 @@ class Actions:
 
     def _most_before(self, group: ParamGroup) -> int:
         """How many reductions may be in flight when that of a group is issued; at least 1."""
-        if group.gradients.reduce_bytes > self.pool.arena.least_large:
+        large = group.gradients.reduce_bytes > self.pool.arena.least_large
+        if large and not any(each.issues_in_wait for each, _ in self._reductions):  # arenas of ranks may differ
             return 1  # their memory goes back to the allocator before this one's comes from it
         schedule, allowed = self.order.backward, group.settings.current.max_reductions
         planned = schedule.in_flight.get(group, schedule.max_reductions)

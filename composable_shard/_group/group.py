@@ -230,6 +230,11 @@ class ParamGroup:
         return self.settings.current
 
     @property
+    def issues_in_wait(self) -> bool:
+        """Whether the wait for one of its reductions may issue the all-reduce, so that all ranks must wait alike."""
+        return not self._runtime.gather_lane.streams and self._comm.transports.replicate is not None
+
+    @property
     def reduces_first(self) -> bool:
         """Whether backward waits for reductions before it gathers this group.
 

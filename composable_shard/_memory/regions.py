@@ -83,7 +83,8 @@ class Arena:
         is_planned: whether the pool has seen a step: `make` was called.
         keeps_idle: whether it keeps its memory also while nothing in it is leased.
         least_large: the bytes beyond which a request has memory only while it is leased.
-        held_bytes: bytes of the regions that have memory now.
+        nbytes: bytes of all regions.
+        held_bytes: bytes of those that have memory now.
         dry: how many have none.
         allocations: how many regions were made.
     """
@@ -94,12 +95,7 @@ class Arena:
         self._resting: dict[Request, None] = {}  # what stays leased between forward and backward
         self.slots: list[Slot] = []
         self.is_planned, self.keeps_idle, self.least_large = False, True, float("inf")
-        self.held_bytes = self.dry = self.allocations = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all regions."""
-        return sum([region.nbytes for region in self._regions])
+        self.nbytes = self.held_bytes = self.dry = self.allocations = 0
 
     def is_free(self) -> bool:
         """Whether no slot is leased."""
@@ -134,6 +130,7 @@ class Arena:
         self._regions.append(region)
         self.slots += region.slots
         self._addresses.replace([*self._addresses, *region.slots])
+        self.nbytes += region.nbytes
         self.held_bytes += region.nbytes
         self.allocations += 1
         return region
@@ -162,7 +159,7 @@ class Arena:
 
     def fill(self, region: Region) -> None:
         """A region has no memory, and something in it is leased now."""
-        if region.is_large:
+        if region.is_large and self.is_planned:
             self.rest()
         self._memory.fill(region.storage, region.nbytes)
         region.fill(self._memory.queued())
@@ -173,7 +170,8 @@ class Arena:
     def clear(self) -> list[Slot]:
         """Nothing is leased, and there are to be no slots: returns those that there were."""
         slots, self.slots, self._regions = self.slots, [], []
-        self.is_planned, self.held_bytes, self.dry = False, 0, 0
+        self.is_planned, self.least_large = False, float("inf")
+        self.nbytes = self.held_bytes = self.dry = 0
         return slots
 
     def forget(self) -> None:
