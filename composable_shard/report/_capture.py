@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composable_shard._api import last_record
 from composable_shard._errors import ShardConfigStateError, ShardConfigValueError
+from composable_shard._plan.record import Record
 from composable_shard._status import current_plan, living_roots, watch
 from composable_shard.report._explain import explain
 from composable_shard.report._plan_memory import memory
@@ -52,7 +53,7 @@ def capture(program: Callable[[], object], folder: Path, step: int = 3, writes: 
         what was written; nothing if this rank does not write.
 
     Raises:
-        ShardConfigStateError: the program has ended before, or shards nothing.
+        ShardConfigStateError: the program has ended before, shards nothing, or runs no sharded model in the step.
         ShardConfigValueError: there is no such step.
         Exception: what the program raises.
     """
@@ -77,18 +78,24 @@ class _Over(BaseException):
 
 
 class _Steps:
-    """Counts the steps of the first optimizer, and watches the models from the first one on."""
+    """Counts the steps of the first optimizer, and watches the program's models from the first one on.
+
+    The program's are those that it has made, and those that it has run: not others that live in this process.
+    """
 
     def __init__(self, wanted: int) -> None:
         self.count = 0
         self._wanted = wanted
+        self._older = [(model, last_record(model)) for model in living_roots()]
         self._first: Optimizer | None = None
         self._models: list[nn.Module] = []
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer is about to step."""
         if self._first is None:
-            self._first, self._models = optimizer, living_roots()
+            idle = {id(model) for model, record in self._older if last_record(model) is record}
+            self._first, self._models = optimizer, [model for model in living_roots() if id(model) not in idle]
+            self._older.clear()
             for model in self._models:
                 watch(model)
         if self._first is not optimizer:
@@ -102,16 +109,17 @@ class _Steps:
         self.count += 1
 
     def write(self, folder: Path) -> list[Captured]:
-        """Write the files of all models that have run."""
-        several = len(self._models) > 1
-        places = [folder / f"model-{number}" if several else folder for number in range(len(self._models))]
-        return [_written(model, place) for model, place in zip(self._models, places, strict=True)]
+        """Write the files of all models that have run in the step."""
+        ran = [(model, record) for model in self._models if (record := last_record(model)) is not None and record.spans]
+        if not ran:
+            names = ", ".join(type(model).__name__ for model in self._models)
+            raise ShardConfigStateError(f"{names}: sharded, and not run in step {self._wanted}")
+        places = [folder / f"model-{number}" if len(ran) > 1 else folder for number in range(len(ran))]
+        return [_written(model, record, place) for (model, record), place in zip(ran, places, strict=True)]
 
 
-def _written(model: nn.Module, folder: Path) -> Captured:
-    plan, record = current_plan(model), last_record(model)
-    if record is None:
-        raise ShardConfigStateError(f"{type(model).__name__}: it is sharded, and has not run before the optimizer")
+def _written(model: nn.Module, record: Record, folder: Path) -> Captured:
+    plan = current_plan(model)
     folder.mkdir(parents=True, exist_ok=True)
     text = str(explain(plan, record))
     (folder / "plan.json").write_text(plan.to_json())

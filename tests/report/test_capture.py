@@ -61,12 +61,36 @@ def test_each_of_several_models_has_a_folder_and_a_rank_may_write_nothing(tmp_pa
     assert not (tmp_path / "other").exists()
 
 
+def step_beside(model):
+    """Runs a model once, and trains another thing from then on."""
+    next_token_loss(model, torch.randint(0, 37, (2, 9)))
+    train([Transformer()], 9)
+
+
+def test_of_the_models_of_a_process_those_that_run_in_the_step_are_written(tmp_path):
+    def program():
+        model, teacher = sharded(), sharded()
+        next_token_loss(teacher, torch.randint(0, 37, (2, 9)))
+        train([model], 9)
+
+    with testing.fake(2):
+        idle, made_before = sharded(), sharded()
+        train([idle], 1)
+        (captured,) = report.capture(program, tmp_path / "teacher", 2)
+        assert captured.folder == tmp_path / "teacher"
+        (captured,) = report.capture(lambda: train([made_before], 9), tmp_path / "before", 2)
+        assert captured.folder == tmp_path / "before"
+        assert not cs.last_record(idle).spans
+
+
 def test_programs_that_cannot_be_captured_are_errors(tmp_path):
     with testing.fake(2):
         with pytest.raises(cs.ShardConfigStateError, match="ended after 3 of the 4 steps that are needed"):
             report.capture(lambda: train([sharded()], 3), tmp_path)
         with pytest.raises(cs.ShardConfigStateError, match="no model is sharded by this library"):
             report.capture(lambda: train([Transformer()], 9), tmp_path)
+        with pytest.raises(cs.ShardConfigStateError, match=r"FSDPTransformer: sharded, and not run in step 2"):
+            report.capture(lambda: step_beside(sharded()), tmp_path, 2)
         with pytest.raises(cs.ShardConfigValueError, match="the first one that can be watched is 2"):
             report.capture(lambda: train([sharded()], 9), tmp_path, 1)
         with pytest.raises(ZeroDivisionError):
