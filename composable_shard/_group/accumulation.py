@@ -1,17 +1,17 @@
 """Accumulated gradients, which wait for a later backward to reduce them.
 
 There are two kinds: unsharded gradients wait for a backward with gradient sync on, and reduced pieces wait for their
-all-reduce over the replicas. `zero_grad` must clear both, whether it sets `.grad` to None or to zero. Nobody tells us
-of it, so `ShardedParam.mark_accumulated` marks `.grad`, and a mark that is gone shows that `zero_grad` was called.
+all-reduce over the replicas. `zero_grad` must clear both, whether it sets `.grad` to None or to zero: see `marks.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import torch
 
-from .._torch.core import has_memory, is_of_cuda_graph
+from .._torch.core import is_of_cuda_graph as _is_lent
+from .marks import GradientMarks
 from .param import ShardedParam
 
 # By index of the parameter: a reduced piece, and its reduced mark, which is not 0 if any rank had a gradient.
@@ -21,6 +21,10 @@ Partial = dict[int, tuple[torch.Tensor, torch.Tensor]]
 class AccumulatedGradients:
     """The accumulated gradients of one group, by the index of the parameter.
 
+    Args:
+        params: of the group.
+        streams: whether they are on an accelerator.
+
     Attributes:
         whole: the unsharded gradients, also those that `zero_grad` has voided since. Other classes only read it.
         pieces: the reduced pieces that wait for an all-reduce over replicas; likewise.
@@ -28,8 +32,9 @@ class AccumulatedGradients:
             The next reduction includes these parameters even if they are frozen by then.
     """
 
-    def __init__(self, params: Sequence[ShardedParam]) -> None:
+    def __init__(self, params: Sequence[ShardedParam], streams: bool) -> None:
         self._params = params
+        self._marks = GradientMarks(params, streams)
         self.whole: dict[int, torch.Tensor] = {}
         self._owned: set[int] = set()  # of `whole`: sums made here, which nobody else holds
         self.pieces: Partial = {}
@@ -43,51 +48,55 @@ class AccumulatedGradients:
         """Gradients are about to be accumulated: note which parameters require them."""
         self.wanted.update(index for index, param in enumerate(self._params) if param.sharded.requires_grad)
 
-    def add(self, index: int, gradient: torch.Tensor, dtype: torch.dtype, lent: bool = False) -> None:
-        """Add an unsharded gradient to the accumulated one of its parameter, in the dtype of reduction.
+    def add(self, gradients: Mapping[int, torch.Tensor], dtypes: Sequence[torch.dtype], lent: bool = False) -> None:
+        """Add unsharded gradients to the accumulated ones of their parameters, in the dtype of reduction.
 
         Args:
-            index: of the parameter.
-            gradient: the gradient.
-            dtype: of the reduction.
-            lent: whether its memory may be written to after this call, as that of a graph's own tensors is.
+            gradients: by the index of the parameter.
+            dtypes: of the reduction, for all parameters of the group.
+            lent: whether their memory may be written to after this call, as that of a graph's own tensors is.
         """
-        kept = self._surviving(index)
-        if kept is None:
-            lent = lent or is_of_cuda_graph(gradient)
-            self.whole[index] = gradient.to(dtype, copy=lent)
-            (self._owned.add if lent else self._owned.discard)(index)
-        elif index in self._owned:
-            self.whole[index] = kept.add_(gradient)
-        else:  # not in place: the first one is autograd's, and others may hold it
-            self.whole[index] = _sum(kept, gradient)
-            self._owned.add(index)
-        self._params[index].mark_accumulated()
+        self._drop_voided()
+        added, first = _parted(gradients, self.whole.__contains__)
+        sums = self._sums({index: gradients[index] for index in added})
+        copied, kept = _parted(first, lambda i: lent or gradients[i].dtype is not dtypes[i] or _is_lent(gradients[i]))
+        if copied:
+            made = [torch.empty_like(gradients[index], dtype=dtypes[index]) for index in copied]
+            torch._foreach_copy_(made, _of(gradients, copied))
+            sums.update(zip(copied, made, strict=True))
+        self._owned.update(sums)
+        self.whole.update(sums)
+        self.whole.update(zip(kept, _of(gradients, kept), strict=True))
+        self._marks.put(gradients)
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The sums of these unsharded gradients and the accumulated ones, which are dropped here."""
+        self._drop_voided()
         total = list(gradients)
-        for index in list(self.whole):
-            kept = self._surviving(index)
-            new = total[index]
-            if kept is not None:
-                total[index] = kept if new is None else _sum(kept, new)
+        new = {index: gradient for index in self.whole if (gradient := total[index]) is not None}
+        for index, gradient in {**self.whole, **self._sums(new)}.items():
+            total[index] = gradient
+        taken = [index for index in self.whole if index not in self.pieces]
         self.whole.clear()
         self._owned.clear()
+        self._marks.forget(taken)
         return total
 
-    def add_partial(self, index: int, piece: torch.Tensor, used: torch.Tensor) -> None:
-        """Accumulate this rank's piece of a gradient that was reduced over the shard axis only.
+    def add_partial(self, indices: Sequence[int], pieces: Sequence[torch.Tensor], used: Sequence[torch.Tensor]) -> None:
+        """Accumulate this rank's pieces of gradients that were reduced over the shard axis only.
 
         Args:
-            index: of the parameter.
-            piece: this rank's.
-            used: its reduced mark: not 0 if any rank of the shard axis had a gradient.
+            indices: of the parameters.
+            pieces: this rank's; they are written to by later calls.
+            used: their reduced marks: not 0 if any rank of the shard axis had a gradient.
         """
-        self.wanted.add(index)
-        before = self.pieces.get(index)
-        self.pieces[index] = (piece, used) if before is None else (before[0] + piece, before[1] + used)
-        self._params[index].mark_accumulated()
+        self._drop_voided()
+        self.wanted.update(indices)
+        new = dict(zip(indices, zip(pieces, used, strict=True), strict=True))
+        if added := [index for index in new if index in self.pieces]:
+            torch._foreach_add_(*([tensor for index in added for tensor in of[index]] for of in (self.pieces, new)))
+        self.pieces = {**new, **self.pieces}
+        self._marks.put(indices)
 
     def take_partial(self) -> Partial | None:
         """The accumulated pieces that `zero_grad` has not voided, which are dropped here; None if there are none.
@@ -97,20 +106,16 @@ class AccumulatedGradients:
         self.wanted.clear()
         if not self.pieces:
             return None
-        taken = {i: (self._unless_voided(i, piece), used) for i, (piece, used) in self.pieces.items()}
-        self.pieces = {}
-        return {i: (piece, used) for i, (piece, used) in taken.items() if piece is not None}
+        self._drop_voided()
+        taken, self.pieces = self.pieces, {}
+        self._marks.forget([index for index in taken if index not in self.whole])
+        return taken
 
     def held(self, stepped: Container[int]) -> list[str]:
         """Names of the parameters among these, by id, with accumulated gradients that `zero_grad` has not voided."""
-        names = []
-        for index in dict.fromkeys((*self.whole, *self.pieces)):
-            param = self._params[index]
-            if id(param.sharded) in stepped and not param.accumulated_is_gone():
-                survives = self._survives(index)
-                if survives is not None and survives.item():  # where this rank cannot tell, other ranks raise the error
-                    names.append(param.fqn)
-        return names
+        stepped_here = [index for index in self._held() if id(self._params[index].sharded) in stepped]
+        gone = self._marks.gone(stepped_here, or_untold=True)  # then other ranks raise the error
+        return [self._params[index].fqn for index in stepped_here if index not in gone]
 
     def forget(self) -> None:
         """Drop all accumulated gradients."""
@@ -118,34 +123,40 @@ class AccumulatedGradients:
         self.whole.clear()
         self._owned.clear()
         self.pieces.clear()
+        self._marks.drop(range(len(self._params)))
 
-    def _surviving(self, index: int) -> torch.Tensor | None:
-        kept = self.whole.get(index)
-        return None if kept is None else self._unless_voided(index, kept)
+    def _held(self) -> Iterable[int]:
+        return dict.fromkeys((*self.whole, *self.pieces))
 
-    def _unless_voided(self, index: int, kept: torch.Tensor) -> torch.Tensor | None:
-        if self._params[index].accumulated_is_gone():
-            return None
-        survives = self._survives(index)
-        if survives is None:
-            return kept
-        if survives.device.type == "cpu" and has_memory(survives):
-            return kept if survives.item() else None
-        return torch.where(survives.reshape(()), kept, torch.zeros_like(kept))  # without a host synchronisation
+    def _drop_voided(self) -> None:
+        """Drop what `zero_grad` has cleared since."""
+        gone = self._marks.gone(self._held())
+        self._marks.drop(gone)
+        for index in gone:
+            self.whole.pop(index, None)
+            self.pieces.pop(index, None)
+            self._owned.discard(index)
 
-    def _survives(self, index: int) -> torch.Tensor | None:
-        """Whether a gradient was not set to zero since it was accumulated; None if this rank cannot tell.
-
-        Where this rank's piece is empty, so is its `.grad`, which shows nothing. Then the `.grad` of another parameter
-        of the group tells, which `zero_grad` sets to zero along with it.
-        """
-        candidates = (index, *(i for i in (*self.whole, *self.pieces) if i != index))
-        answers = (
-            self._params[i].accumulated_survives() for i in candidates if not self._params[i].accumulated_is_gone()
-        )
-        return next((t for t in answers if t is not None), None)
+    def _sums(self, new: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The sums of these gradients and the accumulated ones, in place of those that were made here."""
+        own, others = _parted(new, self._owned.__contains__)
+        if own:
+            torch._foreach_add_(_of(self.whole, own), _of(new, own))
+        # Not in place: the first one is autograd's, and others may hold it.
+        alike, unlike = _parted(others, lambda index: new[index].dtype is self.whole[index].dtype)
+        made = list(torch._foreach_add(_of(self.whole, alike), _of(new, alike))) if alike else []
+        # In the dtype of the first, without a conversion of the other before: so the sum is rounded once.
+        made += [self.whole[index].clone().add_(new[index]) for index in unlike]
+        return dict(zip((*own, *alike, *unlike), (*_of(self.whole, own), *made), strict=True))
 
 
-def _sum(kept: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """The sum in the dtype of `kept`; `new` is not converted before, so that the sum is rounded only once."""
-    return kept + new if new.dtype == kept.dtype else kept.clone().add_(new)
+def _of(tensors: Mapping[int, torch.Tensor], indices: Iterable[int]) -> list[torch.Tensor]:
+    return [tensors[index] for index in indices]
+
+
+def _parted(indices: Iterable[int], belongs: Callable[[int], bool]) -> tuple[list[int], list[int]]:
+    """Those that belong to something, and the others."""
+    parts: tuple[list[int], list[int]] = [], []
+    for index in indices:
+        parts[not belongs(index)].append(index)
+    return parts

@@ -21,7 +21,7 @@ from .._faults.seat import Notes, ReductionNotes, summary
 from .._memory.pool import BufferPool
 from .._policies import Options, Settings
 from .._torch.core import HANDLES, Hook, any_gradient_hooks, without_torch_function
-from .._torch.distributed import new_dtensor, spec_of
+from .._torch.distributed import local_tensor, new_dtensor, spec_of
 from .accumulation import AccumulatedGradients
 from .param import ShardedParam, run_all
 from .phases import TRANSITIONS, GradPhase, illegal
@@ -75,7 +75,7 @@ class GroupGradients:
         self._pool, self._lane = pool, lane
         self._shards, self._transports, self._slots = shards, transports, slots
         self.phase = GradPhase.NONE
-        self._accumulated = AccumulatedGradients(params)
+        self._accumulated = AccumulatedGradients(params, lane.streams)
         self._in_flight = 0  # reductions
         self.hooks_taken = False
         # Torch counts the handles of all hooks. This is how many it had given out, besides ours, when no parameter of
@@ -139,15 +139,24 @@ class GroupGradients:
     def add(self, pieces: Mapping[int, torch.Tensor]) -> None:
         """Add this rank's pieces of reduced gradients, by the index of the parameter, to `.grad`; call users' hooks."""
         params = list(map(self._params.__getitem__, pieces))
-        if not self.hooks_taken:
-            with without_torch_function():
-                shards = list(map(_sharded, params))
-                if all(map(is_, map(_grad, shards), itertools.repeat(None))):
-                    made = map(new_dtensor, pieces.values(), map(spec_of, shards))
-                    run_all(map(setattr, shards, itertools.repeat("grad"), made))
-                    return
-        for param, piece in zip(params, pieces.values(), strict=True):
-            param.accumulate(piece)
+        if self.hooks_taken:
+            for param, piece in zip(params, pieces.values(), strict=True):
+                param.accumulate(piece)
+            return
+        with without_torch_function():
+            shards = list(map(_sharded, params))
+            before = list(map(_grad, shards))
+            if all(map(is_, before, itertools.repeat(None))):
+                made = map(new_dtensor, pieces.values(), map(spec_of, shards))
+                run_all(map(setattr, shards, itertools.repeat("grad"), made))
+                return
+            added = [
+                (local_tensor(grad), pieces[at]) for grad, at in zip(before, pieces, strict=True) if grad is not None
+            ]
+        torch._foreach_add_([grad for grad, _ in added], [piece for _, piece in added])
+        for param, piece, grad in zip(params, pieces.values(), before, strict=True):
+            if grad is None:
+                param.accumulate(piece)
 
     # ---- accumulation
 
@@ -160,9 +169,9 @@ class GroupGradients:
         """
         options = self._settings.current
         self._accumulated.note_wanted()
-        for index, gradient in enumerate(gradients):
-            if gradient is not None:
-                self._accumulated.add(index, gradient, options.reduce_dtype(self._params[index].dtype), lent)
+        new = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
+        if new:
+            self._accumulated.add(new, [options.reduce_dtype(param.dtype) for param in self._params], lent)
         if self._accumulated.whole:
             self._set_phase(GradPhase.ACCUMULATED)
 
@@ -279,8 +288,8 @@ class GroupGradients:
     def _accumulate_pieces(self, done: Sequence[tuple[list[int], Reduced]]) -> None:
         """Keep the pieces of a reduction that waits for its all-reduce over replicas."""
         for indices, reduced in done:
-            for index, piece, used in zip(indices, *reduced.parts(), strict=True):
-                self._accumulated.add_partial(index, piece, used)
+            parts = reduced.parts()
+            self._accumulated.add_partial(indices, parts.pieces, list(parts.used))
 
 
 def _reduced(params: Sequence[ShardedParam], trains: Sequence[bool], options: Options) -> str:

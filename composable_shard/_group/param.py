@@ -103,7 +103,7 @@ class ShardedParam:
     """
 
     __slots__ = (
-        "__weakref__", "_accumulated_in", "_cut", "dim", "fqn", "hooks", "keeps_dtype", "module", "parallel", "shape",
+        "__weakref__", "_cut", "dim", "fqn", "hooks", "keeps_dtype", "module", "parallel", "shape",
         "sharded",
     )  # fmt: skip
 
@@ -112,7 +112,6 @@ class ShardedParam:
         self._cut = cut
         self.dim, self.parallel, self.keeps_dtype = cut.dim, cut.parallel, cut.keeps_dtype
         self.module: weakref.ref[nn.Module] | None = None
-        self._accumulated_in: weakref.ref[torch.Tensor] | None = None
         self.hooks = ParamHooks()
         self.fix_sizes()
         _all.add(self)
@@ -175,38 +174,10 @@ class ShardedParam:
         if hooks:
             hooks.after(sharded, dtensor_like(sharded, gradient))
 
-    # Accumulated gradients must vanish with `zero_grad`, be it by setting `.grad` to None or to zero. Version counters
-    # do not show the latter (`zero_grad` uses foreach functions, which bump none on a DTensor). So `.grad` exists from
-    # the first accumulated gradient on, and its first element is -0.0 where it would be 0: adding to -0.0 changes no
-    # bit of the sum, and `zero_` clears the sign.
-
     def nothing(self) -> DTensor:
-        """A gradient piece of -0.0: adding it changes no bit of a sum, nor the mark that `mark_accumulated` has set."""
+        """A gradient piece of -0.0: adding it changes no bit of a sum, nor a mark (see `marks.py`)."""
         local = self.local
         return dtensor_like(self.sharded, torch.full(local.shape, -0.0, dtype=local.dtype, device=local.device))
-
-    def mark_accumulated(self) -> None:
-        """A gradient is accumulated: mark `.grad`, so that it later shows whether `zero_grad` was called."""
-        grad = self.sharded.grad
-        if grad is None:
-            grad = self.sharded.grad = self.nothing()
-        elif grad.numel() and (first := local_tensor(grad).view(-1)[:1]).numel():
-            first.copy_(torch.where(first == 0, -0.0, first))
-        self._accumulated_in = weakref.ref(grad)
-
-    def accumulated_is_gone(self) -> bool:
-        """Whether `.grad` was removed or replaced since `mark_accumulated`."""
-        grad = self.sharded.grad
-        return grad is None or self._accumulated_in is None or self._accumulated_in() is not grad
-
-    def accumulated_survives(self) -> torch.Tensor | None:
-        """A boolean tensor of one element: False if `.grad` was set to zero since `mark_accumulated`.
-
-        None if this rank's piece is empty and cannot tell.
-        """
-        assert self.sharded.grad is not None
-        first = local_tensor(self.sharded.grad).view(-1)[:1]
-        return ((first != 0) | torch.signbit(first)) if first.numel() else None
 
 
 _all: weakref.WeakSet[ShardedParam] = weakref.WeakSet()
