@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from .._comm.copies import Gradients
 from .._errors import StaleStateError
 from .._group.group import Entries, ParamGroup, Runtime
-from .._group.phases import AWAY, GATHERING, SHARDED, UNSHARDED
+from .._group.phases import AWAY, GATHERING, RESIDENT, SHARDED, UNSHARDED
 from .._group.reduction import GroupReduced, Reduction
 from .._plan.record import Record
 from .._plan.schedule import MAX_REDUCTIONS, Kind
@@ -54,7 +54,7 @@ class Actions:
 
     Attributes:
         groups, pool, order: all groups, their memory, and the schedules in force.
-        changed: the event behind the last change of the parameters; gathers wait for it.
+        changed: the event behind the last change of the parameters, for which the next gather waits; None if one has.
         repeated: groups that get gradients from several uses in the backward that runs now.
         budget: which weights are given up when a step that is not the planned one needs memory.
         streams: whether waiting for communication blocks only streams, never the host.
@@ -189,7 +189,10 @@ class Actions:
         if group is not None and group.phase in AWAY:
             if self.order.forward.kept and group in self.order.forward.kept:
                 group.note_versions()
+            here = group.phase is RESIDENT  # then nothing is read that an optimizer changes
             self._act(UNSHARD, group, group.start_gather, self.changed)
+            if not here:  # all gathers are on one lane, and what it has waited for once, it need not wait for again
+                self.changed = None
             if self.watch is not None and self.watch.serial:
                 self._arrive(group)
 

@@ -20,6 +20,7 @@ from .._torch.core import has_memory, without_torch_function
 from .._torch.distributed import dtensor_like, local_tensor
 from .param import ShardedParam
 
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNNOTICED = (
     "composable_shard: .grad was set to zero by a foreach function, which leaves no trace on an accelerator, while "
     "gradients of micro-batches without gradient sync were accumulated; call zero_grad(set_to_none=True)"
@@ -69,7 +70,7 @@ class GradientMarks:
         # An empty piece has no mark. Another parameter of the group tells then, which `zero_grad` sets to zero as well.
         other = next(iter(survives.values()), None)
         untold = {index for index in asked if other is None and (or_untold or not self._is_same(index))}
-        return untold | {index for index in asked if survives.get(index, other) is False}
+        return untold | {index for index in asked if survives.get(index, other) == 0}
 
     def forget(self, indices: Sequence[int]) -> None:
         """The gradients of these parameters are not accumulated any more. Assert that no change was unnoticed."""
@@ -130,6 +131,6 @@ def _versions(grad: torch.Tensor) -> tuple[int, int]:
 
 
 def _survive(marks: Iterable[torch.Tensor]) -> torch.Tensor:
-    """For each mark, False if `.grad` was set to zero."""
+    """For each mark, 0 if `.grad` was set to zero."""
     first = torch.cat(list(marks))
-    return (first != 0) | torch.signbit(first)
+    return first.view(_BITS[first.dtype.itemsize])  # of 0 none is set, of -0.0 one
