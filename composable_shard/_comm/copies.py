@@ -293,6 +293,12 @@ class GradientCopies:
                 return
         copy_gradients(chunks, gradients, self._layout)
 
+    def marks_on_host(self, out: torch.Tensor) -> torch.Tensor:
+        """The marks of a result, copied to the host by the current stream; the host does not wait."""
+        marks = out.narrow(0, self._layout.numel, len(self._stored))
+        at_home = torch.empty(marks.shape, dtype=marks.dtype, pin_memory=out.device.type == "cuda")
+        return at_home.copy_(marks, non_blocking=True)
+
     def cut(self, out: torch.Tensor, others: Mapping[torch.dtype, torch.Tensor]) -> Parts:
         """Cut a result; `others` has it converted to the dtypes of parameters that are stored in another dtype."""
         parts = list(torch.unsafe_split_with_sizes(out, self._sizes))  # the cheapest form of `split`

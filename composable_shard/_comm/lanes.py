@@ -141,21 +141,24 @@ class Job(Generic[T]):
         if self._handle is not None:
             self._advance()
 
-    def finish(self, on_host: bool = False) -> T:
-        """Wait for the end and return the result; on a stream, the host waits only with `on_host`."""
+    def finish(self) -> T:
+        """Wait for the end and return the result; on a stream, the host does not wait."""
         try:
             while self._handle is not None:
                 self._advance()
             if self._event is not None:
                 self._event.wait()
-                if on_host:
-                    self._event.synchronize()
         finally:
             self._held = None
             when_done, self._when_done = self._when_done, None
             if when_done is not None:
                 when_done(self._event)
         return self._result  # type: ignore[return-value]
+
+    def wait_on_host(self) -> None:
+        """Let the host wait, too, for a job that is finished: before it reads a result that was copied to it."""
+        if self._event is not None:
+            self._event.synchronize()
 
 
 class Launched(Job[T]):

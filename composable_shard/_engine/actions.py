@@ -90,6 +90,8 @@ class Actions:
         # Groups to gather once all reductions in flight were waited for; None if no gathers are held back.
         self._gathers_behind: Sequence[ParamGroup] | None = None
         self._unset: dict[ParamGroup, GroupReduced] = {}  # reductions that were waited for; `.grad` is not set yet
+        # Likewise, of which the host must read something: it waits for the accelerator once, when backward is over.
+        self._unread: list[tuple[ParamGroup, GroupReduced]] = []
         # For groups with hooks and several uses in a backward: the hooks are called once, with the sum over all uses.
         self._sums: dict[ParamGroup, dict[int, torch.Tensor]] = {}
         self.staying: set[ParamGroup] = set()
@@ -532,6 +534,9 @@ class Actions:
         while self._reductions:
             self._settle_oldest()
         self.hand_out()
+        unread, self._unread = self._unread, []
+        for group, reduced in unread:
+            group.gradients.add(reduced.pieces())
         sums, self._sums = self._sums, {}
         for group, pieces in sums.items():
             group.gradients.add(pieces)
@@ -539,9 +544,15 @@ class Actions:
     def _settle_oldest(self) -> None:
         group, reduction = self._reductions.popleft()
         reduced = self._act(REDUCED, group, group.gradients.finish_reduce, reduction)
-        # Only a first gradient may wait to be set: adding to an existing one frees the new one's memory at once.
-        first = group not in self._unset and not group.gradients.any_set()
-        if first and self.pool.backward and reduced.is_uncut and not group.gradients.hooks_taken:
+        waits = self.pool.backward and not group.gradients.hooks_taken
+        if waits and self._is_read_last(group, reduced):
+            self._unread.append((group, reduced))
+        else:
+            self._take(group, reduced, waits)
+
+    def _take(self, group: ParamGroup, reduced: GroupReduced, waits: bool) -> None:
+        """Set `.grad`, or add to it: now, or together with others if it may wait."""
+        if waits and reduced.is_uncut and self._is_first(group):
             self._unset[group] = reduced
             if len(self._unset) == _AT_ONCE:
                 self.hand_out()
@@ -550,6 +561,14 @@ class Actions:
         else:
             self.hand_out()
             group.gradients.add(reduced.pieces())
+
+    def _is_read_last(self, group: ParamGroup, reduced: GroupReduced) -> bool:
+        """Whether the host would have to wait for an accelerator; then whatever follows comes after it."""
+        return not reduced.is_awaited or any(group is each for each, _ in self._unread)
+
+    def _is_first(self, group: ParamGroup) -> bool:
+        """Whether there is no gradient yet: adding to one would free the new one's memory at once."""
+        return group not in self._unset and not group.gradients.any_set()
 
     def _add_up(self, group: ParamGroup, reduced: GroupReduced) -> None:
         """Add reduced gradients of one of several uses to the sum that hooks will see."""
@@ -568,6 +587,7 @@ class Actions:
         """Wait for all reductions and throw their results away."""
         self._sums.clear()
         self._unset.clear()
+        self._unread.clear()
         self._gathers_behind = None
         while self._reductions:  # each is taken before it is waited for: one that fails must not be waited for again
             group, reduction = self._reductions.popleft()

@@ -181,7 +181,10 @@ class Reduction:
         try:
             while self._jobs:
                 bucket, job = self._jobs.pop(0)
-                pieces, used = job.finish(self._on_host).parts()
+                result = job.finish()
+                if self._on_host:
+                    job.wait_on_host()
+                pieces, used = result.parts()
                 done.update(zip(bucket.indices, zip(pieces, used.unbind(), strict=True), strict=True))
         except BaseException:
             self.abandon()

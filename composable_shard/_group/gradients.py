@@ -25,7 +25,7 @@ from .._torch.distributed import local_tensor, new_dtensor, spec_of
 from .accumulation import AccumulatedGradients
 from .param import ShardedParam, run_all
 from .phases import TRANSITIONS, GradPhase, illegal
-from .reduction import GroupReduced, ReduceBucket, Reduced, Reduction, reduce_buckets, unused
+from .reduction import GroupReduced, ReduceBucket, Reduced, Reduction, reduce_buckets
 
 _requires_grad, _sharded, _grad = map(attrgetter, ("requires_grad", "sharded", "grad"))
 
@@ -250,17 +250,22 @@ class GroupGradients:
         self._notes.issue(whole)
         partial = accumulated.take_partial() if accumulated.wanted or accumulated.pieces else None
         jobs: list[tuple[ReduceBucket, Job[Reduced]]] = []
+        asked = self._asked(gradients) if whole and any(map(is_, gradients, itertools.repeat(None))) else []
         try:
             for bucket in buckets:
-                jobs.append((bucket, bucket.start(gradients, partial, whole)))
+                jobs.append((bucket, bucket.start(gradients, partial, whole, bool(asked) and self._lane.streams)))
         except BaseException:
             self._notes.take_back()
             raise
         self._set_phase(GradPhase.REDUCING)
         self._in_flight += 1
-        lacks = any(map(is_, gradients, itertools.repeat(None)))
-        missing = [index for index, gradient in enumerate(gradients) if gradient is None] if lacks else []
-        return Reduction(jobs, missing, whole)
+        return Reduction(jobs, asked, whole)
+
+    def _asked(self, gradients: Gradients) -> list[int]:
+        """The parameters whose `.grad` stays None if no rank has a gradient of them."""
+        if self._settings.current.reduce_unused:
+            return []
+        return [index for index, gradient in enumerate(gradients) if gradient is None]
 
     def finish_reduce(self, reduction: Reduction) -> GroupReduced:
         """Wait for a reduction.
@@ -269,11 +274,10 @@ class GroupGradients:
             The reduced gradients. Parameters that had no gradient on any rank are left out, unless the options ask for
             zeros. Empty if the reduction stops before the all-reduce over replicas: the group holds its pieces then.
         """
-        on_host = self._offloads and reduction.whole
         done: list[tuple[list[int], Reduced]] = []
         try:
             for bucket, job in reduction.jobs:
-                done.append((bucket.indices, job.finish(on_host)))
+                done.append((bucket.indices, job.finish()))
             if not reduction.whole:
                 self._accumulate_pieces(done)
                 done = []
@@ -282,8 +286,12 @@ class GroupGradients:
             if self._in_flight == 0:
                 waits = self._accumulated.whole or self._accumulated.pieces
                 self._set_phase(GradPhase.ACCUMULATED if waits else GradPhase.NONE)
-        asked = reduction.missing and not self._settings.current.reduce_unused
-        return GroupReduced(done, unused(done, reduction.missing) if asked else ())
+        return GroupReduced(done, reduction.asked, self._to_await(reduction))
+
+    def _to_await(self, reduction: Reduction) -> list[Job[Reduced]]:
+        """The jobs that copy something to the host, which must wait for them before it reads it."""
+        copied = self._lane.streams and reduction.whole and (self._offloads or reduction.asked)
+        return [job for _, job in reduction.jobs] if copied else []
 
     def _accumulate_pieces(self, done: Sequence[tuple[list[int], Reduced]]) -> None:
         """Keep the pieces of a reduction that waits for its all-reduce over replicas."""

@@ -6,6 +6,7 @@ are reduced with the gradients. So they tell without another collective which pa
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from .._plan.layout import reduce_layout
 from .._policies import AllReduceHook, Comms, Options, division
 from .._torch.core import has_memory, plainly
 from .accumulation import Partial
+
+_AS_IT_IS = contextlib.nullcontext()
 
 
 class Reducible(Protocol):
@@ -51,12 +54,14 @@ class Reduced:
         out: this rank's chunk of the reduced bucket, with the marks.
         divisor: what `out` is still to be divided by; None if nothing is left to divide.
         others: copies of `out` in the dtypes of members that are not stored in the dtype of reduction.
+        marks: a copy of the marks on the host.
 
     Attributes:
+        marks: the reduced marks on the host, once it has waited for the job, if they were asked for; else None.
         is_uncut: whether `parts` was not called yet.
     """
 
-    __slots__ = ("_copies", "_divisor", "_others", "_out", "_parts", "is_uncut")
+    __slots__ = ("_copies", "_divisor", "_others", "_out", "_parts", "is_uncut", "marks")
 
     def __init__(
         self,
@@ -64,8 +69,10 @@ class Reduced:
         out: torch.Tensor,
         divisor: torch.Tensor | None = None,
         others: Mapping[torch.dtype, torch.Tensor] | None = None,
+        marks: torch.Tensor | None = None,
     ) -> None:
         self._copies = copies
+        self.marks = marks
         self._out: torch.Tensor | None = out
         self._divisor = divisor
         self._others = others
@@ -169,7 +176,11 @@ class ReduceBucket:
         self._seen: dict[Slot, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def start(
-        self, gradients: Sequence[torch.Tensor | None], partial: Partial | None = None, whole: bool = True
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        partial: Partial | None = None,
+        whole: bool = True,
+        asks: bool = False,
     ) -> Job[Reduced]:
         """Begin to average unsharded gradients over the ranks.
 
@@ -177,6 +188,7 @@ class ReduceBucket:
             gradients: of all parameters of the group; None counts as zeros.
             partial: pieces of earlier reductions that stopped after the reduce-scatter, by index, to be added.
             whole: False to stop after the reduce-scatter, without the all-reduce over replicas.
+            asks: whether the marks are to be copied to the host.
         """
         # The result outlives the step as `.grad`, so it is allocated here, on the stream that will read it.
         numel, like = self._layout.numel, self._copies.ones
@@ -184,28 +196,28 @@ class ReduceBucket:
         slots = list(map(self._pool.lease_for, self.requests))
         try:
             # Packed here, on the current stream: then autograd's gradients need not live until the collective is done.
-            if torch.is_grad_enabled():
-                with torch.no_grad():
-                    self._pack(gradients, out, slots)
-            else:
+            with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
                 self._pack(gradients, out, slots)
-            after = [self._lane.mark()]
-            for slot in slots[1:]:
-                after += slot.free_after
-            pool, bind = self._pool, functools.partial
-            when_done = bind(pool.release, slots[0]) if len(slots) == 1 else bind(pool.release_all, slots)
-            if self._is_launched and whole and not partial:
-                assert self._shard is not None
-                result = Reduced(self._copies, out, self._divide_after)
-                return self._lane.launch(
-                    self._shard.reduce_scatter, self._scattered(out, slots), after, result, when_done
-                )
-            others = {dtype: like.new_empty(numel, dtype=dtype) for dtype in self._others}
-            steps = self._steps(partial, whole, out, others, slots)
-            return self._lane.start(steps, after, (out, others, partial), when_done)
+            return self._queued(out, slots, partial, whole, asks)
         except BaseException:
             self._pool.give_up(slots)
             raise
+
+    def _queued(
+        self, out: torch.Tensor, slots: list[Slot], partial: Partial | None, whole: bool, asks: bool
+    ) -> Job[Reduced]:
+        after = [self._lane.mark()]
+        for slot in slots[1:]:
+            after += slot.free_after
+        pool, bind = self._pool, functools.partial
+        when_done = bind(pool.release, slots[0]) if len(slots) == 1 else bind(pool.release_all, slots)
+        if self._is_launched and whole and not (partial or asks):
+            assert self._shard is not None
+            result = Reduced(self._copies, out, self._divide_after)
+            return self._lane.launch(self._shard.reduce_scatter, self._scattered(out, slots), after, result, when_done)
+        others = {dtype: torch.empty_like(out, dtype=dtype) for dtype in self._others}
+        steps = self._steps(partial, whole, out, others, slots, asks)
+        return self._lane.start(steps, after, (out, others, partial), when_done)
 
     def _pack(self, gradients: Sequence[torch.Tensor | None], out: torch.Tensor, slots: Sequence[Slot]) -> None:
         """Copy the gradients into the bucket, or right into the result if there is nobody on the shard axis but us."""
@@ -228,6 +240,7 @@ class ReduceBucket:
         out: torch.Tensor,
         others: dict[torch.dtype, torch.Tensor],
         slots: list[Slot],
+        asks: bool,
     ) -> Steps[Reduced]:
         if self._shard is not None:
             yield self._shard.reduce_scatter(*self._scattered(out, slots))
@@ -241,8 +254,13 @@ class ReduceBucket:
             torch.div(out, self._divide_after, out=out)
         if self._hook is not None:
             self._hook(out[: self._layout.result.numel])
+        return self._result(out, others, asks)
+
+    def _result(self, out: torch.Tensor, others: dict[torch.dtype, torch.Tensor], asks: bool) -> Reduced:
+        """The result where it is stored: in the dtypes of the parameters, and offloaded if they are."""
         converted = {dtype: self._at_home(other.copy_(out)) for dtype, other in others.items()}
-        done = Reduced(self._copies, self._at_home(out), others=converted)
+        marks = self._copies.marks_on_host(out) if asks else None
+        done = Reduced(self._copies, self._at_home(out), others=converted, marks=marks)
         if others:
             done.parts()  # cut now, so that `out` can be freed if no piece is in its dtype
         return done
@@ -289,12 +307,12 @@ class Reduction:
 
     Attributes:
         jobs: the job of each bucket.
-        missing: indices of the parameters that had no gradient on this rank.
+        asked: indices of the parameters that had no gradient on this rank, if `.grad` stays None where none had one.
         whole: whether it includes the all-reduce over replicas, if any, so that its result belongs into `.grad`.
     """
 
     jobs: list[tuple[ReduceBucket, Job[Reduced]]]
-    missing: list[int]
+    asked: list[int]
     whole: bool
 
 
@@ -303,40 +321,51 @@ class GroupReduced:
 
     Args:
         done: the result of each bucket, with the indices of its members in the group.
-        without: indices of parameters that had no gradient on any rank.
+        asked: indices of parameters that are left out if they had no gradient on any rank.
+        jobs: those that the host must wait for before it reads a result.
 
     Attributes:
         is_uncut: whether no result is cut yet: then to hold this takes no more memory than to hold its pieces.
+        is_awaited: whether the host need not wait for an accelerator before it reads a result.
     """
 
-    __slots__ = ("_done", "_without", "is_uncut")
+    __slots__ = ("_asked", "_done", "_jobs", "is_awaited", "is_uncut")
 
-    def __init__(self, done: Sequence[tuple[list[int], Reduced]], without: Sequence[int] = ()) -> None:
-        self._done = done
-        self._without = without
+    def __init__(
+        self,
+        done: Sequence[tuple[list[int], Reduced]],
+        asked: Sequence[int] = (),
+        jobs: Sequence[Job[Reduced]] = (),
+    ) -> None:
+        self._done, self._asked, self._jobs = done, asked, jobs
+        self.is_awaited = not jobs
         self.is_uncut = True
         for _, reduced in done:
             self.is_uncut &= reduced.is_uncut
 
     def pieces(self) -> dict[int, torch.Tensor]:
         """This rank's pieces of the gradients, by the index of the parameter."""
+        for job in self._jobs:
+            job.wait_on_host()
+        self._jobs, self.is_awaited = (), True
         by_index: dict[int, torch.Tensor] = {}
         for indices, reduced in self._done:
             by_index.update(zip(indices, reduced.parts().pieces, strict=True))
-        for index in self._without:
+        for index in self._unused() if self._asked else ():
             del by_index[index]
         return by_index
 
-
-def unused(done: Sequence[tuple[list[int], Reduced]], asked: Sequence[int]) -> list[int]:
-    """The parameters, among those asked for by index, that had no gradient on any rank. Waits for an accelerator."""
-    indices_without: list[int] = []
-    for indices, reduced in done:
-        position_of = {index: position for position, index in enumerate(indices)}
-        seen = [(index, reduced.parts().used[position_of[index]]) for index in asked if index in position_of]
-        # A fake mark does not tell what other ranks had: then, a gradient missing here counts as missing everywhere.
-        indices_without += [index for index, mark in seen if not has_memory(mark) or mark.item() == 0]
-    return indices_without
+    def _unused(self) -> list[int]:
+        """The parameters, among those asked for, that had no gradient on any rank."""
+        unused: list[int] = []
+        for indices, reduced in self._done:
+            marks = reduced.parts().used if reduced.marks is None else reduced.marks
+            # Fake ones do not tell what other ranks had: then, a gradient missing here counts as missing everywhere.
+            values = marks.tolist() if has_memory(marks) else [0.0] * len(indices)
+            unused += [
+                index for index, value in zip(indices, values, strict=True) if index in self._asked and not value
+            ]
+        return unused
 
 
 def reduce_buckets(
