@@ -155,6 +155,10 @@ class Job(Generic[T]):
                 when_done(self._event)
         return self._result  # type: ignore[return-value]
 
+    def ended(self) -> Events:
+        """The event behind the end of the work, as far as it is queued; none on a CPU."""
+        return (self._event,)
+
     def wait_on_host(self) -> None:
         """Let the host wait, too, for a job that is finished: before it reads a result that was copied to it."""
         if self._event is not None:
@@ -221,12 +225,16 @@ class Lane:
         return None
 
     def queued(self) -> Events:
-        """The event behind all work that this lane was given; none on a CPU."""
+        """The events behind all work that this lane, and the one behind it, were given; none on a CPU."""
         return ()
 
     def current(self) -> torch.Stream | None:
         """The current stream; None on a CPU."""
         return None
+
+    def behind(self) -> Lane:
+        """The lane for what follows a job of this one, beside which this one goes on; itself on a CPU."""
+        return self
 
 
 class StreamLane(Lane):
@@ -235,6 +243,7 @@ class StreamLane(Lane):
     streams = True
 
     def __init__(self, device: torch.device) -> None:
+        self._behind: StreamLane | None = None
         # High priority: copies and casts around a collective go ahead of compute, which waits for them.
         self._stream = torch.Stream(device, priority=_HIGH_PRIORITY)
 
@@ -277,10 +286,15 @@ class StreamLane(Lane):
     def queued(self) -> Events:
         event = torch.Event(self._stream.device)
         event.record(self._stream)
-        return (event,)
+        return (event, *(() if self._behind is None else self._behind.queued()))
 
     def current(self) -> torch.Stream:
         return torch.accelerator.current_stream(self._stream.device)
+
+    def behind(self) -> Lane:
+        if self._behind is None:
+            self._behind = StreamLane(self._stream.device)
+        return self._behind
 
 
 _simulated: list[Callable[[], Lane]] = []

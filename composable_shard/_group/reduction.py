@@ -16,7 +16,7 @@ import torch
 
 from .._comm.collectives import Transports
 from .._comm.copies import GradientCopies, Parts
-from .._comm.lanes import Job, Lane, Steps
+from .._comm.lanes import Events, Job, Lane, Steps, WhenDone
 from .._comm.mesh import MeshInfo
 from .._memory.pool import BufferPool
 from .._memory.slots import Slot
@@ -122,6 +122,12 @@ def _divisor(factor: float) -> torch.Tensor | None:
     return torch.tensor(factor, dtype=torch.float64) if factor != 1 else None
 
 
+def _at(when_done: WhenDone, events: Events, _: torch.Event | None) -> None:
+    """Call `when_done` with these events in place of the one behind a whole job."""
+    (event,) = events
+    when_done(event)
+
+
 class ReduceBucket:
     """Gradients of one group that are reduced in one dtype. Frozen parameters are not members.
 
@@ -168,6 +174,8 @@ class ReduceBucket:
         scatters = self._shard is not None and self._replicate is None and self._hook is None
         kept = not self._others and not info.offloads and (self._divide_after is None or not lane.streams)
         self._is_launched = scatters and kept
+        # The all-reduce over replicas runs beside the reduce-scatters that follow this one.
+        self._is_apart = lane.streams and self._shard is not None and self._replicate is not None
         whole = layout.nbytes if self._shard is not None else 0
         wanted = (("reduction", whole), ("scratch", layout.scratch * dtype.itemsize))
         self.requests = [pool.request(f"{purpose} {params[0].fqn}", nbytes) for purpose, nbytes in wanted if nbytes]
@@ -209,15 +217,34 @@ class ReduceBucket:
         after = [self._lane.mark()]
         for slot in slots[1:]:
             after += slot.free_after
-        pool, bind = self._pool, functools.partial
-        when_done = bind(pool.release, slots[0]) if len(slots) == 1 else bind(pool.release_all, slots)
+        when_done = functools.partial(self._pool.release_all, slots)
         if self._is_launched and whole and not (partial or asks):
             assert self._shard is not None
             result = Reduced(self._copies, out, self._divide_after)
             return self._lane.launch(self._shard.reduce_scatter, self._scattered(out, slots), after, result, when_done)
         others = {dtype: torch.empty_like(out, dtype=dtype) for dtype in self._others}
-        steps = self._steps(partial, whole, out, others, slots, asks)
-        return self._lane.start(steps, after, (out, others, partial), when_done)
+        held, steps = (out, others, partial), self._steps(partial, whole, out, others, asks)
+        if whole and self._is_apart:
+            return self._start_apart(out, slots, after, steps, held, when_done)
+        return self._lane.start(self._after_scatter(out, slots, steps), after, held, when_done)
+
+    def _start_apart(
+        self,
+        out: torch.Tensor,
+        slots: list[Slot],
+        after: Events,
+        steps: Steps[Reduced],
+        held: tuple[Any, ...],
+        when_done: WhenDone,
+    ) -> Job[Reduced]:
+        """Queue the reduce-scatter on the lane, and the steps that follow on the lane behind it."""
+        scattered = self._lane.start(self._scatter(out, slots), after, out)
+        free = functools.partial(_at, when_done, scattered.ended())
+        try:
+            return self._lane.behind().start(steps, scattered.ended(), (*held, scattered), free)
+        except BaseException:
+            scattered.finish()  # what is leased goes back
+            raise
 
     def _pack(self, gradients: Sequence[torch.Tensor | None], out: torch.Tensor, slots: Sequence[Slot]) -> None:
         """Copy the gradients into the bucket, or right into the result if there is nobody on the shard axis but us."""
@@ -239,11 +266,9 @@ class ReduceBucket:
         whole: bool,
         out: torch.Tensor,
         others: dict[torch.dtype, torch.Tensor],
-        slots: list[Slot],
         asks: bool,
     ) -> Steps[Reduced]:
-        if self._shard is not None:
-            yield self._shard.reduce_scatter(*self._scattered(out, slots))
+        """What follows the reduce-scatter."""
         if partial:
             self._add(partial, out)
         if not whole:
@@ -264,6 +289,14 @@ class ReduceBucket:
         if others:
             done.parts()  # cut now, so that `out` can be freed if no piece is in its dtype
         return done
+
+    def _scatter(self, out: torch.Tensor, slots: list[Slot]) -> Steps[None]:
+        if self._shard is not None:
+            yield self._shard.reduce_scatter(*self._scattered(out, slots))
+
+    def _after_scatter(self, out: torch.Tensor, slots: list[Slot], steps: Steps[Reduced]) -> Steps[Reduced]:
+        yield from self._scatter(out, slots)
+        return (yield from steps)
 
     def _scattered(self, out: torch.Tensor, slots: list[Slot]) -> tuple[Any, ...]:
         """The arguments of the reduce-scatter."""

@@ -43,6 +43,11 @@ class DeviceMemory:
         self._mem_pool = torch.cuda.MemPool() if wanted else None
         return True
 
+    def leave_mem_pool(self) -> None:
+        """All memory has gone back: take what comes from a new MemPool, so that CUDA gets the old one's segments."""
+        if self._mem_pool is not None:
+            self._mem_pool = torch.cuda.MemPool()
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         """New memory as a 1D tensor of bytes, with undefined content."""
         # `to_keep` leaves inference mode: a tensor made in it could never be used for training.

@@ -278,6 +278,7 @@ class BufferPool:
     def make_arena(self) -> None:
         """Replace all slots by those of a new arena. Nobody may hold any of them."""
         self.empty()
+        self.memory.leave_mem_pool()
         self.arena.make(list(self._known))
         self._lacks = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from _engines import fully_shard
 from _models import Stack, shard_blocks, shard_nested, vectors
 from _pool import distributed
 from composable_shard._comm.lanes import Lane
+from composable_shard._memory.device import DeviceMemory
 from composable_shard._memory.pool import BufferPool
 
 
@@ -346,3 +348,22 @@ def test_slots_that_are_leased_at_once_never_overlap(sizes, learned, then):
         if pool.wants_arena:
             pool.make_arena()
             assert pool.arena_bytes >= pool.peak_bytes or round_of is then
+
+
+def test_each_arena_has_a_mem_pool_of_its_own(monkeypatch):
+    """So the segments of what came before it go back to CUDA."""
+    made = []
+
+    class MemPool:
+        def __init__(self):
+            made.append(weakref.ref(self))
+
+    memory = DeviceMemory(torch.device("cpu"), Lane())
+    memory.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "MemPool", MemPool)
+    assert memory.use_mem_pool(True)
+    memory.leave_mem_pool()
+    assert [pool() is None for pool in made] == [True, False]
+    assert memory.use_mem_pool(False)
+    memory.leave_mem_pool()
+    assert [pool() is None for pool in made] == [True, True]

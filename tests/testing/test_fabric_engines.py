@@ -194,3 +194,28 @@ def median_s(nbytes, rounds=5):
 
 def test_the_docstring_says_what_the_model_leaves_out():
     assert re.search(r"\*Left out\*: the host's time", Fabric.__doc__)
+
+
+def replicas_of_two_nodes(clock):
+    """The events of a steady step whose all-reduces go over a slow link between nodes, and its gradients."""
+    nodes = {"ranks_per_node": 2, "inter_latency_s": 1e-5, "inter_bandwidth_Bps": 2e8}
+    with net(clock=clock, **nodes) as sim:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = sharded(cs.fully_shard, blocks(busy_s=20e-6, width=64), mesh)
+        for x in batches(64)[:3]:
+            model.zero_grad()
+            sim.reset()
+            model(x).square().mean().backward()
+        return sim.events, [param.grad.to_local().clone() for param in model.parameters()]
+
+
+def test_where_streams_wait_the_next_reduce_scatter_does_not_queue_behind_an_all_reduce():
+    events, gradients = replicas_of_two_nodes("streams")
+    scatters = [event for event in events if event.kind == "reduce_scatter"]
+    reduces = [event for event in events if event.kind == "all_reduce"]
+    assert len(scatters) == len(reduces) >= 3
+    for scatter, before, reduce in zip(scatters[1:], reduces, reduces[1:], strict=False):
+        assert scatter.start_s < before.finish_s
+        assert reduce.start_s >= max(scatter.finish_s, before.finish_s)
+    _, expected = replicas_of_two_nodes("virtual")
+    assert all(map(torch.equal, gradients, expected))
