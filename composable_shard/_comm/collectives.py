@@ -48,6 +48,7 @@ from .lanes import Awaitable
 BROADCAST_FROM_BYTES = 512 * 1024  # of a bucket: smaller ones are faster with gloo's own all-gather
 ALONE_FROM_BYTES = 64 * 1024  # of a piece: a message for a smaller one costs as much as one message for all of them
 _AVERAGING = ("nccl", "xccl")  # backends whose reductions can give means
+_ON_LANE = ("nccl",)  # backends that run a collective on the current stream if it is not asynchronous
 PLAIN = "torch"  # the name of the transport that any process group has
 OWN = ("simulated", "fabric")  # backends of this library
 _KNOWN = (*_AVERAGING, *OWN, "gloo", "fake")  # backends on which other calls than FSDP2's are known to work
@@ -156,28 +157,35 @@ class Plain:
 
 
 class Packed:
-    """The backend's own collectives."""
+    """The backend's own collectives.
+
+    Args:
+        group: the process group.
+        averages: whether its reductions can give means.
+        on_lane: whether they run on the lane's stream itself, of the priority that it has. Else all collectives of the
+            group share one of the backend's own, on which a gather queues behind a reduction. As in torch's FSDP2.
+    """
 
     route = Route("packed")
 
-    def __init__(self, group: dist.ProcessGroup, averages: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup, averages: bool = False, on_lane: bool = False) -> None:
         self.averages = averages
         self._group = group
-        self._gather = all_gather_options()
-        self._scatter = [reduce_scatter_options(op) for op in _OPS]
-        self._reduce = [all_reduce_options(op) for op in _OPS]
+        self._gather = all_gather_options(not on_lane)
+        self._scatter = [reduce_scatter_options(op, not on_lane) for op in _OPS]
+        self._reduce = [all_reduce_options(op, not on_lane) for op in _OPS]
 
     def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
         (whole,), (piece,) = _movable(wholes), _movable(pieces)
-        return self._group._allgather_base(whole, piece, self._gather)
+        return self._group._allgather_base(whole, piece, self._gather) or _DONE
 
     def reduce_scatter(self, out: Tensor, bucket: Tensor, scratch: Tensor | None, mean: bool = False) -> Awaitable:
         if bucket.dtype.is_complex:
             out, bucket = _real(out), _real(bucket)
-        return self._group._reduce_scatter_base(out, bucket, self._scatter[mean])
+        return self._group._reduce_scatter_base(out, bucket, self._scatter[mean]) or _DONE
 
     def all_reduce(self, tensor: Tensor, mean: bool = False) -> Awaitable:
-        return self._group.allreduce([_real(tensor)], self._reduce[mean])
+        return self._group.allreduce([_real(tensor)], self._reduce[mean]) or _DONE
 
 
 class Direct(Packed):
@@ -191,7 +199,7 @@ class Direct(Packed):
             pieces = list(map(_flat, pieces))
         if wholes[0].dtype not in MOVED:
             wholes, pieces = _movable(wholes), _movable(pieces)
-        return self._group.allgather_into_tensor_coalesced(wholes, pieces, self._gather)
+        return self._group.allgather_into_tensor_coalesced(wholes, pieces, self._gather) or _DONE
 
 
 class OfFakeGroup(Direct):
@@ -371,7 +379,7 @@ def transports_of(
     elif name == "fake":
         made = [OfFakeGroup(group), Packed(group), plain]
     else:
-        made = [Direct(group, name in _AVERAGING), Packed(group, name in _AVERAGING), plain]
+        made = [*(each(group, name in _AVERAGING, name in _ON_LANE) for each in (Direct, Packed)), plain]
     return {transport.route.name: transport for transport in made}
 
 

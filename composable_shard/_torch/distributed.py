@@ -330,37 +330,37 @@ def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     return total
 
 
-def _asynchronous(kind: Callable[[], T], **fields: Any) -> T:
-    """Options of an asynchronous collective."""
+def _options(kind: Callable[[], T], asynchronous: bool = True, **fields: Any) -> T:
+    """Options of a collective. One that is not asynchronous runs on the current stream, in NCCL and its like."""
     options = kind()
-    for name, value in {"asyncOp": True, **fields}.items():
+    for name, value in {"asyncOp": asynchronous, **fields}.items():
         setattr(options, name, value)
     return options
 
 
-def all_gather_options() -> c10d.AllgatherOptions:
-    """Options of an asynchronous all-gather."""
-    return _asynchronous(c10d.AllgatherOptions)
+def all_gather_options(asynchronous: bool = True) -> c10d.AllgatherOptions:
+    """Options of an all-gather."""
+    return _options(c10d.AllgatherOptions, asynchronous)
 
 
 def broadcast_options(root: int) -> c10d.BroadcastOptions:
     """Options of an asynchronous broadcast from group rank `root`."""
-    return _asynchronous(c10d.BroadcastOptions, rootRank=root)
+    return _options(c10d.BroadcastOptions, rootRank=root)
 
 
-def reduce_scatter_options(op: Any) -> c10d.ReduceScatterOptions:
-    """Options of an asynchronous reduce-scatter."""
-    return _asynchronous(c10d.ReduceScatterOptions, reduceOp=op)
+def reduce_scatter_options(op: Any, asynchronous: bool = True) -> c10d.ReduceScatterOptions:
+    """Options of a reduce-scatter."""
+    return _options(c10d.ReduceScatterOptions, asynchronous, reduceOp=op)
 
 
-def all_reduce_options(op: Any) -> c10d.AllreduceOptions:
-    """Options of an asynchronous all-reduce."""
-    return _asynchronous(c10d.AllreduceOptions, reduceOp=op)
+def all_reduce_options(op: Any, asynchronous: bool = True) -> c10d.AllreduceOptions:
+    """Options of an all-reduce."""
+    return _options(c10d.AllreduceOptions, asynchronous, reduceOp=op)
 
 
 def all_to_all_options() -> c10d.AllToAllOptions:
     """Options of an asynchronous all-to-all."""
-    return _asynchronous(c10d.AllToAllOptions)
+    return _options(c10d.AllToAllOptions)
 
 
 def store_of_one_process() -> Any:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from _pool import distributed
+from composable_shard._comm import collectives
 from composable_shard._comm.collectives import (
     ALONE_FROM_BYTES,
     BROADCAST_FROM_BYTES,
@@ -292,3 +293,44 @@ def test_messages_of_a_users_own_are_not_mistaken_for_ours(rank, world):
         each.wait()
     assert got.unique().tolist() == [8.0 - rank]
     assert bucket.view(world, -1)[:, 0].tolist() == [0.0, 1.0]
+
+
+class OnCurrentStream:
+    """A process group that runs what is not asynchronous on the current stream, and then returns nothing to wait for."""
+
+    def __init__(self):
+        self.asynchronous = []
+
+    def _called(self, *arguments):
+        self.asynchronous.append(arguments[-1].asyncOp)
+        return Done() if arguments[-1].asyncOp else None
+
+    _allgather_base = allgather_into_tensor_coalesced = _reduce_scatter_base = allreduce = _called
+
+
+class Done:
+    def wait(self):
+        return True
+
+
+@pytest.mark.parametrize("kind", [Direct, Packed])
+@pytest.mark.parametrize("on_lane", [False, True])
+def test_collectives_on_the_stream_of_a_lane_are_not_asynchronous_and_may_return_nothing(kind, on_lane):
+    group = OnCurrentStream()
+    transport = kind(group, averages=True, on_lane=on_lane)
+    whole, piece = torch.zeros(4), torch.zeros(2)
+    run(transport.all_gather([whole], [piece]))
+    run(transport.reduce_scatter(piece, whole, None, mean=True))
+    run(transport.all_reduce(whole))
+    assert group.asynchronous == [not on_lane] * 3
+
+
+@pytest.mark.parametrize(("backend", "on_lane"), [("nccl", True), ("xccl", False)])
+def test_of_the_backends_nccl_runs_collectives_on_the_stream_of_a_lane(monkeypatch, backend, on_lane):
+    monkeypatch.setattr(collectives, "backend_name", lambda group, device: backend)
+    monkeypatch.setattr(collectives, "is_native", lambda group: True)
+    made = transports_of(OnCurrentStream(), torch.device("cuda"))
+    for name in ("direct", "packed"):
+        run(made[name].all_reduce(torch.zeros(1)))
+        assert made[name]._group.asynchronous == [not on_lane]
+        made[name]._group.asynchronous.clear()
