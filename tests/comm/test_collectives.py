@@ -296,7 +296,7 @@ def test_messages_of_a_users_own_are_not_mistaken_for_ours(rank, world):
 
 
 class OnCurrentStream:
-    """A process group that runs what is not asynchronous on the current stream, and then returns nothing to wait for."""
+    """A process group that runs what is not asynchronous on the current stream, and returns nothing to wait for."""
 
     def __init__(self):
         self.asynchronous = []
