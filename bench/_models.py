@@ -57,6 +57,39 @@ class TinyStack(nn.Module):
         return self.norm(x)
 
 
+class GPT2Block(nn.Module):
+    """A block of GPT-2 (Radford et al., 2019), of twelve parameters: norms and projections, each with a bias."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        heads = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+class GPT2Stack(nn.Module):
+    """Blocks of GPT-2, and a norm that belongs to the root."""
+
+    def __init__(self, blocks: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(GPT2Block(width, heads) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
 def _tutorial_gpt() -> ModuleType:
     """The tutorials' GPT: one model for what is shown and what is measured."""
     path = Path(__file__).parents[1] / "tutorials" / "_gpt.py"

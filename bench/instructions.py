@@ -40,10 +40,11 @@ class InstructionsResult:
     ratio: float | None
 
 
-def counted(engine: str, world: int, blocks: int, to: Path) -> float:
+def counted(engine: str, world: int, blocks: int, model: str, group: str, to: Path) -> float:
     """Instructions per module and step, counted in a process of its own that runs under callgrind."""
     valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={to}"]
     child = [sys.executable, __file__, "--child", engine, "--world", str(world), "--blocks", str(blocks)]
+    child += ["--model", model, "--group", group]
     done = subprocess.run([*valgrind, *child], capture_output=True, text=True, timeout=TIMEOUT_S)
     if done.returncode:
         raise SystemExit(f"instructions.py: {engine}, world {world}: the process failed\n{done.stderr[-2000:]}")
@@ -58,13 +59,14 @@ def total_of(text: str) -> int:
     return totals
 
 
-def run_child(engine: str, world: int, blocks: int) -> None:
+def run_child(engine: str, world: int, blocks: int, model: str, group: str) -> None:
     """The steady steps that are counted."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    _noop.init(world)
+    options = overhead.parse(["--group", group])
+    overhead.begin(world, options)
     try:
-        side = overhead.build(engine, world, overhead.Case(blocks, None), overhead.parse([]))
+        side = overhead.build(engine, world, overhead.Case(blocks, None, model), options)
         gc.collect()
         gc.freeze()
         _switch("on")
@@ -101,7 +103,8 @@ def show(world: int, results: list[InstructionsResult], options: argparse.Namesp
         return "-" if number is None else f"{number / 1e3:,.0f}"
 
     _report.table(
-        f"Instructions per module and step, thousands: world {world}, {options.blocks} blocks of 6 and the root",
+        f"Instructions per module and step, thousands: world {world}, "
+        f"{overhead.Case(options.blocks, None, options.model)}, {options.group} collectives",
         ("engine", "step", "added", "added / FSDP2's"),
         [
             (r.engine, thousands(r.instructions), thousands(r.added), "-" if r.ratio is None else f"{r.ratio:.3f}")
@@ -116,6 +119,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     shown = "(default: %(default)s)"
     parser.add_argument("--world", type=_report.integers, default="8", help=f"simulated world sizes {shown}")
     parser.add_argument("--blocks", type=int, default=48, help=f"blocks of the stack {shown}")
+    parser.add_argument("--model", choices=("stack", "gpt", "gpt2"), default="stack", help=f"of overhead.py {shown}")
+    parser.add_argument("--group", choices=("noop", "fake"), default="noop", help=f"of overhead.py {shown}")
     parser.add_argument("--engines", type=_engines.parse, default="ours,fsdp2", help=f"beside plain {shown}")
     parser.add_argument("--profile", choices=_engines.ENGINES, metavar="ENGINE", help="keep callgrind's file of ENGINE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
@@ -126,7 +131,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse()
     if options.child:
-        run_child(options.child, options.world[0], options.blocks)
+        run_child(options.child, options.world[0], options.blocks, options.model, options.group)
         return
     if shutil.which("valgrind") is None:
         raise SystemExit("instructions.py: needs valgrind, which is not on the PATH; install your system's package")
@@ -136,7 +141,7 @@ def main() -> None:
         for name in dict.fromkeys(["plain", *options.engines]):
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "callgrind.out"
-                counts[name] = counted(name, world, options.blocks, file)
+                counts[name] = counted(name, world, options.blocks, options.model, options.group, file)
                 if name == options.profile:
                     kept = Path(f"callgrind.{name}.world{world}.out")
                     shutil.copy(file, kept)
@@ -145,7 +150,7 @@ def main() -> None:
         show(world, found, options)
         results += found
     if options.json:
-        settings = {key: getattr(options, key) for key in ("world", "blocks", "engines")}
+        settings = {key: getattr(options, key) for key in ("world", "blocks", "engines", "model", "group")}
         _report.write_json(options.json, "instructions", settings, results)
 
 

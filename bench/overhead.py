@@ -2,14 +2,17 @@
 
     python bench/overhead.py --world 8,64
 
-Each engine has a process of its own, which plays rank 0 of a world whose collectives do nothing (`_noop.py`): none pays
-for hooks, garbage or memory that another has left. They take turns. In every round each runs one step (forward and
-backward) and its own collectives are called bare, so what other processes do to this machine falls on all sides alike.
-Of each round: added = step - plain step - bare collectives, divided by the number of sharded modules (the blocks and
-the root).
+Each engine has a process of its own, which plays rank 0 of a world: none pays for hooks, garbage or memory that
+another has left. They take turns, a step (forward and backward) in every round, so what other processes do to this
+machine falls on all sides alike. Of each round: added = step - plain step, divided by the number of sharded modules
+(the blocks and the root).
 
-    python bench/overhead.py --per-group 1,4,16         # what each parameter of a module costs
-    python bench/overhead.py --blocks 48,200,1000       # whether a module costs more among many
+The world's collectives are those of torch's fake process group, and issuing them counts. With `--group noop` they do
+nothing (`_noop.py`), and in each round those of a step are called bare, and what that takes is taken out.
+
+    python bench/overhead.py --transport packed         # gathers into a buffer, and copies out of it
+    python bench/overhead.py --group noop --per-group 1,4,16      # what each parameter of a module costs
+    python bench/overhead.py --group noop --model stack --blocks 48,200,1000    # whether a module costs more among many
     python bench/overhead.py --model gpt --engines ours,ours-placed-whole,fsdp2    # compiled steps, too
     python bench/overhead.py --device cuda              # host time of steps on a card, and how long they take there
 
@@ -19,6 +22,7 @@ What is compiled as a whole is compared with the plain model compiled as a whole
 import argparse
 import gc
 import multiprocessing
+import os
 import random
 import time
 from collections.abc import Callable
@@ -29,14 +33,16 @@ from pathlib import Path
 from typing import Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import _device
 import _engines
 import _noop
 import _report
-from _models import GPT, ChainBlock, GPTBlock, GPTConfig, TinyBlock, TinyStack
+from _models import GPT, ChainBlock, GPT2Block, GPT2Stack, GPTBlock, GPTConfig, TinyBlock, TinyStack
 from _profile import print_profile
 
 PLAIN, PLAIN_COMPILED = "plain", "compute-whole"
@@ -47,11 +53,11 @@ GPT_CONTEXT, GPT_HEADS = 16, 2
 
 @dataclass(frozen=True)
 class Case:
-    """A stack of blocks: so many, and the parameters of each (None: the six of a `TinyBlock` or of a GPT's block)."""
+    """A stack of blocks: so many, and the parameters of each if they are nothing but that."""
 
     blocks: int
     per_group: int | None
-    gpt: bool = False
+    model: str = "stack"
 
     @property
     def modules(self) -> int:
@@ -59,15 +65,21 @@ class Case:
 
     @property
     def params(self) -> int:
-        return self.blocks * (self.per_group or 6) + (3 if self.gpt else 2)
+        return self.blocks * self.of_block + (3 if self.model == "gpt" else 2)
+
+    @property
+    def of_block(self) -> int:
+        return self.per_group or (12 if self.model == "gpt2" else 6)
 
     def __str__(self) -> str:
-        kind = "GPT of " if self.gpt else ""
-        return f"{kind}{self.blocks} blocks of {self.per_group or 6} and the root"
+        kind = "" if self.model == "stack" else f"{self.model} of "
+        return f"{kind}{self.blocks} blocks of {self.of_block} and the root"
 
     def build(self, width: int) -> tuple[nn.Module, type[nn.Module], torch.Tensor]:
         """The model, the class of its blocks, and inputs."""
-        if self.gpt:
+        if self.model == "gpt2":
+            return GPT2Stack(self.blocks, width, GPT_HEADS), GPT2Block, torch.randn(2, GPT_CONTEXT, width)
+        if self.model == "gpt":
             config = GPTConfig(self.blocks, width, GPT_HEADS, GPT_CONTEXT)
             return GPT(config), GPTBlock, torch.randint(config.vocabulary, (2, GPT_CONTEXT))
         block = TinyBlock if self.per_group is None else ChainBlock
@@ -207,7 +219,7 @@ class Player:
 def play(name: str, world: int, cases: list[Case], options: argparse.Namespace, connection: Connection) -> None:
     """The process of a `Player`."""
     prepare(options)
-    _noop.init(world)
+    begin(world, options)
     try:
         sides = [build(name, world, case, options) for case in cases]
         gc.collect()
@@ -219,6 +231,15 @@ def play(name: str, world: int, cases: list[Case], options: argparse.Namespace, 
         connection.send([Figures.of(side) for side in sides])
     finally:
         _noop.shutdown()
+
+
+def begin(world: int, options: argparse.Namespace) -> None:
+    """Make this process rank 0 of a world."""
+    os.environ.setdefault("COMPOSABLE_SHARD_TRANSPORT", options.transport)
+    if options.group == "noop":
+        _noop.init(world)
+    else:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
 
 
 def prepare(options: argparse.Namespace) -> None:
@@ -357,10 +378,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--model",
-        choices=("stack", "gpt"),
-        default="stack",
-        help="blocks of a norm and two layers, or of a GPT with attention (default: %(default)s)",
+        choices=("gpt2", "gpt", "stack"),
+        default="gpt2",
+        help="blocks of GPT-2 (12 parameters), of the tutorials' GPT, or a norm and two layers (default: %(default)s)",
     )
+    parser.add_argument(
+        "--group",
+        choices=("fake", "noop"),
+        help="whether issuing collectives counts, or is taken out (default: fake, on a card noop)",
+    )
+    parser.add_argument("--transport", choices=("direct", "packed"), default="direct", help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=100, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--width", type=int, help="dim 0 of every parameter (default: 64, or the world if larger)")
     parser.add_argument(
@@ -384,8 +411,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sort", choices=("own", "total"), default="own", help="order of the profile")
     parser.add_argument("--lines", type=int, default=40, help="lines of the profile (default: %(default)s)")
     options = parser.parse_args(argv)
-    if options.model == "gpt" and options.per_group:
-        parser.error("--per-group: the blocks of a GPT have six parameters")
+    options.group = options.group or ("fake" if options.device == _device.CPU else "noop")
+    if options.per_group:
+        options.model = "stack"
     options.clock = options.clock or ("thread" if options.device == _device.CPU else "process")
     return options
 
@@ -405,7 +433,19 @@ def main() -> None:
             show(world, case, found[at * len(names) :][: len(names)], options)
         results += found
     if options.json:
-        kept = ("device", "world", "model", "blocks", "per_group", "rounds", "width", "engines", "clock")
+        kept = (
+            "device",
+            "world",
+            "model",
+            "group",
+            "transport",
+            "blocks",
+            "per_group",
+            "rounds",
+            "width",
+            "engines",
+            "clock",
+        )
         settings = {key: getattr(options, key) for key in kept}
         _report.write_json(options.json, "overhead", settings, results, options.device)
 
@@ -413,11 +453,11 @@ def main() -> None:
 def all_cases(options: argparse.Namespace) -> list[Case]:
     """Every number of blocks with every number of parameters."""
     counts = options.per_group or [None]
-    return [Case(blocks, count, options.model == "gpt") for count in counts for blocks in options.blocks]
+    return [Case(blocks, count, options.model) for count in counts for blocks in options.blocks]
 
 
 def profile(name: str, world: int, options: argparse.Namespace) -> None:
-    _noop.init(world)
+    begin(world, options)
     try:
         case = all_cases(options)[0]
         side = build(name, world, case, options)

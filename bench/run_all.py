@@ -38,17 +38,17 @@ COMPILED = "--engines ours-whole,ours-blocks,fsdp2-blocks,compute-whole"
 HALF = "--dtype bfloat16 --batch 8"
 
 RUNS = {
-    "overhead": Run("overhead.py", "--world 8,64", "--world 8,64,512", "--world 4 --blocks 2 --rounds 2"),
+    "overhead": Run("overhead.py", "--world 8,64", "--world 8,64,512", "--group noop --world 4 --blocks 2 --rounds 2"),
     "overhead-per-group": Run(
         "overhead.py",
-        "--world 8 --per-group 1,4,16 --rounds 20",
-        "--world 8 --per-group 1,4,16 --rounds 20",
+        "--group noop --world 8 --per-group 1,4,16 --rounds 20",
+        "--group noop --world 8 --per-group 1,4,16 --rounds 20",
         "--world 4 --blocks 2 --per-group 1,2 --rounds 2",
     ),
     "overhead-growth": Run(
         "overhead.py",
-        "--world 8 --blocks 48,200,1000 --rounds 10",
-        "--world 8 --blocks 48,200,1000 --rounds 10",
+        "--group noop --model stack --world 8 --blocks 48,200,1000 --rounds 10",
+        "--group noop --model stack --world 8 --blocks 48,200,1000 --rounds 10",
         "--world 4 --blocks 2,3 --rounds 2",
     ),
     "overlap": Run("overlap.py", "--rounds 1", None, "--models uniform --ratios 1 --rounds 1"),
