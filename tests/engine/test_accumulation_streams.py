@@ -1,0 +1,68 @@
+"""Gradients that are given up between micro-batches, on an accelerator: versions of `.grad` tell, and no value."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import composable_shard as cs
+from _blocks import Transformer, next_token_loss, token_batch
+from composable_shard import testing
+
+
+def trained(clock, give_up):
+    """Gradients after two steps of three micro-batches, of which `give_up` drops some."""
+    with testing.fabric(2, latency_s=1e-5, bandwidth_Bps=1e9, clock=clock):
+        torch.manual_seed(0)
+        model = Transformer(layers=2)
+        for each in (*model.blocks, model):
+            cs.fully_shard(each)
+        for step in range(2):
+            for at in range(3):
+                model.set_requires_gradient_sync(at == 2)
+                next_token_loss(model, *token_batch(step, at)).backward()
+                if at == 0:
+                    give_up(model)
+        return {name: param.grad.to_local().clone() for name, param in model.named_parameters()}
+
+
+def nothing(model):
+    pass
+
+
+def to_none(model):
+    model.zero_grad()
+
+
+def to_zero(model):
+    model.zero_grad(set_to_none=False)
+
+
+def some_to_zero(model):
+    torch.optim.SGD(model.blocks[0].attention.parameters()).zero_grad(set_to_none=False)
+
+
+def twice_as_much(model):
+    """Of what is there; what is accumulated elsewhere is not scaled along."""
+    for param in model.parameters():
+        param.grad.mul_(2)
+
+
+@pytest.mark.parametrize("give_up", [nothing, to_none, to_zero, some_to_zero, twice_as_much])
+def test_what_is_given_up_between_micro_batches_is_the_same_with_streams(give_up):
+    found, expected = trained("streams", give_up), trained("virtual", give_up)
+    kept = trained("virtual", nothing)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    same = [torch.equal(expected[name], kept[name]) for name in expected]
+    assert all(same) == (give_up is nothing)
+    assert any(same) == (give_up in (nothing, some_to_zero))
+
+
+def test_what_leaves_no_trace_stops_the_program():
+    def fused(model):
+        torch.optim.AdamW(model.parameters(), foreach=True).zero_grad(set_to_none=False)
+
+    with pytest.raises(RuntimeError, match=r"leaves no trace on an accelerator.*set_to_none=True"):
+        trained("streams", fused)
+    found, expected = trained("virtual", fused), trained("virtual", to_zero)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
