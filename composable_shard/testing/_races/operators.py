@@ -1,0 +1,182 @@
+"""What each operator reads and writes, and where it was launched: a dispatch mode that tells `Memory`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..._torch.core import current_node
+from .memory import Memory, Operator, Place
+from .nodes import Nodes
+from .streams import Stream, Streams
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor")  # the process group tells what these do
+_HERE = str(Path(__file__).parent)
+_LIBRARY = str(Path(__file__).parents[2])
+_TORCH = str(Path(torch.__file__).parent)
+_OF_THE_MODE = ("_compile.py", "eval_frame.py")  # files of torch that stand between an operator and its mode
+
+
+class Launches:
+    """Numbers what is launched, and tells `memory` what it does.
+
+    Args:
+        streams, nodes: those of the program.
+        memory: is told.
+        name: what lies at an address, for reports.
+    """
+
+    def __init__(self, streams: Streams, nodes: Nodes, memory: Memory, name: Callable[[int], str]) -> None:
+        self._streams, self._nodes, self._memory, self._name = streams, nodes, memory, name
+        self._on_host: set[int] = set()  # ids of storages in memory of the host
+        self.count = 0
+
+    def keep_on_host(self, tensors: Iterable[Tensor]) -> None:
+        """These lie in memory of the host, and what it does with them alone it does itself, at once."""
+        for tensor in tensors:
+            self._on_host.add(_key(tensor))
+
+    def launch(self, name: str, stream: Stream, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Operator:
+        """Something that reads and writes these tensors runs on a stream."""
+        self.count += 1
+        operator = Operator(name, stream, stream.advance(), _place())
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                self._memory.know(tensor.untyped_storage(), self._streams.compute)
+                self._memory.use(tensor, is_write, operator, self._name)
+        return operator
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an operator of torch, on the current stream."""
+        self._nodes.look()
+        written, read = _arguments(func, args, kwargs)
+        result = func(*args, **kwargs)
+        outputs = _tensors(result)
+        given = {_key(tensor) for tensor in (*written, *read)}
+        made = [tensor for tensor in outputs if _key(tensor) not in given]
+        stream = self._stream([*read, *written], made, kwargs)
+        self._nodes.note_given(read, stream)
+        if made or written or not outputs:  # and no view
+            self._note(func, stream, read, written, made)
+        if torch.is_grad_enabled():
+            self._nodes.note_made(outputs, stream)
+        return result
+
+    def _note(
+        self, func: Any, stream: Stream, read: list[Tensor], written: list[Tensor], made: Sequence[Tensor]
+    ) -> None:
+        name, moves = str(func), func.namespace not in _COLLECTIVES
+        if moves and func.overloadpacket is not torch.ops.aten.set_:
+            operator = self.launch(name, stream, read, written)
+        else:
+            operator = Operator(name, stream, stream.advance(), _place())
+        for tensor in made:
+            self._memory.allocate(tensor.untyped_storage(), operator)
+            if moves and "empty" not in name:  # whose memory nobody has looked at yet
+                self._memory.use(tensor, True, operator, self._name)
+        if stream is self._nodes.adder():
+            self._nodes.added(stream)
+
+    def _stream(self, given: Sequence[Tensor], made: Sequence[Tensor], kwargs: dict[str, Any]) -> Stream:
+        if self._on_host and self._is_of_host(given):
+            self.keep_on_host(made)
+            return self._streams.host
+        current = self._streams.current()
+        if _is_of_engine(_outer_frame()):
+            return self._nodes.adder() or current
+        return current
+
+    def _is_of_host(self, given: Sequence[Tensor]) -> bool:
+        return bool(given) and all(_key(tensor) in self._on_host for tensor in given)
+
+    def resize(self, storage: torch.UntypedStorage, resize: Callable[[], Any]) -> Any:
+        """A storage gets memory, or gives its memory back."""
+        before = storage.data_ptr()
+        result = resize()
+        stream = self._streams.current()
+        self._memory.resized(before, storage, Operator("storage.resize_", stream, stream.advance(), _place()))
+        return result
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within, all operators of this thread are launched through `launches`."""
+
+    def __init__(self, launches: Launches) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._launches = launches
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, FakeTensor) for kind in types):  # which have no memory
+            return func(*args, **(kwargs or {}))
+        if any(kind not in _PLAIN for kind in types):
+            return NotImplemented  # then the tensor's class comes first, and we see the operators that it calls
+        return self._launches.call(func, args, kwargs or {})
+
+
+def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that an operator writes, and those that it reads, by its schema."""
+    writes: list[Tensor] = []
+    reads: list[Tensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        given = args[index] if index < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        (writes if is_written else reads).extend(_tensors(given))
+    return writes, reads
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """The tensors of a tree that have memory here."""
+    leaves = (tree,) if isinstance(tree, Tensor) else pytree.tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and _has_memory(leaf)]
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor.device.type == "cpu" and tensor.layout is torch.strided
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _outer_frame() -> FrameType | None:
+    """The innermost frame that has called an operator."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_between(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _is_between(file: str) -> bool:
+    return file.startswith(_HERE) or (file.startswith(_TORCH) and file.endswith(_OF_THE_MODE))
+
+
+def _is_of_engine(frame: FrameType | None) -> bool:
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+def _place() -> Place:
+    """Where what is launched now was called."""
+    frame, user, library = _outer_frame(), "", ""
+    while frame is not None and not user:
+        file = frame.f_code.co_filename
+        if file.startswith(_LIBRARY):
+            library = library or _line(frame, Path(_LIBRARY).parent)
+        elif not file.startswith(_TORCH) and not file.startswith("<frozen"):
+            user = _line(frame, Path(file).parent)
+        frame = frame.f_back
+    node = current_node()
+    return Place(user, library, "" if node is None else node.name())
+
+
+def _line(frame: FrameType, root: Path) -> str:
+    return f"{Path(frame.f_code.co_filename).relative_to(root).as_posix()}:{frame.f_lineno} {frame.f_code.co_name}"

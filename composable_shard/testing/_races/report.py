@@ -1,0 +1,116 @@
+"""Races in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .memory import Clash, Operator, Place, Tensor
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Access:
+    """One side of a race.
+
+    Attributes:
+        operator: as ``aten.mul.Tensor``; a collective by its kind, ``all_gather``.
+        stream: name of the stream that it runs on.
+        writes: whether it writes; else it reads.
+        place: where it was launched.
+    """
+
+    operator: str
+    stream: str
+    writes: bool
+    place: Place
+
+    def __str__(self) -> str:
+        return f"{self.operator} {'writes' if self.writes else 'reads'} on stream {self.stream!r}"
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two accesses to the same memory that no event orders. `str` says which, where, and what is missing.
+
+    Attributes:
+        tensor: shape, dtype, and name of what lies in the memory, if that is known.
+        offset: of the memory in its allocation, in bytes.
+        nbytes: how many bytes both accesses share.
+        address: of the first of these bytes.
+        first, then: the accesses, in the order in which the program launched them.
+        reuses: whether `then` does not use the tensor: it was freed, and `then` may be given its memory.
+    """
+
+    tensor: Tensor
+    offset: int
+    nbytes: int
+    address: int
+    first: Access
+    then: Access
+    reuses: bool
+
+    @property
+    def missing(self) -> str:
+        """The wait that is missing."""
+        return (
+            f"stream {self.then.stream!r} has to wait for an event that was recorded on stream {self.first.stream!r} "
+            f"after {self.first.operator}"
+        )
+
+    def __str__(self) -> str:
+        kind = str(self.tensor.dtype).removeprefix("torch.")
+        name = f" of {self.tensor.name}" if self.tensor.name else ""
+        lines = [
+            f"{kind} {list(self.tensor.shape)}{name}: bytes {self.offset} to {self.offset + self.nbytes} of the "
+            f"allocation, at {self.address:#x}",
+            f"  first {self.first}",
+            *_lines_of(self.first.place),
+            f"  then  {self._second()}",
+            *_lines_of(self.then.place),
+            f"  missing: {self.missing}",
+        ]
+        if self.reuses:
+            lines.append("           before the tensor is freed, or the tensor needs record_stream of that stream")
+        return "\n".join(lines)
+
+    def _second(self) -> str:
+        if not self.reuses:
+            return str(self.then)
+        return f"{self.then.operator} on stream {self.then.stream!r} may be given the memory, which was freed"
+
+
+def _lines_of(place: Place) -> list[str]:
+    node = [f"in the backward of {place.node}"] if place.node else []
+    return [f"        {line}" for line in filter(None, [place.library, place.user, *node])]
+
+
+class Races:
+    """The races of a program, one for each pair of streams, operators and places."""
+
+    def __init__(self) -> None:
+        self._races: dict[tuple[object, ...], Race] = {}
+
+    def add(self, clash: Clash) -> None:
+        """Take a clash into account."""
+        first, then = _access(clash.first, clash.first_writes), _access(clash.then, clash.then_writes)
+        race = Race(clash.tensor, clash.offset, clash.nbytes, clash.address, first, then, clash.reuses)
+        self._races.setdefault((first, then, clash.reuses), race)
+
+    def all(self) -> tuple[Race, ...]:
+        """Those so far."""
+        return tuple(self._races.values())
+
+
+def _access(operator: Operator, writes: bool) -> Access:
+    return Access(operator.name, operator.stream.name, writes, operator.place)
+
+
+def text_of(races: Sequence[Race]) -> str:
+    """Races in words, the first ones in full."""
+    lines = [f"{len(races)} race{'s' if len(races) > 1 else ''}: accesses to the same memory that no event orders"]
+    lines += [str(race) for race in races[:_SHOWN]]
+    if len(races) > _SHOWN:
+        lines.append(f"and {len(races) - _SHOWN} more")
+    return "\n".join(lines)
