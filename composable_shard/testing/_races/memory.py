@@ -17,31 +17,24 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from types import CodeType
+from typing import NamedTuple
 
 import torch
 
 from .streams import Stream
 
-_PAGE = 4096  # bytes; accesses are looked up by page
+_PAGE = 1024  # bytes; accesses are looked up by page
 _MOST_RANGES = 256  # a tensor in more pieces counts as one with everything between them
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where something was launched.
+class Stack(NamedTuple):
+    """The lines that have led to an operator, innermost first, and the name of the autograd node that ran."""
 
-    Attributes:
-        user: the innermost line outside of torch and this library, as ``file:line function``; empty if there is none.
-        library: the innermost line of this library, likewise.
-        node: the autograd node whose backward it was; empty outside of backward.
-    """
-
-    user: str = ""
-    library: str = ""
-    node: str = ""
+    lines: tuple[tuple[CodeType, int], ...]
+    node: str
 
 
-@dataclass(frozen=True)
 class Operator:
     """Something that was launched on a stream.
 
@@ -49,17 +42,17 @@ class Operator:
         name: as ``aten.mul.Tensor``; of a collective its kind.
         stream: its stream.
         number: how many the stream had been given then, with this one.
-        place: where it was launched.
+        stack: where it was launched.
     """
 
-    name: str
-    stream: Stream
-    number: int
-    place: Place
+    __slots__ = ("name", "number", "stack", "stream")
+
+    def __init__(self, name: str, stream: Stream, number: int, stack: Stack) -> None:
+        self.name, self.stream, self.number, self.stack = name, stream, number, stack
 
     def precedes(self, stream: Stream) -> bool:
         """Whether what a stream is given now surely comes after it."""
-        return stream.clock.get(self.stream, 0) >= self.number
+        return self.stream is stream or stream.clock.get(self.stream, 0) >= self.number
 
 
 @dataclass(frozen=True)
@@ -214,14 +207,12 @@ class Memory:
             access = _Access(low, high, writes, operator, said)
             for page in range(low // _PAGE, (high - 1) // _PAGE + 1):
                 now = access.within(page * _PAGE, (page + 1) * _PAGE)
-                known = self._pages.get(page, ())
-                self._pages[page] = [before for before in known if self._stays(before, now, name)]
-                self._pages[page].append(now)
+                known, begin, end = self._pages.get(page, ()), now.low, now.high
+                staying = [b for b in known if b.high <= begin or end <= b.low or self._stays(b, now, name)]
+                self._pages[page] = [*staying, now]
 
     def _stays(self, before: _Access, now: _Access, name: Callable[[int], str]) -> bool:
-        """Whether an earlier access still tells something when this one is known; reports it if the two are a race."""
-        if before.high <= now.low or now.high <= before.low:
-            return True
+        """Whether an access that this one overlaps still tells something; reports it if the two are a race."""
         ordered = before.operator.precedes(now.operator.stream)
         if not ordered and (now.writes or before.writes):
             low, high = max(before.low, now.low), min(before.high, now.high)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -15,15 +16,15 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..._torch.core import current_node
-from .memory import Memory, Operator, Place
+from .memory import Memory, Operator, Stack
 from .nodes import Nodes
 from .streams import Stream, Streams
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor")  # the process group tells what these do
 _HERE = str(Path(__file__).parent)
-_LIBRARY = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
+_FRAMES = 60  # that are kept of a stack
 _OF_THE_MODE = ("_compile.py", "eval_frame.py")  # files of torch that stand between an operator and its mode
 
 
@@ -49,7 +50,7 @@ class Launches:
     def launch(self, name: str, stream: Stream, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Operator:
         """Something that reads and writes these tensors runs on a stream."""
         self.count += 1
-        operator = Operator(name, stream, stream.advance(), _place())
+        operator = Operator(name, stream, stream.advance(), _stack())
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 self._memory.know(tensor.untyped_storage(), self._streams.compute)
@@ -79,7 +80,7 @@ class Launches:
         if moves and func.overloadpacket is not torch.ops.aten.set_:
             operator = self.launch(name, stream, read, written)
         else:
-            operator = Operator(name, stream, stream.advance(), _place())
+            operator = Operator(name, stream, stream.advance(), _stack())
         for tensor in made:
             self._memory.allocate(tensor.untyped_storage(), operator)
             if moves and "empty" not in name:  # whose memory nobody has looked at yet
@@ -104,7 +105,7 @@ class Launches:
         before = storage.data_ptr()
         result = resize()
         stream = self._streams.current()
-        self._memory.resized(before, storage, Operator("storage.resize_", stream, stream.advance(), _place()))
+        self._memory.resized(before, storage, Operator("storage.resize_", stream, stream.advance(), _stack()))
         return result
 
 
@@ -123,14 +124,25 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._launches.call(func, args, kwargs or {})
 
 
+@functools.cache
+def _parameters(func: Any) -> tuple[tuple[int, str, bool], ...]:
+    """Of each argument of an operator its index (-1 if it has none), its name, and whether it is written."""
+    of_schema = enumerate(func._schema.arguments)
+    return tuple([(-1 if arg.kwarg_only else i, arg.name, _is_written(arg)) for i, arg in of_schema])
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
 def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
     """The tensors that an operator writes, and those that it reads, by its schema."""
     writes: list[Tensor] = []
     reads: list[Tensor] = []
-    for index, argument in enumerate(func._schema.arguments):
-        given = args[index] if index < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        (writes if is_written else reads).extend(_tensors(given))
+    for index, name, is_written in _parameters(func):
+        given = args[index] if 0 <= index < len(args) else kwargs.get(name)
+        if isinstance(given, (Tensor, list, tuple)):
+            (writes if is_written else reads).extend(_tensors(given))
     return writes, reads
 
 
@@ -156,6 +168,7 @@ def _outer_frame() -> FrameType | None:
     return frame
 
 
+@functools.cache
 def _is_between(file: str) -> bool:
     return file.startswith(_HERE) or (file.startswith(_TORCH) and file.endswith(_OF_THE_MODE))
 
@@ -164,19 +177,11 @@ def _is_of_engine(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
-def _place() -> Place:
-    """Where what is launched now was called."""
-    frame, user, library = _outer_frame(), "", ""
-    while frame is not None and not user:
-        file = frame.f_code.co_filename
-        if file.startswith(_LIBRARY):
-            library = library or _line(frame, Path(_LIBRARY).parent)
-        elif not file.startswith(_TORCH) and not file.startswith("<frozen"):
-            user = _line(frame, Path(file).parent)
+def _stack() -> Stack:
+    """The lines that have led to what is launched now, innermost first, and the name of the autograd node."""
+    frame, lines = _outer_frame(), []
+    while frame is not None and len(lines) < _FRAMES:
+        lines.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
     node = current_node()
-    return Place(user, library, "" if node is None else node.name())
-
-
-def _line(frame: FrameType, root: Path) -> str:
-    return f"{Path(frame.f_code.co_filename).relative_to(root).as_posix()}:{frame.f_lineno} {frame.f_code.co_name}"
+    return Stack(tuple(lines), "" if node is None else node.name())

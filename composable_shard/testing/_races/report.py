@@ -4,10 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
 
-from .memory import Clash, Operator, Place, Tensor
+import torch
+
+from .memory import Clash, Operator, Stack, Tensor
 
 _SHOWN = 8
+_LIBRARY = Path(__file__).parents[2]
+_HERE = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something was launched.
+
+    Attributes:
+        user: the innermost line outside of torch and this library, as ``file.py:3 function``; empty if there is none.
+        library: the innermost line of this library, likewise.
+        node: the autograd node that ran; empty outside of backward.
+    """
+
+    user: str = ""
+    library: str = ""
+    node: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,7 +126,23 @@ class Races:
 
 
 def _access(operator: Operator, writes: bool) -> Access:
-    return Access(operator.name, operator.stream.name, writes, operator.place)
+    return Access(operator.name, operator.stream.name, writes, _place(operator.stack))
+
+
+def _place(stack: Stack) -> Place:
+    user = library = ""
+    for code, line in stack.lines:
+        file = code.co_filename
+        if file.startswith(str(_LIBRARY)):
+            library = library or ("" if file.startswith(_HERE) else _line(code, line, _LIBRARY.parent))
+        elif not file.startswith((_TORCH, "<frozen")):
+            user = _line(code, line, Path(file).parent)
+            break
+    return Place(user, library, stack.node)
+
+
+def _line(code: CodeType, line: int, root: Path) -> str:
+    return f"{Path(code.co_filename).relative_to(root).as_posix()}:{line} {code.co_name}"
 
 
 def text_of(races: Sequence[Race]) -> str:
