@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -39,13 +40,13 @@ class Launches:
 
     def __init__(self, streams: Streams, nodes: Nodes, memory: Memory, name: Callable[[int], str]) -> None:
         self._streams, self._nodes, self._memory, self._name = streams, nodes, memory, name
-        self._on_host: set[int] = set()  # ids of storages in memory of the host
+        self._on_host: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # storages in memory of the host, by id
         self.count = 0
 
     def keep_on_host(self, tensors: Iterable[Tensor]) -> None:
         """These lie in memory of the host, and what it does with them alone it does itself, at once."""
         for tensor in tensors:
-            self._on_host.add(_key(tensor))
+            self._on_host[_key(tensor)] = weakref.ref(tensor.untyped_storage())
 
     def launch(self, name: str, stream: Stream, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Operator:
         """Something that reads and writes these tensors runs on a stream."""
@@ -98,7 +99,12 @@ class Launches:
         return current
 
     def _is_of_host(self, given: Sequence[Tensor]) -> bool:
-        return bool(given) and all(_key(tensor) in self._on_host for tensor in given)
+        """Whether an operator is given tensors in memory of the host, and no others."""
+        return bool(given) and all(self._lies_on_host(tensor) for tensor in given)
+
+    def _lies_on_host(self, tensor: Tensor) -> bool:
+        known = self._on_host.get(_key(tensor))
+        return known is not None and known() is tensor.untyped_storage()
 
     def resize(self, storage: torch.UntypedStorage, resize: Callable[[], Any]) -> Any:
         """A storage gets memory, or gives its memory back."""
