@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from composable_shard._comm.collectives import RankOrdered, _All
-from composable_shard._comm.lanes import WAITING, Job, StreamLane
+from composable_shard._comm.lanes import Job, StreamLane, Waiting
 from composable_shard._engine.actions import Actions
 from composable_shard._engine.engine import Engine
 from composable_shard._group import reduction
@@ -185,7 +185,7 @@ MUTANTS = {
     "lanes-wait-for-nothing": Mutant("lanes wait for the events they are given", instead(StreamLane, "_wait_for", _nothing)),
     "gathers-are-not-awaited": Mutant("compute waits for gathers", job_without_end("gathers")),
     "reductions-are-not-awaited": Mutant("compute waits for reductions", job_without_end("reductions")),
-    "lanes-ignore-collectives": Mutant("lanes wait for their collectives", instead(WAITING, "wait", _nothing)),
+    "lanes-ignore-collectives": Mutant("lanes wait for their collectives", instead(Waiting, "wait", _nothing)),
     "host-ignores-reductions": Mutant("the host waits for what it reads", instead(Job, "finish", not_on_host), "offload"),
     # _comm/collectives.py
     "own-gathers-copied-early": Mutant(

@@ -236,17 +236,41 @@ def event_of_the_optimizer(training: Training) -> None:
     training.model.set_post_optim_event(torch.accelerator.current_stream().record_event())
 
 
-def arena_on_another_stream(training: Training) -> None:
-    """Memory that was allocated on one stream goes back while another one is current."""
+def memory_goes_back_on_another_stream(training: Training) -> None:
+    """Memory that was allocated on one stream is used on another one, and goes back there."""
     plain_step(training)
-    if training.number == 0:
-        training.model.set_pool_policy(PoolPolicy(budget=1 << 20))
     side, compute = torch.cuda.Stream(), torch.accelerator.current_stream()
     side.wait_stream(compute)
     with torch.cuda.stream(side):
-        training.forward()
-    torch.ones(4)
+        training.backward()
+        if training.number == STEPS - 2:
+            training.model.set_pool_policy(PoolPolicy(budget=1 << 20))
+            training.forward()
+    torch.ones(4)  # on the stream of compute, which waits for nothing of its own
     compute.wait_stream(side)
+
+
+def blocks_in_turns(model: Any, checked: testing.Checked) -> None:
+    """Each block runs on another stream than the one before it, and so does its backward."""
+    streams = [checked.stream("even"), checked.stream("odd")]
+
+    def on(stream: torch.Stream, block: nn.Module, *inputs: Any) -> Any:
+        before = torch.accelerator.current_stream()
+        stream.wait_stream(before)
+        with stream:
+            output = type(block).__call__(block, *inputs)
+        before.wait_stream(stream)
+        return output
+
+    blocks = [functools.partial(on, streams[index % 2], block) for index, block in enumerate(model.blocks)]
+    model.forward = functools.partial(_through, model, blocks)
+
+
+def _through(model: Any, blocks: Any, tokens: Tensor) -> Tensor:
+    x = model.embed(tokens)
+    for block in blocks:
+        x = block(x, model.cos[: tokens.shape[1]], model.sin[: tokens.shape[1]])
+    return model.head(model.norm(x))
 
 
 def unshard_by_hand(training: Training) -> None:
@@ -436,9 +460,22 @@ SCENARIOS = {
     "side-in-turns": Scenario(step=side_in_turns),
     "side-forward": Scenario(step=side_forward),
     "optimizer-event": Scenario(step=event_of_the_optimizer),
-    "another-stream": Scenario(step=arena_on_another_stream),
+    "another-stream": Scenario(step=memory_goes_back_on_another_stream),
     "idle-memory": Scenario(prepare=idle_memory_goes_back),
     "own-memory": Scenario(prepare=setting("set_keep_unsharded_storage", True)),
+    "idle-memory-on-another-stream": Scenario(
+        prepare=idle_memory_goes_back, step=memory_goes_back_on_another_stream
+    ),
+    "blocks-in-turns": Scenario(make=functools.partial(decoder, 4), prepare=blocks_in_turns),
+    "blocks-in-turns-packed": Scenario(
+        {"mp_policy": MIXED}, transport="packed", make=functools.partial(decoder, 4), prepare=blocks_in_turns
+    ),
+    "blocks-in-turns-few-ranks": Scenario(
+        {"reshard_after_forward": 2}, make=functools.partial(decoder, 4), prepare=blocks_in_turns
+    ),
+    "blocks-in-turns-sums": Scenario(
+        make=functools.partial(decoder, 4), prepare=blocks_in_turns, around=sums_of_ranks
+    ),
     "by-hand": Scenario(step=unshard_by_hand),
     "replicas": Scenario(mesh=REPLICAS),
     "replicas-mixed": Scenario({"mp_policy": MIXED}, mesh=REPLICAS, step=accumulate_pieces),

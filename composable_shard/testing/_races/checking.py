@@ -134,7 +134,7 @@ def _entered(stack: ExitStack, world: int, rank: int, axes: dict[str, int]) -> C
     stack.callback(streams.leave)
     memory = Memory(made.add)
     stack.callback(memory.clear)
-    nodes = Nodes(streams)
+    nodes = Nodes(streams, memory.record)
     launches = Launches(streams, nodes, memory, name_at)
     stack.enter_context(streams_of_torch(Stream, Event, streams, memory.record, launches.resize))
     stack.enter_context(cpu_lanes(_lanes(streams)))

@@ -5,7 +5,8 @@ earlier one. That holds in any timing, so one run is enough; but only for what r
 
 Memory that is freed goes back to the stream on which it was allocated, as with the caching allocator of an accelerator:
 whatever allocates on that stream next may be given it, without a wait. So all accesses to it on other streams have to
-come before that.
+come before that. And new memory may be what earlier work of its stream still uses, so all accesses on other streams have
+to come after the allocation, which counts as a write.
 """
 
 from __future__ import annotations
@@ -138,9 +139,12 @@ class Memory:
     # ---- allocations
 
     def allocate(self, storage: torch.UntypedStorage, operator: Operator) -> None:
-        """New memory, for an operator: it may be whatever was freed on its stream before."""
+        """New memory, which an operator is about to write: it may be whatever was freed on its stream before."""
         self._reuse(operator)
         self._block(storage, operator.stream)
+        low, nbytes = storage.data_ptr(), storage.nbytes()
+        if nbytes:
+            self._access(low, low + nbytes, True, operator, Tensor((nbytes,), torch.uint8), _nameless)
 
     def _reuse(self, operator: Operator) -> None:
         self._collect()
@@ -165,7 +169,7 @@ class Memory:
     def record(self, storage: torch.UntypedStorage, stream: Stream) -> None:
         """When it is freed, the allocator waits for what this stream was given until then (`Tensor.record_stream`)."""
         block = self._block_at(storage.data_ptr())
-        if block is not None:
+        if block is not None and block.stream is not stream:
             block.recorded.add(stream)
 
     def resized(self, before: int, storage: torch.UntypedStorage, operator: Operator) -> None:
@@ -204,12 +208,17 @@ class Memory:
         self._collect()
         said = Tensor(tuple(tensor.shape), tensor.dtype)
         for low, high in ranges(tensor):
-            access = _Access(low, high, writes, operator, said)
-            for page in range(low // _PAGE, (high - 1) // _PAGE + 1):
-                now = access.within(page * _PAGE, (page + 1) * _PAGE)
-                known, begin, end = self._pages.get(page, ()), now.low, now.high
-                staying = [b for b in known if b.high <= begin or end <= b.low or self._stays(b, now, name)]
-                self._pages[page] = [*staying, now]
+            self._access(low, high, writes, operator, said, name)
+
+    def _access(
+        self, low: int, high: int, writes: bool, operator: Operator, said: Tensor, name: Callable[[int], str]
+    ) -> None:
+        access = _Access(low, high, writes, operator, said)
+        for page in range(low // _PAGE, (high - 1) // _PAGE + 1):
+            now = access.within(page * _PAGE, (page + 1) * _PAGE)
+            known, begin, end = self._pages.get(page, ()), now.low, now.high
+            staying = [b for b in known if b.high <= begin or end <= b.low or self._stays(b, now, name)]
+            self._pages[page] = [*staying, now]
 
     def _stays(self, before: _Access, now: _Access, name: Callable[[int], str]) -> bool:
         """Whether an access that this one overlaps still tells something; reports it if the two are a race."""
@@ -251,6 +260,10 @@ class Memory:
         self._blocks.clear()
         self._addresses.clear()
         self._pages.clear()
+
+
+def _nameless(_address: int) -> str:
+    return ""
 
 
 def ranges(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 - A node runs on the stream that was current when it was made, hooks on it and on its output included.
 - It waits for the nodes whose gradients it takes. Gradients that meet are added on the stream of who takes them.
+- A gradient that is taken on another stream than its own stays allocated until that stream is done with it.
 - At the end, the stream on which `backward` was called waits for those on which leaves were accumulated.
 
 On a CPU autograd knows no streams. So each node gets a hook that tells when it begins, and a note of its own.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -115,10 +116,11 @@ class Nodes:
 
     Args:
         streams: of the program.
+        record: is called as `Tensor.record_stream`, with the storage.
     """
 
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
+    def __init__(self, streams: Streams, record: Callable[[torch.UntypedStorage, Stream], None]) -> None:
+        self._streams, self._record = streams, record
         self._threads = threading.local()
         self._made: tuple[Stream, list[weakref.ref[torch.Tensor]]] = (streams.compute, [])
         streams.ask_first(self)
@@ -160,8 +162,14 @@ class Nodes:
                 note.takers.append(taker.metadata[_KEY])
         return first
 
-    def _begins(self, *_gradients: object) -> None:
-        self.current()
+    def _begins(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        if (stream := self.current()) is not None:
+            self._keep([gradient for gradient in gradients if gradient is not None], stream)
+
+    def _keep(self, gradients: Iterable[torch.Tensor], stream: Stream) -> None:
+        for gradient in gradients:
+            if type(gradient) is torch.Tensor:
+                self._record(gradient.untyped_storage(), stream)
 
     def _ends(self, *_gradients: object) -> None:
         passed = self._pass()
@@ -203,8 +211,9 @@ class Nodes:
         passed = self._pass()
         return None if passed is None else passed.adder()
 
-    def added(self, stream: Stream) -> None:
+    def added(self, gradients: Iterable[torch.Tensor], stream: Stream) -> None:
         """Autograd has added gradients on that stream."""
+        self._keep(gradients, stream)
         passed = self._pass()
         if passed is not None:
             passed.added(stream)

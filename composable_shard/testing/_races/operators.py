@@ -66,10 +66,12 @@ class Launches:
         outputs = _tensors(result)
         given = {_key(tensor) for tensor in (*written, *read)}
         made = [tensor for tensor in outputs if _key(tensor) not in given]
-        stream = self._stream([*read, *written], made, kwargs)
+        stream, adds = self._stream([*read, *written], made)
         self._nodes.note_given(read, stream)
         if made or written or not outputs:  # and no view
             self._note(func, stream, read, written, made)
+        if adds:
+            self._nodes.added(read, stream)
         if torch.is_grad_enabled():
             self._nodes.note_made(outputs, stream)
         return result
@@ -77,26 +79,27 @@ class Launches:
     def _note(
         self, func: Any, stream: Stream, read: list[Tensor], written: list[Tensor], made: Sequence[Tensor]
     ) -> None:
-        name, moves = str(func), func.namespace not in _COLLECTIVES
-        if moves and func.overloadpacket is not torch.ops.aten.set_:
-            operator = self.launch(name, stream, read, written)
+        if func.namespace in _COLLECTIVES:
+            for tensor in made:
+                self._memory.know(tensor.untyped_storage(), stream)
+            return
+        name = str(func)
+        if "empty" in name or func.overloadpacket is torch.ops.aten.set_:  # runs nothing on the stream
+            operator = Operator(name, stream, stream.count, _stack())
         else:
-            operator = Operator(name, stream, stream.advance(), _stack())
+            operator = self.launch(name, stream, read, written)
         for tensor in made:
             self._memory.allocate(tensor.untyped_storage(), operator)
-            if moves and "empty" not in name:  # whose memory nobody has looked at yet
-                self._memory.use(tensor, True, operator, self._name)
-        if stream is self._nodes.adder():
-            self._nodes.added(stream)
 
-    def _stream(self, given: Sequence[Tensor], made: Sequence[Tensor], kwargs: dict[str, Any]) -> Stream:
+    def _stream(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[Stream, bool]:
+        """On which stream an operator runs, and whether it is autograd's, which adds gradients."""
         if self._on_host and self._is_of_host(given):
             self.keep_on_host(made)
-            return self._streams.host
+            return self._streams.host, False
         current = self._streams.current()
-        if _is_of_engine(_outer_frame()):
-            return self._nodes.adder() or current
-        return current
+        if _is_of_engine(_outer_frame()) and (adder := self._nodes.adder()) is not None:
+            return adder, True
+        return current, False
 
     def _is_of_host(self, given: Sequence[Tensor]) -> bool:
         """Whether an operator is given tensors in memory of the host, and no others."""
@@ -111,7 +114,7 @@ class Launches:
         before = storage.data_ptr()
         result = resize()
         stream = self._streams.current()
-        self._memory.resized(before, storage, Operator("storage.resize_", stream, stream.advance(), _stack()))
+        self._memory.resized(before, storage, Operator("storage.resize_", stream, stream.count, _stack()))
         return result
 
 

@@ -47,6 +47,11 @@ class Stream:
         self._of.note(self)
         self._before: list[Stream] = []  # the streams that were current where it was entered
 
+    @property
+    def count(self) -> int:
+        """How many it was given."""
+        return self.clock.get(self, 0)
+
     def advance(self) -> int:
         """It is given something; returns its number."""
         join(self.clock, self._of.host.clock)  # what the host has waited for, all that is launched later waits for
