@@ -74,7 +74,7 @@ def streams_of_torch(
     real: Any = torch.UntypedStorage.resize_
 
     def record_stream(tensor: torch.Tensor, on: Any) -> None:
-        record(local_tensor(tensor).untyped_storage(), on)
+        record((local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage(), on)
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
         return resize(storage, lambda: real(storage, nbytes))

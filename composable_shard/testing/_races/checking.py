@@ -130,12 +130,12 @@ def races(world: int = 4, rank: int = 0, *, mesh: Axes | None = None, check: boo
 
 
 def _entered(stack: ExitStack, world: int, rank: int, axes: dict[str, int]) -> Checked:
-    streams, made = Streams(), Races()
+    streams, made = Streams(), Races(name_at)
     stack.callback(streams.leave)
     memory = Memory(made.add)
     stack.callback(memory.clear)
     nodes = Nodes(streams, memory.record)
-    launches = Launches(streams, nodes, memory, name_at)
+    launches = Launches(streams, nodes, memory)
     stack.enter_context(streams_of_torch(Stream, Event, streams, memory.record, launches.resize))
     stack.enter_context(cpu_lanes(_lanes(streams)))
     stack.enter_context(_world(Network(streams, launches), world, rank))

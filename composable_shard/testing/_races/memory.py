@@ -56,18 +56,15 @@ class Operator:
         return self.stream is stream or stream.clock.get(self.stream, 0) >= self.number
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):
     """What is told of a tensor.
 
     Attributes:
         shape, dtype: its own.
-        name: of what lies in its memory, as ``weights blocks.0.norm.weight``; empty if that is not known.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    name: str = ""
 
 
 class _Access:
@@ -144,7 +141,7 @@ class Memory:
         self._block(storage, operator.stream)
         low, nbytes = storage.data_ptr(), storage.nbytes()
         if nbytes:
-            self._access(low, low + nbytes, True, operator, Tensor((nbytes,), torch.uint8), _nameless)
+            self._access(low, low + nbytes, True, operator, Tensor((nbytes,), torch.uint8))
 
     def _reuse(self, operator: Operator) -> None:
         self._collect()
@@ -203,30 +200,27 @@ class Memory:
 
     # ---- accesses
 
-    def use(self, tensor: torch.Tensor, writes: bool, operator: Operator, name: Callable[[int], str]) -> None:
-        """An operator reads or writes a tensor. `name` tells what lies at an address, if the access is a race."""
+    def use(self, tensor: torch.Tensor, writes: bool, operator: Operator) -> None:
+        """An operator reads or writes a tensor."""
         self._collect()
         said = Tensor(tuple(tensor.shape), tensor.dtype)
         for low, high in ranges(tensor):
-            self._access(low, high, writes, operator, said, name)
+            self._access(low, high, writes, operator, said)
 
-    def _access(
-        self, low: int, high: int, writes: bool, operator: Operator, said: Tensor, name: Callable[[int], str]
-    ) -> None:
+    def _access(self, low: int, high: int, writes: bool, operator: Operator, said: Tensor) -> None:
         access = _Access(low, high, writes, operator, said)
         for page in range(low // _PAGE, (high - 1) // _PAGE + 1):
             now = access.within(page * _PAGE, (page + 1) * _PAGE)
             known, begin, end = self._pages.get(page, ()), now.low, now.high
-            staying = [b for b in known if b.high <= begin or end <= b.low or self._stays(b, now, name)]
+            staying = [b for b in known if b.high <= begin or end <= b.low or self._stays(b, now)]
             self._pages[page] = [*staying, now]
 
-    def _stays(self, before: _Access, now: _Access, name: Callable[[int], str]) -> bool:
+    def _stays(self, before: _Access, now: _Access) -> bool:
         """Whether an access that this one overlaps still tells something; reports it if the two are a race."""
         ordered = before.operator.precedes(now.operator.stream)
         if not ordered and (now.writes or before.writes):
             low, high = max(before.low, now.low), min(before.high, now.high)
-            said = Tensor(now.tensor.shape, now.tensor.dtype, name(low))
-            self._clash(before, low, high, now.operator, now.writes, said, self._block_at(low))
+            self._clash(before, low, high, now.operator, now.writes, now.tensor, self._block_at(low))
         if not (now.low <= before.low and before.high <= now.high):
             return True
         if now.writes:
@@ -260,10 +254,6 @@ class Memory:
         self._blocks.clear()
         self._addresses.clear()
         self._pages.clear()
-
-
-def _nameless(_address: int) -> str:
-    return ""
 
 
 def ranges(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:

@@ -1,26 +1,24 @@
-"""What lies at an address, in words: a parameter's shard, gathered weights, gradients that are reduced."""
+"""What lies at an address, in words: a parameter's shard or its gradient, gathered weights, gradients to be reduced."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
 
 import torch
 
-from ..._group.param import ShardedParam
-from ..._group.param import _all as _living
+from ..._group.param import _all as _params
 from ..._memory.pool import BufferPool
-from ..._module.state import state_of
+from ..._memory.slots import Slot
 from ..._torch.distributed import local_tensor
 
 
 def name_at(address: int) -> str:
     """What the sharded models of this process have at an address; empty if it is none of theirs."""
-    params = list(_living)
-    for pool in _pools(params):
+    for pool in [each for each in gc.get_objects() if type(each) is BufferPool]:  # nobody else knows all of them
         for slot in pool.addresses:
             if slot.begin <= address < slot.end and slot.request is not None:
-                return slot.request.name
-    for param in params:
+                return _name_in(slot, address)
+    for param in list(_params):
         if _lies_in(address, param.local):
             return f"shard {param.fqn}"
         if param.sharded.grad is not None and _lies_in(address, local_tensor(param.sharded.grad)):
@@ -28,11 +26,16 @@ def name_at(address: int) -> str:
     return ""
 
 
-def _pools(params: list[ShardedParam]) -> Iterator[BufferPool]:
-    modules = {module for param in params if param.module is not None and (module := param.module()) is not None}
-    states = filter(None, map(state_of, modules))
-    bound = {state.bound.engine for state in states if state.bound is not None}
-    return (engine.pool for engine in bound)
+def _name_in(slot: Slot, address: int) -> str:
+    """The weight at an address in a slot, or what else the slot is leased for."""
+    bucket = None if slot.owner is None else slot.owner()
+    begins = getattr(bucket, "begins", None)  # in elements, of each weight
+    if bucket is None or begins is None:
+        assert slot.request is not None
+        return slot.request.name
+    element = (address - slot.begin) // bucket.dtype.itemsize
+    before = [(begin, fqn) for begin, fqn in zip(begins, bucket.fqns, strict=True) if begin <= element]
+    return f"weight {max(before)[1]}"
 
 
 def _lies_in(address: int, tensor: torch.Tensor) -> bool:

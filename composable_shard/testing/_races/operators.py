@@ -35,11 +35,10 @@ class Launches:
     Args:
         streams, nodes: those of the program.
         memory: is told.
-        name: what lies at an address, for reports.
     """
 
-    def __init__(self, streams: Streams, nodes: Nodes, memory: Memory, name: Callable[[int], str]) -> None:
-        self._streams, self._nodes, self._memory, self._name = streams, nodes, memory, name
+    def __init__(self, streams: Streams, nodes: Nodes, memory: Memory) -> None:
+        self._streams, self._nodes, self._memory = streams, nodes, memory
         self._on_host: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # storages in memory of the host, by id
         self.count = 0
 
@@ -55,7 +54,7 @@ class Launches:
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 self._memory.know(tensor.untyped_storage(), self._streams.compute)
-                self._memory.use(tensor, is_write, operator, self._name)
+                self._memory.use(tensor, is_write, operator)
         return operator
 
     def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

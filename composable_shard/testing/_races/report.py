@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 
 import torch
 
-from .memory import Clash, Operator, Stack, Tensor
+from .memory import Clash, Operator, Stack
 
 _SHOWN = 8
 _LIBRARY = Path(__file__).parents[2]
@@ -57,7 +57,8 @@ class Race:
     """Two accesses to the same memory that no event orders. `str` says which, where, and what is missing.
 
     Attributes:
-        tensor: shape, dtype, and name of what lies in the memory, if that is known.
+        shape, dtype: of the tensor that the second access is given, or that was freed.
+        name: of what lies there, as ``weight blocks.0.norm.weight``; empty if it is of no sharded model.
         offset: of the memory in its allocation, in bytes.
         nbytes: how many bytes both accesses share.
         address: of the first of these bytes.
@@ -65,7 +66,9 @@ class Race:
         reuses: whether `then` does not use the tensor: it was freed, and `then` may be given its memory.
     """
 
-    tensor: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    name: str
     offset: int
     nbytes: int
     address: int
@@ -82,10 +85,10 @@ class Race:
         )
 
     def __str__(self) -> str:
-        kind = str(self.tensor.dtype).removeprefix("torch.")
-        name = f" of {self.tensor.name}" if self.tensor.name else ""
+        kind = str(self.dtype).removeprefix("torch.")
+        name = f" of {self.name}" if self.name else ""
         lines = [
-            f"{kind} {list(self.tensor.shape)}{name}: bytes {self.offset} to {self.offset + self.nbytes} of the "
+            f"{kind} {list(self.shape)}{name}: bytes {self.offset} to {self.offset + self.nbytes} of the "
             f"allocation, at {self.address:#x}",
             f"  first {self.first}",
             *_lines_of(self.first.place),
@@ -109,16 +112,23 @@ def _lines_of(place: Place) -> list[str]:
 
 
 class Races:
-    """The races of a program, one for each pair of streams, operators and places."""
+    """The races of a program, one for each pair of streams, operators and places.
 
-    def __init__(self) -> None:
+    Args:
+        name: what lies at an address.
+    """
+
+    def __init__(self, name: Callable[[int], str]) -> None:
+        self._name = name
         self._races: dict[tuple[object, ...], Race] = {}
 
     def add(self, clash: Clash) -> None:
         """Take a clash into account."""
         first, then = _access(clash.first, clash.first_writes), _access(clash.then, clash.then_writes)
-        race = Race(clash.tensor, clash.offset, clash.nbytes, clash.address, first, then, clash.reuses)
-        self._races.setdefault((first, then, clash.reuses), race)
+        key = first, then, clash.reuses
+        if key not in self._races:
+            where = clash.offset, clash.nbytes, clash.address
+            self._races[key] = Race(*clash.tensor, self._name(clash.address), *where, *key)
 
     def all(self) -> tuple[Race, ...]:
         """Those so far."""
