@@ -205,7 +205,7 @@ MUTANTS = {
         instead(GatherBucket, "release", lambda real, bucket, after, *more: real(bucket, None, *more)),
     ),
     "failed-gathers-go-on": Mutant(
-        "gathers beside one that has failed are waited for", within(ParamGroup, "_give_up_gathers", (Job, "finish", _nothing))
+        "gathers beside one that has failed are waited for", within(ParamGroup, "_give_up_gathers", (Job, "finish", _nothing)), "failing-extension"
     ),
     # _group/reduction.py
     "packing-ignores-slots": Mutant("gradients are packed behind what the slot was used for", instead(ReduceBucket, "_pack", pack_into_used)),
@@ -241,12 +241,12 @@ MUTANTS = {
     "unused-given-up-without-event": Mutant(
         "memory of graphs is given up behind its last reader", within(BufferPool, "reclaim", NO_QUEUE)
     ),
-    "given-up-without-event": Mutant("memory is given up after a failure behind its last user", within(BufferPool, "give_up", NO_QUEUE), "failing"),
+    "given-up-without-event": Mutant("memory is given up after a failure behind its last user", within(BufferPool, "give_up", NO_QUEUE), "failing-communication"),
     "poisoned-early": Mutant("memory is poisoned behind its last reader", within(BufferPool, "_poisoned", NO_WAIT), "debugging"),
     "poisoned-without-event": Mutant("memory is given up behind its poisoning", within(BufferPool, "_poisoned", NO_QUEUE), "debugging"),
     "new-slots-without-event": Mutant("new slots are written behind what their memory was used for", within(BufferPool, "_make", NO_QUEUE)),
     "own-slots-without-event": Mutant(
-        "memory that comes back is written behind what it was used for", within(BufferPool, "_own_slot", NO_QUEUE), "own-memory"
+        "memory that comes back is written behind what it was used for", within(BufferPool, "_own_slot", NO_QUEUE), "counted-memory"
     ),
     "new-arenas-without-event": Mutant(
         "new arenas are written behind what their memory was used for", within(regions.Arena, "_add", NO_QUEUE)

@@ -20,10 +20,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import composable_shard as cs
-from _blocks import Transformer, next_token_loss, token_batch
+from _blocks import SwiGLU, Transformer, next_token_loss, token_batch
+from _stepping import engine_of
 from composable_shard import MixedPrecisionPolicy, PoolPolicy, PrefetchPolicy, testing
 from composable_shard._comm.collectives import RankOrdered
 from composable_shard._comm.mesh import MeshInfo
+from composable_shard._engine.engine import LISTENERS
 from composable_shard._group.reduction import ReduceBucket
 from composable_shard._torch.distributed import local_tensor
 
@@ -57,8 +59,12 @@ def plain_step(training: Training) -> None:
     training.update()
 
 
-def decoder(layers: int = 2, **sizes: Any) -> nn.Module:
-    return Transformer(layers=layers, dropout=0.1, **sizes)
+def decoder(layers: int = 3, dim: int = 16, **sizes: Any) -> nn.Module:
+    """A decoder whose blocks are not all as large, so that slots of the arena overlap in part."""
+    model = Transformer(layers=layers, dim=dim, dropout=0.1, **sizes)
+    for index, block in enumerate(model.blocks):
+        block.feed_forward = SwiGLU(dim, (24, 56, 8)[index % 3])
+    return model
 
 
 @dataclass(frozen=True)
@@ -103,8 +109,8 @@ def build(scenario: Scenario, checked: testing.Checked) -> Any:
     return model
 
 
-def perform(scenario: Scenario) -> testing.Checked:
-    """Train for some steps; returns what the checker has seen."""
+def perform(scenario: Scenario, until_race: bool = False) -> testing.Checked:
+    """Train for some steps, or until there is a race; returns what the checker has seen."""
     world = functools.reduce(int.__mul__, scenario.mesh.values())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COMPOSABLE_SHARD_TRANSPORT", scenario.transport)
@@ -115,6 +121,8 @@ def perform(scenario: Scenario) -> testing.Checked:
             del model, trained  # a step may drop them
             for training.number in range(scenario.steps):
                 scenario.step(training)
+                if until_race and checked.races:
+                    return checked
             if scenario.end is not None:
                 scenario.end(training)
             if hasattr(training, "model"):
@@ -180,7 +188,7 @@ def reduce_on_own_stream(model: Any, checked: testing.Checked) -> None:
         module.set_all_reduce_hook(lambda reduced: reduced.mul_(scale), stream=stream)
 
 
-def _raise(*_of_the_hook: object) -> None:
+def _raise(*_of_the_hook: object, **_also: object) -> None:
     raise ZeroDivisionError
 
 
@@ -234,20 +242,34 @@ def side_forward(training: Training) -> None:
 def event_of_the_optimizer(training: Training) -> None:
     plain_step(training)
     training.model.set_post_optim_event(torch.accelerator.current_stream().record_event())
+    torch.ones(4).mul_(2)  # what the gathers need not wait for
 
 
 def memory_goes_back_on_another_stream(training: Training) -> None:
     """Memory that was allocated on one stream is used on another one, and goes back there."""
     plain_step(training)
+    plain_step(training)
     side, compute = torch.cuda.Stream(), torch.accelerator.current_stream()
     side.wait_stream(compute)
     with torch.cuda.stream(side):
-        training.backward()
-        if training.number == STEPS - 2:
-            training.model.set_pool_policy(PoolPolicy(budget=1 << 20))
-            training.forward()
+        plain_step(training)
+        engine_of(training.model).count_memory(True)  # as a tool does: all slots are given up
+        gc.collect()  # slots and the arena know each other
     torch.ones(4)  # on the stream of compute, which waits for nothing of its own
     compute.wait_stream(side)
+
+
+def idle_memory_goes_back_on_another_stream(training: Training) -> None:
+    """Reductions get memory in backward, on the stream of forward; it goes back on that which has called backward."""
+    side, compute = torch.cuda.Stream(), torch.accelerator.current_stream()
+    side.wait_stream(compute)
+    with torch.cuda.stream(side):
+        loss = training.forward()
+    compute.wait_stream(side)
+    loss.backward()
+    with torch.cuda.stream(side):
+        torch.ones(4)
+    training.update()
 
 
 def blocks_in_turns(model: Any, checked: testing.Checked) -> None:
@@ -271,6 +293,55 @@ def _through(model: Any, blocks: Any, tokens: Tensor) -> Tensor:
     for block in blocks:
         x = block(x, model.cos[: tokens.shape[1]], model.sin[: tokens.shape[1]])
     return model.head(model.norm(x))
+
+
+def branches(model: Any, checked: testing.Checked) -> None:
+    """Blocks run side by side: every second one on a stream that is joined at the end only."""
+    side = checked.stream("branch")
+
+    def forward(tokens: Tensor) -> Tensor:
+        x, compute = model.embed(tokens), torch.accelerator.current_stream()
+        side.wait_stream(compute)
+        outputs, y = [], x
+        for block in model.blocks:
+            with side if block in odd else contextlib.nullcontext():
+                y = block(x, model.cos[: tokens.shape[1]], model.sin[: tokens.shape[1]])
+                outputs.append(y)
+        compute.wait_stream(side)
+        return model.head(model.norm(sum(outputs)))
+
+    odd = list(model.blocks)[1::2]
+    model.forward = forward
+
+
+def reshard_between(model: Any, checked: testing.Checked) -> None:
+    """What few ranks keep of a block is given up while later blocks run."""
+    for block, later in zip(model.blocks, model.blocks[1:], strict=False):
+        later.attention.register_forward_pre_hook(lambda *_, block=block: block.reshard())
+
+
+def fail_to_gather(training: Training) -> None:
+    """A gather fails before its collective, beside others that go on; the memory goes back to compute at once."""
+    plain_step(training)
+    training.model.set_pool_policy(PoolPolicy(keep_idle=False))
+    plain_step(training)
+    plain_step(training)
+    with mock.patch.object(Halved, "fsdp_pre_all_gather", _raise), pytest.raises(ZeroDivisionError):
+        training.forward()
+    gc.collect()
+    torch.ones(4)
+
+
+def fail_to_send(training: Training) -> None:
+    """Likewise, where what is sent was copied already."""
+    plain_step(training)
+    training.model.set_pool_policy(PoolPolicy(keep_idle=False))
+    plain_step(training)
+    plain_step(training)
+    with mock.patch.object(Gathers, "__call__", _raise), pytest.raises(ZeroDivisionError):
+        training.forward()
+    gc.collect()
+    torch.ones(4)
 
 
 def unshard_by_hand(training: Training) -> None:
@@ -419,6 +490,21 @@ def sums_of_ranks() -> Iterator[None]:
         yield
 
 
+class Deaf:
+    """A tool that counts memory: while there is one, a slot has memory only while it is leased."""
+
+    heard = None
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[None]:
+    LISTENERS.append(Deaf())
+    try:
+        yield
+    finally:
+        LISTENERS.pop()
+
+
 @contextlib.contextmanager
 def debugging() -> Iterator[None]:
     with mock.patch("composable_shard._debug.debugging", True):
@@ -430,7 +516,7 @@ def setting(method: str, *arguments: Any) -> Callable[..., object]:
 
 
 REPLICAS = {"replicate": 2, "shard": 2}
-UNEVEN = functools.partial(decoder, dim=18, heads=3, kv_heads=1, hidden=23)
+UNEVEN = functools.partial(decoder, dim=18, heads=3, kv_heads=1)
 SHORT = {"steps": 2}
 
 SCENARIOS = {
@@ -454,17 +540,18 @@ SCENARIOS = {
     "two-backwards": Scenario(step=two_backwards),
     "budget": Scenario(make=functools.partial(decoder, 4), prepare=three_quarters),
     "few-ranks": Scenario({"reshard_after_forward": 2}),
+    "few-ranks-by-hand": Scenario({"reshard_after_forward": 2}, make=functools.partial(decoder, 6), prepare=reshard_between),
     "failing": Scenario(step=fail_first),
     "dropped-in-forward": Scenario(end=functools.partial(drop_after_failure, in_backward=False)),
     "dropped-in-backward": Scenario(end=functools.partial(drop_after_failure, in_backward=True)),
     "side-in-turns": Scenario(step=side_in_turns),
     "side-forward": Scenario(step=side_forward),
     "optimizer-event": Scenario(step=event_of_the_optimizer),
-    "another-stream": Scenario(step=memory_goes_back_on_another_stream),
+    "another-stream": Scenario(step=memory_goes_back_on_another_stream, steps=1),
     "idle-memory": Scenario(prepare=idle_memory_goes_back),
     "own-memory": Scenario(prepare=setting("set_keep_unsharded_storage", True)),
     "idle-memory-on-another-stream": Scenario(
-        prepare=idle_memory_goes_back, step=memory_goes_back_on_another_stream
+        prepare=idle_memory_goes_back, step=idle_memory_goes_back_on_another_stream
     ),
     "blocks-in-turns": Scenario(make=functools.partial(decoder, 4), prepare=blocks_in_turns),
     "blocks-in-turns-packed": Scenario(
@@ -473,6 +560,13 @@ SCENARIOS = {
     "blocks-in-turns-few-ranks": Scenario(
         {"reshard_after_forward": 2}, make=functools.partial(decoder, 4), prepare=blocks_in_turns
     ),
+    "branches": Scenario(make=functools.partial(decoder, 6), prepare=branches),
+    "branches-few-ranks": Scenario(
+        {"reshard_after_forward": 2}, make=functools.partial(decoder, 6), prepare=branches
+    ),
+    "branches-packed": Scenario(transport="packed", make=functools.partial(decoder, 6), prepare=branches),
+    "branches-sums": Scenario(make=functools.partial(decoder, 6), prepare=branches, around=sums_of_ranks),
+    "branches-debugging": Scenario(make=functools.partial(decoder, 6), prepare=branches, around=debugging),
     "blocks-in-turns-sums": Scenario(
         make=functools.partial(decoder, 4), prepare=blocks_in_turns, around=sums_of_ranks
     ),
@@ -486,6 +580,9 @@ SCENARIOS = {
     "offload": Scenario(prepare=shards_on_host, around=offloading),
     "extensions": Scenario(make=extended),
     "own-communication": Scenario(prepare=own_communication),
+    "failing-extension": Scenario(make=extended, step=fail_to_gather, steps=1),
+    "failing-communication": Scenario({"mp_policy": MIXED}, prepare=own_communication, step=fail_to_send, steps=1),
+    "counted-memory": Scenario(around=counting),
     "sums-of-ranks": Scenario(around=sums_of_ranks),
     "debugging": Scenario(around=debugging),
 }
