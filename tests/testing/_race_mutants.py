@@ -221,6 +221,10 @@ MUTANTS = {
         "few ranks' pieces are kept behind what the slot was used for", within(Resident, "keep", NO_WAIT), "few-ranks"
     ),
     "pieces-sent-early": Mutant("gathers wait for few ranks' pieces", within(Resident, "keep", NO_MARK), "few-ranks"),
+    "shrunk-without-event": Mutant(
+        "weights of which few ranks keep pieces are given up behind their last reader",
+        within(ParamGroup, "shrink", NO_MARK), "few-ranks"
+    ),
     "pieces-given-up-without-event": Mutant(
         "few ranks' pieces are given up behind their last reader", within(Resident, "release", NO_MARK), "few-ranks"
     ),
@@ -247,6 +251,11 @@ MUTANTS = {
     "new-slots-without-event": Mutant("new slots are written behind what their memory was used for", within(BufferPool, "_make", NO_QUEUE)),
     "own-slots-without-event": Mutant(
         "memory that comes back is written behind what it was used for", within(BufferPool, "_own_slot", NO_QUEUE), "counted-memory"
+    ),
+    "own-slots-return-early": Mutant(
+        "memory that a slot gives back waits for its last user",
+        within(BufferPool, "release", (DeviceMemory, "give_back", _nothing)),
+        "branches-counted",
     ),
     "new-arenas-without-event": Mutant(
         "new arenas are written behind what their memory was used for", within(regions.Arena, "_add", NO_QUEUE)

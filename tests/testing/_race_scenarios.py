@@ -27,6 +27,7 @@ from composable_shard._comm.collectives import RankOrdered
 from composable_shard._comm.mesh import MeshInfo
 from composable_shard._engine.engine import LISTENERS
 from composable_shard._group.reduction import ReduceBucket
+from composable_shard._module.state import state_of
 from composable_shard._torch.distributed import local_tensor
 
 STEPS = 3  # the first leases slots one by one, the second makes the arena, the third uses it again
@@ -59,9 +60,11 @@ def plain_step(training: Training) -> None:
     training.update()
 
 
-def decoder(layers: int = 3, dim: int = 16, **sizes: Any) -> nn.Module:
-    """A decoder whose blocks are not all as large, so that slots of the arena overlap in part."""
+def decoder(layers: int = 3, dim: int = 16, equal: bool = False, **sizes: Any) -> nn.Module:
+    """A decoder whose blocks are not all as large, so that slots of the arena overlap in part, or are `equal`."""
     model = Transformer(layers=layers, dim=dim, dropout=0.1, **sizes)
+    if equal:
+        return model
     for index, block in enumerate(model.blocks):
         block.feed_forward = SwiGLU(dim, (24, 56, 8)[index % 3])
     return model
@@ -296,11 +299,14 @@ def _through(model: Any, blocks: Any, tokens: Tensor) -> Tensor:
 
 
 def branches(model: Any, checked: testing.Checked) -> None:
-    """Blocks run side by side: every second one on a stream that is joined at the end only."""
+    """Blocks run side by side: every second one on a stream that is joined at the end only.
+
+    Their inputs need no gradients, as those of two encoders: so nothing orders their backwards, either.
+    """
     side = checked.stream("branch")
 
     def forward(tokens: Tensor) -> Tensor:
-        x, compute = model.embed(tokens), torch.accelerator.current_stream()
+        x, compute = model.embed(tokens).detach(), torch.accelerator.current_stream()
         side.wait_stream(compute)
         outputs, y = [], x
         for block in model.blocks:
@@ -318,6 +324,45 @@ def reshard_between(model: Any, checked: testing.Checked) -> None:
     """What few ranks keep of a block is given up while later blocks run."""
     for block, later in zip(model.blocks, model.blocks[1:], strict=False):
         later.attention.register_forward_pre_hook(lambda *_, block=block: block.reshard())
+
+
+def reduce_on_two_streams(training: Training) -> None:
+    """Two reductions by one bucket, and other uses of its slots, on streams of which neither waits for the other."""
+    plain_step(training)
+    engine, compute = engine_of(training.model), torch.accelerator.current_stream()
+    group, pool = state_of(training.model.blocks[0]).bound.group, engine.pool
+    [bucket] = group.gradients._buckets()
+    gradients = [torch.ones(param.shape) for param in group.params]
+    side = training.checked.stream("other")
+    side.wait_stream(compute)
+    with side, torch.no_grad():
+        bucket.start(gradients).finish()
+        for request in bucket.requests[1:]:  # scratch memory
+            scratch = pool.lease_for(request)
+            scratch.typed(torch.uint8, written=True).zero_()
+            pool.release(scratch, side.record_event())
+    with torch.no_grad():
+        bucket.start(gradients).finish()
+    side.wait_stream(compute)
+    with side:
+        slot = pool.lease_for(bucket.requests[0])
+        slot.typed(torch.uint8, written=True).zero_()
+    pool.release(slot, side.record_event())
+    with torch.no_grad():
+        bucket.start(gradients).finish()
+    compute.wait_stream(side)
+
+
+def gather_elsewhere(training: Training) -> None:
+    """What few ranks keep is gathered into a slot that nothing has used since the step before."""
+    loss, pool = training.forward(), engine_of(training.model).pool
+    if training.number == 0:
+        pool.lease(512, "held")  # so that there is no arena, in which slots wait for those that they overlap
+    [bucket] = state_of(training.model.blocks[-1]).bound.group.buckets
+    leased = pool.lease_for(bucket.for_weights[True])
+    loss.backward()
+    pool.release(leased, torch.accelerator.current_stream().record_event())
+    training.update()
 
 
 def fail_to_gather(training: Training) -> None:
@@ -498,11 +543,12 @@ class Deaf:
 
 @contextlib.contextmanager
 def counting() -> Iterator[None]:
-    LISTENERS.append(Deaf())
+    tool = Deaf()
+    LISTENERS.add(tool)
     try:
         yield
     finally:
-        LISTENERS.pop()
+        LISTENERS.discard(tool)
 
 
 @contextlib.contextmanager
@@ -565,7 +611,8 @@ SCENARIOS = {
         {"reshard_after_forward": 2}, make=functools.partial(decoder, 6), prepare=branches
     ),
     "branches-packed": Scenario(transport="packed", make=functools.partial(decoder, 6), prepare=branches),
-    "branches-sums": Scenario(make=functools.partial(decoder, 6), prepare=branches, around=sums_of_ranks),
+    "branches-sums": Scenario(make=functools.partial(decoder, 6, equal=True), prepare=branches, around=sums_of_ranks),
+    "branches-counted": Scenario(make=functools.partial(decoder, 6), prepare=branches, around=counting),
     "branches-debugging": Scenario(make=functools.partial(decoder, 6), prepare=branches, around=debugging),
     "blocks-in-turns-sums": Scenario(
         make=functools.partial(decoder, 4), prepare=blocks_in_turns, around=sums_of_ranks
@@ -582,6 +629,10 @@ SCENARIOS = {
     "own-communication": Scenario(prepare=own_communication),
     "failing-extension": Scenario(make=extended, step=fail_to_gather, steps=1),
     "failing-communication": Scenario({"mp_policy": MIXED}, prepare=own_communication, step=fail_to_send, steps=1),
+    "two-streams": Scenario(step=reduce_on_two_streams),
+    "two-streams-sums": Scenario(step=reduce_on_two_streams, around=sums_of_ranks),
+    "two-streams-debugging": Scenario(step=reduce_on_two_streams, around=debugging),
+    "few-ranks-elsewhere": Scenario({"reshard_after_forward": 2}, step=gather_elsewhere),
     "counted-memory": Scenario(around=counting),
     "sums-of-ranks": Scenario(around=sums_of_ranks),
     "debugging": Scenario(around=debugging),
