@@ -89,7 +89,10 @@ def streams_of_torch(
             (torch, kinds),
             (torch.cpu, {**kinds, **current, "stream": streams.on}),
             (torch.accelerator, {**current, "set_stream": streams.use}),
-            (torch.cuda, {**kinds, **current, "stream": streams.on, "set_stream": streams.use, "default_stream": default}),
+            (
+                torch.cuda,
+                {**kinds, **current, "stream": streams.on, "set_stream": streams.use, "default_stream": default},
+            ),
             (torch.Tensor, {"record_stream": record_stream}),
             (torch.UntypedStorage, {"resize_": resize_}),
         ):

@@ -353,12 +353,29 @@ def reduce_on_two_streams(training: Training) -> None:
     compute.wait_stream(side)
 
 
+def as_a_graph(training: Training) -> None:
+    """Gathers and reductions as compiled graphs call them; the graph itself is here by hand."""
+    plain_step(training)
+    group = state_of(training.model.blocks[0]).bound.group
+    exchange = group.exchange()
+    with torch.no_grad():
+        for _ in range(2):
+            shards = [local_tensor(parameter.sharded) for parameter in group.params]
+            weights = exchange.gather(shards).finish()
+            gradients = [weight * 2 for weight in weights]
+            weights.clear()
+            exchange.gather(shards).abandon()
+            wanted = range(len(gradients))
+            reduced = exchange.reduce(gradients, wanted, None, False).finish()
+            torch._foreach_sub_(shards, [reduced[index][0].view(shards[index].shape) for index in wanted])
+
+
 def gather_elsewhere(training: Training) -> None:
     """What few ranks keep is gathered into a slot that nothing has used since the step before."""
     loss, pool = training.forward(), engine_of(training.model).pool
     if training.number == 0:
         pool.lease(512, "held")  # so that there is no arena, in which slots wait for those that they overlap
-    [bucket] = state_of(training.model.blocks[-1]).bound.group.buckets
+    [bucket] = state_of(training.model).bound.group.buckets
     leased = pool.lease_for(bucket.for_weights[True])
     loss.backward()
     pool.release(leased, torch.accelerator.current_stream().record_event())
@@ -446,7 +463,18 @@ class Halved(torch.Tensor):
         args, kwargs = pytree.tree_map_only(cls, lambda each: each.inner, (args, kwargs or {}))
         out = func(*args, **kwargs)
         keeps = func.overloadpacket.__name__ in (
-            *("empty_like", "new_zeros", "slice", "copy_", "view", "as_strided", "_to_copy", "split", "clone", "detach"),
+            *(
+                "empty_like",
+                "new_zeros",
+                "slice",
+                "copy_",
+                "view",
+                "as_strided",
+                "_to_copy",
+                "split",
+                "clone",
+                "detach",
+            ),
         )
         return pytree.tree_map_only(torch.Tensor, cls, out) if keeps else out
 
@@ -563,7 +591,6 @@ def setting(method: str, *arguments: Any) -> Callable[..., object]:
 
 REPLICAS = {"replicate": 2, "shard": 2}
 UNEVEN = functools.partial(decoder, dim=18, heads=3, kv_heads=1)
-SHORT = {"steps": 2}
 
 SCENARIOS = {
     "default": Scenario(),
@@ -586,7 +613,9 @@ SCENARIOS = {
     "two-backwards": Scenario(step=two_backwards),
     "budget": Scenario(make=functools.partial(decoder, 4), prepare=three_quarters),
     "few-ranks": Scenario({"reshard_after_forward": 2}),
-    "few-ranks-by-hand": Scenario({"reshard_after_forward": 2}, make=functools.partial(decoder, 6), prepare=reshard_between),
+    "few-ranks-by-hand": Scenario(
+        {"reshard_after_forward": 2}, make=functools.partial(decoder, 6), prepare=reshard_between
+    ),
     "failing": Scenario(step=fail_first),
     "dropped-in-forward": Scenario(end=functools.partial(drop_after_failure, in_backward=False)),
     "dropped-in-backward": Scenario(end=functools.partial(drop_after_failure, in_backward=True)),
@@ -607,16 +636,12 @@ SCENARIOS = {
         {"reshard_after_forward": 2}, make=functools.partial(decoder, 4), prepare=blocks_in_turns
     ),
     "branches": Scenario(make=functools.partial(decoder, 6), prepare=branches),
-    "branches-few-ranks": Scenario(
-        {"reshard_after_forward": 2}, make=functools.partial(decoder, 6), prepare=branches
-    ),
+    "branches-few-ranks": Scenario({"reshard_after_forward": 2}, make=functools.partial(decoder, 6), prepare=branches),
     "branches-packed": Scenario(transport="packed", make=functools.partial(decoder, 6), prepare=branches),
     "branches-sums": Scenario(make=functools.partial(decoder, 6, equal=True), prepare=branches, around=sums_of_ranks),
     "branches-counted": Scenario(make=functools.partial(decoder, 6), prepare=branches, around=counting),
     "branches-debugging": Scenario(make=functools.partial(decoder, 6), prepare=branches, around=debugging),
-    "blocks-in-turns-sums": Scenario(
-        make=functools.partial(decoder, 4), prepare=blocks_in_turns, around=sums_of_ranks
-    ),
+    "blocks-in-turns-sums": Scenario(make=functools.partial(decoder, 4), prepare=blocks_in_turns, around=sums_of_ranks),
     "by-hand": Scenario(step=unshard_by_hand),
     "replicas": Scenario(mesh=REPLICAS),
     "replicas-mixed": Scenario({"mp_policy": MIXED}, mesh=REPLICAS, step=accumulate_pieces),
@@ -628,12 +653,14 @@ SCENARIOS = {
     "extensions": Scenario(make=extended),
     "own-communication": Scenario(prepare=own_communication),
     "failing-extension": Scenario(make=extended, step=fail_to_gather, steps=1),
-    "failing-communication": Scenario({"mp_policy": MIXED}, prepare=own_communication, step=fail_to_send, steps=1),
     "two-streams": Scenario(step=reduce_on_two_streams),
     "two-streams-sums": Scenario(step=reduce_on_two_streams, around=sums_of_ranks),
     "two-streams-debugging": Scenario(step=reduce_on_two_streams, around=debugging),
+    "graph": Scenario(step=as_a_graph),
     "few-ranks-elsewhere": Scenario({"reshard_after_forward": 2}, step=gather_elsewhere),
     "counted-memory": Scenario(around=counting),
     "sums-of-ranks": Scenario(around=sums_of_ranks),
     "debugging": Scenario(around=debugging),
 }
+
+FAILING_COMMUNICATION = Scenario({"mp_policy": MIXED}, prepare=own_communication, step=fail_to_send, steps=1)

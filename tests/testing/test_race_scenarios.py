@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from _race_scenarios import SCENARIOS, perform
+from _race_scenarios import FAILING_COMMUNICATION, SCENARIOS, perform
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_a_decoder_trains_without_a_race(name):
-    checked = perform(SCENARIOS[name])
-    assert checked.operators > 300
-    assert checked.report() == ""
+# In parts, which several processes can share.
+@pytest.mark.parametrize("part", range(2))
+def test_decoders_train_without_a_race(part):
+    for name in [*SCENARIOS][part::2]:
+        checked = perform(SCENARIOS[name])
+        assert checked.operators > 500
+        assert (name, checked.report()) == (name, "")
+
+
+@pytest.mark.xfail(strict=True, reason="memory is given up behind the current stream, not behind the lane's copies")
+def test_a_gather_that_fails_before_its_collective_gives_its_memory_up_behind_its_copies():
+    assert perform(FAILING_COMMUNICATION).report() == ""

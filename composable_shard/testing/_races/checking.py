@@ -178,5 +178,3 @@ def _world(network: Network, world: int, rank: int) -> Iterator[None]:
         sys.excepthook = hook  # torch puts the rank before every line
         if chosen is None:
             os.environ.pop(VARIABLE, None)
-
-
