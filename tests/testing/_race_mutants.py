@@ -158,7 +158,7 @@ def not_on_host(real: Any, job: Job[Any], on_host: bool = False) -> Any:
 
 def back_to_current(real: Any, memory: DeviceMemory, after: Any) -> None:
     """Only the current stream waits, and not those on which the memory was allocated."""
-    with mock.patch.object(Stream, "wait_event", lambda *_: None), mock.patch.object(Event, "wait", _join_current):
+    with mock.patch.object(Stream, "wait_event", _nothing), mock.patch.object(Event, "wait", _join_current):
         real(memory, after)
 
 

@@ -30,7 +30,7 @@ from composable_shard._group.reduction import ReduceBucket
 from composable_shard._module.state import state_of
 from composable_shard._torch.distributed import local_tensor
 
-STEPS = 3  # the first leases slots one by one, the second makes the arena, the third uses it again
+STEPS = 2  # the first leases slots one by one, the second makes the arena; a forward follows
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -60,7 +60,7 @@ def plain_step(training: Training) -> None:
     training.update()
 
 
-def decoder(layers: int = 3, dim: int = 16, equal: bool = False, **sizes: Any) -> nn.Module:
+def decoder(layers: int = 2, dim: int = 16, equal: bool = False, **sizes: Any) -> nn.Module:
     """A decoder whose blocks are not all as large, so that slots of the arena overlap in part, or are `equal`."""
     model = Transformer(layers=layers, dim=dim, dropout=0.1, **sizes)
     if equal:
@@ -448,6 +448,11 @@ def parallelize(model: Any, mesh: Any) -> None:
         block.attention.heads, block.attention.kv_heads = 2, 1
 
 
+KEEP_CLASS = {
+    *("empty_like", "new_zeros", "slice", "copy_", "view", "as_strided", "_to_copy", "split", "clone", "detach"),
+}
+
+
 class Halved(torch.Tensor):
     """A tensor around another one, gathered in bfloat16 and used in float32."""
 
@@ -594,6 +599,7 @@ UNEVEN = functools.partial(decoder, dim=18, heads=3, kv_heads=1)
 
 SCENARIOS = {
     "default": Scenario(),
+    "deep": Scenario(make=functools.partial(decoder, 3), steps=3),
     "packed": Scenario(transport="packed"),
     "plain": Scenario(transport="torch"),
     "half": Scenario({"mp_policy": HALF}),
@@ -614,7 +620,7 @@ SCENARIOS = {
     "budget": Scenario(make=functools.partial(decoder, 4), prepare=three_quarters),
     "few-ranks": Scenario({"reshard_after_forward": 2}),
     "few-ranks-by-hand": Scenario(
-        {"reshard_after_forward": 2}, make=functools.partial(decoder, 6), prepare=reshard_between
+        {"reshard_after_forward": 2}, make=functools.partial(decoder, 4), prepare=reshard_between
     ),
     "failing": Scenario(step=fail_first),
     "dropped-in-forward": Scenario(end=functools.partial(drop_after_failure, in_backward=False)),
@@ -635,12 +641,12 @@ SCENARIOS = {
     "blocks-in-turns-few-ranks": Scenario(
         {"reshard_after_forward": 2}, make=functools.partial(decoder, 4), prepare=blocks_in_turns
     ),
-    "branches": Scenario(make=functools.partial(decoder, 6), prepare=branches),
-    "branches-few-ranks": Scenario({"reshard_after_forward": 2}, make=functools.partial(decoder, 6), prepare=branches),
-    "branches-packed": Scenario(transport="packed", make=functools.partial(decoder, 6), prepare=branches),
-    "branches-sums": Scenario(make=functools.partial(decoder, 6, equal=True), prepare=branches, around=sums_of_ranks),
-    "branches-counted": Scenario(make=functools.partial(decoder, 6), prepare=branches, around=counting),
-    "branches-debugging": Scenario(make=functools.partial(decoder, 6), prepare=branches, around=debugging),
+    "branches": Scenario(make=functools.partial(decoder, 4), prepare=branches),
+    "branches-few-ranks": Scenario({"reshard_after_forward": 2}, make=functools.partial(decoder, 4), prepare=branches),
+    "branches-packed": Scenario(transport="packed", make=functools.partial(decoder, 4), prepare=branches),
+    "branches-sums": Scenario(make=functools.partial(decoder, 4, equal=True), prepare=branches, around=sums_of_ranks),
+    "branches-counted": Scenario(make=functools.partial(decoder, 4), prepare=branches, around=counting),
+    "branches-debugging": Scenario(make=functools.partial(decoder, 4), prepare=branches, around=debugging),
     "blocks-in-turns-sums": Scenario(make=functools.partial(decoder, 4), prepare=blocks_in_turns, around=sums_of_ranks),
     "by-hand": Scenario(step=unshard_by_hand),
     "replicas": Scenario(mesh=REPLICAS),

@@ -57,7 +57,9 @@ def ordering(source):
 
 
 def test_every_function_of_the_library_that_orders_streams_has_a_mutant():
-    functions = {each for wing in WINGS for file in (LIBRARY / wing).glob("*.py") for each in ordering(file.read_text())}
+    functions = {
+        each for wing in WINGS for file in (LIBRARY / wing).glob("*.py") for each in ordering(file.read_text())
+    }
     known = {mutant.site for mutant in (*MUTANTS.values(), *COVERED.values())} | PASSED_ON.keys()
     assert functions - known == set()
     assert known - functions == set()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -342,12 +345,15 @@ def race_with(checked):
         table.add_(1)
 
 
+def fail_after(_):
+    raise ZeroDivisionError
+
+
 def test_the_end_of_the_block_raises_races_unless_it_ends_with_another_error():
-    with pytest.raises(testing.RaceError, match="1 race: .*\nfloat32 \\[4\\]"), testing.races(2) as checked:
+    with pytest.raises(testing.RaceError, match=r"1 race: .*\nfloat32 \[4\]"), testing.races(2) as checked:
         race_with(checked)
     with pytest.raises(ZeroDivisionError), testing.races(2) as checked:
-        race_with(checked)
-        raise ZeroDivisionError
+        fail_after(race_with(checked))
     with testing.races(2, check=False) as checked:
         race_with(checked)
         with pytest.raises(testing.RaceError):
@@ -383,14 +389,46 @@ def test_after_the_block_torch_is_as_before_and_its_streams_say_that_they_are_of
         checked.stream("another")
 
 
+def enter(context):
+    with context:
+        pass
+
+
 def test_arguments_that_make_no_world_are_refused():
     with pytest.raises(cs.ShardConfigValueError, match="at least 1 rank"), testing.races(0):
         pass
-    with pytest.raises(cs.ShardConfigValueError, match="rank: a world of 2 has ranks 0 to 1, got 2"):
-        with testing.races(2, rank=2):
-            pass
-    with pytest.raises(cs.ShardConfigStateError, match="races: this process has a default process group"):
-        with testing.races(2), testing.races(2):
-            pass
+    with pytest.raises(cs.ShardConfigValueError, match="ranks 0 to 1, got 2"), testing.races(2, rank=2):
+        pass
+    with testing.races(2), pytest.raises(cs.ShardConfigStateError, match="has a default process group"):
+        enter(testing.races(2))
     with testing.races(2) as checked, pytest.raises(cs.ShardConfigValueError, match="name: a stream"):
         checked.stream("")
+
+
+# ---- the document
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "races.md").read_text()
+
+
+def test_the_example_of_the_document_gives_the_report_that_stands_there(tmp_path):
+    (script, _), (report,) = (re.findall(rf"^```{kind}\n(.*?)^```$", PAGE, re.M | re.S) for kind in ("python", "text"))
+    file = tmp_path / "train.py"
+    file.write_text(script)
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        exec(compile(script, str(file), "exec"), {})
+    assert anyhow(shown.getvalue()) == anyhow(report)
+    waits = "        side.wait_stream(torch.accelerator.current_stream())\n"
+    mended = script.replace("        with side:", f"{waits}        with side:")
+    mended = mended.replace(
+        "    optimizer.zero_grad", "    torch.accelerator.current_stream().wait_stream(side)\n    optimizer.zero_grad"
+    )
+    with contextlib.redirect_stdout(shown := io.StringIO()):
+        exec(mended, {})
+    assert shown.getvalue().strip() == ""
+
+
+def anyhow(text):
+    """Without addresses, and the lines of the library."""
+    return re.sub(r"0x[0-9a-f]+", "0x...", re.sub(r"(composable_shard/\S+):\d+", r"\1", text)).strip()

@@ -1,12 +1,12 @@
 """Which bytes were read and written on which stream, and which of these accesses no event orders.
 
-Two accesses to a byte, at least one of which writes, are a race if the clock of the later one's stream does not know the
-earlier one. That holds in any timing, so one run is enough; but only for what ran, in the order in which it ran.
+Two accesses to a byte, at least one of which writes, are a race if the clock of the later one's stream does not know
+the earlier one. That holds in any timing, so one run is enough; but only for what ran, in the order in which it ran.
 
-Memory that is freed goes back to the stream on which it was allocated, as with the caching allocator of an accelerator:
-whatever allocates on that stream next may be given it, without a wait. So all accesses to it on other streams have to
-come before that. And new memory may be what earlier work of its stream still uses, so all accesses on other streams have
-to come after the allocation, which counts as a write.
+Memory that is freed goes back to the stream on which it was allocated, as with the caching allocator of an
+accelerator: whatever allocates on that stream next may be given it, without a wait. So all accesses to it on other
+streams have to come before that. And new memory may be what earlier work of its stream still uses, so all accesses on
+other streams have to come after the allocation, which counts as a write.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from .memory import Clash, Operator, Stack
 
 _SHOWN = 8
 _LIBRARY = Path(__file__).parents[2]
-_HERE = str(Path(__file__).parent)
+_TESTING = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -87,9 +87,10 @@ class Race:
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         name = f" of {self.name}" if self.name else ""
+        end = self.offset + self.nbytes
+        where = f"bytes {self.offset} to {end} of the allocation, at {self.address:#x}"
         lines = [
-            f"{kind} {list(self.shape)}{name}: bytes {self.offset} to {self.offset + self.nbytes} of the "
-            f"allocation, at {self.address:#x}",
+            f"{kind} {list(self.shape)}{name}: {where}",
             f"  first {self.first}",
             *_lines_of(self.first.place),
             f"  then  {self._second()}",
@@ -144,7 +145,7 @@ def _place(stack: Stack) -> Place:
     for code, line in stack.lines:
         file = code.co_filename
         if file.startswith(str(_LIBRARY)):
-            library = library or ("" if file.startswith(_HERE) else _line(code, line, _LIBRARY.parent))
+            library = library or ("" if file.startswith(_TESTING) else _line(code, line, _LIBRARY.parent))
         elif not file.startswith((_TORCH, "<frozen")):
             user = _line(code, line, Path(file).parent)
             break
