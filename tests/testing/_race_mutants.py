@@ -204,7 +204,7 @@ MUTANTS = {
         "Gatherer.start_into",
         "gathers wait for what their landing buffer was used for",
         unfenced(Gatherer, "start_into"),
-        "packed",
+        "deep-packed",
     ),
     "weights-given-up-without-event": Mutant(
         "ParamGroup.reshard", "weights are given up behind their last reader", within(ParamGroup, "reshard", NO_MARK)
@@ -289,7 +289,10 @@ MUTANTS = {
     ),
     # _memory
     "rivals-carry-no-event": Mutant(
-        "_is_taken", "a slot waits for what overlapping slots were used for", instead(Slot, "wait_for", _no_wait)
+        "_is_taken",
+        "a slot waits for what overlapping slots were used for",
+        instead(Slot, "wait_for", _no_wait),
+        "deep",
     ),
     "suspended-without-event": Mutant(
         "Slot.suspend",

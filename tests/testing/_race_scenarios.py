@@ -601,6 +601,7 @@ SCENARIOS = {
     "default": Scenario(),
     "deep": Scenario(make=functools.partial(decoder, 3), steps=3),
     "packed": Scenario(transport="packed"),
+    "deep-packed": Scenario(transport="packed", make=functools.partial(decoder, 3), steps=3),
     "plain": Scenario(transport="torch"),
     "half": Scenario({"mp_policy": HALF}),
     "mixed": Scenario({"mp_policy": MIXED}),

@@ -419,11 +419,9 @@ def test_the_example_of_the_document_gives_the_report_that_stands_there(tmp_path
     with contextlib.redirect_stdout(shown):
         exec(compile(script, str(file), "exec"), {})
     assert anyhow(shown.getvalue()) == anyhow(report)
-    waits = "        side.wait_stream(torch.accelerator.current_stream())\n"
-    mended = script.replace("        with side:", f"{waits}        with side:")
-    mended = mended.replace(
-        "    optimizer.zero_grad", "    torch.accelerator.current_stream().wait_stream(side)\n    optimizer.zero_grad"
-    )
+    current = "torch.accelerator.current_stream()"
+    mended = script.replace("        with side:", f"        side.wait_stream({current})\n        with side:")
+    mended = mended.replace("    optimizer.zero_grad", f"    {current}.wait_stream(side)\n    optimizer.zero_grad")
     with contextlib.redirect_stdout(shown := io.StringIO()):
         exec(mended, {})
     assert shown.getvalue().strip() == ""

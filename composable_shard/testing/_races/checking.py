@@ -19,7 +19,7 @@ from .._process_group import register
 from .._spmd import Axes, check_no_group, check_world
 from .._torch import forget_meshes, streams_of_torch
 from .memory import Memory
-from .names import name_at
+from .names import Names
 from .network import BACKEND, Network
 from .nodes import Nodes
 from .operators import Launches, Watch
@@ -130,26 +130,28 @@ def races(world: int = 4, rank: int = 0, *, mesh: Axes | None = None, check: boo
 
 
 def _entered(stack: ExitStack, world: int, rank: int, axes: dict[str, int]) -> Checked:
-    streams, made = Streams(), Races(name_at)
+    streams, names = Streams(), Names()
+    made = Races(names.at)
     stack.callback(streams.leave)
     memory = Memory(made.add)
     stack.callback(memory.clear)
     nodes = Nodes(streams, memory.record)
     launches = Launches(streams, nodes, memory)
     stack.enter_context(streams_of_torch(Stream, Event, streams, memory.record, launches.resize))
-    stack.enter_context(cpu_lanes(_lanes(streams)))
+    stack.enter_context(cpu_lanes(_lanes(streams, names)))
     stack.enter_context(_world(Network(streams, launches), world, rank))
     of_mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     stack.enter_context(Watch(launches))
     return Checked(of_mesh, streams, launches, made)
 
 
-def _lanes(streams: Streams) -> Callable[[], Lane]:
+def _lanes(streams: Streams, names: Names) -> Callable[[], Lane]:
     """Makes lanes as on an accelerator, whose streams have names."""
     made = 0
 
     def make() -> Lane:
         nonlocal made
+        names.note_engine()
         streams.name_next(_NAMES[made % len(_NAMES)])
         made += 1
         return StreamLane(torch.device("cpu"))

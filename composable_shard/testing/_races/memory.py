@@ -260,7 +260,8 @@ def ranges(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
     """The bytes of a tensor: where each run of them begins and ends."""
     if not tensor.numel():
         return
-    run, gaps = 1, []
+    run = 1
+    gaps: list[tuple[int, int]] = []
     pairs = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, length in sorted([(step, n) for step, n in pairs if n > 1 and step > 0]):
         if not gaps and stride == run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import torch
 
@@ -12,18 +13,31 @@ from ..._memory.slots import Slot
 from ..._torch.distributed import local_tensor
 
 
-def name_at(address: int) -> str:
-    """What the sharded models of this process have at an address; empty if it is none of theirs."""
-    for pool in [each for each in gc.get_objects() if type(each) is BufferPool]:  # nobody else knows all of them
-        for slot in pool.addresses:
+class Names:
+    """Knows what the sharded models of this process have in memory."""
+
+    def __init__(self) -> None:
+        self._pools: weakref.WeakSet[BufferPool] = weakref.WeakSet()
+        self._is_stale = True
+
+    def note_engine(self) -> None:
+        """There is one more engine, with a pool."""
+        self._is_stale = True
+
+    def at(self, address: int) -> str:
+        """What lies at an address; empty if it is of no sharded model."""
+        if self._is_stale:  # nobody else knows all pools
+            self._pools.update([each for each in gc.get_objects() if type(each) is BufferPool])
+            self._is_stale = False
+        for slot in [slot for pool in self._pools for slot in pool.addresses]:
             if slot.begin <= address < slot.end and slot.request is not None:
                 return _name_in(slot, address)
-    for param in list(_params):
-        if _lies_in(address, param.local):
-            return f"shard {param.fqn}"
-        if param.sharded.grad is not None and _lies_in(address, local_tensor(param.sharded.grad)):
-            return f"gradient {param.fqn}"
-    return ""
+        for param in list(_params):
+            if _lies_in(address, param.local):
+                return f"shard {param.fqn}"
+            if param.sharded.grad is not None and _lies_in(address, local_tensor(param.sharded.grad)):
+                return f"gradient {param.fqn}"
+        return ""
 
 
 def _name_in(slot: Slot, address: int) -> str:

@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -165,7 +165,8 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def _outer_frame() -> FrameType | None:
@@ -187,7 +188,8 @@ def _is_of_engine(frame: FrameType | None) -> bool:
 
 def _stack() -> Stack:
     """The lines that have led to what is launched now, innermost first, and the name of the autograd node."""
-    frame, lines = _outer_frame(), []
+    frame = _outer_frame()
+    lines: list[tuple[CodeType, int]] = []
     while frame is not None and len(lines) < _FRAMES:
         lines.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back

@@ -128,8 +128,8 @@ class Races:
         first, then = _access(clash.first, clash.first_writes), _access(clash.then, clash.then_writes)
         key = first, then, clash.reuses
         if key not in self._races:
-            where = clash.offset, clash.nbytes, clash.address
-            self._races[key] = Race(*clash.tensor, self._name(clash.address), *where, *key)
+            name, where = self._name(clash.address), (clash.offset, clash.nbytes, clash.address)
+            self._races[key] = Race(*clash.tensor, name, *where, first, then, clash.reuses)
 
     def all(self) -> tuple[Race, ...]:
         """Those so far."""
