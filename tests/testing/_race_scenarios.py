@@ -621,7 +621,7 @@ SCENARIOS = {
     "budget": Scenario(make=functools.partial(decoder, 4), prepare=three_quarters),
     "few-ranks": Scenario({"reshard_after_forward": 2}),
     "few-ranks-by-hand": Scenario(
-        {"reshard_after_forward": 2}, make=functools.partial(decoder, 4), prepare=reshard_between
+        {"reshard_after_forward": 2}, make=functools.partial(decoder, 6), prepare=reshard_between, steps=3
     ),
     "failing": Scenario(step=fail_first),
     "dropped-in-forward": Scenario(end=functools.partial(drop_after_failure, in_backward=False)),
