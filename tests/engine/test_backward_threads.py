@@ -76,3 +76,28 @@ def train(rank, world, way):
 def test_gradients_and_parameters_are_those_of_the_decoder_that_is_not_sharded(rank, world):
     for way in ("plain", "checkpoints", "reentrant checkpoints", "root in a checkpoint", "sync off"):
         train(rank, world, way)
+
+
+def losses(rank, call):
+    """Of an optimizer that steps each parameter as soon as its gradient is there, in the backward that `call` calls."""
+
+    def step_now(parameter):
+        parameter.to_local().data.sub_(parameter.grad.to_local(), alpha=0.1)
+        parameter.grad = None
+
+    model = Training(rank, 2).model
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step_now)
+    values = []
+    for step in range(4):
+        loss = next_token_loss(model, *token_batch(rank, step))
+        call(loss.backward)
+        values.append(loss.item())
+    return values
+
+
+@distributed(world=2)
+def test_an_optimizer_in_backward_steps_as_in_one_thread(rank, world):
+    in_one = losses(rank, lambda backward: backward())
+    assert losses(rank, in_thread) == in_one
+    assert in_one[-1] != in_one[0]

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 import composable_shard as cs
 from _blocks import SwiGLU, Transformer, next_token_loss, token_batch
-from _stepping import engine_of
 from composable_shard import MixedPrecisionPolicy, PoolPolicy, PrefetchPolicy, testing
 from composable_shard._comm.collectives import RankOrdered
 from composable_shard._comm.mesh import MeshInfo
@@ -256,7 +255,7 @@ def memory_goes_back_on_another_stream(training: Training) -> None:
     side.wait_stream(compute)
     with torch.cuda.stream(side):
         plain_step(training)
-        engine_of(training.model).count_memory(True)  # as a tool does: all slots are given up
+        state_of(training.model).bound.engine.count_memory(True)  # as a tool does: all slots are given up
         gc.collect()  # slots and the arena know each other
     torch.ones(4)  # on the stream of compute, which waits for nothing of its own
     compute.wait_stream(side)
@@ -329,7 +328,7 @@ def reshard_between(model: Any, checked: testing.Checked) -> None:
 def reduce_on_two_streams(training: Training) -> None:
     """Two reductions by one bucket, and other uses of its slots, on streams of which neither waits for the other."""
     plain_step(training)
-    engine, compute = engine_of(training.model), torch.accelerator.current_stream()
+    engine, compute = state_of(training.model).bound.engine, torch.accelerator.current_stream()
     group, pool = state_of(training.model.blocks[0]).bound.group, engine.pool
     [bucket] = group.gradients._buckets()
     gradients = [torch.ones(param.shape) for param in group.params]
@@ -372,7 +371,7 @@ def as_a_graph(training: Training) -> None:
 
 def gather_elsewhere(training: Training) -> None:
     """What few ranks keep is gathered into a slot that nothing has used since the step before."""
-    loss, pool = training.forward(), engine_of(training.model).pool
+    loss, pool = training.forward(), state_of(training.model).bound.engine.pool
     if training.number == 0:
         pool.lease(512, "held")  # so that there is no arena, in which slots wait for those that they overlap
     [bucket] = state_of(training.model).bound.group.buckets
