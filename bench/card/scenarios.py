@@ -19,10 +19,9 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "bench"))
-sys.path.insert(1, str(ROOT / "tests"))
-sys.path.insert(2, str(ROOT / "tests" / "testing"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(2, str(Path(__file__).resolve().parents[2] / "tests" / "testing"))
 
 import _report
 from _race_mutants import MUTANTS
