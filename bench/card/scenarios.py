@@ -25,7 +25,8 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[2] / "tests" / "testing"
 
 import _report
 from _race_mutants import MUTANTS
-from _race_scenarios import SCENARIOS, perform
+from _race_scenarios import SCENARIOS
+from _race_training import perform
 
 
 @dataclass(frozen=True)

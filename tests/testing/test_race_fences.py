@@ -9,7 +9,8 @@ import pytest
 
 import composable_shard
 from _race_mutants import COVERED, MUTANTS, PASSED_ON
-from _race_scenarios import SCENARIOS, perform
+from _race_scenarios import SCENARIOS
+from _race_training import perform
 
 LIBRARY = Path(composable_shard.__file__).parent
 WINGS = ("_comm", "_memory", "_group", "_engine")

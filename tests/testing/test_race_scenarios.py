@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from _race_scenarios import FAILING_COMMUNICATION, SCENARIOS, perform
+from _race_scenarios import FAILING_COMMUNICATION, SCENARIOS
+from _race_training import perform
 
 
 # In parts, which several processes can share.
