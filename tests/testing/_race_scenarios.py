@@ -92,16 +92,9 @@ SCENARIOS = {
     "blocks-in-turns-packed": Scenario(
         {"mp_policy": MIXED}, transport="packed", make=functools.partial(decoder, 4), prepare=blocks_in_turns
     ),
-    "blocks-in-turns-few-ranks": Scenario(
-        {"reshard_after_forward": 2}, make=functools.partial(decoder, 4), prepare=blocks_in_turns
-    ),
     "branches": Scenario(make=functools.partial(decoder, 4), prepare=branches),
     "branches-few-ranks": Scenario({"reshard_after_forward": 2}, make=functools.partial(decoder, 4), prepare=branches),
-    "branches-packed": Scenario(transport="packed", make=functools.partial(decoder, 4), prepare=branches),
-    "branches-sums": Scenario(make=functools.partial(decoder, 4, equal=True), prepare=branches, around=sums_of_ranks),
     "branches-counted": Scenario(make=functools.partial(decoder, 4), prepare=branches, around=counting),
-    "branches-debugging": Scenario(make=functools.partial(decoder, 4), prepare=branches, around=debugging),
-    "blocks-in-turns-sums": Scenario(make=functools.partial(decoder, 4), prepare=blocks_in_turns, around=sums_of_ranks),
     "by-hand": Scenario(step=unshard_by_hand),
     "replicas": Scenario(mesh=REPLICAS),
     "replicas-mixed": Scenario({"mp_policy": MIXED}, mesh=REPLICAS, step=accumulate_pieces),

@@ -23,8 +23,8 @@ from composable_shard._torch.distributed import local_tensor
 
 
 def accumulate(training: Training) -> None:
-    for micro_batch in range(3):
-        training.model.set_requires_gradient_sync(micro_batch == 2)
+    for micro_batch in range(2):
+        training.model.set_requires_gradient_sync(micro_batch == 1)
         training.backward()
     training.update()
 

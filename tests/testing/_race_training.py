@@ -46,11 +46,9 @@ def plain_step(training: Training) -> None:
     training.update()
 
 
-def decoder(layers: int = 2, dim: int = 16, equal: bool = False, **sizes: Any) -> nn.Module:
-    """A decoder whose blocks are not all as large, so that slots of the arena overlap in part, or are `equal`."""
+def decoder(layers: int = 2, dim: int = 16, **sizes: Any) -> nn.Module:
+    """A decoder whose blocks are not all as large, so that slots of the arena overlap in part."""
     model = Transformer(layers=layers, dim=dim, dropout=0.1, **sizes)
-    if equal:
-        return model
     for index, block in enumerate(model.blocks):
         block.feed_forward = SwiGLU(dim, (24, 56, 8)[index % 3])
     return model
