@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,12 +96,23 @@ def build(scenario: Scenario, checked: testing.Checked) -> Any:
     return model
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Operators are small here, and processes of pytest share the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def perform(scenario: Scenario, until_race: bool = False) -> testing.Checked:
     """Train for some steps, or until there is a race; returns what the checker has seen."""
     world = functools.reduce(int.__mul__, scenario.mesh.values())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COMPOSABLE_SHARD_TRANSPORT", scenario.transport)
-        with scenario.around(), testing.races(world, mesh=scenario.mesh, check=False) as checked:
+        with one_thread(), scenario.around(), testing.races(world, mesh=scenario.mesh, check=False) as checked:
             model = build(scenario, checked)
             trained = [p for p in model.parameters() if p.requires_grad]
             training = Training(checked, model, torch.optim.SGD(trained, lr=0.1, foreach=True))
