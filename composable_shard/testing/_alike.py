@@ -31,7 +31,7 @@ def _combined(parts: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
         return parts[0] ** len(parts)
     if any(op == same for same in _SAME):
         return parts[0]
-    raise ShardConfigValueError(f"fabric: reduces by SUM, AVG, PRODUCT, MIN, MAX, BAND or BOR, not by {op.op}")
+    raise ShardConfigValueError(f"alike ranks: reduce by SUM, AVG, PRODUCT, MIN, MAX, BAND or BOR, not by {op.op}")
 
 
 _SAME = (dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.BAND, dist.ReduceOp.BOR)
