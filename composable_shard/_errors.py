@@ -24,6 +24,7 @@
     │   ├── DeadlockError           ... for each waits for another one
     │   ├── RankFailedError         ... for one of them, a process of its own, has failed
     │   └── WorldTimeoutError       ... within the time they were given    (also a TimeoutError)
+    ├── RaceError                   accesses to the same memory that no event orders        (also an AssertionError)
     └── PhaseError                  an illegal transition: a fault of this library (also an AssertionError)
 
     CompiledGraphWarning            (a UserWarning) a compiled graph that is right, but not what was promised
@@ -171,6 +172,10 @@ class RankFailedError(WorldError):
 
 class WorldTimeoutError(WorldError, TimeoutError):
     """The ranks of a test have not ended in the time that they were given."""
+
+
+class RaceError(ComposableShardError, AssertionError):
+    """Streams of a program access the same memory, and no event says which of them comes first."""
 
 
 class PhaseError(ComposableShardError, AssertionError):

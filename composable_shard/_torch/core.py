@@ -121,6 +121,9 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 # Calls a function at the end of the backward pass that runs now; it is dropped uncalled if the pass fails.
 queue_backward_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
+# The autograd node that runs now on this thread, hooks on it included; None if none does.
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+
 # Whether the backward pass that runs now executes an autograd node.
 node_will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 

@@ -2,6 +2,7 @@
 
 from .._errors import CollectiveMismatchError as CollectiveMismatchError
 from .._errors import DeadlockError as DeadlockError
+from .._errors import RaceError as RaceError
 from .._errors import RankFailedError as RankFailedError
 from .._errors import WorldError as WorldError
 from .._errors import WorldTimeoutError as WorldTimeoutError
@@ -11,6 +12,9 @@ from ._fabric import Fabric as Fabric
 from ._fabric import fabric as fabric
 from ._fake import fake as fake
 from ._processes import processes as processes
+from ._races.checking import Checked as Checked
+from ._races.checking import races as races
+from ._races.report import Race as Race
 from ._spmd import World as World
 from ._spmd import spmd as spmd
 from ._trace import assert_collectives as assert_collectives

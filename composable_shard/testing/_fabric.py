@@ -14,8 +14,9 @@ from .._engine.stopwatch import use_clock
 from .._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .._torch.core import has_side_effect
 from .._torch.distributed import store_of_one_process
+from ._alike import move_alike
 from ._clocks import Clock, Collective, RealClock, StreamClock, VirtualClock
-from ._collectives import Call, Work, fill, values_of
+from ._collectives import Call, Work
 from ._cuda import CudaLinks
 from ._lanes import StreamedLane
 from ._links import Link, Network, Timeline, network
@@ -142,9 +143,9 @@ class LinkOfAlikeRanks:
         with fabric.clock.stopped():
             if any(tensor.is_cuda for tensor in tensors):
                 seconds = link.seconds(issued.kind, nbytes, ranks)
-                landed = fabric.cuda.run(link.name, seconds, tensors, lambda: _move(call, group_rank, ranks))
+                landed = fabric.cuda.run(link.name, seconds, tensors, lambda: move_alike(call, group_rank, ranks))
                 return Work(landed.wait, landed.query, call.outputs)
-            _move(call, group_rank, ranks)
+            move_alike(call, group_rank, ranks)
         return Work(lambda: fabric.wait(event, finish), lambda: fabric.done(finish), call.outputs)
 
     def send(self, key: GroupKey, group_rank: int, to: int, tag: int, call: Call) -> Work:
@@ -164,41 +165,6 @@ def _bytes_of_the_whole(call: Call, ranks: int) -> int:
     kind = call.issued.kind
     tensors = call.outputs if kind in ("all_gather", "scatter", "recv") else call.inputs
     return sum(tensor.nbytes for tensor in tensors) * (ranks if kind in ("gather", "scatter") else 1)
-
-
-def _move(call: Call, group_rank: int, ranks: int) -> None:
-    """Give the rank `group_rank` what it gets if all bring what it does; zeros if that is not known."""
-    call.take_inputs()
-    if not call.inputs:
-        for out in call.outputs:
-            out.data.zero_()
-    elif call.outputs:
-        values = values_of([call] * ranks, _combined)(group_rank)
-        fill(call.outputs, [_fitted(value, out) for value, out in zip(values, call.outputs, strict=True)])
-
-
-def _combined(parts: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
-    """What ranks that hold the same have together."""
-    if op == dist.ReduceOp.SUM:
-        return parts[0] * len(parts)
-    if op == dist.ReduceOp.PRODUCT:
-        return parts[0] ** len(parts)
-    if any(op == same for same in _SAME):
-        return parts[0]
-    raise ShardConfigValueError(f"fabric: reduces by SUM, AVG, PRODUCT, MIN, MAX, BAND or BOR, not by {op.op}")
-
-
-_SAME = (dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.BAND, dist.ReduceOp.BOR)
-
-
-def _fitted(value: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """As many elements as `out` has: a rank that sends another number than this one is taken to send zeros behind."""
-    if value.numel() == out.numel():
-        return value
-    common = min(value.numel(), out.numel())
-    fitted = torch.zeros(out.numel(), dtype=value.dtype, device=value.device)
-    fitted[:common] = value.reshape(-1)[:common]
-    return fitted
 
 
 def _row(event: Collective) -> tuple[str, ...]:

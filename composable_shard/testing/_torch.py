@@ -8,7 +8,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,68 @@ def cpu_streams(stream: Callable[..., Any], event: Callable[[], Any], default: o
         yield
     finally:
         cpu.Stream, cpu.Event, cpu._current_stream = was
+
+
+class Streams(Protocol):
+    """What knows the current stream of each thread."""
+
+    def current(self, _device: object = None) -> Any: ...
+
+    def use(self, stream: Any) -> None: ...
+
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]: ...
+
+    def synchronize(self, _device: object = None) -> None: ...
+
+    @property
+    def compute(self) -> Any: ...
+
+
+@contextlib.contextmanager
+def streams_of_torch(
+    stream: type,
+    event: type,
+    streams: Streams,
+    record: Callable[[torch.UntypedStorage, Any], None],
+    resize: Callable[[torch.UntypedStorage, Callable[[], Any]], Any],
+) -> Iterator[None]:
+    """Within, tensors of the CPU lie on a device with streams: all that torch makes and tells of streams is played.
+
+    Args:
+        stream, event: the classes of streams and of events.
+        streams: tells which one is current.
+        record: is called in the place of `Tensor.record_stream`.
+        resize: is called in the place of `UntypedStorage.resize_`, with that to call.
+    """
+    real: Any = torch.UntypedStorage.resize_
+
+    def record_stream(tensor: torch.Tensor, on: Any) -> None:
+        record((local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage(), on)
+
+    def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        return resize(storage, lambda: real(storage, nbytes))
+
+    def default(_device: object = None) -> Any:
+        return streams.compute
+
+    kinds = {"Stream": stream, "Event": event}
+    current = {"current_stream": streams.current, "synchronize": streams.synchronize}
+    with contextlib.ExitStack() as stack:
+        for owner, names in (
+            (torch, kinds),
+            (torch.cpu, {**kinds, **current, "stream": streams.on}),
+            (torch.accelerator, {**current, "set_stream": streams.use}),
+            (
+                torch.cuda,
+                {**kinds, **current, "stream": streams.on, "set_stream": streams.use, "default_stream": default},
+            ),
+            (torch.Tensor, {"record_stream": record_stream}),
+            (torch.UntypedStorage, {"resize_": resize_}),
+        ):
+            for name, value in names.items():
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, value)
+        yield
 
 
 def raise_in_thread(thread: int, kind: type[BaseException]) -> None:

@@ -1,0 +1,169 @@
+"""Ways to take a wait out of the library."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from composable_shard._comm.lanes import Job, StreamLane
+from composable_shard._engine.actions import Actions
+from composable_shard._group import reduction
+from composable_shard._group.bucket import Gatherer
+from composable_shard._group.reduction import ReduceBucket
+from composable_shard._memory.device import DeviceMemory
+from composable_shard._memory.pool import BufferPool
+from composable_shard._memory.slots import Slot
+from composable_shard.testing._races.streams import Event, Stream, join, streams
+
+Plant = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wait that is taken out.
+
+    Attributes:
+        site: the function of the library that has it.
+        wait: in words.
+        plant: takes it out, within a context.
+        scenario: that shows it.
+    """
+
+    site: str
+    wait: str
+    plant: Plant
+    scenario: str = "default"
+
+
+def within(owner: Any, name: str, *also: tuple[Any, str, Any]) -> Plant:
+    """While a function runs, others are replaced; `also` has their owners, names and replacements."""
+    real = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for each in also:
+                stack.enter_context(mock.patch.object(*each))
+            return real(*args, **kwargs)
+
+    return lambda: mock.patch.object(owner, name, call)
+
+
+def instead(owner: Any, name: str, replacement: Callable[..., Any]) -> Plant:
+    """A function is replaced by one that is given the real one first."""
+    real = getattr(owner, name)
+    return lambda: mock.patch.object(owner, name, lambda *args, **kwargs: replacement(real, *args, **kwargs))
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Replaces a wait."""
+
+
+def _no_wait(real: Any, *args: Any, **kwargs: Any) -> None:
+    """Likewise, in `instead`."""
+
+
+def unfenced(owner: Any, name: str) -> Plant:
+    """Slots look free at once to whoever leases one in this function."""
+
+    @contextlib.contextmanager
+    def plant() -> Iterator[None]:
+        real, lease = getattr(owner, name), BufferPool.lease_for
+
+        def leased(self: BufferPool, *args: Any) -> Slot:
+            slot = lease(self, *args)
+            slot.free_after = ()
+            return slot
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with mock.patch.object(BufferPool, "lease_for", leased):
+                return real(*args, **kwargs)
+
+        with mock.patch.object(owner, name, call):
+            yield
+
+    return plant
+
+
+NO_WAIT = (Event, "wait", _nothing)
+NO_MARK = (StreamLane, "mark", lambda lane: None)
+NO_QUEUE = (DeviceMemory, "queued", lambda memory: ())
+
+
+def pack_into_used(real: Any, bucket: ReduceBucket, gradients: Any, out: Any, slots: Any) -> None:
+    if slots:
+        slots[0].free_after = ()
+    real(bucket, gradients, out, slots)
+
+
+def gather_whatever_was(real: Any, gatherer: Gatherer, slot: Slot, shards: Any, after: Any, read: Any = ()) -> Any:
+    return real(gatherer, slot, shards, tuple(after)[:1], read)
+
+
+def release_job_early(real: Any, lane: StreamLane, job: Job[Any]) -> Any:
+    ended = real(lane, job)
+    if job._when_done is not None:
+        when_done = job._when_done
+        job._when_done = lambda event: when_done(None)
+    return ended
+
+
+def hook_at_once(wait: str) -> Plant:
+    """The user's stream for all-reduce hooks, of which one wait is taken out."""
+
+    def on_stream(real: Any, comms: Any) -> Any:
+        hook = real(comms)
+        if hook is None:
+            return None
+
+        def call(reduced: torch.Tensor) -> None:
+            waits, count = Stream.wait_stream, iter(("before", "after"))
+            with mock.patch.object(
+                Stream, "wait_stream", lambda a, b: None if next(count, "") == wait else waits(a, b)
+            ):
+                hook(reduced)
+
+        return call
+
+    return instead(reduction, "_on_stream", on_stream)
+
+
+def job_without_end(only: str) -> Plant:
+    """Nobody waits for jobs of a lane (`gathers` or `reductions`)."""
+    real = StreamLane._ended
+
+    def ended(lane: StreamLane, job: Job[Any]) -> Any:
+        job = real(lane, job)
+        if lane._stream.name == only:
+            job._event.clock = {}
+        return job
+
+    return lambda: mock.patch.object(StreamLane, "_ended", ended)
+
+
+def not_on_host(real: Any, job: Job[Any], on_host: bool = False) -> Any:
+    return real(job)
+
+
+def back_to_current(real: Any, memory: DeviceMemory, after: Any) -> None:
+    """Only the current stream waits, and not those on which the memory was allocated."""
+    with mock.patch.object(Stream, "wait_event", _nothing), mock.patch.object(Event, "wait", _join_current):
+        real(memory, after)
+
+
+def _join_current(event: Event) -> None:
+    join(streams().current().clock, event.clock)
+
+
+def back_to_allocated(real: Any, memory: DeviceMemory, after: Any) -> None:
+    with mock.patch.object(Event, "wait", _nothing):
+        real(memory, after)
+
+
+def forget_optimizer(actions: Actions, at: Any = None) -> None:
+    actions.changed = None

@@ -1,0 +1,119 @@
+"""Ways to shard and to train a small decoder, to be looked at by `testing.races`."""
+
+from __future__ import annotations
+
+import functools
+
+from _race_settings import (
+    counting,
+    debugging,
+    extended,
+    freeze,
+    idle_memory_goes_back,
+    offloading,
+    own_communication,
+    parallelize,
+    setting,
+    shards_on_host,
+    sums_of_ranks,
+    three_quarters,
+)
+from _race_steps import (
+    accumulate,
+    accumulate_pieces,
+    as_a_graph,
+    blocks_in_turns,
+    branches,
+    checkpointed,
+    drop_after_failure,
+    evaluate_too,
+    event_of_the_optimizer,
+    fail_first,
+    fail_to_gather,
+    fail_to_send,
+    gather_elsewhere,
+    hook_gradients,
+    idle_memory_goes_back_on_another_stream,
+    memory_goes_back_on_another_stream,
+    reduce_on_own_stream,
+    reduce_on_two_streams,
+    reshard_between,
+    side_forward,
+    side_in_turns,
+    touch_gradients,
+    two_backwards,
+    unshard_by_hand,
+)
+from _race_training import HALF, MIXED, Scenario, decoder
+from composable_shard import PrefetchPolicy
+
+REPLICAS = {"replicate": 2, "shard": 2}
+UNEVEN = functools.partial(decoder, dim=18, heads=3, kv_heads=1)
+
+SCENARIOS = {
+    "default": Scenario(),
+    "deep": Scenario(make=functools.partial(decoder, 3), steps=3),
+    "packed": Scenario(transport="packed"),
+    "deep-packed": Scenario(transport="packed", make=functools.partial(decoder, 3), steps=3),
+    "plain": Scenario(transport="torch"),
+    "half": Scenario({"mp_policy": HALF}),
+    "mixed": Scenario({"mp_policy": MIXED}),
+    "mixed-packed": Scenario({"mp_policy": MIXED}, transport="packed"),
+    "keep-weights": Scenario({"reshard_after_forward": False}),
+    "three-ahead": Scenario(
+        make=functools.partial(decoder, 4), prepare=setting("set_prefetch_policy", PrefetchPolicy.depth(3))
+    ),
+    "accumulate": Scenario(step=accumulate),
+    "evaluate": Scenario(step=evaluate_too),
+    "gradient-hooks": Scenario(prepare=hook_gradients),
+    "all-reduce-hook": Scenario(prepare=reduce_on_own_stream),
+    "checkpoint": Scenario(prepare=checkpointed(use_reentrant=False)),
+    "checkpoint-reentrant": Scenario(prepare=checkpointed(use_reentrant=True)),
+    "gradients-touched": Scenario(step=touch_gradients),
+    "two-backwards": Scenario(step=two_backwards),
+    "budget": Scenario(make=functools.partial(decoder, 4), prepare=three_quarters),
+    "few-ranks": Scenario({"reshard_after_forward": 2}),
+    "few-ranks-by-hand": Scenario(
+        {"reshard_after_forward": 2}, make=functools.partial(decoder, 6), prepare=reshard_between, steps=3
+    ),
+    "failing": Scenario(step=fail_first),
+    "dropped-in-forward": Scenario(end=functools.partial(drop_after_failure, in_backward=False)),
+    "dropped-in-backward": Scenario(end=functools.partial(drop_after_failure, in_backward=True)),
+    "side-in-turns": Scenario(step=side_in_turns),
+    "side-forward": Scenario(step=side_forward),
+    "optimizer-event": Scenario(step=event_of_the_optimizer),
+    "another-stream": Scenario(step=memory_goes_back_on_another_stream, steps=1),
+    "idle-memory": Scenario(prepare=idle_memory_goes_back),
+    "own-memory": Scenario(prepare=setting("set_keep_unsharded_storage", True)),
+    "idle-memory-on-another-stream": Scenario(
+        prepare=idle_memory_goes_back, step=idle_memory_goes_back_on_another_stream
+    ),
+    "blocks-in-turns": Scenario(make=functools.partial(decoder, 4), prepare=blocks_in_turns),
+    "blocks-in-turns-packed": Scenario(
+        {"mp_policy": MIXED}, transport="packed", make=functools.partial(decoder, 4), prepare=blocks_in_turns
+    ),
+    "branches": Scenario(make=functools.partial(decoder, 4), prepare=branches),
+    "branches-few-ranks": Scenario({"reshard_after_forward": 2}, make=functools.partial(decoder, 4), prepare=branches),
+    "branches-counted": Scenario(make=functools.partial(decoder, 4), prepare=branches, around=counting),
+    "by-hand": Scenario(step=unshard_by_hand),
+    "replicas": Scenario(mesh=REPLICAS),
+    "replicas-mixed": Scenario({"mp_policy": MIXED}, mesh=REPLICAS, step=accumulate_pieces),
+    "uneven": Scenario(make=UNEVEN),
+    "uneven-packed": Scenario(make=UNEVEN, transport="packed"),
+    "frozen": Scenario(make=lambda: freeze(decoder())),
+    "tensor-parallel": Scenario(mesh={"dp": 2, "tp": 2}, axis="dp", parallelize=parallelize),
+    "offload": Scenario(prepare=shards_on_host, around=offloading),
+    "extensions": Scenario(make=extended),
+    "own-communication": Scenario(prepare=own_communication),
+    "failing-extension": Scenario(make=extended, step=fail_to_gather, steps=1),
+    "two-streams": Scenario(step=reduce_on_two_streams),
+    "two-streams-sums": Scenario(step=reduce_on_two_streams, around=sums_of_ranks),
+    "two-streams-debugging": Scenario(step=reduce_on_two_streams, around=debugging),
+    "graph": Scenario(step=as_a_graph),
+    "few-ranks-elsewhere": Scenario({"reshard_after_forward": 2}, step=gather_elsewhere),
+    "counted-memory": Scenario(around=counting),
+    "sums-of-ranks": Scenario(around=sums_of_ranks),
+    "debugging": Scenario(around=debugging),
+}
+
+FAILING_COMMUNICATION = Scenario({"mp_policy": MIXED}, prepare=own_communication, step=fail_to_send, steps=1)

@@ -1,0 +1,200 @@
+"""Decoders, and settings of sharded ones, to be looked at by `testing.races`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils import _pytree as pytree
+
+import composable_shard as cs
+from _race_training import decoder
+from composable_shard import PoolPolicy, testing
+from composable_shard._comm.collectives import RankOrdered
+from composable_shard._comm.mesh import MeshInfo
+from composable_shard._engine.engine import LISTENERS
+from composable_shard._group.reduction import ReduceBucket
+from composable_shard._torch.distributed import local_tensor
+
+
+def three_quarters(model: Any, checked: testing.Checked) -> None:
+    model.set_pool_policy(PoolPolicy(budget=cs.make_plan(model).peak_bytes * 3 // 4))
+
+
+def idle_memory_goes_back(model: Any, checked: testing.Checked) -> None:
+    model.set_pool_policy(PoolPolicy(keep_idle=False))
+
+
+def freeze(model: Any) -> nn.Module:
+    for parameter in (*model.embed.parameters(), *model.blocks[0].attention.parameters()):
+        parameter.requires_grad_(False)
+    return model
+
+
+PLAN = {
+    "attention.q": ColwiseParallel(),
+    "attention.k": ColwiseParallel(),
+    "attention.v": ColwiseParallel(),
+    "attention.o": RowwiseParallel(),
+    "feed_forward.gate": ColwiseParallel(),
+    "feed_forward.up": ColwiseParallel(),
+    "feed_forward.down": RowwiseParallel(),
+}
+
+
+def parallelize(model: Any, mesh: Any) -> None:
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], PLAN)
+        block.attention.heads, block.attention.kv_heads = 2, 1
+
+
+KEEP_CLASS = {
+    *("empty_like", "new_zeros", "slice", "copy_", "view", "as_strided", "_to_copy", "split", "clone", "detach"),
+}
+
+
+class Halved(torch.Tensor):
+    """A tensor around another one, gathered in bfloat16 and used in float32."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(cls, lambda each: each.inner, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        keeps = func.overloadpacket.__name__ in (
+            *(
+                "empty_like",
+                "new_zeros",
+                "slice",
+                "copy_",
+                "view",
+                "as_strided",
+                "_to_copy",
+                "split",
+                "clone",
+                "detach",
+            ),
+        )
+        return pytree.tree_map_only(torch.Tensor, cls, out) if keeps else out
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.inner.to(torch.bfloat16),), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        (gathered,) = outputs
+        if out is not None:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(gathered)
+            return None
+        wide = gathered.to(param_dtype)
+        return wide, (wide,)
+
+
+def extended() -> nn.Module:
+    model: Any = decoder()
+    for block in model.blocks:
+        up = block.feed_forward.up
+        up.weight = nn.Parameter(Halved(up.weight.detach().clone()))
+    return model
+
+
+class Gathers:
+    """Communication of the user's own (torch's `AllGather`)."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class Scatters(Gathers):
+    """Likewise (torch's `ReduceScatter`)."""
+
+    def __call__(  # type: ignore[override]
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        return scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+
+
+def own_communication(model: Any, checked: testing.Checked) -> None:
+    for module in (*model.blocks, model):
+        module.set_custom_all_gather(Gathers())
+        module.set_custom_reduce_scatter(Scatters())
+
+
+@contextlib.contextmanager
+def offloading() -> Iterator[None]:
+    """The CPU, which plays the accelerator, is also the host on which shards are kept."""
+    real = ReduceBucket._at_home
+
+    def at_home(bucket: ReduceBucket, out: Tensor) -> Tensor:
+        home = real(bucket, out)
+        _checked[-1].on_host(home)
+        return home
+
+    with (
+        mock.patch.object(MeshInfo, "offloads", property(lambda info: True)),
+        mock.patch.object(ReduceBucket, "_at_home", at_home),
+    ):
+        yield
+        _checked.clear()
+
+
+_checked: list[testing.Checked] = []
+
+
+def shards_on_host(model: Any, checked: testing.Checked) -> None:
+    _checked.append(checked)
+    checked.on_host(*[local_tensor(parameter) for parameter in model.parameters()])
+
+
+@contextlib.contextmanager
+def sums_of_ranks() -> Iterator[None]:
+    """The transport that gloo has, which needs scratch memory."""
+
+    def transports_of(group: Any, device: Any, given: Any = None) -> dict[str, Any]:
+        return {"direct": RankOrdered(group)}
+
+    with mock.patch("composable_shard._comm.transports.transports_of", transports_of):
+        yield
+
+
+class Deaf:
+    """A tool that counts memory: while there is one, a slot has memory only while it is leased."""
+
+    heard = None
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[None]:
+    tool = Deaf()
+    LISTENERS.add(tool)
+    try:
+        yield
+    finally:
+        LISTENERS.discard(tool)
+
+
+@contextlib.contextmanager
+def debugging() -> Iterator[None]:
+    with mock.patch("composable_shard._debug.debugging", True):
+        yield
+
+
+def setting(method: str, *arguments: Any) -> Callable[..., object]:
+    return lambda model, checked: getattr(model, method)(*arguments)

@@ -1,0 +1,300 @@
+"""Steps of training, to be looked at by `testing.races`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from _race_settings import Gathers, Halved
+from _race_training import Training, plain_step
+from composable_shard import PoolPolicy, testing
+from composable_shard._module.state import state_of
+from composable_shard._torch.distributed import local_tensor
+
+
+def accumulate(training: Training) -> None:
+    for micro_batch in range(2):
+        training.model.set_requires_gradient_sync(micro_batch == 1)
+        training.backward()
+    training.update()
+
+
+def accumulate_pieces(training: Training) -> None:
+    for micro_batch in range(2):
+        training.model.set_requires_all_reduce(micro_batch == 1)
+        training.backward()
+    training.update()
+
+
+def two_backwards(training: Training) -> None:
+    training.model.set_is_last_backward(False)
+    training.backward()
+    training.model.set_is_last_backward(True)
+    plain_step(training)
+
+
+def evaluate_too(training: Training) -> None:
+    plain_step(training)
+    with torch.no_grad():
+        training.forward()
+
+
+def checkpointed(use_reentrant: bool) -> Callable[..., object]:
+    def prepare(model: Any, checked: testing.Checked) -> None:
+        for block in model.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=use_reentrant)
+
+    return prepare
+
+
+def touch_gradients(training: Training) -> None:
+    training.backward()
+    for parameter in training.model.parameters():
+        local_tensor(parameter.grad).mul_(0.5)
+    training.update()
+
+
+def hook_gradients(model: nn.Module, checked: testing.Checked) -> None:
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+
+
+def reduce_on_own_stream(model: Any, checked: testing.Checked) -> None:
+    scale = torch.full((), 0.5)
+    stream = checked.stream("hook")
+    stream.wait_stream(checked.stream_of_compute)
+    for module in (*model.blocks, model):
+        module.set_all_reduce_hook(lambda reduced: reduced.mul_(scale), stream=stream)
+
+
+def _raise(*_of_the_hook: object, **_also: object) -> None:
+    raise ZeroDivisionError
+
+
+def fail(training: Training, in_backward: bool) -> None:
+    """A step that ends with an error in forward or in backward."""
+    failing = training.model.blocks[1].feed_forward
+    handle = (failing.register_full_backward_hook if in_backward else failing.register_forward_hook)(_raise)
+    with pytest.raises(ZeroDivisionError):
+        training.backward()
+    handle.remove()
+
+
+def fail_first(training: Training) -> None:
+    fail(training, in_backward=training.number % 2 == 0)
+    plain_step(training)
+
+
+def drop_after_failure(training: Training, in_backward: bool) -> None:
+    """The model is deleted after an error; compute gets its memory, whatever was in flight."""
+    fail(training, in_backward)
+    model = weakref.ref(training.model)
+    del training.model, training.optimizer
+    gc.collect()
+    assert model() is None
+    torch.ones(4)
+
+
+@contextlib.contextmanager
+def on_side_stream(training: Training) -> Iterator[None]:
+    """A stream of the user's own, well fenced."""
+    side, compute = torch.cuda.Stream(), torch.accelerator.current_stream()
+    side.wait_stream(compute)
+    with torch.cuda.stream(side):
+        yield
+    compute.wait_stream(side)
+
+
+def side_in_turns(training: Training) -> None:
+    with on_side_stream(training) if training.number % 2 else contextlib.nullcontext():
+        plain_step(training)
+
+
+def side_forward(training: Training) -> None:
+    """Forward on another stream: autograd runs backward there as well."""
+    with on_side_stream(training):
+        loss = training.forward()
+    loss.backward()
+    training.update()
+
+
+def event_of_the_optimizer(training: Training) -> None:
+    plain_step(training)
+    training.model.set_post_optim_event(torch.accelerator.current_stream().record_event())
+    torch.ones(4).mul_(2)  # what the gathers need not wait for
+
+
+def memory_goes_back_on_another_stream(training: Training) -> None:
+    """Memory that was allocated on one stream is used on another one, and goes back there."""
+    plain_step(training)
+    plain_step(training)
+    side, compute = torch.cuda.Stream(), torch.accelerator.current_stream()
+    side.wait_stream(compute)
+    with torch.cuda.stream(side):
+        plain_step(training)
+        state_of(training.model).bound.engine.count_memory(True)  # as a tool does: all slots are given up
+        gc.collect()  # slots and the arena know each other
+    torch.ones(4)  # on the stream of compute, which waits for nothing of its own
+    compute.wait_stream(side)
+
+
+def idle_memory_goes_back_on_another_stream(training: Training) -> None:
+    """Reductions get memory in backward, on the stream of forward; it goes back on that which has called backward."""
+    side, compute = torch.cuda.Stream(), torch.accelerator.current_stream()
+    side.wait_stream(compute)
+    with torch.cuda.stream(side):
+        loss = training.forward()
+    compute.wait_stream(side)
+    loss.backward()
+    with torch.cuda.stream(side):
+        torch.ones(4)
+    training.update()
+
+
+def blocks_in_turns(model: Any, checked: testing.Checked) -> None:
+    """Each block runs on another stream than the one before it, and so does its backward."""
+    streams = [checked.stream("even"), checked.stream("odd")]
+
+    def on(stream: torch.Stream, block: nn.Module, *inputs: Any) -> Any:
+        before = torch.accelerator.current_stream()
+        stream.wait_stream(before)
+        with stream:
+            output = type(block).__call__(block, *inputs)
+        before.wait_stream(stream)
+        return output
+
+    blocks = [functools.partial(on, streams[index % 2], block) for index, block in enumerate(model.blocks)]
+    model.forward = functools.partial(_through, model, blocks)
+
+
+def _through(model: Any, blocks: Any, tokens: Tensor) -> Tensor:
+    x = model.embed(tokens)
+    for block in blocks:
+        x = block(x, model.cos[: tokens.shape[1]], model.sin[: tokens.shape[1]])
+    return model.head(model.norm(x))
+
+
+def branches(model: Any, checked: testing.Checked) -> None:
+    """Blocks run side by side: every second one on a stream that is joined at the end only.
+
+    Their inputs need no gradients, as those of two encoders: so nothing orders their backwards, either.
+    """
+    side = checked.stream("branch")
+
+    def forward(tokens: Tensor) -> Tensor:
+        x, compute = model.embed(tokens).detach(), torch.accelerator.current_stream()
+        side.wait_stream(compute)
+        outputs, y = [], x
+        for block in model.blocks:
+            with side if block in odd else contextlib.nullcontext():
+                y = block(x, model.cos[: tokens.shape[1]], model.sin[: tokens.shape[1]])
+                outputs.append(y)
+        compute.wait_stream(side)
+        return model.head(model.norm(sum(outputs)))
+
+    odd = list(model.blocks)[1::2]
+    model.forward = forward
+
+
+def reshard_between(model: Any, checked: testing.Checked) -> None:
+    """What few ranks keep of a block is given up while later blocks run."""
+    for block, later in zip(model.blocks, model.blocks[1:], strict=False):
+        later.attention.register_forward_pre_hook(lambda *_, block=block: block.reshard())
+
+
+def reduce_on_two_streams(training: Training) -> None:
+    """Two reductions by one bucket, and other uses of its slots, on streams of which neither waits for the other."""
+    plain_step(training)
+    engine, compute = state_of(training.model).bound.engine, torch.accelerator.current_stream()
+    group, pool = state_of(training.model.blocks[0]).bound.group, engine.pool
+    [bucket] = group.gradients._buckets()
+    gradients = [torch.ones(param.shape) for param in group.params]
+    side = training.checked.stream("other")
+    side.wait_stream(compute)
+    with side, torch.no_grad():
+        bucket.start(gradients).finish()
+        for request in bucket.requests[1:]:  # scratch memory
+            scratch = pool.lease_for(request)
+            scratch.typed(torch.uint8, written=True).zero_()
+            pool.release(scratch, side.record_event())
+    with torch.no_grad():
+        bucket.start(gradients).finish()
+    side.wait_stream(compute)
+    with side:
+        slot = pool.lease_for(bucket.requests[0])
+        slot.typed(torch.uint8, written=True).zero_()
+    pool.release(slot, side.record_event())
+    with torch.no_grad():
+        bucket.start(gradients).finish()
+    compute.wait_stream(side)
+
+
+def as_a_graph(training: Training) -> None:
+    """Gathers and reductions as compiled graphs call them; the graph itself is here by hand."""
+    plain_step(training)
+    group = state_of(training.model.blocks[0]).bound.group
+    exchange = group.exchange()
+    with torch.no_grad():
+        for _ in range(2):
+            shards = [local_tensor(parameter.sharded) for parameter in group.params]
+            weights = exchange.gather(shards).finish()
+            gradients = [weight * 2 for weight in weights]
+            weights.clear()
+            exchange.gather(shards).abandon()
+            wanted = range(len(gradients))
+            reduced = exchange.reduce(gradients, wanted, None, False).finish()
+            torch._foreach_sub_(shards, [reduced[index][0].view(shards[index].shape) for index in wanted])
+
+
+def gather_elsewhere(training: Training) -> None:
+    """What few ranks keep is gathered into a slot that nothing has used since the step before."""
+    loss, pool = training.forward(), state_of(training.model).bound.engine.pool
+    if training.number == 0:
+        pool.lease(512, "held")  # so that there is no arena, in which slots wait for those that they overlap
+    [bucket] = state_of(training.model).bound.group.buckets
+    leased = pool.lease_for(bucket.for_weights[True])
+    loss.backward()
+    pool.release(leased, torch.accelerator.current_stream().record_event())
+    training.update()
+
+
+def fail_to_gather(training: Training) -> None:
+    """A gather fails before its collective, beside others that go on; the memory goes back to compute at once."""
+    plain_step(training)
+    training.model.set_pool_policy(PoolPolicy(keep_idle=False))
+    plain_step(training)
+    plain_step(training)
+    with mock.patch.object(Halved, "fsdp_pre_all_gather", _raise), pytest.raises(ZeroDivisionError):
+        training.forward()
+    gc.collect()
+    torch.ones(4)
+
+
+def fail_to_send(training: Training) -> None:
+    """Likewise, where what is sent was copied already."""
+    plain_step(training)
+    training.model.set_pool_policy(PoolPolicy(keep_idle=False))
+    plain_step(training)
+    plain_step(training)
+    with mock.patch.object(Gathers, "__call__", _raise), pytest.raises(ZeroDivisionError):
+        training.forward()
+    gc.collect()
+    torch.ones(4)
+
+
+def unshard_by_hand(training: Training) -> None:
+    for block in training.model.blocks:
+        block.unshard(async_op=True)
+    plain_step(training)
+    for block in training.model.blocks:
+        block.reshard()

@@ -1,0 +1,66 @@
+"""Each wait of the library is needed: where it is taken out, `testing.races` sees a race."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import composable_shard
+from _race_mutants import COVERED, MUTANTS, PASSED_ON
+from _race_scenarios import SCENARIOS
+from _race_training import perform
+
+LIBRARY = Path(composable_shard.__file__).parent
+WINGS = ("_comm", "_memory", "_group", "_engine")
+ORDERS = {  # attributes by which the library orders streams
+    *("mark", "queued", "wait", "wait_event", "wait_stream", "wait_for", "record", "synchronize", "finish"),
+    *("free_after", "changed", "drained", "give_back"),
+}
+
+
+def missed(names):
+    """Those of the mutants in whose scenario no race is seen."""
+    return [name for name in names if not is_seen(MUTANTS[name])]
+
+
+def is_seen(mutant):
+    with mutant.plant():
+        return bool(perform(SCENARIOS[mutant.scenario], until_race=True).races)
+
+
+# In parts, which several processes can share.
+@pytest.mark.parametrize("part", range(2))
+def test_without_any_one_of_its_waits_the_library_has_a_race(part):
+    assert missed([*MUTANTS][part::2]) == []
+
+
+def test_waits_that_others_cover_are_known():
+    assert [name for name, mutant in COVERED.items() if is_seen(mutant)] == []
+
+
+def ordering(source):
+    """The functions of a file that order streams, as Class.function."""
+    functions = set()
+
+    def visit(node, name):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.ClassDef):
+                visit(child, f"{name}.{child.name}".strip("."))
+                continue
+            if isinstance(child, ast.Attribute) and child.attr in ORDERS and name:
+                functions.add(name)
+            visit(child, name)
+
+    visit(ast.parse(source), "")
+    return functions
+
+
+def test_every_function_of_the_library_that_orders_streams_has_a_mutant():
+    functions = {
+        each for wing in WINGS for file in (LIBRARY / wing).glob("*.py") for each in ordering(file.read_text())
+    }
+    known = {mutant.site for mutant in (*MUTANTS.values(), *COVERED.values())} | PASSED_ON.keys()
+    assert functions - known == set()
+    assert known - functions == set()

@@ -1,0 +1,432 @@
+"""`testing.races`: what a program's streams access without an event between them is found, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import composable_shard as cs
+from _blocks import Transformer, next_token_loss, token_batch
+from composable_shard import testing
+from composable_shard._torch.distributed import local_tensor
+
+
+def pairs(checked):
+    """The operators and streams of each race."""
+    return [(str(race.first), str(race.then)) for race in checked.races]
+
+
+def text_of(checked):
+    """The report without what differs between runs."""
+    return re.sub(r"0x[0-9a-f]+", "0x...", re.sub(r"test_races.py:\d+", "test_races.py", checked.report()))
+
+
+@pytest.mark.parametrize("fenced", [False, True])
+def test_a_missing_wait_between_two_streams_is_a_race(fenced):
+    with testing.races(2, check=False) as checked:
+        table = torch.zeros(4, 4)
+        side = checked.stream("mine")
+        side.wait_stream(checked.stream_of_compute)
+        with side:
+            table[:, 1:3].fill_(1)
+        if fenced:
+            torch.accelerator.current_stream().wait_stream(side)
+        table.sum()
+    if fenced:
+        assert checked.races == ()
+        return
+    assert_expected_inline(
+        text_of(checked),
+        """\
+1 race: accesses to the same memory that no event orders
+float32 [4, 4]: bytes 4 to 12 of the allocation, at 0x...
+  first aten.fill_.Scalar writes on stream 'mine'
+        test_races.py test_a_missing_wait_between_two_streams_is_a_race
+  then  aten.sum.default reads on stream 'compute'
+        test_races.py test_a_missing_wait_between_two_streams_is_a_race
+  missing: stream 'compute' has to wait for an event that was recorded on stream 'mine' after aten.fill_.Scalar""",
+    )
+    [race] = checked.races
+    assert (race.shape, race.dtype, race.offset, race.nbytes) == ((4, 4), torch.float32, 4, 8)
+    assert (race.first.stream, race.then.stream) == ("mine", "compute")
+    assert race.first.writes
+    assert not race.then.writes
+
+
+def test_other_bytes_of_the_same_rows_and_two_reads_are_no_race():
+    with testing.races(2):
+        table = torch.zeros(4, 4)
+        side = torch.Stream()
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            table[:, :2].fill_(1)
+            table[:, 2:].sum()
+        table[:, 2:].sum()
+
+
+@pytest.mark.parametrize("names", [torch, torch.cuda, torch.cpu], ids=["torch", "cuda", "cpu"])
+@pytest.mark.parametrize("waits", [True, False])
+def test_streams_and_events_by_all_of_torchs_names_are_followed(names, waits):
+    with testing.races(2, check=False) as checked:
+        table = torch.zeros(4)
+        side, ready = names.Stream(), names.Event()
+        ready.record()
+        side.wait_event(ready)
+        within = side if names is torch else names.stream(side)
+        with within:
+            assert torch.accelerator.current_stream() is side
+            table.add_(1)
+            done = side.record_event()
+        assert torch.accelerator.current_stream() is checked.stream_of_compute
+        if waits:
+            done.wait()
+        table.add_(1)
+    writes = [("aten.add_.Tensor writes on stream 'stream'", "aten.add_.Tensor writes on stream 'compute'")]
+    assert pairs(checked) == ([] if waits else writes)
+
+
+def test_what_the_host_has_waited_for_comes_before_all_that_it_launches_later():
+    with testing.races(2):
+        table = torch.zeros(4)
+        side, other = torch.cuda.Stream(), torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            table.add_(1)
+        side.synchronize()
+        with torch.cuda.stream(other):
+            table.add_(1)
+        torch.accelerator.synchronize()
+        table.sum()
+
+
+def test_memory_that_is_freed_while_another_stream_uses_it_is_a_race_with_whoever_gets_it():
+    with testing.races(2, check=False) as checked:
+        side = checked.stream("mine")
+        table = torch.zeros(4)
+        side.wait_stream(checked.stream_of_compute)
+        with side:
+            table.sum()
+        del table
+        assert checked.races == ()
+        torch.ones(1000)  # of another size: the allocator may cut and join
+    [race] = checked.races
+    assert race.reuses
+    assert_expected_inline(
+        text_of(checked),
+        """\
+1 race: accesses to the same memory that no event orders
+float32 [4]: bytes 0 to 16 of the allocation, at 0x...
+  first aten.sum.default reads on stream 'mine'
+        test_races.py test_memory_that_is_freed_while_another_stream_uses_it_is_a_race_with_whoever_gets_it
+  then  aten.ones.default on stream 'compute' may be given the memory, which was freed
+        test_races.py test_memory_that_is_freed_while_another_stream_uses_it_is_a_race_with_whoever_gets_it
+  missing: stream 'compute' has to wait for an event that was recorded on stream 'mine' after aten.sum.default
+           before the tensor is freed, or the tensor needs record_stream of that stream""",
+    )
+
+
+@pytest.mark.parametrize("way", ["waits", "records", "frees on the same stream", "empties the storage after a wait"])
+def test_memory_that_is_freed_in_order_is_no_race(way):
+    with testing.races(2):
+        side, compute = torch.cuda.Stream(), torch.cuda.current_stream()
+        side.wait_stream(compute)
+        with torch.cuda.stream(side if way == "frees on the same stream" else compute):
+            table = torch.zeros(4)
+        side.wait_stream(compute)
+        with torch.cuda.stream(side):
+            table.sum()
+        if way == "records":
+            table.record_stream(side)
+        elif way != "frees on the same stream":
+            compute.wait_stream(side)
+        if way.startswith("empties"):
+            table.untyped_storage().resize_(0)
+        else:
+            del table
+        torch.ones(4)
+
+
+def test_a_storage_that_is_emptied_while_another_stream_uses_it_is_a_race():
+    with testing.races(2, check=False) as checked:
+        side = checked.stream("mine")
+        table = torch.zeros(4)
+        side.wait_stream(checked.stream_of_compute)
+        with side:
+            table.sum()
+        table.untyped_storage().resize_(0)
+        torch.ones(4)
+    assert [race.reuses for race in checked.races] == [True]
+
+
+def test_new_memory_is_used_by_other_streams_behind_its_allocation_only():
+    with testing.races(2, check=False) as checked:
+        side = checked.stream("mine")
+        torch.ones(4)
+        table = torch.empty(4)  # perhaps what `ones` has just given back
+        with side:
+            table.fill_(1)
+    assert pairs(checked) == [
+        ("aten.empty.memory_format writes on stream 'compute'", "aten.fill_.Scalar writes on stream 'mine'")
+    ]
+
+
+# ---- autograd
+
+
+def test_backward_runs_on_the_streams_of_forward_and_waits_between_them_as_autograd_does():
+    with testing.races(2):
+        side, compute = torch.cuda.Stream(), torch.cuda.current_stream()
+        weight = torch.ones(4, 4, requires_grad=True)
+        seen = []
+        x = torch.ones(2, 4) @ weight
+        side.wait_stream(compute)
+        with torch.cuda.stream(side):
+            y = (x.sin() * x).exp()
+            y.register_hook(lambda gradient: seen.append(torch.cuda.current_stream()))
+        compute.wait_stream(side)
+        (y + x).sum().backward()
+        assert seen == [side]
+        assert torch.cuda.current_stream() is compute
+        weight.grad.sum()
+        [gradient] = torch.autograd.grad((torch.ones(2, 4) @ weight).sum(), weight)
+        gradient.sum()
+
+
+def test_a_hook_that_uses_a_stream_of_its_own_without_waits_is_a_race():
+    with testing.races(2, check=False) as checked:
+        side, norms = checked.stream("mine"), []
+
+        def hook(gradient):
+            with side:
+                norms.append(gradient.norm())
+
+        weight = torch.ones(4, 4, requires_grad=True)
+        y = torch.ones(2, 4) @ weight
+        y.register_hook(hook)
+        y.sum().backward()
+    assert [(race.first.stream, race.then.stream) for race in checked.races] == [("compute", "mine")]
+    assert checked.races[0].then.place.user.endswith(" hook")
+    assert checked.races[0].then.place.node == "MmBackward0"
+
+
+def test_leaves_are_joined_at_the_end_of_backward_but_not_before():
+    with testing.races(2, check=False) as checked:
+        side, compute = checked.stream("mine"), checked.stream_of_compute
+        weight = torch.ones(4, requires_grad=True)
+        side.wait_stream(compute)
+        with side:
+            y = weight * 2
+        compute.wait_stream(side)
+        y.sum().backward()
+        weight.grad.sum()  # on compute, which has called backward
+        assert checked.races == ()
+        other = checked.stream("other")
+        with other:
+            weight.grad.sum()
+    assert {race.then.stream for race in checked.races} == {"other"}
+
+
+def test_after_a_backward_that_fails_the_stream_is_that_of_its_caller():
+    def fail(_):
+        raise ZeroDivisionError
+
+    with testing.races(2) as checked:
+        weight = torch.ones(4, requires_grad=True)
+        side = checked.stream("mine")
+        side.wait_stream(checked.stream_of_compute)
+        with side:
+            y = weight * 2
+        y.register_hook(fail)
+        checked.stream_of_compute.wait_stream(side)
+        with pytest.raises(ZeroDivisionError):
+            y.sum().backward()
+        assert torch.cuda.current_stream() is checked.stream_of_compute
+
+
+# ---- collectives, models
+
+
+def test_a_collective_runs_on_the_stream_of_its_group_until_it_is_waited_for():
+    with testing.races(4, check=False, mesh={"a": 2, "b": 2}) as checked:
+        table = torch.ones(4)
+        work = dist.all_reduce(table, async_op=True)
+        table.sum()
+        work.wait()
+        table.sum()
+        dist.all_reduce(table, group=checked.mesh.get_group("b"))
+        assert table.tolist() == [8.0] * 4
+    assert pairs(checked) == [("all_reduce writes on stream 'network'", "aten.sum.default reads on stream 'compute'")]
+
+
+def test_dtensors_are_seen_as_the_operators_and_collectives_that_they_are_made_of():
+    with testing.races(2) as checked:
+        table = distribute_tensor(torch.ones(4, 4), checked.mesh, [Shard(0)])
+        assert isinstance(table, DTensor)
+        before = checked.operators
+        (table * 2).redistribute(placements=[Replicate()]).sum().full_tensor()
+        assert checked.operators > before + 2
+
+
+def sharded(checked):
+    torch.manual_seed(0)
+    model = Transformer()
+    for block in model.blocks:
+        cs.fully_shard(block, mesh=checked.mesh)
+    return cs.fully_shard(model, mesh=checked.mesh)
+
+
+def test_a_race_in_a_sharded_model_names_the_parameter():
+    with testing.races(2, check=False) as checked:
+        model, side = sharded(checked), checked.stream("mine")
+
+        def look(module, *_):
+            with side:
+                module.weight.norm()
+
+        model.blocks[1].feed_forward.down.register_forward_hook(look)
+        next_token_loss(model, *token_batch(0, 0)).backward()
+        with side:
+            local_tensor(model.blocks[0].attention.q.weight).zero_()
+    names = {race.name for race in checked.races if race.then.stream == "mine"}
+    assert names == {"weight blocks.1.feed_forward.down.weight", "shard blocks.0.attention.q.weight"}
+
+
+def losses(mesh):
+    torch.manual_seed(0)
+    model = Transformer()
+    for block in model.blocks:
+        cs.fully_shard(block, mesh=mesh)
+    cs.fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    values = []
+    for step in range(3):
+        loss = next_token_loss(model, *token_batch(0, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(loss.item())
+    return values
+
+
+def test_losses_are_those_of_ranks_that_are_alike_without_the_checker():
+    with testing.fabric(4, latency_s=1e-6, bandwidth_Bps=1e9, clock="streams"):
+        alike = losses(init_device_mesh("cpu", (4,)))
+    with testing.races(4) as checked:
+        assert losses(checked.mesh) == pytest.approx(alike, rel=1e-5)
+
+
+def test_shards_on_the_host_need_a_host_that_waits():
+    with testing.races(2, check=False) as checked:
+        pinned, table = torch.zeros(4), torch.ones(4)
+        checked.on_host(pinned)
+        pinned.copy_(table, non_blocking=True)
+        event = torch.accelerator.current_stream().record_event()
+        pinned.mul_(2)
+        event.synchronize()
+        pinned.mul_(2)
+    assert {(race.first.stream, race.then.stream) for race in checked.races} == {("compute", "host")}
+
+
+# ---- the block
+
+
+def race_with(checked):
+    table = torch.zeros(4)
+    with checked.stream("mine"):
+        table.add_(1)
+
+
+def fail_after(_):
+    raise ZeroDivisionError
+
+
+def test_the_end_of_the_block_raises_races_unless_it_ends_with_another_error():
+    with pytest.raises(testing.RaceError, match=r"1 race: .*\nfloat32 \[4\]"), testing.races(2) as checked:
+        race_with(checked)
+    with pytest.raises(ZeroDivisionError), testing.races(2) as checked:
+        fail_after(race_with(checked))
+    with testing.races(2, check=False) as checked:
+        race_with(checked)
+        with pytest.raises(testing.RaceError):
+            checked.check()
+    assert checked.report().startswith("1 race")
+
+
+def test_the_same_race_is_told_once_and_of_many_the_first_ones_in_full():
+    with testing.races(2, check=False) as checked:
+        table = torch.zeros(4)
+        for _ in range(5):
+            with checked.stream("mine"):
+                table.sum()
+        for number in range(12):
+            with checked.stream(f"stream {number}"):
+                table.sum()
+    assert len(checked.races) == 13
+    assert checked.report().endswith("and 5 more")
+
+
+def test_after_the_block_torch_is_as_before_and_its_streams_say_that_they_are_of_no_use():
+    names = [(torch, "Stream"), (torch, "Event"), (torch.cuda, "stream"), (torch.accelerator, "current_stream")]
+    names += [(torch.Tensor, "record_stream"), (torch.UntypedStorage, "resize_"), (torch.cpu, "Stream")]
+    before = [getattr(*name) for name in names]
+    with testing.races(2) as checked:
+        side = checked.stream("mine")
+        event = side.record_event()
+    assert [getattr(*name) for name in names] == before
+    assert not dist.is_initialized()
+    with pytest.raises(cs.ShardConfigStateError, match="after its end; make new ones, inside of the block"):
+        event.wait()
+    with pytest.raises(cs.ShardConfigStateError, match="after its end"):
+        checked.stream("another")
+
+
+def enter(context):
+    with context:
+        pass
+
+
+def test_arguments_that_make_no_world_are_refused():
+    with pytest.raises(cs.ShardConfigValueError, match="at least 1 rank"), testing.races(0):
+        pass
+    with pytest.raises(cs.ShardConfigValueError, match="ranks 0 to 1, got 2"), testing.races(2, rank=2):
+        pass
+    with testing.races(2), pytest.raises(cs.ShardConfigStateError, match="has a default process group"):
+        enter(testing.races(2))
+    with testing.races(2) as checked, pytest.raises(cs.ShardConfigValueError, match="name: a stream"):
+        checked.stream("")
+
+
+# ---- the document
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "races.md").read_text()
+
+
+def test_the_example_of_the_document_gives_the_report_that_stands_there(tmp_path):
+    (script, _), (report,) = (re.findall(rf"^```{kind}\n(.*?)^```$", PAGE, re.M | re.S) for kind in ("python", "text"))
+    file = tmp_path / "train.py"
+    file.write_text(script)
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        exec(compile(script, str(file), "exec"), {})
+    assert anyhow(shown.getvalue()) == anyhow(report)
+    current = "torch.accelerator.current_stream()"
+    mended = script.replace("        with side:", f"        side.wait_stream({current})\n        with side:")
+    mended = mended.replace("    optimizer.zero_grad", f"    {current}.wait_stream(side)\n    optimizer.zero_grad")
+    with contextlib.redirect_stdout(shown := io.StringIO()):
+        exec(mended, {})
+    assert shown.getvalue().strip() == ""
+
+
+def anyhow(text):
+    """Without addresses, and the lines of the library."""
+    return re.sub(r"0x[0-9a-f]+", "0x...", re.sub(r"(composable_shard/\S+):\d+", r"\1", text)).strip()

@@ -1,0 +1,32 @@
+"""bench/card/scenarios.py prints and writes what `testing.races` sees."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "bench" / "card" / "scenarios.py"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.matrix
+def test_scenarios_and_waits_that_are_taken_out_end_as_expected(tmp_path):
+    file = tmp_path / "race.json"
+    done = run("default", "mixed-packed", f"--json={file}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 scenarios, 0 not as expected" in done.stdout
+    results = json.loads(file.read_text())["results"]
+    assert [(result["name"], result["races"]) for result in results] == [("default", []), ("mixed-packed", [])]
+    done = run("--planted", "gathers-ignore-optimizer")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "missing: stream 'network' has to wait for an event" in done.stdout
+    assert "gathers-ignore-optimizer: gathers wait for the optimizer" in run("--list").stdout
+    assert "unknown nothing; known: default" in run("nothing").stderr
