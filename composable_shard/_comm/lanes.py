@@ -251,8 +251,12 @@ class StreamLane(Lane):
         self, steps: Steps[T], after: Events = (), held: object = None, when_done: WhenDone | None = None
     ) -> Job[T]:
         self._wait_for(after)
-        with self._stream:
-            return self._ended(Job(steps, held, True, when_done))
+        try:
+            with self._stream:
+                return self._ended(Job(steps, held, True, when_done))
+        except BaseException:
+            self._give_up()
+            raise
 
     def launch(
         self,
@@ -263,10 +267,18 @@ class StreamLane(Lane):
         when_done: WhenDone | None = None,
     ) -> Job[T]:
         self._wait_for(after)
-        with self._stream:
-            job = Launched(collective(*args), args, result, when_done)
-            job._advance()
-            return self._ended(job)
+        try:
+            with self._stream:
+                job = Launched(collective(*args), args, result, when_done)
+                job._advance()
+                return self._ended(job)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        """A job has failed: what it had queued uses memory that goes back now, behind the current stream."""
+        self.current().wait_stream(self._stream)
 
     def _wait_for(self, events: Events) -> None:
         for event in events:

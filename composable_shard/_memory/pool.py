@@ -320,10 +320,12 @@ class BufferPool:
         self._own.clear()
         if self.arena.is_free():
             self._lacks |= self.arena.is_planned
-            freed += self.arena.clear()
+            freed += self.arena.slots
             for request in self._known:
                 request.give_slot(None)
         self.memory.give_back([event for slot in freed for event in slot.free_after])
+        if self.arena.is_free():
+            self.arena.clear()
         remaining = set(self.addresses).difference(freed)
         self.addresses.replace(remaining)
         self._beside_bytes = sum([slot.nbytes for slot in remaining.difference(self.arena.slots)])

@@ -167,12 +167,13 @@ class Arena:
         self.held_bytes += region.nbytes
         self.dry -= 1
 
-    def clear(self) -> list[Slot]:
-        """Nothing is leased, and there are to be no slots: returns those that there were."""
-        slots, self.slots, self._regions = self.slots, [], []
+    def clear(self) -> None:
+        """Nothing is leased, and there are to be no slots."""
+        for slot in self.slots:
+            slot.leave()
+        self.slots, self._regions = [], []
         self.is_planned, self.least_large = False, float("inf")
         self.nbytes = self.held_bytes = self.dry = 0
-        return slots
 
     def forget(self) -> None:
         """Sizes are about to change: what stays leased is not known any more."""

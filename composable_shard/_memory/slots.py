@@ -98,6 +98,9 @@ class Request:
         self.met = live - {self}
 
 
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
+
 class Slot:
     """A piece of memory with a fixed address.
 
@@ -166,6 +169,13 @@ class Slot:
         self.free_after = free_after
         self.begin = address_of(self._bytes[0])
         self.end = self.begin + self.nbytes
+
+    def leave(self) -> None:
+        """Its arena is gone: let go of the memory, now and not when a cycle of slots and views is found."""
+        self.region, self.rivals = None, ()
+        self.views.clear()
+        self._typed.clear()
+        self._bytes = (_NO_BYTES, _NO_BYTES)
 
     def set_rivals(self, rivals: Sequence[Slot]) -> None:
         """These slots of the arena overlap it."""

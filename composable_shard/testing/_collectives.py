@@ -53,6 +53,7 @@ class Call:
         pieces: into how many equal parts each input is cut.
         must_agree: what all ranks of the group must have in common.
         op, root: of those that have one.
+        on_current: whether the caller asked for one that is not asynchronous, which NCCL runs on the current stream.
     """
 
     issued: Issued
@@ -62,6 +63,7 @@ class Call:
     must_agree: tuple[Any, ...] = ()
     op: Any = None
     root: int = 0
+    on_current: bool = False
 
     def take_inputs(self) -> None:
         """Copy what is sent, in its pieces: what is written to the tensors from now on is not sent."""

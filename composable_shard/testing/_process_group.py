@@ -111,6 +111,7 @@ class MemoryGroup(dist.ProcessGroup):
         root: int | None = None,
         sizes_agree: bool = True,
         brings: bool = True,
+        opts: Any = None,
     ) -> Work:
         """Launch; each input is cut into equal pieces. The inputs of who brings nothing tell what it expects."""
         details = "" if op is None else f" ({_op_name(op)})"
@@ -121,7 +122,7 @@ class MemoryGroup(dist.ProcessGroup):
         must_agree = (kind, issued.dtype, details, sizes)
         if not brings:
             issued, inputs = replace(issued, shapes=()), []
-        call = Call(issued, inputs, outputs, pieces, must_agree, op, root or 0)
+        call = Call(issued, inputs, outputs, pieces, must_agree, op, root or 0, not getattr(opts, "asyncOp", True))
         return self._remembered(self._medium.launch(self._key, self._group_rank, call))
 
     def _remembered(self, work: Work) -> Work:
@@ -157,11 +158,12 @@ class MemoryGroup(dist.ProcessGroup):
         return self._launch("all_gather", list(inputs), by_input)
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:  # noqa: A002
-        return self.allgather_into_tensor_coalesced([output], [input])
+        return self.allgather_into_tensor_coalesced([output], [input], opts)
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         self._check_sizes("all_gather", outputs, inputs)
-        return self._launch("all_gather", list(inputs), [part for whole in outputs for part in self._chunks(whole)])
+        parts = [part for whole in outputs for part in self._chunks(whole)]
+        return self._launch("all_gather", list(inputs), parts, opts=opts)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Work:
         own = list(outputs[0]) if outputs and self._group_rank == opts.rootRank else []
@@ -177,11 +179,12 @@ class MemoryGroup(dist.ProcessGroup):
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         self._check_sizes("reduce_scatter", inputs, outputs)
-        return self._launch("reduce_scatter", list(inputs), list(outputs), pieces=self.size(), op=_op(opts))
+        pieces, op = self.size(), _op(opts)
+        return self._launch("reduce_scatter", list(inputs), list(outputs), pieces=pieces, op=op, opts=opts)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        return self._launch("all_reduce", tensors, tensors, op=_op(opts))
+        return self._launch("all_reduce", tensors, tensors, op=_op(opts), opts=opts)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         outputs = list(tensors) if self._group_rank == opts.rootRank else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import weakref
 
@@ -367,3 +368,26 @@ def test_each_arena_has_a_mem_pool_of_its_own(monkeypatch):
     assert memory.use_mem_pool(False)
     memory.leave_mem_pool()
     assert [pool() is None for pool in made] == [True, True]
+
+
+def test_a_new_arena_does_not_stand_beside_the_old_one():
+    """Slots and views refer to each other: memory does not wait until the cycles are found."""
+    pool = make_pool()
+    requests = [pool.request(f"request {number}", 512 << number) for number in range(3)]
+    held = [pool.lease_for(request) for request in requests]
+    pool.release_all(held, None)
+    del held
+    pool.make_arena()
+    pool.lease_for(requests[0])
+    (slot,) = [slot for slot in pool.arena.slots if slot.request is not None]
+    gone = weakref.ref(slot.region.storage)
+    pool.release(slot)
+    del slot
+    gc.collect()
+    gc.disable()
+    try:
+        assert gone() is not None
+        pool.make_arena()
+        assert gone() is None
+    finally:
+        gc.enable()

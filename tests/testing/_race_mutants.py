@@ -13,12 +13,12 @@ from _race_plants import (
     _nothing,
     back_to_allocated,
     back_to_current,
+    behind_at_once,
     forget_optimizer,
     gather_whatever_was,
     hook_at_once,
     instead,
     job_without_end,
-    not_on_host,
     pack_into_used,
     release_job_early,
     unfenced,
@@ -27,6 +27,7 @@ from _race_plants import (
 from composable_shard._comm.collectives import _All
 from composable_shard._comm.lanes import Job, StreamLane, Waiting
 from composable_shard._engine.actions import Actions
+from composable_shard._group import reduction
 from composable_shard._group.bucket import Gatherer
 from composable_shard._group.exchange import _Gathers
 from composable_shard._group.extension import ExtensionBucket
@@ -46,10 +47,19 @@ MUTANTS = {
     "gathers-are-not-awaited": Mutant("StreamLane._ended", "compute waits for gathers", job_without_end("gathers")),
     "reductions-are-not-awaited": Mutant("Job.finish", "compute waits for reductions", job_without_end("reductions")),
     "lanes-ignore-collectives": Mutant(
-        "Waiting.wait", "lanes wait for their collectives", instead(Waiting, "wait", _no_wait)
+        "Waiting.wait",
+        "lanes wait for their collectives, where these have a stream of their own",
+        instead(Waiting, "wait", _no_wait),
+        "network-of-its-own",
     ),
     "host-ignores-reductions": Mutant(
-        "Job.finish", "the host waits for what it reads", instead(Job, "finish", not_on_host), "offload"
+        "Job.wait_on_host", "the host waits for what it reads", instead(Job, "wait_on_host", _no_wait), "offload"
+    ),
+    "failed-jobs-go-on": Mutant(
+        "StreamLane._give_up",
+        "memory of a job that fails goes back behind what it had queued",
+        instead(StreamLane, "_give_up", _no_wait),
+        "failing-communication",
     ),
     "own-gathers-copied-early": Mutant(
         "_All.wait",
@@ -91,10 +101,10 @@ MUTANTS = {
         "two-streams",
     ),
     "reductions-ignore-packing": Mutant(
-        "ReduceBucket.start", "reductions wait for packed gradients", within(ReduceBucket, "start", NO_MARK)
+        "ReduceBucket._queued", "reductions wait for packed gradients", within(ReduceBucket, "_queued", NO_MARK)
     ),
     "scratch-ignores-slots": Mutant(
-        "ReduceBucket.start",
+        "ReduceBucket._queued",
         "reductions wait for what their scratch memory was used for",
         unfenced(ReduceBucket, "start"),
         "two-streams-sums",
@@ -104,6 +114,18 @@ MUTANTS = {
         "slots are free when their job has ended",
         instead(StreamLane, "_ended", release_job_early),
         "two-streams",
+    ),
+    "all-reduces-start-early": Mutant(
+        "ReduceBucket._start_apart",
+        "all-reduces over replicas wait for the reduce-scatter",
+        instead(StreamLane, "behind", behind_at_once),
+        "replicas",
+    ),
+    "slots-freed-before-scatters": Mutant(
+        "ReduceBucket._start_apart",
+        "slots are free when their reduce-scatter has ended",
+        instead(reduction, "_at", lambda real, when_done, events, _: when_done(None)),
+        "replicas-two-streams",
     ),
     "hooks-run-early": Mutant(
         "_on_stream.call", "all-reduce hooks wait for reductions", hook_at_once("before"), "all-reduce-hook"
@@ -262,7 +284,7 @@ PASSED_ON = {
     "StreamLane.queued": "DeviceMemory.leave",
     "DeviceMemory.queued": "records for others",
     "GatherBucket.forget": "BufferPool.release",
-    "BufferPool.give_up": "a failure: see the scenario FAILING_COMMUNICATION",
+    "BufferPool.give_up": "StreamLane._give_up",
     "Slot.__init__": "holds events",
     "Slot.drained": "Arena.drain",
     "Slot.moved": "Arena.fill",

@@ -146,8 +146,14 @@ def job_without_end(only: str) -> Plant:
     return lambda: mock.patch.object(StreamLane, "_ended", ended)
 
 
-def not_on_host(real: Any, job: Job[Any], on_host: bool = False) -> Any:
-    return real(job)
+def behind_at_once(real: Any, lane: StreamLane) -> Any:
+    """The lane for what follows a job does not wait for it."""
+
+    class Early:
+        def start(self, steps: Any, after: Any, held: Any, when_done: Any) -> Any:
+            return real(lane).start(steps, (), held, when_done)
+
+    return Early()
 
 
 def back_to_current(real: Any, memory: DeviceMemory, after: Any) -> None:

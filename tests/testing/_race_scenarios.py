@@ -11,6 +11,7 @@ from _race_settings import (
     freeze,
     idle_memory_goes_back,
     offloading,
+    on_the_network,
     own_communication,
     parallelize,
     setting,
@@ -105,6 +106,9 @@ SCENARIOS = {
     "offload": Scenario(prepare=shards_on_host, around=offloading),
     "extensions": Scenario(make=extended),
     "own-communication": Scenario(prepare=own_communication),
+    "failing-communication": Scenario({"mp_policy": MIXED}, prepare=own_communication, step=fail_to_send, steps=1),
+    "network-of-its-own": Scenario(around=on_the_network),
+    "replicas-two-streams": Scenario(mesh=REPLICAS, step=reduce_on_two_streams),
     "failing-extension": Scenario(make=extended, step=fail_to_gather, steps=1),
     "two-streams": Scenario(step=reduce_on_two_streams),
     "two-streams-sums": Scenario(step=reduce_on_two_streams, around=sums_of_ranks),
@@ -115,5 +119,3 @@ SCENARIOS = {
     "sums-of-ranks": Scenario(around=sums_of_ranks),
     "debugging": Scenario(around=debugging),
 }
-
-FAILING_COMMUNICATION = Scenario({"mp_policy": MIXED}, prepare=own_communication, step=fail_to_send, steps=1)

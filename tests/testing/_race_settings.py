@@ -174,6 +174,11 @@ def sums_of_ranks() -> Iterator[None]:
         yield
 
 
+def on_the_network() -> contextlib.AbstractContextManager[object]:
+    """Collectives have a stream of their own, as those of backends other than NCCL."""
+    return mock.patch("composable_shard._comm.collectives._ON_LANE", ())
+
+
 class Deaf:
     """A tool that counts memory: while there is one, a slot has memory only while it is leased."""
 

@@ -1,4 +1,7 @@
-"""Collectives on streams of their own: each process group has one, as NCCL's communicators have."""
+"""Collectives on streams of their own: each process group has one, as NCCL's communicators have.
+
+Those that are not asynchronous run on the current stream, as NCCL's do.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,12 @@ class Network:
 
     def launch(self, key: GroupKey, group_rank: int, call: Call) -> Work:
         """Launch a collective behind what the current stream was given; who waits for it lets its stream wait."""
-        stream = self._of_group.get(key)
+        current = self._streams.current()
+        stream = current if call.on_current else self._of_group.get(key)
         if stream is None:
             stream = self._of_group[key] = Stream(name=self._streams.next_name("network"))
-        stream.wait_stream(self._streams.current())
+        if stream is not current:
+            stream.wait_stream(current)
         reads, writes = list(call.inputs), list(call.outputs)
         move_alike(call, group_rank, len(call.issued.members))
         self._launches.launch(call.issued.kind, stream, reads, writes)
