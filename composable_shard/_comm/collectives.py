@@ -379,7 +379,8 @@ def transports_of(
     elif name == "fake":
         made = [OfFakeGroup(group), Packed(group), plain]
     else:
-        made = [*(each(group, name in _AVERAGING, name in _ON_LANE) for each in (Direct, Packed)), plain]
+        how = name in _AVERAGING, name in _ON_LANE
+        made = [Direct(group, *how), Packed(group, *how), plain]
     return {transport.route.name: transport for transport in made}
 
 
