@@ -36,11 +36,11 @@ from ._errors import ShardConfigValueError as ShardConfigValueError
 from ._errors import StaleStateError as StaleStateError
 from ._faults.replicas import broadcast_state as broadcast_state
 from ._faults.replicas import check_replicas as check_replicas
-from ._gradients import average_by_tokens as average_by_tokens
-from ._gradients import clip_grad_norm_ as clip_grad_norm_
-from ._gradients import total_tokens as total_tokens
 from ._integrations.install import install as install
 from ._integrations.install import uninstall as uninstall
+from ._module.gradients import average_by_tokens as average_by_tokens
+from ._module.gradients import clip_grad_norm_ as clip_grad_norm_
+from ._module.gradients import total_tokens as total_tokens
 from ._module.methods import GradientReductionHandle as GradientReductionHandle
 from ._module.methods import share_comm_ctx as share_comm_ctx
 from ._module.module import FSDPModule as FSDPModule
