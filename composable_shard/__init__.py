@@ -79,6 +79,7 @@ except _PackageNotFoundError:  # run from a checkout that was never installed
 
 if _TYPE_CHECKING:
     from . import checkpoint as checkpoint
+    from . import optim as optim
     from . import planner as planner
     from ._integrations.loggers import TrainingLog as TrainingLog
     from ._integrations.loggers import log_to as log_to
@@ -101,12 +102,13 @@ _LOADED_WHEN_USED = {
     "full_optimizer_state_dict": "checkpoint._full.optimizer",
     "load_full_optimizer_state_dict": "checkpoint._full.optimizer",
     "full_parameters": "checkpoint._full.parameters",
+    "optim": "optim",
     "planner": "planner",
 }  # names, by the module that has them, or that they are
 
 _keep_from_dynamo(_sys.modules, __name__)
 __all__ = sorted(
-    {*_LOADED_WHEN_USED, *(name for name in globals() if not name.startswith("_"))} - {"checkpoint", "planner"}
+    {*_LOADED_WHEN_USED, *(name for name in globals() if not name.startswith("_"))} - {"checkpoint", "optim", "planner"}
 )
 
 

@@ -1,0 +1,202 @@
+"""Parts of tensors sent between ranks by one all-to-all for each dtype: packed, moved, unpacked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .._comm.collectives import MOVED
+from .._comm.lanes import WAITING, Awaitable
+from .._faults.seat import ledgers_of
+from .._torch.distributed import all_to_all_options
+from ._layout import Route
+
+Parts = Sequence[Sequence[torch.Tensor]]  # by rank, what goes there, or comes from there
+
+
+class Item(NamedTuple):
+    """A tensor that travels between its owner and the ranks that hold parts of it.
+
+    Attributes:
+        route: whose it is, and who holds what.
+        dtype: of all of it.
+        tensor: this rank's part, on the way to the owner; all of it, at the owner, on the way back. None where this
+            rank has nothing to send.
+    """
+
+    route: Route
+    dtype: torch.dtype
+    tensor: torch.Tensor | None
+
+
+class _Flight(NamedTuple):
+    """The parts of one dtype on their way."""
+
+    dtype: torch.dtype
+    received: torch.Tensor
+    sent: torch.Tensor
+    handle: Awaitable | None
+
+
+class _Exchange:
+    """Parts on their way.
+
+    Args:
+        group: among whose ranks; None if this one is alone.
+        device: where this rank computes.
+        outgoing: by rank, the tensors that go there. They may change once this is made.
+        incoming: by rank, dtype and number of elements of those that come from there, in that rank's order.
+        dtypes: of all that any rank sends: the same on all ranks.
+        note: what the ledger says of it: the same on all ranks.
+
+    Attributes:
+        nbytes: bytes that this rank sends to others.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        outgoing: Parts,
+        incoming: Sequence[Sequence[tuple[torch.dtype, int]]],
+        dtypes: Iterable[torch.dtype],
+        note: str,
+    ) -> None:
+        self._flights: list[_Flight] = []
+        self.nbytes = 0
+        ledgers = ledgers_of(group, device)
+        for dtype in sorted(dtypes, key=str):
+            parts = [[part for part in to if part.dtype == dtype] for to in outgoing]
+            counts = [sum([count for of, count in frm if of == dtype]) for frm in incoming]
+            sizes = [sum([part.numel() for part in to]) for to in parts]
+            for ledger in ledgers:
+                ledger.issue(f"{note}, {str(dtype).removeprefix('torch.')}")
+            sent = _packed([part for to in parts for part in to], dtype, device)
+            self._flights.append(_launch(group, sent, counts, sizes))
+            self.nbytes += dtype.itemsize * sum(
+                size for rank, size in enumerate(sizes) if group and rank != group.rank()
+            )
+
+    def finish(self, into: Parts) -> None:
+        """Wait, and fill tensors, by the rank from which they come, with what has come; strided ones may be among them.
+
+        Raises:
+            PeerLostError: another rank is lost.
+        """
+        flights, self._flights = self._flights, []
+        for flight in flights:
+            if flight.handle is not None:
+                WAITING.wait(flight.handle)
+            _unpack(flight.received, [tensor for frm in into for tensor in frm if tensor.dtype == flight.dtype])
+
+
+def _packed(parts: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Copies of some tensors, one behind the other, (n,)."""
+    flat = torch.empty(sum([part.numel() for part in parts]), dtype=dtype, device=device)
+    pieces = torch.split(flat, [part.numel() for part in parts]) if parts else ()
+    if parts:
+        torch._foreach_copy_([piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)], [*parts])
+    return flat
+
+
+def _unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """The inverse of `_packed`."""
+    if tensors:
+        pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
+        torch._foreach_copy_([*tensors], [p.view(t.shape) for p, t in zip(pieces, tensors, strict=True)])
+
+
+def _launch(group: dist.ProcessGroup | None, sent: torch.Tensor, counts: list[int], sizes: list[int]) -> _Flight:
+    if group is None:
+        return _Flight(sent.dtype, sent, sent, None)
+    received = torch.empty(sum(counts), dtype=sent.dtype, device=sent.device)
+    wires, widths = (received, sent), 1
+    if sent.dtype not in MOVED:
+        wires, widths = (received.view(torch.uint8), sent.view(torch.uint8)), sent.dtype.itemsize
+    counts, sizes = [widths * count for count in counts], [widths * size for size in sizes]
+    handle = group.alltoall_base(*wires, counts, sizes, all_to_all_options())
+    return _Flight(sent.dtype, received, sent, handle)
+
+
+class ToOwners:
+    """Tensors on their way from the ranks that hold parts of them to their owners.
+
+    Args:
+        group, device, dtypes, note: as of all exchanges: who takes part, where, and what the ledger says.
+        items: what travels: the same routes in one order on all ranks.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        items: Sequence[Item],
+        dtypes: Iterable[torch.dtype],
+        note: str,
+    ) -> None:
+        self._items, self._device = items, device
+        ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+        outgoing: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
+        incoming: list[list[tuple[torch.dtype, int]]] = [[] for _ in range(ranks)]
+        for route, dtype, tensor in items:
+            if tensor is not None and route.sends:
+                outgoing[route.owner].append(tensor)
+            if route.is_owner:
+                for frm, part in route.senders():
+                    incoming[frm].append((dtype, part.numel))
+        self._ranks, self._rank = ranks, rank
+        self._exchange = _Exchange(group, device, outgoing, incoming, dtypes, note)
+        self.nbytes = self._exchange.nbytes
+
+    def finish(self) -> list[torch.Tensor | None]:
+        """Wait for them; returns, by item, all of the tensor at its owner."""
+        into: list[list[torch.Tensor]] = [[] for _ in range(self._ranks)]
+        wholes: list[torch.Tensor | None] = []
+        for route, dtype, _ in self._items:
+            wholes.append(torch.empty(route.shape, dtype=dtype, device=self._device) if route.is_owner else None)
+            for frm, part in route.senders() if route.is_owner else ():
+                into[frm].append(route.part_of(wholes[-1], part))
+        self._exchange.finish(into)
+        return wholes
+
+
+class ToShards:
+    """Tensors on their way from their owners to the ranks that hold parts of them.
+
+    Args:
+        group, device, items, dtypes, note: as `ToOwners`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        items: Sequence[Item],
+        dtypes: Iterable[torch.dtype],
+        note: str,
+    ) -> None:
+        self._routes = [item.route for item in items]
+        ranks = 1 if group is None else group.size()
+        outgoing: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
+        incoming: list[list[tuple[torch.dtype, int]]] = [[] for _ in range(ranks)]
+        for route, dtype, tensor in items:
+            if route.is_owner:
+                assert tensor is not None
+                for to, part in route.holders():
+                    outgoing[to].append(route.part_of(tensor, part))
+            if route.own is not None:
+                incoming[route.owner].append((dtype, route.own.numel))
+        self._ranks = ranks
+        self._exchange = _Exchange(group, device, outgoing, incoming, dtypes, note)
+        self.nbytes = self._exchange.nbytes
+
+    def finish(self, into: Sequence[torch.Tensor | None]) -> None:
+        """Wait for them, and fill this rank's parts, by item; None where it holds none."""
+        by_rank: list[list[torch.Tensor]] = [[] for _ in range(self._ranks)]
+        for route, tensor in zip(self._routes, into, strict=True):
+            if tensor is not None and route.own is not None:
+                by_rank[route.owner].append(tensor)
+        self._exchange.finish(by_rank)

@@ -1,0 +1,622 @@
+"""`owned`: an optimizer that steps whole matrices, each at one rank, while parameters are sharded."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate
+from torch.optim import Optimizer
+
+from .._comm.own_groups import next_number
+from .._errors import ComposableShardError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
+from .._faults.seat import ledgers_of
+from .._faults.watch import WATCHER
+from .._group.param import SHARDED_IN
+from .._torch.distributed import dtensor_at, local_tensor
+from ._exchange import Item, ToOwners, ToShards
+from ._layout import Box, Layout, Route, whole_box
+from ._matrices import (
+    Blocks,
+    Bucket,
+    Cost,
+    Matrix,
+    Owners,
+    blocks_by_name,
+    in_buckets,
+    newton_schulz_cost,
+    routes_of,
+)
+from ._rounds import Round, stand_in
+from ._state import Path, Sketch, filled, leaf_at, mapped, sketched, tensors_in
+
+BUCKET_BYTES = 64 << 20
+OWNER, SHARDS = "owner", "shards"
+Make = Callable[..., Optimizer]
+State = dict[torch.Tensor, Any]
+Shape = tuple[int, ...]
+_TWO_OPTIMIZERS = (
+    "give `owned` the matrices alone, and all others to an optimizer of their own: "
+    "[(name, p) for name, p in model.named_parameters() if p.ndim == 2]"
+)
+
+
+def owned(
+    kind: Make,
+    params: nn.Module | Iterable[Any],
+    *,
+    state: str = OWNER,
+    blocks: Mapping[str, Blocks] | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    cost: Cost = newton_schulz_cost,
+    **options: Any,
+) -> Owned:
+    """An optimizer of any class that needs whole matrices, for sharded parameters.
+
+    ::
+
+        matrices = [(n, p) for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+        muon = cs.optim.owned(torch.optim.Muon, matrices, lr=0.02, blocks={"*.qkv.weight": cs.optim.Blocks(64)})
+        others = {id(p) for _, p in matrices}
+        adamw = torch.optim.AdamW([p for p in model.parameters() if id(p) not in others])
+
+    Each matrix has an owner, one of the ranks over which it is cut. In a step the owner gets the other ranks' parts of
+    gradient and value, steps the whole matrix by an optimizer of the class, and sends the values back. So each product
+    is computed once, and not on every rank. All ranks choose the same owners, without communication: a matrix that one
+    rank holds stays there; each other one, the most expensive first, goes to the rank with the least to compute.
+
+    What a matrix is: a parameter; each matrix of a 3D parameter, as experts are; each block of rows, where `blocks`
+    says so. Parameters of other shapes are stepped whole. Replicas (HSDP) do the same, each among themselves; beside
+    tensor parallelism a matrix is put together over all axes that cut it.
+
+    Args:
+        kind: class of the optimizer, or a function that makes one of a list of param groups and `options`. It keeps
+            state by parameter and needs no closure.
+        params: a sharded model; parameters, as ``(name, parameter)`` or alone; or param groups of these.
+        state: where the optimizer's state is between steps: whole, with the owner (``"owner"``); or in parts, cut as
+            the matrices are, which travel to the owner and back in every step (``"shards"``).
+        blocks: by names of parameters, or patterns of `fnmatch`, how rows of these make matrices of their own.
+        bucket_bytes: of whole parameters that one rank gets in one exchange; a larger matrix travels alone. A rank
+            holds the whole tensors of two buckets at most.
+        cost: what a step of a matrix of a shape costs, in any unit.
+        options: of `kind`.
+
+    Raises:
+        ShardConfigTypeError: `kind` makes no optimizer, or one whose step needs a closure.
+        ShardConfigValueError: `kind` does not take a parameter, which is named; or an argument cannot be.
+        ShardConfigUnsupportedError: a parameter is placed in another way than sharded or replicated.
+    """
+    return Owned(kind, params, state=state, blocks=blocks, bucket_bytes=bucket_bytes, cost=cost, **options)
+
+
+class Owned(Optimizer):
+    """What `owned` makes, with its arguments: an optimizer of sharded parameters, for schedulers and checkpoints.
+
+    `state_dict` and `load_state_dict` are collectives: all ranks call them. A state dict holds DTensors that are cut as
+    their parameters, so that it can be loaded at any number of ranks. `state` shows what this rank has of it.
+
+    Attributes:
+        sent_bytes: bytes that this rank has sent to others in the last step.
+    """
+
+    def __init__(
+        self,
+        kind: Make,
+        params: nn.Module | Iterable[Any],
+        *,
+        state: str = OWNER,
+        blocks: Mapping[str, Blocks] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        cost: Cost = newton_schulz_cost,
+        **options: Any,
+    ) -> None:
+        _check_arguments(state, bucket_bytes)
+        self._make, self._options, self._in_shards = kind, options, state == SHARDS
+        self._bucket_bytes, self._owners = bucket_bytes, Owners(cost)
+        self._names, groups = _named(params)
+        self._blocks = blocks_by_name([*self._names.values()], blocks or {})
+        self._matrices: list[Matrix] = []
+        self._of: dict[torch.Tensor, list[tuple[Matrix, Optimizer | None]]] = {}
+        self._buckets: list[Bucket] = []
+        self._number = 0
+        self.sent_bytes = 0
+        super().__init__(groups, _defaults(kind, options))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Step other parameters, too; all ranks add the same.
+
+        Raises:
+            ShardConfigValueError, ShardConfigUnsupportedError: as `owned`.
+        """
+        super().add_param_group(param_group)
+        try:
+            self._take(len(self.param_groups) - 1)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _take(self, index: int) -> None:
+        """Find owners for the matrices of a param group."""
+        group = self.param_groups[index]
+        names = {param: self._name_of(param, index, at) for at, param in enumerate(group["params"])}
+        pairs = [
+            (name, param, route)
+            for param, own in names.items()
+            for name, route in routes_of(own, param, self._blocks.get(own)).items()
+        ]
+        options = {name: value for name, value in group.items() if name != "params"}
+        self._check_accepted({names[param]: (route.shape, param.dtype) for _, param, route in pairs}, options)
+        chosen = self._owners.assign([(route, param.requires_grad) for _, param, route in pairs])
+        matrices = [_matrix(*pairs[at][:2], pairs[at][2].to(owner)) for at, owner in chosen]
+        for many in in_buckets(matrices, self._bucket_bytes):
+            wholes = [matrix.whole for matrix in many if matrix.whole is not None]
+            inner = self._make([{**options, "params": wholes}], **self._options) if wholes else None
+            bucket = Bucket(index, tuple(many), many[0].route.layout, many[0].stays, inner, len(self._buckets))
+            self._buckets.append(bucket)
+        inner_of = {matrix: bucket.inner for bucket in self._buckets for matrix in bucket.matrices}
+        in_order = {at: matrix for (at, _), matrix in zip(chosen, matrices, strict=True)}
+        for at in range(len(pairs)):
+            self._matrices.append(in_order[at])
+            self._of.setdefault(pairs[at][1], []).append((in_order[at], inner_of[in_order[at]]))
+        shared = [bucket.group for bucket in self._buckets if bucket.group is not None]
+        self._number = self._number or next_number(shared[0] if shared else None)
+
+    def _name_of(self, param: torch.Tensor, group: int, at: int) -> str:
+        name: str = self._names.get(param) or param.__dict__.get(SHARDED_IN) or f"param_groups.{group}.params.{at}"
+        return name
+
+    def _check_accepted(
+        self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], options: dict[str, Any]
+    ) -> None:
+        """See, on all ranks, that the optimizer takes such parameters.
+
+        Raises:
+            ShardConfigValueError: it does not; the first one that it refuses is named.
+        """
+        for name, (shape, dtype) in shapes.items():
+            param = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=dtype.is_floating_point)
+            try:
+                self._make([{**options, "params": [param]}], **self._options)
+            except Exception as error:
+                raise ShardConfigValueError(
+                    f"parameter {name}: {_title(self._make)} does not take it, of shape {shape} and {dtype}: {error}; "
+                    f"{_TWO_OPTIMIZERS}"
+                ) from error
+
+    # ---- a step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all matrices that have a gradient. A collective: all ranks call it, with gradients of the same ones.
+
+        Args:
+            closure: computes the loss and makes the gradients; it is called once, before anything is sent.
+
+        Returns:
+            what the closure has returned.
+
+        Raises:
+            ShardConfigStateError: a gradient is not cut as its parameter; a parameter has changed its dtype; or the
+                optimizer keeps state beside that of parameters.
+            RankMismatchError: other ranks step other matrices; nothing was sent.
+            PeerLostError: another rank has failed, or is lost.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self._telling():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        stepped = [(bucket, bucket.stepped()) for bucket in self._buckets]
+        rounds = [(bucket, Round(bucket, some, self._note)) for bucket, some in stepped if some]
+        for _, some in stepped:
+            _check_dtypes(some)
+        before: Round | None = None
+        for index, (bucket, now) in enumerate(rounds):
+            if index == 0:
+                now.begin()
+            if index + 1 < len(rounds):
+                rounds[index + 1][1].begin()  # travels while this one is stepped
+            now.step({name: value for name, value in self.param_groups[bucket.options].items() if name != "params"})
+            now.leave()
+            if before is not None:
+                before.finish()
+            before = now
+        if before is not None:
+            before.finish()
+        if self._in_shards:
+            self._first_to_shards([each for each in rounds if not each[0].stays])
+        self.sent_bytes = sum([each.nbytes for _, each in rounds])
+        self._show({matrix.param for _, each in rounds for matrix in each.matrices})
+
+    @property
+    def _note(self) -> str:
+        return f"{_title(self._make)} {self._number}"
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell other ranks of an error of this one, for which they would wait."""
+        try:
+            yield
+        except BaseException as error:
+            ledgers = {ledger for group, device in self._groups() for ledger in ledgers_of(group, device)}
+            if isinstance(error, ComposableShardError) and any(ledger.fault is not None for ledger in ledgers):
+                raise
+            why = f"{type(error).__name__}: {error}"
+            for ledger in ledgers:
+                ledger.leave(why)
+            WATCHER.failed(why)
+            raise
+
+    def _groups(self) -> list[tuple[dist.ProcessGroup | None, torch.device]]:
+        """All process groups over which matrices are cut, in one order on all ranks."""
+        return list(dict.fromkeys((bucket.group, bucket.layout.device) for bucket in self._buckets))
+
+    def _show(self, params: Iterable[torch.Tensor]) -> None:
+        """Have `state` show what this rank has of the state of these parameters."""
+        for param in params:
+            shown = [_held(matrix, inner) for matrix, inner in self._of[param]]
+            if len(shown) == 1:
+                self.state[param] = shown[0]
+            else:
+                self.state[param] = {f"{i}.{key}": value for i, held in enumerate(shown) for key, value in held.items()}
+
+    # ---- state as shards
+
+    def _first_to_shards(self, rounds: Sequence[tuple[Bucket, Round]]) -> None:
+        """Send state that came to be in this step to the shards."""
+        new = [matrix for _, each in rounds for matrix in each.matrices if matrix.sketch is None]
+        if not new:
+            return
+        sketches = self._agreed_sketches()
+        positions = {matrix: at for at, matrix in enumerate(self._matrices)}
+        known = {matrix: sketches.get(positions[matrix], {}) for matrix in new}
+        self._scatter({bucket: [m for m in each.matrices if m in known] for bucket, each in rounds}, known)
+
+    def _scatter(self, matrices: Mapping[Bucket, Sequence[Matrix]], sketches: Mapping[Matrix, Any]) -> None:
+        """Send the state of matrices, which have these sketches, from their owners to the shards."""
+        for bucket, some in matrices.items():
+            for matrix in some:
+                matrix.keep(sketches[matrix])
+            if some:
+                Round(bucket, some, self._note).scatter_state()
+
+    def _agreed_sketches(self) -> dict[int, Any]:
+        """By index of the matrix, a sketch of its state, if it has one; from its owner."""
+        owned_here: dict[int, Any] = {}
+        for at, matrix in enumerate(self._matrices):
+            held = self._state_at_owner(matrix)
+            if held:
+                owned_here[at] = sketched(held)
+        agreed = dict(owned_here)
+        for group, device in self._groups():
+            if group is None or group.size() == 1:
+                continue
+            for ledger in ledgers_of(group, device):
+                ledger.issue(f"{self._note}, sketches of its state")
+            of_ranks: list[Any] = [None] * group.size()
+            dist.all_gather_object(of_ranks, owned_here, group)
+            for of_rank in of_ranks:
+                agreed |= of_rank
+        return agreed
+
+    def _state_at_owner(self, matrix: Matrix) -> Any:
+        """The state of a matrix as its owner has it; None on other ranks, and if there is none."""
+        inner = dict(self._of[matrix.param])[matrix]
+        return None if inner is None or matrix.whole is None else inner.state.get(matrix.whole)
+
+    # ---- state dicts
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all ranks, in DTensors that are cut as the parameters. A collective: all ranks call it.
+
+        A tensor of the shape of the matrices is one of the parameter's shape; another one of a parameter that has
+        several matrices has one more dim, the first, and is cut along that, as are all others.
+
+        Raises:
+            ShardConfigStateError: matrices of one parameter have different states, such as step counts.
+        """
+        shown = dict(self.state)
+        with self._telling():
+            sharded = self.sharded_state()
+        self.state.clear()
+        self.state.update(sharded)
+        try:
+            return super().state_dict()
+        finally:
+            self.state.clear()
+            self.state.update(shown)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave, here or at another number of ranks. A collective: all ranks call it.
+
+        Args:
+            state_dict: its tensors are DTensors on the mesh of their parameters, or whole and the same on all ranks.
+
+        Raises:
+            ShardConfigValueError: state does not fit to its parameter, which is named.
+        """
+        super().load_state_dict(state_dict)
+        params = [param for group in self.param_groups for param in group["params"]]
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        loaded: State = {}
+        for key, param in zip(keys, params, strict=True):
+            if param in self.state:
+                loaded[param] = _as_given(self.state[param], state_dict["state"].get(key))
+        with self._telling():
+            self.put_sharded_state(loaded)
+
+    def sharded_state(self) -> State:
+        """The state by parameter, as in a state dict. A collective: all ranks call it."""
+        sketches = self._agreed_sketches()
+        positions = {matrix: at for at, matrix in enumerate(self._matrices)}
+        state: State = {}
+        for param, held in self._of.items():
+            of_matrices = [sketches.get(positions[matrix]) for matrix, _ in held]
+            if of_matrices[0] is None:
+                continue
+            if any(each != of_matrices[0] for each in of_matrices):
+                raise ShardConfigStateError(
+                    f"parameter {held[0][0].name}: its matrices have different states, which no state dict can hold"
+                )
+            state[param] = self._sharded(param, [matrix for matrix, _ in held], of_matrices[0])
+        return state
+
+    def _sharded(self, param: torch.Tensor, matrices: Sequence[Matrix], sketch: Any) -> Any:
+        """The state of a parameter, from the owners of its matrices."""
+        layout, note = matrices[0].route.layout, f"{self._note}, state of {matrices[0].name}"
+        wholes = self._wholes(matrices, sketch, note)
+        tensors: dict[Path, torch.Tensor] = {}
+        items, into = [], []
+        for path, each in tensors_in(sketch).items():
+            shape, cut = _shape_of_all(param, matrices, each)
+            local = torch.empty(cut.own.shape, dtype=each.dtype, device=layout.device)
+            for index, matrix in enumerate(matrices):
+                route = _route_in(cut, matrix, index, len(matrices), each)
+                items.append(Item(route, each.dtype, wholes.get((index, path))))
+                into.append(route.in_shard(local))
+            tensors[path] = _placed(local, shape, cut, param)
+        dtypes = {item.dtype for item in items}
+        ToShards(layout.group, layout.device, items, dtypes, note).finish(into)
+        return filled(sketch, {path: _at_home(tensor, param) for path, tensor in tensors.items()}, layout.device)
+
+    def _wholes(self, matrices: Sequence[Matrix], sketch: Any, note: str) -> dict[tuple[int, Path], torch.Tensor]:
+        """By index of a matrix and path, the tensors of states that this rank owns."""
+        paths = tensors_in(sketch)
+        wholes: dict[tuple[int, Path], torch.Tensor] = {}
+        for index, matrix in enumerate(matrices):
+            held = self._state_at_owner(matrix)
+            if matrix.kept:
+                items = [Item(matrix.state_route(each), each.dtype, matrix.kept[path]) for path, each in paths.items()]
+                layout = matrix.route.layout
+                dtypes = {item.dtype for item in items}
+                arrived = ToOwners(layout.group, layout.device, items, dtypes, f"{note}, {index}").finish()
+                wholes |= {(index, path): t for path, t in zip(paths, arrived, strict=True) if t is not None}
+            elif held is not None:
+                wholes |= {(index, path): leaf_at(held, path) for path in paths}
+        return wholes
+
+    def put_sharded_state(self, state: Mapping[torch.Tensor, Any]) -> None:
+        """Replace all state by what `sharded_state` gave. A collective: all ranks call it.
+
+        Raises:
+            ShardConfigValueError: state does not fit to its parameter, which is named.
+        """
+        for matrix in self._matrices:
+            matrix.keep(None)
+        for bucket in self._buckets:
+            if bucket.inner is not None:
+                bucket.inner.state.clear()
+        self.state.clear()
+        sketches: dict[Matrix, Any] = {}
+        for param, tree in state.items():
+            if tree:
+                sketches |= self._put(param, tree)
+        if self._in_shards:
+            buckets = [bucket for bucket in self._buckets if not bucket.stays]
+            self._scatter({bucket: [m for m in bucket.matrices if m in sketches] for bucket in buckets}, sketches)
+        self._show({matrix.param for matrix in sketches})
+
+    def _put(self, param: torch.Tensor, tree: Any) -> dict[Matrix, Any]:
+        """Give the owners their part of a parameter's state; returns the sketches of it, by matrix."""
+        held = self._of[param]
+        matrices = [matrix for matrix, _ in held]
+        sketch = mapped(tree, lambda path, leaf: _sketch_of_matrix(leaf, path, param, matrices))
+        layout, paths = matrices[0].route.layout, tensors_in(sketch)
+        items = []
+        for path, each in paths.items():
+            _, cut = _shape_of_all(param, matrices, each)
+            local = _cut_so(leaf_at(tree, path), cut, matrices[0].name)
+            for index, matrix in enumerate(matrices):
+                route = _route_in(cut, matrix, index, len(matrices), each)
+                items.append(Item(route, each.dtype, route.in_shard(local)))
+        dtypes = {item.dtype for item in items}
+        note = f"{self._note}, state of {matrices[0].name}"
+        arrived = iter(ToOwners(layout.group, layout.device, items, dtypes, note).finish())
+        by_matrix: list[dict[Path, Any]] = [{} for _ in matrices]
+        for path in paths:
+            for tensors in by_matrix:
+                tensors[path] = next(arrived)
+        for (matrix, inner), tensors in zip(held, by_matrix, strict=True):
+            if inner is not None and matrix.whole is not None:
+                inner.state[matrix.whole] = filled(sketch, tensors, layout.device)
+        return dict.fromkeys(matrices, sketch)
+
+
+# ---- arguments
+
+
+def _check_arguments(state: str, bucket_bytes: int) -> None:
+    if state not in (OWNER, SHARDS):
+        raise ShardConfigValueError(f"state: must be {OWNER!r} or {SHARDS!r}, got {state!r}")
+    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise ShardConfigValueError(f"bucket_bytes: must be a positive int, got {bucket_bytes!r}")
+
+
+def _title(kind: Any) -> str:
+    return getattr(kind, "__name__", type(kind).__name__)
+
+
+def _named(params: nn.Module | Iterable[Any]) -> tuple[dict[torch.Tensor, str], list[Any]]:
+    """Names of parameters, as far as they are given, and what torch's `Optimizer` is to be given."""
+    if isinstance(params, nn.Module):
+        params = list(params.named_parameters())
+    given = [params] if isinstance(params, torch.Tensor) else list(params)
+    names: dict[torch.Tensor, str] = {}
+
+    def unnamed(each: Any) -> Any:
+        if isinstance(each, tuple):
+            name, param = each
+            names[param] = name
+            return param
+        return each
+
+    groups: list[Any] = []
+    for each in given:
+        if isinstance(each, dict):
+            members = [each["params"]] if isinstance(each["params"], torch.Tensor) else list(each["params"])
+            groups.append({**each, "params": [unnamed(member) for member in members]})
+        else:
+            groups.append(unnamed(each))
+    return names, groups
+
+
+def _defaults(kind: Make, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an optimizer of this kind.
+
+    Raises:
+        ShardConfigTypeError: it makes none, or one whose step needs a closure.
+        ShardConfigValueError: it is to be differentiated through.
+    """
+    made = kind([nn.Parameter(torch.empty(2, 2, device="meta"))], **options) if callable(kind) else None
+    if not isinstance(made, Optimizer):
+        raise ShardConfigTypeError(f"kind: must be a class of torch.optim.Optimizer, or make one; got {kind!r}")
+    closure = inspect.signature(type(made).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ShardConfigTypeError(
+            f"kind: {_title(kind)} calls the closure several times in a step; `owned` takes optimizers that step once"
+        )
+    if made.defaults.get("differentiable"):
+        raise ShardConfigValueError(f"differentiable: the step of {_title(kind)} goes over ranks; leave it False")
+    return {name: value for name, value in made.param_groups[0].items() if name not in ("params", "param_names")}
+
+
+def _matrix(name: str, param: torch.Tensor, route: Route) -> Matrix:
+    whole = None
+    if route.is_owner:
+        inert = stand_in(route.shape, param.dtype, route.layout.device)
+        whole = nn.Parameter(inert, requires_grad=param.dtype.is_floating_point)
+    return Matrix(name, param, route, route.stays_at is not None, whole)
+
+
+def _check_dtypes(matrices: Sequence[Matrix]) -> None:
+    for matrix in matrices:
+        if matrix.whole is not None and matrix.whole.dtype != matrix.param.dtype:
+            raise ShardConfigStateError(
+                f"parameter {matrix.name}: was {matrix.whole.dtype} when its optimizer was made, and is "
+                f"{matrix.param.dtype}; make the optimizer after the model is converted"
+            )
+
+
+# ---- state of parameters
+
+
+def _held(matrix: Matrix, inner: Optimizer | None) -> dict[Any, Any]:
+    """What this rank has of the state of a matrix."""
+    if matrix.kept:
+        return {".".join(map(str, path)): part for path, part in matrix.kept.items() if part is not None}
+    return {} if inner is None or matrix.whole is None else inner.state[matrix.whole]
+
+
+def _shape_of_all(param: torch.Tensor, matrices: Sequence[Matrix], sketch: Sketch) -> tuple[tuple[int, ...], Layout]:
+    """Shape and cut of the tensor that holds a tensor of each matrix' state."""
+    layout = matrices[0].route.layout
+    if sketch.shape == matrices[0].route.shape:
+        return tuple(param.shape), layout
+    shape = sketch.shape if len(matrices) == 1 else (len(matrices), *sketch.shape)
+    return shape, layout.by_first_dim(shape)
+
+
+def _route_in(cut: Layout, matrix: Matrix, index: int, count: int, sketch: Sketch) -> Route:
+    """The way of a tensor of a matrix' state between its owner and the tensor that holds it."""
+    if sketch.shape == matrix.route.shape:
+        region = matrix.route.region
+    elif count == 1:
+        region = whole_box(sketch.shape)
+    else:
+        region = Box((index, *[0] * len(sketch.shape)), (1, *sketch.shape))
+    return Route.of(cut, region, sketch.shape, matrix.route.owner)
+
+
+def _sketch_of_matrix(leaf: Any, path: Path, param: torch.Tensor, matrices: Sequence[Matrix]) -> Any:
+    """What a leaf of a parameter's state is for each of its matrices."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
+        return sketched(local_tensor(leaf) if isinstance(leaf, DTensor) else leaf)
+    shape = tuple(leaf.shape)
+    if shape == tuple(param.shape):
+        return Sketch(matrices[0].route.shape, leaf.dtype)
+    if len(matrices) == 1:
+        return Sketch(shape, leaf.dtype)
+    if shape[0] != len(matrices):
+        where = ".".join(map(str, path))
+        raise ShardConfigValueError(
+            f"parameter {matrices[0].name}: its state {where} has shape {shape}, and not one entry for each of "
+            f"{len(matrices)} matrices; load it with the `blocks` with which it was saved"
+        )
+    return Sketch(shape[1:], leaf.dtype)
+
+
+def _cut_so(tensor: torch.Tensor, cut: Layout, name: str) -> torch.Tensor:
+    """This rank's part of a tensor that is cut in whatever way on the mesh of its parameter, or is the same on all."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()[cut.own.slices(whole_box(tensor.shape))].to(cut.device)
+    if all(isinstance(placed, Replicate) for placed in tensor.placements):
+        return local_tensor(tensor)[cut.own.slices(whole_box(tensor.shape))].to(cut.device)
+    if tensor.device_mesh != cut.mesh:
+        raise ShardConfigValueError(
+            f"parameter {name}: its state lies on {tensor.device_mesh}, and the parameter on {cut.mesh}; "
+            "load it into DTensors of this mesh, or whole"
+        )
+    if tuple(tensor.placements) != cut.placements:
+        tensor = tensor.redistribute(placements=cut.placements)
+    return local_tensor(tensor).to(cut.device)
+
+
+def _placed(local: torch.Tensor, shape: tuple[int, ...], cut: Layout, param: torch.Tensor) -> torch.Tensor:
+    if cut.mesh is None:
+        return local
+    return dtensor_at(local, cut.mesh, cut.placements, torch.empty(shape, device="meta", dtype=local.dtype))
+
+
+def _at_home(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """The tensor on the device of its parameter's shards, which may be offloaded."""
+    home = local_tensor(param).device if isinstance(param, DTensor) else param.device
+    if not isinstance(tensor, DTensor):
+        return tensor.to(home)
+    local = local_tensor(tensor)
+    return tensor if local.device == home else dtensor_at(local.to(home), tensor.device_mesh, tensor.placements, tensor)
+
+
+def _as_given(loaded: Any, given: Any) -> Any:
+    """State in the dtypes in which it was given: torch casts it to those of parameters."""
+
+    def leaf_of(path: Path, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        try:
+            before = leaf_at(given, path)
+        except (KeyError, IndexError, TypeError):  # a hook has changed it
+            return leaf
+        casted = isinstance(before, torch.Tensor) and before.dtype != leaf.dtype and before.shape == leaf.shape
+        return before.detach() if casted and path[-1:] != ("step",) else leaf
+
+    return mapped(loaded, leaf_of)

@@ -1,0 +1,208 @@
+"""The journey of a bucket in a step: gradients and values to owners, the step there, and values back to the shards."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from itertools import repeat
+from typing import Any
+
+import torch
+
+from .._errors import ShardConfigStateError
+from .._group.param import run_all
+from ._exchange import Item, ToOwners, ToShards
+from ._layout import Route
+from ._matrices import Bucket, Matrix
+from ._state import Path, leaf_at, mapped, sketched, tensors_in
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of this shape with the memory of one element, for a matrix that nobody steps now."""
+    return torch.zeros(1, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def new_parts(routes: Sequence[Route], items: Sequence[Item]) -> list[torch.Tensor | None]:
+    """Memory for this rank's parts of some items."""
+    owns = [route.own for route in routes]
+    devices = [route.layout.device for route in routes]
+    return [
+        None if own is None else torch.empty(own.shape, dtype=item.dtype, device=device)
+        for own, item, device in zip(owns, items, devices, strict=True)
+    ]
+
+
+class Round:
+    """One bucket in one step.
+
+    Args:
+        bucket: whose matrices are stepped, as far as they have gradients.
+        matrices: these.
+        note: of the optimizer, for the ledgers.
+
+    Attributes:
+        nbytes: bytes that this rank has sent to others.
+    """
+
+    def __init__(self, bucket: Bucket, matrices: Sequence[Matrix], note: str) -> None:
+        self._bucket, self.matrices = bucket, matrices
+        which = zlib.crc32(",".join([matrix.name for matrix in matrices]).encode())
+        self._note = f"{note}, bucket {bucket.number} ({len(matrices)} matrices, {which:08x})"
+        self._arrival: ToOwners | None = None
+        self._departure: ToShards | None = None
+        self._parts: list[torch.Tensor | None] = []
+        self.nbytes = 0
+
+    @property
+    def _here(self) -> list[Matrix]:
+        """Those that this rank steps."""
+        return [matrix for matrix in self.matrices if matrix.steps_here]
+
+    # ---- to the owners
+
+    def begin(self) -> None:
+        """Send gradients, values and state to the owners."""
+        if self._bucket.stays:
+            return
+        items: list[Item] = []
+        for matrix in self.matrices:
+            items.append(Item(matrix.route, matrix.dtype, matrix.gradient()))
+            items.append(Item(matrix.route, matrix.dtype, matrix.value()))
+            for path, sketch in tensors_in(matrix.sketch).items():
+                items.append(Item(matrix.state_route(sketch), sketch.dtype, matrix.kept[path]))
+        layout, dtypes = self._bucket.layout, {item.dtype for item in items}
+        self._arrival = ToOwners(layout.group, layout.device, items, dtypes, f"{self._note} to owners")
+        self.nbytes += self._arrival.nbytes
+
+    # ---- at the owner
+
+    def step(self, options: Mapping[str, Any]) -> None:
+        """Step what this rank owns; all ranks call it."""
+        gradients = self._hold_in_place() if self._arrival is None else self._hold_arrived(self._arrival.finish())
+        self._arrival = None
+        inner = self._bucket.inner
+        if inner is None:
+            return
+        run_all(map(setattr, [matrix.whole for matrix in self._here], repeat("grad"), gradients))
+        inner.param_groups[0].update(options)
+        try:
+            inner.step()
+        finally:
+            inner.zero_grad()
+        _check_unchanged(inner, options, self.matrices)
+        if self._bucket.stays:
+            self._let_go()
+
+    def _hold_in_place(self) -> list[torch.Tensor | None]:
+        gradients: list[torch.Tensor | None] = []
+        for matrix in self._here:
+            value, gradient = matrix.value(), matrix.gradient()
+            assert matrix.whole is not None
+            assert value is not None
+            assert gradient is not None
+            matrix.whole.set_(_as_matrix(value, matrix))  # type: ignore[call-overload]
+            gradients.append(_as_matrix(gradient, matrix))
+        return gradients
+
+    def _hold_arrived(self, wholes: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        gradients: list[torch.Tensor | None] = []
+        arrived = iter(wholes)
+        for matrix in self.matrices:
+            gradient, value = next(arrived), next(arrived)
+            state = {path: next(arrived) for path in tensors_in(matrix.sketch)}
+            if matrix.whole is None:
+                continue
+            assert value is not None
+            matrix.whole.set_(value)  # type: ignore[call-overload]
+            gradients.append(gradient)
+            if matrix.sketch is not None:
+                self._put_state(matrix, state)
+        return gradients
+
+    def _put_state(self, matrix: Matrix, tensors: Mapping[Path, Any]) -> None:
+        inner = self._bucket.inner
+        assert inner is not None
+        assert matrix.whole is not None
+        inner.state[matrix.whole] = mapped(inner.state[matrix.whole], lambda path, leaf: tensors.get(path, leaf))
+
+    # ---- to the shards
+
+    def leave(self) -> None:
+        """Send values and state back to the shards."""
+        if self._bucket.stays:
+            return
+        items: list[Item] = []
+        for matrix in self.matrices:
+            items.append(Item(matrix.route, matrix.dtype, None if matrix.whole is None else matrix.whole.detach()))
+        for matrix in self.matrices:
+            items += self._state_items(matrix)
+        self._send(items, "to shards")
+        self._let_go()
+
+    def _state_items(self, matrix: Matrix) -> list[Item]:
+        """What travels of the state of a matrix, in shards mode; its owner keeps sketches in the place of tensors."""
+        inner, sketches = self._bucket.inner, tensors_in(matrix.sketch)
+        state = None if inner is None or matrix.whole is None else inner.state[matrix.whole]
+        if state is not None and matrix.sketch is not None and tensors_in(sketched(state)) != sketches:
+            raise ShardConfigStateError(
+                f"parameter {matrix.name}: its state has other tensors, or others of another shape, than after its "
+                "first step, so it cannot be kept as shards; use owned(..., state='owner')"
+            )
+        items = [
+            Item(matrix.state_route(sketch), sketch.dtype, None if state is None else leaf_at(state, path))
+            for path, sketch in sketches.items()
+        ]
+        if state is not None:
+            self._put_state(matrix, sketches)
+        return items
+
+    def scatter_state(self) -> None:
+        """In shards mode, after a first step: send the state of the matrices, whose sketches are set, to the shards."""
+        self._send([item for matrix in self.matrices for item in self._state_items(matrix)], "its state to shards")
+        self._finish_state(0)
+
+    def _send(self, items: list[Item], how: str) -> None:
+        layout, routes = self._bucket.layout, [item.route for item in items]
+        dtypes = {item.dtype for item in items}
+        self._departure = ToShards(layout.group, layout.device, items, dtypes, f"{self._note} {how}")
+        self.nbytes += self._departure.nbytes
+        self._parts = new_parts(routes, items)
+
+    def _let_go(self) -> None:
+        for matrix in self._here:
+            assert matrix.whole is not None
+            matrix.whole.set_(stand_in(matrix.route.shape, matrix.dtype, matrix.whole.device))  # type: ignore[call-overload]
+
+    def finish(self) -> None:
+        """Wait for what comes back, and write it into the shards."""
+        if self._departure is None:
+            return
+        values = [matrix.value() for matrix in self.matrices]
+        self._parts[: len(values)] = values
+        self._finish_state(len(values))
+
+    def _finish_state(self, first: int) -> None:
+        """Wait; parts from `first` on are those of states."""
+        assert self._departure is not None
+        self._departure.finish(self._parts)
+        parts = iter(self._parts[first:])
+        for matrix in self.matrices:
+            matrix.kept.update({path: next(parts) for path in tensors_in(matrix.sketch)})
+        self._departure, self._parts = None, []
+
+
+def _as_matrix(part: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+    """A view of all of a matrix, without the dims that its shape lacks."""
+    return part[0] if part.ndim > len(matrix.route.shape) else part
+
+
+def _check_unchanged(inner: torch.optim.Optimizer, options: Mapping[str, Any], matrices: Sequence[Matrix]) -> None:
+    """See that an optimizer keeps no state in its param group, which ranks without a matrix could not follow."""
+    changed = [name for name, value in inner.param_groups[0].items() if name != "params" and value is not options[name]]
+    strange = [str(key) for key in inner.state if not isinstance(key, torch.Tensor)]
+    if changed or strange:
+        raise ShardConfigStateError(
+            f"parameter {matrices[0].name}: {type(inner).__name__} keeps {', '.join([*changed, *strange])} of its own "
+            "beside the state of parameters, which other ranks do not see; use an optimizer that keeps its state by "
+            "parameter"
+        )
