@@ -10,8 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate
 from torch.optim import Optimizer
 
 from .._comm.own_groups import next_number
@@ -19,9 +17,7 @@ from .._errors import ComposableShardError, ShardConfigStateError, ShardConfigTy
 from .._faults.seat import ledgers_of
 from .._faults.watch import WATCHER
 from .._group.param import SHARDED_IN
-from .._torch.distributed import dtensor_at, local_tensor
-from ._exchange import Item, ToOwners, ToShards
-from ._layout import Box, Layout, Route, whole_box
+from ._layout import Route
 from ._matrices import (
     Blocks,
     Bucket,
@@ -34,7 +30,8 @@ from ._matrices import (
     routes_of,
 )
 from ._rounds import Round, stand_in
-from ._state import Path, Sketch, filled, leaf_at, mapped, sketched, tensors_in
+from ._sharded_state import Family, Kept
+from ._state import Path, leaf_at, mapped, sketched
 
 BUCKET_BYTES = 64 << 20
 OWNER, SHARDS = "owner", "shards"
@@ -121,8 +118,8 @@ class Owned(Optimizer):
         self._bucket_bytes, self._owners = bucket_bytes, Owners(cost)
         self._names, groups = _named(params)
         self._blocks = blocks_by_name([*self._names.values()], blocks or {})
-        self._matrices: list[Matrix] = []
-        self._of: dict[torch.Tensor, list[tuple[Matrix, Optimizer | None]]] = {}
+        self._kept: list[Kept] = []
+        self._of: dict[torch.Tensor, list[Kept]] = {}
         self._buckets: list[Bucket] = []
         self._number = 0
         self.sent_bytes = 0
@@ -160,10 +157,9 @@ class Owned(Optimizer):
             bucket = Bucket(index, tuple(many), many[0].route.layout, many[0].stays, inner, len(self._buckets))
             self._buckets.append(bucket)
         inner_of = {matrix: bucket.inner for bucket in self._buckets for matrix in bucket.matrices}
-        in_order = {at: matrix for (at, _), matrix in zip(chosen, matrices, strict=True)}
-        for at in range(len(pairs)):
-            self._matrices.append(in_order[at])
-            self._of.setdefault(pairs[at][1], []).append((in_order[at], inner_of[in_order[at]]))
+        for _, matrix in sorted([(at, matrix) for (at, _), matrix in zip(chosen, matrices, strict=True)]):
+            self._kept.append(Kept(matrix, inner_of[matrix]))
+            self._of.setdefault(matrix.param, []).append(self._kept[-1])
         shared = [bucket.group for bucket in self._buckets if bucket.group is not None]
         self._number = self._number or next_number(shared[0] if shared else None)
 
@@ -264,7 +260,7 @@ class Owned(Optimizer):
     def _show(self, params: Iterable[torch.Tensor]) -> None:
         """Have `state` show what this rank has of the state of these parameters."""
         for param in params:
-            shown = [_held(matrix, inner) for matrix, inner in self._of[param]]
+            shown = [kept.shown() for kept in self._of[param]]
             if len(shown) == 1:
                 self.state[param] = shown[0]
             else:
@@ -278,8 +274,7 @@ class Owned(Optimizer):
         if not new:
             return
         sketches = self._agreed_sketches()
-        positions = {matrix: at for at, matrix in enumerate(self._matrices)}
-        known = {matrix: sketches.get(positions[matrix], {}) for matrix in new}
+        known = {matrix: sketches.get(matrix, {}) for matrix in new}
         self._scatter({bucket: [m for m in each.matrices if m in known] for bucket, each in rounds}, known)
 
     def _scatter(self, matrices: Mapping[Bucket, Sequence[Matrix]], sketches: Mapping[Matrix, Any]) -> None:
@@ -290,29 +285,21 @@ class Owned(Optimizer):
             if some:
                 Round(bucket, some, self._note).scatter_state()
 
-    def _agreed_sketches(self) -> dict[int, Any]:
-        """By index of the matrix, a sketch of its state, if it has one; from its owner."""
-        owned_here: dict[int, Any] = {}
-        for at, matrix in enumerate(self._matrices):
-            held = self._state_at_owner(matrix)
-            if held:
-                owned_here[at] = sketched(held)
-        agreed = dict(owned_here)
+    def _agreed_sketches(self) -> dict[Matrix, Any]:
+        """A sketch of the state of each matrix that has one, from its owner."""
+        held = [kept.state() for kept in self._kept]
+        own = {index: sketched(state) for index, state in enumerate(held) if state}
+        agreed = dict(own)
         for group, device in self._groups():
-            if group is None or group.size() == 1:
+            if group is None:
                 continue
             for ledger in ledgers_of(group, device):
                 ledger.issue(f"{self._note}, sketches of its state")
             of_ranks: list[Any] = [None] * group.size()
-            dist.all_gather_object(of_ranks, owned_here, group)
+            dist.all_gather_object(of_ranks, own, group)
             for of_rank in of_ranks:
                 agreed |= of_rank
-        return agreed
-
-    def _state_at_owner(self, matrix: Matrix) -> Any:
-        """The state of a matrix as its owner has it; None on other ranks, and if there is none."""
-        inner = dict(self._of[matrix.param])[matrix]
-        return None if inner is None or matrix.whole is None else inner.state.get(matrix.whole)
+        return {self._kept[index].matrix: sketch for index, sketch in agreed.items()}
 
     # ---- state dicts
 
@@ -358,52 +345,17 @@ class Owned(Optimizer):
     def sharded_state(self) -> State:
         """The state by parameter, as in a state dict. A collective: all ranks call it."""
         sketches = self._agreed_sketches()
-        positions = {matrix: at for at, matrix in enumerate(self._matrices)}
         state: State = {}
-        for param, held in self._of.items():
-            of_matrices = [sketches.get(positions[matrix]) for matrix, _ in held]
-            if of_matrices[0] is None:
-                continue
+        for param, members in self._of.items():
+            of_matrices = [sketches.get(kept.matrix) for kept in members]
             if any(each != of_matrices[0] for each in of_matrices):
                 raise ShardConfigStateError(
-                    f"parameter {held[0][0].name}: its matrices have different states, which no state dict can hold"
+                    f"parameter {members[0].matrix.name}: its matrices have different states, such as step counts, "
+                    "which no state dict can hold"
                 )
-            state[param] = self._sharded(param, [matrix for matrix, _ in held], of_matrices[0])
+            if of_matrices[0] is not None:
+                state[param] = Family(param, members, self._note).to_shards(of_matrices[0])
         return state
-
-    def _sharded(self, param: torch.Tensor, matrices: Sequence[Matrix], sketch: Any) -> Any:
-        """The state of a parameter, from the owners of its matrices."""
-        layout, note = matrices[0].route.layout, f"{self._note}, state of {matrices[0].name}"
-        wholes = self._wholes(matrices, sketch, note)
-        tensors: dict[Path, torch.Tensor] = {}
-        items, into = [], []
-        for path, each in tensors_in(sketch).items():
-            shape, cut = _shape_of_all(param, matrices, each)
-            local = torch.empty(cut.own.shape, dtype=each.dtype, device=layout.device)
-            for index, matrix in enumerate(matrices):
-                route = _route_in(cut, matrix, index, len(matrices), each)
-                items.append(Item(route, each.dtype, wholes.get((index, path))))
-                into.append(route.in_shard(local))
-            tensors[path] = _placed(local, shape, cut, param)
-        dtypes = {item.dtype for item in items}
-        ToShards(layout.group, layout.device, items, dtypes, note).finish(into)
-        return filled(sketch, {path: _at_home(tensor, param) for path, tensor in tensors.items()}, layout.device)
-
-    def _wholes(self, matrices: Sequence[Matrix], sketch: Any, note: str) -> dict[tuple[int, Path], torch.Tensor]:
-        """By index of a matrix and path, the tensors of states that this rank owns."""
-        paths = tensors_in(sketch)
-        wholes: dict[tuple[int, Path], torch.Tensor] = {}
-        for index, matrix in enumerate(matrices):
-            held = self._state_at_owner(matrix)
-            if matrix.kept:
-                items = [Item(matrix.state_route(each), each.dtype, matrix.kept[path]) for path, each in paths.items()]
-                layout = matrix.route.layout
-                dtypes = {item.dtype for item in items}
-                arrived = ToOwners(layout.group, layout.device, items, dtypes, f"{note}, {index}").finish()
-                wholes |= {(index, path): t for path, t in zip(paths, arrived, strict=True) if t is not None}
-            elif held is not None:
-                wholes |= {(index, path): leaf_at(held, path) for path in paths}
-        return wholes
 
     def put_sharded_state(self, state: Mapping[torch.Tensor, Any]) -> None:
         """Replace all state by what `sharded_state` gave. A collective: all ranks call it.
@@ -411,8 +363,8 @@ class Owned(Optimizer):
         Raises:
             ShardConfigValueError: state does not fit to its parameter, which is named.
         """
-        for matrix in self._matrices:
-            matrix.keep(None)
+        for kept in self._kept:
+            kept.matrix.keep(None)
         for bucket in self._buckets:
             if bucket.inner is not None:
                 bucket.inner.state.clear()
@@ -420,36 +372,11 @@ class Owned(Optimizer):
         sketches: dict[Matrix, Any] = {}
         for param, tree in state.items():
             if tree:
-                sketches |= self._put(param, tree)
+                sketches |= Family(param, self._of[param], self._note).to_owners(tree)
         if self._in_shards:
             buckets = [bucket for bucket in self._buckets if not bucket.stays]
             self._scatter({bucket: [m for m in bucket.matrices if m in sketches] for bucket in buckets}, sketches)
         self._show({matrix.param for matrix in sketches})
-
-    def _put(self, param: torch.Tensor, tree: Any) -> dict[Matrix, Any]:
-        """Give the owners their part of a parameter's state; returns the sketches of it, by matrix."""
-        held = self._of[param]
-        matrices = [matrix for matrix, _ in held]
-        sketch = mapped(tree, lambda path, leaf: _sketch_of_matrix(leaf, path, param, matrices))
-        layout, paths = matrices[0].route.layout, tensors_in(sketch)
-        items = []
-        for path, each in paths.items():
-            _, cut = _shape_of_all(param, matrices, each)
-            local = _cut_so(leaf_at(tree, path), cut, matrices[0].name)
-            for index, matrix in enumerate(matrices):
-                route = _route_in(cut, matrix, index, len(matrices), each)
-                items.append(Item(route, each.dtype, route.in_shard(local)))
-        dtypes = {item.dtype for item in items}
-        note = f"{self._note}, state of {matrices[0].name}"
-        arrived = iter(ToOwners(layout.group, layout.device, items, dtypes, note).finish())
-        by_matrix: list[dict[Path, Any]] = [{} for _ in matrices]
-        for path in paths:
-            for tensors in by_matrix:
-                tensors[path] = next(arrived)
-        for (matrix, inner), tensors in zip(held, by_matrix, strict=True):
-            if inner is not None and matrix.whole is not None:
-                inner.state[matrix.whole] = filled(sketch, tensors, layout.device)
-        return dict.fromkeys(matrices, sketch)
 
 
 # ---- arguments
@@ -525,85 +452,6 @@ def _check_dtypes(matrices: Sequence[Matrix]) -> None:
                 f"parameter {matrix.name}: was {matrix.whole.dtype} when its optimizer was made, and is "
                 f"{matrix.param.dtype}; make the optimizer after the model is converted"
             )
-
-
-# ---- state of parameters
-
-
-def _held(matrix: Matrix, inner: Optimizer | None) -> dict[Any, Any]:
-    """What this rank has of the state of a matrix."""
-    if matrix.kept:
-        return {".".join(map(str, path)): part for path, part in matrix.kept.items() if part is not None}
-    return {} if inner is None or matrix.whole is None else inner.state[matrix.whole]
-
-
-def _shape_of_all(param: torch.Tensor, matrices: Sequence[Matrix], sketch: Sketch) -> tuple[tuple[int, ...], Layout]:
-    """Shape and cut of the tensor that holds a tensor of each matrix' state."""
-    layout = matrices[0].route.layout
-    if sketch.shape == matrices[0].route.shape:
-        return tuple(param.shape), layout
-    shape = sketch.shape if len(matrices) == 1 else (len(matrices), *sketch.shape)
-    return shape, layout.by_first_dim(shape)
-
-
-def _route_in(cut: Layout, matrix: Matrix, index: int, count: int, sketch: Sketch) -> Route:
-    """The way of a tensor of a matrix' state between its owner and the tensor that holds it."""
-    if sketch.shape == matrix.route.shape:
-        region = matrix.route.region
-    elif count == 1:
-        region = whole_box(sketch.shape)
-    else:
-        region = Box((index, *[0] * len(sketch.shape)), (1, *sketch.shape))
-    return Route.of(cut, region, sketch.shape, matrix.route.owner)
-
-
-def _sketch_of_matrix(leaf: Any, path: Path, param: torch.Tensor, matrices: Sequence[Matrix]) -> Any:
-    """What a leaf of a parameter's state is for each of its matrices."""
-    if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
-        return sketched(local_tensor(leaf) if isinstance(leaf, DTensor) else leaf)
-    shape = tuple(leaf.shape)
-    if shape == tuple(param.shape):
-        return Sketch(matrices[0].route.shape, leaf.dtype)
-    if len(matrices) == 1:
-        return Sketch(shape, leaf.dtype)
-    if shape[0] != len(matrices):
-        where = ".".join(map(str, path))
-        raise ShardConfigValueError(
-            f"parameter {matrices[0].name}: its state {where} has shape {shape}, and not one entry for each of "
-            f"{len(matrices)} matrices; load it with the `blocks` with which it was saved"
-        )
-    return Sketch(shape[1:], leaf.dtype)
-
-
-def _cut_so(tensor: torch.Tensor, cut: Layout, name: str) -> torch.Tensor:
-    """This rank's part of a tensor that is cut in whatever way on the mesh of its parameter, or is the same on all."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()[cut.own.slices(whole_box(tensor.shape))].to(cut.device)
-    if all(isinstance(placed, Replicate) for placed in tensor.placements):
-        return local_tensor(tensor)[cut.own.slices(whole_box(tensor.shape))].to(cut.device)
-    if tensor.device_mesh != cut.mesh:
-        raise ShardConfigValueError(
-            f"parameter {name}: its state lies on {tensor.device_mesh}, and the parameter on {cut.mesh}; "
-            "load it into DTensors of this mesh, or whole"
-        )
-    if tuple(tensor.placements) != cut.placements:
-        tensor = tensor.redistribute(placements=cut.placements)
-    return local_tensor(tensor).to(cut.device)
-
-
-def _placed(local: torch.Tensor, shape: tuple[int, ...], cut: Layout, param: torch.Tensor) -> torch.Tensor:
-    if cut.mesh is None:
-        return local
-    return dtensor_at(local, cut.mesh, cut.placements, torch.empty(shape, device="meta", dtype=local.dtype))
-
-
-def _at_home(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """The tensor on the device of its parameter's shards, which may be offloaded."""
-    home = local_tensor(param).device if isinstance(param, DTensor) else param.device
-    if not isinstance(tensor, DTensor):
-        return tensor.to(home)
-    local = local_tensor(tensor)
-    return tensor if local.device == home else dtensor_at(local.to(home), tensor.device_mesh, tensor.placements, tensor)
 
 
 def _as_given(loaded: Any, given: Any) -> Any:
