@@ -108,8 +108,8 @@ class Seat:
         self._of_group: dict[dist.ProcessGroup, Ledger] = {}
         self._fqns: dict[Ledger, list[str]] = {}  # by ledger, of gathers or of reductions over replicas alone
         for fqn, info in meshes:
-            shards = ledgers_of(info.shard_group, info.device)
-            replicas = ledgers_of(info.replicate_group, info.device)
+            shards = _ledgers(info.shard_group, info.device)
+            replicas = _ledgers(info.replicate_group, info.device)
             for ledger in shards:
                 self._served.setdefault(ledger, set()).add(fqn)
             axes = ((info.shard_group, shards), (info.replicate_group, replicas))
@@ -198,7 +198,7 @@ def _begun(model: str, phase: str, plan: str) -> str:
     return f"begin a forward of {model} ({phase}, plan {plan})"
 
 
-def ledgers_of(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Ledger, ...]:
+def _ledgers(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Ledger, ...]:
     """The ledger of a process group; none if it is of one rank, of a simulated world, or made in Python."""
     if group is None or group.size() == 1 or not is_native(group) or not is_shared(group, device):
         return ()

@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from .._comm.collectives import MOVED
 from .._comm.lanes import WAITING, Awaitable
-from .._faults.seat import ledgers_of
 from .._torch.distributed import all_to_all_options
-from ._layout import Route
+from ._layout import Layout, Route
 
 Parts = Sequence[Sequence[torch.Tensor]]  # by rank, what goes there, or comes from there
 
@@ -45,8 +44,7 @@ class _Exchange:
     """Parts on their way.
 
     Args:
-        group: among whose ranks; None if this one is alone.
-        device: where this rank computes.
+        layout: among whose ranks, and where they compute.
         outgoing: by rank, the tensors that go there. They may change once this is made.
         incoming: by rank, dtype and number of elements of those that come from there, in that rank's order.
         dtypes: of all that any rank sends: the same on all ranks.
@@ -58,8 +56,7 @@ class _Exchange:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
+        layout: Layout,
         outgoing: Parts,
         incoming: Sequence[Sequence[tuple[torch.dtype, int]]],
         dtypes: Iterable[torch.dtype],
@@ -67,18 +64,15 @@ class _Exchange:
     ) -> None:
         self._flights: list[_Flight] = []
         self.nbytes = 0
-        ledgers = ledgers_of(group, device)
         for dtype in sorted(dtypes, key=str):
             parts = [[part for part in to if part.dtype == dtype] for to in outgoing]
             counts = [sum([count for of, count in frm if of == dtype]) for frm in incoming]
             sizes = [sum([part.numel() for part in to]) for to in parts]
-            for ledger in ledgers:
+            for ledger in layout.ledgers:
                 ledger.issue(f"{note}, {str(dtype).removeprefix('torch.')}")
-            sent = _packed([part for to in parts for part in to], dtype, device)
-            self._flights.append(_launch(group, sent, counts, sizes))
-            self.nbytes += dtype.itemsize * sum(
-                size for rank, size in enumerate(sizes) if group and rank != group.rank()
-            )
+            sent = _packed([part for to in parts for part in to], dtype, layout.device)
+            self._flights.append(_launch(layout.group, sent, counts, sizes))
+            self.nbytes += dtype.itemsize * (sum(sizes) - sizes[layout.rank])
 
     def finish(self, into: Parts) -> None:
         """Wait, and fill tensors, by the rank from which they come, with what has come; strided ones may be among them.
@@ -125,20 +119,19 @@ class ToOwners:
     """Tensors on their way from the ranks that hold parts of them to their owners.
 
     Args:
-        group, device, dtypes, note: as of all exchanges: who takes part, where, and what the ledger says.
-        items: what travels: the same routes in one order on all ranks.
+        layout: among whose ranks, and where they compute.
+        items: what travels: the same routes and dtypes in one order on all ranks.
+        note: what the ledger says of it.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
+        layout: Layout,
         items: Sequence[Item],
-        dtypes: Iterable[torch.dtype],
         note: str,
     ) -> None:
-        self._items, self._device = items, device
-        ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+        self._items, self._layout = items, layout
+        ranks = len(layout.boxes)
         outgoing: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
         incoming: list[list[tuple[torch.dtype, int]]] = [[] for _ in range(ranks)]
         for route, dtype, tensor in items:
@@ -147,16 +140,15 @@ class ToOwners:
             if route.is_owner:
                 for frm, part in route.senders():
                     incoming[frm].append((dtype, part.numel))
-        self._ranks, self._rank = ranks, rank
-        self._exchange = _Exchange(group, device, outgoing, incoming, dtypes, note)
+        self._exchange = _Exchange(layout, outgoing, incoming, {item.dtype for item in items}, note)
         self.nbytes = self._exchange.nbytes
 
     def finish(self) -> list[torch.Tensor | None]:
         """Wait for them; returns, by item, all of the tensor at its owner."""
-        into: list[list[torch.Tensor]] = [[] for _ in range(self._ranks)]
+        into: list[list[torch.Tensor]] = [[] for _ in self._layout.boxes]
         wholes: list[torch.Tensor | None] = []
         for route, dtype, _ in self._items:
-            wholes.append(torch.empty(route.shape, dtype=dtype, device=self._device) if route.is_owner else None)
+            wholes.append(torch.empty(route.shape, dtype=dtype, device=self._layout.device) if route.is_owner else None)
             for frm, part in route.senders() if route.is_owner else ():
                 into[frm].append(route.part_of(wholes[-1], part))
         self._exchange.finish(into)
@@ -167,19 +159,17 @@ class ToShards:
     """Tensors on their way from their owners to the ranks that hold parts of them.
 
     Args:
-        group, device, items, dtypes, note: as `ToOwners`.
+        layout, items, note: as `ToOwners`.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
+        layout: Layout,
         items: Sequence[Item],
-        dtypes: Iterable[torch.dtype],
         note: str,
     ) -> None:
         self._routes = [item.route for item in items]
-        ranks = 1 if group is None else group.size()
+        ranks = len(layout.boxes)
         outgoing: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
         incoming: list[list[tuple[torch.dtype, int]]] = [[] for _ in range(ranks)]
         for route, dtype, tensor in items:
@@ -190,7 +180,7 @@ class ToShards:
             if route.own is not None:
                 incoming[route.owner].append((dtype, route.own.numel))
         self._ranks = ranks
-        self._exchange = _Exchange(group, device, outgoing, incoming, dtypes, note)
+        self._exchange = _Exchange(layout, outgoing, incoming, {item.dtype for item in items}, note)
         self.nbytes = self._exchange.nbytes
 
     def finish(self, into: Sequence[torch.Tensor | None]) -> None:

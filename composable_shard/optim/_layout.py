@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -14,10 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
+from .._comm.agreement import is_shared
 from .._comm.mesh import compute_device
 from .._comm.own_groups import own_group
 from .._errors import ShardConfigUnsupportedError
-from .._torch.distributed import flattened_mesh
+from .._faults.ledger import Ledger
+from .._faults.watch import ledger_of
+from .._torch.distributed import flattened_mesh, is_native
 
 Placed = Sequence[Any]  # a placement for each axis of a mesh
 
@@ -59,6 +62,7 @@ class Layout:
         rank: this rank's index in the group.
         boxes: by rank of the group, what it holds.
         mesh, placements: of DTensors that are cut so; no mesh for a plain tensor.
+        ledgers: that of the group; none where no other process is in it.
     """
 
     device: torch.device
@@ -67,6 +71,7 @@ class Layout:
     boxes: tuple[Box, ...]
     mesh: DeviceMesh | None
     placements: tuple[Any, ...]
+    ledgers: tuple[Ledger, ...] = ()
 
     @property
     def own(self) -> Box:
@@ -80,7 +85,7 @@ class Layout:
         cuts = [axis for axis, placed in enumerate(self.placements) if not isinstance(placed, Replicate)]
         placements = tuple(Shard(0) if axis in cuts[:1] else Replicate() for axis in range(self.mesh.ndim))
         boxes = _boxes(shape, self.mesh, placements, self.group)
-        return Layout(self.device, self.group, self.rank, boxes, self.mesh, placements)
+        return replace(self, boxes=boxes, placements=placements)
 
     def in_chunks(self, shape: tuple[int, ...]) -> Layout:
         """How a tensor of another shape is cut into equal parts of its first dim, over all ranks of the group."""
@@ -88,7 +93,7 @@ class Layout:
         begins = [min(chunk * rank, shape[0]) for rank in range(len(self.boxes) + 1)]
         rest = tuple(shape[1:])
         boxes = [Box((begin, *[0] * len(rest)), (end - begin, *rest)) for begin, end in pairwise(begins)]
-        return Layout(self.device, self.group, self.rank, tuple(boxes), None, ())
+        return replace(self, boxes=tuple(boxes), mesh=None, placements=())
 
 
 def whole_box(shape: Sequence[int]) -> Box:
@@ -115,7 +120,14 @@ def layout_of(name: str, param: torch.Tensor) -> Layout:
     group = _group_of(name, mesh, placements, device)
     rank = 0 if group is None else group.rank()
     boxes = _boxes(tuple(param.shape), mesh, placements, group)
-    return Layout(device, group, rank, boxes, mesh, placements)
+    return Layout(device, group, rank, boxes, mesh, placements, _ledgers(group, device))
+
+
+def _ledgers(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Ledger, ...]:
+    """The ledger of a process group of ours; none if it is of one rank, of a simulated world, or made in Python."""
+    if group is None or not is_native(group) or not is_shared(group, device):
+        return ()
+    return (ledger_of(group, device),)
 
 
 def _group_of(name: str, mesh: DeviceMesh, placements: Placed, device: torch.device) -> dist.ProcessGroup | None:

@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 
 from .._comm.own_groups import next_number
 from .._errors import ComposableShardError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
-from .._faults.seat import ledgers_of
 from .._faults.watch import WATCHER
 from .._group.param import SHARDED_IN
-from ._layout import Route
+from ._layout import Layout, Route
 from ._matrices import (
     Blocks,
     Bucket,
@@ -148,7 +147,10 @@ class Owned(Optimizer):
             for name, route in routes_of(own, param, self._blocks.get(own)).items()
         ]
         options = {name: value for name, value in group.items() if name != "params"}
-        self._check_accepted({names[param]: (route.shape, param.dtype) for _, param, route in pairs}, options)
+        kinds: dict[tuple[Shape, torch.dtype], str] = {}
+        for _, param, route in pairs:
+            kinds.setdefault((route.shape, param.dtype), names[param])
+        self._check_accepted(kinds, options)
         chosen = self._owners.assign([(route, param.requires_grad) for _, param, route in pairs])
         matrices = [_matrix(*pairs[at][:2], pairs[at][2].to(owner)) for at, owner in chosen]
         for many in in_buckets(matrices, self._bucket_bytes):
@@ -167,15 +169,13 @@ class Owned(Optimizer):
         name: str = self._names.get(param) or param.__dict__.get(SHARDED_IN) or f"param_groups.{group}.params.{at}"
         return name
 
-    def _check_accepted(
-        self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], options: dict[str, Any]
-    ) -> None:
+    def _check_accepted(self, kinds: Mapping[tuple[Shape, torch.dtype], str], options: dict[str, Any]) -> None:
         """See, on all ranks, that the optimizer takes such parameters.
 
         Raises:
             ShardConfigValueError: it does not; the first one that it refuses is named.
         """
-        for name, (shape, dtype) in shapes.items():
+        for (shape, dtype), name in kinds.items():
             param = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=dtype.is_floating_point)
             try:
                 self._make([{**options, "params": [param]}], **self._options)
@@ -244,7 +244,7 @@ class Owned(Optimizer):
         try:
             yield
         except BaseException as error:
-            ledgers = {ledger for group, device in self._groups() for ledger in ledgers_of(group, device)}
+            ledgers = [ledger for layout in self._layouts() for ledger in layout.ledgers]
             if isinstance(error, ComposableShardError) and any(ledger.fault is not None for ledger in ledgers):
                 raise
             why = f"{type(error).__name__}: {error}"
@@ -253,9 +253,9 @@ class Owned(Optimizer):
             WATCHER.failed(why)
             raise
 
-    def _groups(self) -> list[tuple[dist.ProcessGroup | None, torch.device]]:
-        """All process groups over which matrices are cut, in one order on all ranks."""
-        return list(dict.fromkeys((bucket.group, bucket.layout.device) for bucket in self._buckets))
+    def _layouts(self) -> list[Layout]:
+        """One layout for each process group over which matrices are cut, in one order on all ranks."""
+        return list({bucket.group: bucket.layout for bucket in self._buckets if bucket.group is not None}.values())
 
     def _show(self, params: Iterable[torch.Tensor]) -> None:
         """Have `state` show what this rank has of the state of these parameters."""
@@ -290,13 +290,11 @@ class Owned(Optimizer):
         held = [kept.state() for kept in self._kept]
         own = {index: sketched(state) for index, state in enumerate(held) if state}
         agreed = dict(own)
-        for group, device in self._groups():
-            if group is None:
-                continue
-            for ledger in ledgers_of(group, device):
+        for layout in self._layouts():
+            for ledger in layout.ledgers:
                 ledger.issue(f"{self._note}, sketches of its state")
-            of_ranks: list[Any] = [None] * group.size()
-            dist.all_gather_object(of_ranks, own, group)
+            of_ranks: list[Any] = [None] * len(layout.boxes)
+            dist.all_gather_object(of_ranks, own, layout.group)
             for of_rank in of_ranks:
                 agreed |= of_rank
         return {self._kept[index].matrix: sketch for index, sketch in agreed.items()}

@@ -12,7 +12,6 @@ import torch
 from .._errors import ShardConfigStateError
 from .._group.param import run_all
 from ._exchange import Item, ToOwners, ToShards
-from ._layout import Route
 from ._matrices import Bucket, Matrix
 from ._state import Path, leaf_at, mapped, sketched, tensors_in
 
@@ -22,14 +21,10 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
     return torch.zeros(1, dtype=dtype, device=device).expand(tuple(shape))
 
 
-def new_parts(routes: Sequence[Route], items: Sequence[Item]) -> list[torch.Tensor | None]:
-    """Memory for this rank's parts of some items."""
-    owns = [route.own for route in routes]
-    devices = [route.layout.device for route in routes]
-    return [
-        None if own is None else torch.empty(own.shape, dtype=item.dtype, device=device)
-        for own, item, device in zip(owns, items, devices, strict=True)
-    ]
+def _part_of(item: Item) -> torch.Tensor | None:
+    """Memory for this rank's part of what travels; None if it has none."""
+    own = item.route.own
+    return None if own is None else torch.empty(own.shape, dtype=item.dtype, device=item.route.layout.device)
 
 
 class Round:
@@ -70,8 +65,7 @@ class Round:
             items.append(Item(matrix.route, matrix.dtype, matrix.value()))
             for path, sketch in tensors_in(matrix.sketch).items():
                 items.append(Item(matrix.state_route(sketch), sketch.dtype, matrix.kept[path]))
-        layout, dtypes = self._bucket.layout, {item.dtype for item in items}
-        self._arrival = ToOwners(layout.group, layout.device, items, dtypes, f"{self._note} to owners")
+        self._arrival = ToOwners(self._bucket.layout, items, f"{self._note} to owners")
         self.nbytes += self._arrival.nbytes
 
     # ---- at the owner
@@ -162,11 +156,9 @@ class Round:
         self._finish_state(0)
 
     def _send(self, items: list[Item], how: str) -> None:
-        layout, routes = self._bucket.layout, [item.route for item in items]
-        dtypes = {item.dtype for item in items}
-        self._departure = ToShards(layout.group, layout.device, items, dtypes, f"{self._note} {how}")
+        self._departure = ToShards(self._bucket.layout, items, f"{self._note} {how}")
         self.nbytes += self._departure.nbytes
-        self._parts = new_parts(routes, items)
+        self._parts = [_part_of(item) for item in items]
 
     def _let_go(self) -> None:
         for matrix in self._here:
@@ -198,7 +190,8 @@ def _as_matrix(part: torch.Tensor, matrix: Matrix) -> torch.Tensor:
 
 def _check_unchanged(inner: torch.optim.Optimizer, options: Mapping[str, Any], matrices: Sequence[Matrix]) -> None:
     """See that an optimizer keeps no state in its param group, which ranks without a matrix could not follow."""
-    changed = [name for name, value in inner.param_groups[0].items() if name != "params" and value is not options[name]]
+    group = {**inner.param_groups[0], "params": None}
+    changed = [name for name, value in group.items() if value is not options.get(name)]
     strange = [str(key) for key in inner.state if not isinstance(key, torch.Tensor)]
     if changed or strange:
         raise ShardConfigStateError(

@@ -68,16 +68,9 @@ class Family:
                 items.append(Item(route, each.dtype, wholes.get((index, path))))
                 into.append(route.in_shard(local))
             tensors[path] = _placed(local, shape, cut)
-        self._to_shards(items).finish(into)
+        ToShards(self._layout, items, self._note).finish(into)
         at_home = {path: _at_home(tensor, self._param) for path, tensor in tensors.items()}
         return filled(sketch, at_home, self._layout.device)
-
-    def _to_shards(self, items: Sequence[Item]) -> ToShards:
-        return ToShards(self._layout.group, self._layout.device, items, {item.dtype for item in items}, self._note)
-
-    def _to_owners(self, items: Sequence[Item], note: str) -> list[torch.Tensor | None]:
-        dtypes = {item.dtype for item in items}
-        return ToOwners(self._layout.group, self._layout.device, items, dtypes, note).finish()
 
     def _wholes(self, sketch: Any) -> dict[tuple[int, Path], torch.Tensor]:
         """By index of a matrix and path, the tensors of the states that this rank owns."""
@@ -87,7 +80,7 @@ class Family:
             matrix, held = member.matrix, member.state()
             if matrix.kept:
                 items = [Item(matrix.state_route(each), each.dtype, matrix.kept[path]) for path, each in paths.items()]
-                arrived = self._to_owners(items, f"{self._note}, {index}")
+                arrived = ToOwners(matrix.route.layout, items, f"{self._note}, {index}").finish()
                 wholes |= {(index, path): t for path, t in zip(paths, arrived, strict=True) if t is not None}
             elif held is not None:
                 wholes |= {(index, path): leaf_at(held, path) for path in paths}
@@ -129,7 +122,7 @@ class Family:
             _, cut = self._cut(each)
             local = self._cut_so(leaf_at(tree, path), cut)
             items += [Item(route, each.dtype, route.in_shard(local)) for route in self._routes(cut, each)]
-        arrived = iter(self._to_owners(items, self._note))
+        arrived = iter(ToOwners(self._layout, items, self._note).finish())
         by_matrix: list[dict[Path, Any]] = [{} for _ in self._members]
         for path in paths:
             for tensors in by_matrix:
