@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from .._comm.own_groups import next_number
 from .._errors import ComposableShardError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .._faults.watch import WATCHER
 from .._group.param import SHARDED_IN
+from ._checks import check_steps_once, title_of
 from ._layout import Layout, Route
 from ._matrices import (
     Blocks,
@@ -181,8 +181,8 @@ class Owned(Optimizer):
                 self._make([{**options, "params": [param]}], **self._options)
             except Exception as error:
                 raise ShardConfigValueError(
-                    f"parameter {name}: {_title(self._make)} does not take it, of shape {shape} and {dtype}: {error}; "
-                    f"{_TWO_OPTIMIZERS}"
+                    f"parameter {name}: {title_of(self._make)} does not take it, of shape {shape} and {dtype}: {error}"
+                    f"; {_TWO_OPTIMIZERS}"
                 ) from error
 
     # ---- a step
@@ -236,7 +236,7 @@ class Owned(Optimizer):
 
     @property
     def _note(self) -> str:
-        return f"{_title(self._make)} {self._number}"
+        return f"{title_of(self._make)} {self._number}"
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -387,10 +387,6 @@ def _check_arguments(state: str, bucket_bytes: int) -> None:
         raise ShardConfigValueError(f"bucket_bytes: must be a positive int, got {bucket_bytes!r}")
 
 
-def _title(kind: Any) -> str:
-    return getattr(kind, "__name__", type(kind).__name__)
-
-
 def _named(params: nn.Module | Iterable[Any]) -> tuple[dict[torch.Tensor, str], list[Any]]:
     """Names of parameters, as far as they are given, and what torch's `Optimizer` is to be given."""
     if isinstance(params, nn.Module):
@@ -425,13 +421,9 @@ def _defaults(kind: Make, options: Mapping[str, Any]) -> dict[str, Any]:
     made = kind([nn.Parameter(torch.empty(2, 2, device="meta"))], **options) if callable(kind) else None
     if not isinstance(made, Optimizer):
         raise ShardConfigTypeError(f"kind: must be a class of torch.optim.Optimizer, or make one; got {kind!r}")
-    closure = inspect.signature(type(made).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ShardConfigTypeError(
-            f"kind: {_title(kind)} calls the closure several times in a step; `owned` takes optimizers that step once"
-        )
+    check_steps_once("kind", made)
     if made.defaults.get("differentiable"):
-        raise ShardConfigValueError(f"differentiable: the step of {_title(kind)} goes over ranks; leave it False")
+        raise ShardConfigValueError(f"differentiable: the step of {title_of(kind)} goes over ranks; leave it False")
     return {name: value for name, value in made.param_groups[0].items() if name not in ("params", "param_names")}
 
 

@@ -11,6 +11,7 @@ import torch
 
 from .._errors import ShardConfigStateError
 from .._group.param import run_all
+from ._checks import check_unchanged
 from ._exchange import Item, ToOwners, ToShards
 from ._matrices import Bucket, Matrix
 from ._state import Path, leaf_at, mapped, sketched, tensors_in
@@ -83,7 +84,7 @@ class Round:
             inner.step()
         finally:
             inner.zero_grad()
-        _check_unchanged(inner, options, self.matrices)
+        check_unchanged(inner, inner.param_groups[0], options, self.matrices[0].name)
         if self._bucket.stays:
             self._let_go()
 
@@ -186,16 +187,3 @@ class Round:
 def _as_matrix(part: torch.Tensor, matrix: Matrix) -> torch.Tensor:
     """A view of all of a matrix, without the dims that its shape lacks."""
     return part[0] if part.ndim > len(matrix.route.shape) else part
-
-
-def _check_unchanged(inner: torch.optim.Optimizer, options: Mapping[str, Any], matrices: Sequence[Matrix]) -> None:
-    """See that an optimizer keeps no state in its param group, which ranks without a matrix could not follow."""
-    group = {**inner.param_groups[0], "params": None}
-    changed = [name for name, value in group.items() if value is not options.get(name)]
-    strange = [str(key) for key in inner.state if not isinstance(key, torch.Tensor)]
-    if changed or strange:
-        raise ShardConfigStateError(
-            f"parameter {matrices[0].name}: {type(inner).__name__} keeps {', '.join([*changed, *strange])} of its own "
-            "beside the state of parameters, which other ranks do not see; use an optimizer that keeps its state by "
-            "parameter"
-        )
