@@ -63,6 +63,7 @@ class _Exchange:
         note: str,
     ) -> None:
         self._flights: list[_Flight] = []
+        self._arrived: list[tuple[torch.dtype, torch.Tensor]] = []
         self.nbytes = 0
         for dtype in sorted(dtypes, key=str):
             parts = [[part for part in to if part.dtype == dtype] for to in outgoing]
@@ -74,17 +75,24 @@ class _Exchange:
             self._flights.append(_launch(layout.group, sent, counts, sizes))
             self.nbytes += dtype.itemsize * (sum(sizes) - sizes[layout.rank])
 
-    def finish(self, into: Parts) -> None:
-        """Wait, and fill tensors, by the rank from which they come, with what has come; strided ones may be among them.
+    def wait(self) -> None:
+        """Wait until all has come; the memory of what was sent is free then.
 
         Raises:
             PeerLostError: another rank is lost.
         """
-        flights, self._flights = self._flights, []
-        for flight in flights:
-            if flight.handle is not None:
-                WAITING.wait(flight.handle)
-            _unpack(flight.received, [tensor for frm in into for tensor in frm if tensor.dtype == flight.dtype])
+        while self._flights:
+            dtype, received, sent, handle = self._flights.pop(0)
+            if handle is not None:
+                WAITING.wait(handle)
+            del sent, handle
+            self._arrived.append((dtype, received))
+
+    def unpack(self, into: Parts) -> None:
+        """Fill tensors, by the rank from which they come, with what has come; strided ones may be among them."""
+        while self._arrived:
+            dtype, received = self._arrived.pop(0)
+            _unpack(received, [tensor for frm in into for tensor in frm if tensor.dtype == dtype])
 
 
 def _packed(parts: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -145,13 +153,14 @@ class ToOwners:
 
     def finish(self) -> list[torch.Tensor | None]:
         """Wait for them; returns, by item, all of the tensor at its owner."""
+        self._exchange.wait()
         into: list[list[torch.Tensor]] = [[] for _ in self._layout.boxes]
         wholes: list[torch.Tensor | None] = []
         for route, dtype, _ in self._items:
             wholes.append(torch.empty(route.shape, dtype=dtype, device=self._layout.device) if route.is_owner else None)
             for frm, part in route.senders() if route.is_owner else ():
                 into[frm].append(route.part_of(wholes[-1], part))
-        self._exchange.finish(into)
+        self._exchange.unpack(into)
         return wholes
 
 
@@ -189,4 +198,5 @@ class ToShards:
         for route, tensor in zip(self._routes, into, strict=True):
             if tensor is not None and route.own is not None:
                 by_rank[route.owner].append(tensor)
-        self._exchange.finish(by_rank)
+        self._exchange.wait()
+        self._exchange.unpack(by_rank)

@@ -107,6 +107,12 @@ class InBackward(Optimizer):
         hooked = [param for param in self._units if param.requires_grad and param in stepped]
         self._handles = [param.register_post_accumulate_grad_hook(self._arrived) for param in hooked]  # type: ignore[no-untyped-call]
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise ShardConfigStateError(
+            "an optimizer of `in_backward` is hooked to its model and cannot be copied or pickled; make another one, "
+            "and load what its state_dict gives"
+        )
+
     # ---- inside of backward
 
     def _arrived(self, param: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from .._comm.own_groups import next_number
 from .._errors import ComposableShardError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .._faults.watch import WATCHER
 from .._group.param import SHARDED_IN
+from .._torch.core import never_trace
 from ._checks import check_steps_once, title_of
 from ._layout import Layout, Route
 from ._matrices import (
@@ -78,8 +79,9 @@ def owned(
         state: where the optimizer's state is between steps: whole, with the owner (``"owner"``); or in parts, cut as
             the matrices are, which travel to the owner and back in every step (``"shards"``).
         blocks: by names of parameters, or patterns of `fnmatch`, how rows of these make matrices of their own.
-        bucket_bytes: of whole parameters that one rank gets in one exchange; a larger matrix travels alone. A rank
-            holds the whole tensors of two buckets at most.
+        bucket_bytes: of whole parameters that one rank gets in one exchange; a larger matrix travels alone. A step
+            takes up to eight times so much memory: values and gradients of a bucket that is stepped, of the next one
+            as sent and as received, and values of the one before.
         cost: what a step of a matrix of a shape costs, in any unit.
         options: of `kind`.
 
@@ -176,7 +178,7 @@ class Owned(Optimizer):
             ShardConfigValueError: it does not; the first one that it refuses is named.
         """
         for (shape, dtype), name in kinds.items():
-            param = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=dtype.is_floating_point)
+            param = _parameter(torch.empty(shape, dtype=dtype, device="meta"))
             try:
                 self._make([{**options, "params": [param]}], **self._options)
             except Exception as error:
@@ -185,8 +187,15 @@ class Owned(Optimizer):
                     f"; {_TWO_OPTIMIZERS}"
                 ) from error
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise ShardConfigStateError(
+            "an optimizer of `owned` holds process groups and cannot be copied or pickled; make another one, and load "
+            "what its state_dict gives"
+        )
+
     # ---- a step
 
+    @never_trace
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all matrices that have a gradient. A collective: all ranks call it, with gradients of the same ones.
@@ -220,12 +229,13 @@ class Owned(Optimizer):
         for index, (bucket, now) in enumerate(rounds):
             if index == 0:
                 now.begin()
-            if index + 1 < len(rounds):
-                rounds[index + 1][1].begin()  # travels while this one is stepped
+            now.arrive()
+            for _, following in rounds[index + 1 : index + 2]:
+                following.begin()  # it travels while this one is stepped
             now.step({name: value for name, value in self.param_groups[bucket.options].items() if name != "params"})
-            now.leave()
             if before is not None:
-                before.finish()
+                before.finish()  # it has travelled back meanwhile
+            now.leave()
             before = now
         if before is not None:
             before.finish()
@@ -430,9 +440,12 @@ def _defaults(kind: Make, options: Mapping[str, Any]) -> dict[str, Any]:
 def _matrix(name: str, param: torch.Tensor, route: Route) -> Matrix:
     whole = None
     if route.is_owner:
-        inert = stand_in(route.shape, param.dtype, route.layout.device)
-        whole = nn.Parameter(inert, requires_grad=param.dtype.is_floating_point)
+        whole = _parameter(stand_in(route.shape, param.dtype, route.layout.device))
     return Matrix(name, param, route, route.stays_at is not None, whole)
+
+
+def _parameter(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=tensor.is_floating_point() or tensor.is_complex())
 
 
 def _check_dtypes(matrices: Sequence[Matrix]) -> None:

@@ -46,7 +46,7 @@ class Round:
         self._note = f"{note}, bucket {bucket.number} ({len(matrices)} matrices, {which:08x})"
         self._arrival: ToOwners | None = None
         self._departure: ToShards | None = None
-        self._parts: list[torch.Tensor | None] = []
+        self._state: list[Item] = []
         self.nbytes = 0
 
     @property
@@ -71,14 +71,17 @@ class Round:
 
     # ---- at the owner
 
-    def step(self, options: Mapping[str, Any]) -> None:
-        """Step what this rank owns; all ranks call it."""
+    def arrive(self) -> None:
+        """Wait for what was sent to this rank, and put it together."""
         gradients = self._hold_in_place() if self._arrival is None else self._hold_arrived(self._arrival.finish())
         self._arrival = None
+        run_all(map(setattr, [matrix.whole for matrix in self._here], repeat("grad"), gradients))
+
+    def step(self, options: Mapping[str, Any]) -> None:
+        """Step what this rank owns."""
         inner = self._bucket.inner
         if inner is None:
             return
-        run_all(map(setattr, [matrix.whole for matrix in self._here], repeat("grad"), gradients))
         inner.param_groups[0].update(options)
         try:
             inner.step()
@@ -126,19 +129,31 @@ class Round:
         """Send values and state back to the shards."""
         if self._bucket.stays:
             return
-        items: list[Item] = []
-        for matrix in self.matrices:
-            items.append(Item(matrix.route, matrix.dtype, None if matrix.whole is None else matrix.whole.detach()))
-        for matrix in self.matrices:
-            items += self._state_items(matrix)
-        self._send(items, "to shards")
+        values = [
+            Item(matrix.route, matrix.dtype, None if matrix.whole is None else matrix.whole.detach())
+            for matrix in self.matrices
+        ]
+        self._send(values, "to shards")
         self._let_go()
+
+    def scatter_state(self) -> None:
+        """In shards mode, after a first step: send the state of the matrices, whose sketches are set, to the shards."""
+        self._send([], "its state to shards")
+        self._finish([])
+
+    def _send(self, values: list[Item], how: str) -> None:
+        state = [item for matrix in self.matrices for item in self._state_items(matrix)]
+        self._departure = ToShards(self._bucket.layout, [*values, *state], f"{self._note} {how}")
+        self.nbytes += self._departure.nbytes
+        self._state = [item._replace(tensor=None) for item in state]
 
     def _state_items(self, matrix: Matrix) -> list[Item]:
         """What travels of the state of a matrix, in shards mode; its owner keeps sketches in the place of tensors."""
+        if matrix.sketch is None:
+            return []
         inner, sketches = self._bucket.inner, tensors_in(matrix.sketch)
         state = None if inner is None or matrix.whole is None else inner.state[matrix.whole]
-        if state is not None and matrix.sketch is not None and tensors_in(sketched(state)) != sketches:
+        if state is not None and tensors_in(sketched(state)) != sketches:
             raise ShardConfigStateError(
                 f"parameter {matrix.name}: its state has other tensors, or others of another shape, than after its "
                 "first step, so it cannot be kept as shards; use owned(..., state='owner')"
@@ -151,16 +166,6 @@ class Round:
             self._put_state(matrix, sketches)
         return items
 
-    def scatter_state(self) -> None:
-        """In shards mode, after a first step: send the state of the matrices, whose sketches are set, to the shards."""
-        self._send([item for matrix in self.matrices for item in self._state_items(matrix)], "its state to shards")
-        self._finish_state(0)
-
-    def _send(self, items: list[Item], how: str) -> None:
-        self._departure = ToShards(self._bucket.layout, items, f"{self._note} {how}")
-        self.nbytes += self._departure.nbytes
-        self._parts = [_part_of(item) for item in items]
-
     def _let_go(self) -> None:
         for matrix in self._here:
             assert matrix.whole is not None
@@ -168,20 +173,16 @@ class Round:
 
     def finish(self) -> None:
         """Wait for what comes back, and write it into the shards."""
-        if self._departure is None:
-            return
-        values = [matrix.value() for matrix in self.matrices]
-        self._parts[: len(values)] = values
-        self._finish_state(len(values))
+        if self._departure is not None:
+            self._finish([matrix.value() for matrix in self.matrices])
 
-    def _finish_state(self, first: int) -> None:
-        """Wait; parts from `first` on are those of states."""
+    def _finish(self, values: Sequence[torch.Tensor | None]) -> None:
         assert self._departure is not None
-        self._departure.finish(self._parts)
-        parts = iter(self._parts[first:])
+        parts = [_part_of(item) for item in self._state]
+        self._departure.finish([*values, *parts])
+        self._departure, arrived = None, iter(parts)
         for matrix in self.matrices:
-            matrix.kept.update({path: next(parts) for path in tensors_in(matrix.sketch)})
-        self._departure, self._parts = None, []
+            matrix.kept.update({path: next(arrived) for path in tensors_in(matrix.sketch)})
 
 
 def _as_matrix(part: torch.Tensor, matrix: Matrix) -> torch.Tensor:

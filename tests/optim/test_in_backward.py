@@ -23,7 +23,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def models(shard=sharded, net=lambda: Transformer(layers=3)):
+def models(shard=sharded, net=lambda: Transformer(layers=2)):
     """Two of the same values: one for each way to step."""
     made = []
     for _ in range(2):
@@ -50,13 +50,13 @@ def state_of(optimizer):
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["adamw", more("sgd")])
 @distributed(world=(2, more(4)))
 def test_steps_with_a_schedule_equal_ordinary_ones_to_the_bit(rank, world, kind):
     ordinary, model = models()
     optimizers = [KINDS[kind](list(ordinary.parameters())), cs.optim.in_backward(model, KINDS[kind])]
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 10) for each in optimizers]
-    for step in range(6):
+    for step in range(4):
         for net, optimizer, schedule in zip((ordinary, model), optimizers, schedules, strict=True):
             loss_of(net, rank, step).backward()
             optimizer.step()
@@ -71,8 +71,9 @@ def test_steps_with_a_schedule_equal_ordinary_ones_to_the_bit(rank, world, kind)
     assert groups[0] == groups[1]
 
 
-def live(model):
-    return sum(p.grad.to_local().nbytes for p in model.parameters() if p.grad is not None)
+def live(params):
+    """Bytes of the gradients that there are."""
+    return sum(p.grad.to_local().nbytes for p in params if p.grad is not None)
 
 
 @simulated(world=2)
@@ -80,17 +81,17 @@ def test_the_gradients_of_one_group_live_at_a_time(rank, world):
     ordinary, model = models()
     peaks = {}
     for name, net in (("ordinary", ordinary), ("in backward", model)):
-        seen = peaks[name] = []
-        for param in net.parameters():
-            param.register_post_accumulate_grad_hook(lambda _, net=net, seen=seen: seen.append(live(net)))
+        seen, params = peaks.setdefault(name, []), list(net.parameters())
+        for param in params:
+            param.register_post_accumulate_grad_hook(lambda _, all_=params, seen=seen: seen.append(live(all_)))
     cs.optim.in_backward(model, KINDS["sgd"])
     for net in (ordinary, model):
         loss_of(net, rank, 0).backward()
     groups = [sum(p.to_local().nbytes for p in block.parameters()) for block in model.blocks]
-    root = live(ordinary) - sum(groups)
+    root = live(ordinary.parameters()) - sum(groups)
     assert max(peaks["ordinary"]) == sum(groups) + root
     assert 0 < max(peaks["in backward"]) <= max(*groups, root)
-    assert live(model) == 0
+    assert live(model.parameters()) == 0
 
 
 @simulated(world=2)
@@ -114,9 +115,9 @@ def test_micro_batches_that_are_reduced_accumulate_where_the_user_says_so(rank, 
     for step in range(2):
         with optimizers[1].accumulating():
             loss_of(model, rank, 2 * step).backward()
-        assert live(model) > 0
+        assert live(model.parameters()) > 0
         loss_of(model, rank, 2 * step + 1).backward()
-        assert live(model) == 0
+        assert live(model.parameters()) == 0
         for micro in range(2):
             loss_of(ordinary, rank, 2 * step + micro).backward()
         for optimizer in optimizers:

@@ -90,7 +90,7 @@ def test_uneven_and_empty_shards_are_put_together(rank, world):
     check_steps(model, optimizer, single, plain, rank)
 
 
-@pytest.mark.parametrize("state", ["owner", "shards"])
+@pytest.mark.parametrize("state", ["owner", more("shards")])
 @distributed(world=4)
 def test_replicas_do_the_same_each_among_themselves(rank, world, state):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -115,7 +115,7 @@ def tensor_parallel(model, mesh):
     sharded(model, mesh=mesh["dp"])
 
 
-@pytest.mark.parametrize("state", ["owner", "shards"])
+@pytest.mark.parametrize("state", ["owner", more("shards")])
 @distributed(world=4)
 def test_beside_tensor_parallelism_matrices_are_put_together_over_both_axes(rank, world, state):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

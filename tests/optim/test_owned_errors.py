@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 
 import pytest
@@ -67,6 +68,13 @@ def test_options_that_the_optimizer_refuses_are_refused(rank, world):
 def test_arguments_that_cannot_be_are_refused(kind, options, error, match):
     with cs.testing.fake(2), pytest.raises(error, match=match):
         cs.optim.owned(kind, matrices(net()), **options)
+
+
+def test_copies_and_pickles_are_refused():
+    with cs.testing.fake(2):
+        for made in (cs.optim.owned(MUON, matrices(net())), cs.optim.in_backward(net(), torch.optim.SGD)):
+            with pytest.raises(ShardConfigStateError, match="cannot be copied or pickled"):
+                copy.deepcopy(made)
 
 
 def test_blocks_have_rows():
