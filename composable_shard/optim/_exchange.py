@@ -66,14 +66,16 @@ class _Exchange:
         self._arrived: list[tuple[torch.dtype, torch.Tensor]] = []
         self.nbytes = 0
         for dtype in sorted(dtypes, key=str):
-            parts = [[part for part in to if part.dtype == dtype] for to in outgoing]
-            counts = [sum([count for of, count in frm if of == dtype]) for frm in incoming]
-            sizes = [sum([part.numel() for part in to]) for to in parts]
             for ledger in layout.ledgers:
                 ledger.issue(f"{note}, {str(dtype).removeprefix('torch.')}")
-            sent = _packed([part for to in parts for part in to], dtype, layout.device)
-            self._flights.append(_launch(layout.group, sent, counts, sizes))
-            self.nbytes += dtype.itemsize * (sum(sizes) - sizes[layout.rank])
+            parts = [[part for part in to if part.dtype == dtype] for to in outgoing]
+            self._launch(layout, dtype, parts, [_count(dtype, frm) for frm in incoming])
+
+    def _launch(self, layout: Layout, dtype: torch.dtype, parts: Parts, counts: list[int]) -> None:
+        sizes = [sum([part.numel() for part in to]) for to in parts]
+        sent = _packed([part for to in parts for part in to], dtype, layout.device)
+        self._flights.append(_launched(layout.group, sent, counts, sizes))
+        self.nbytes += dtype.itemsize * (sum(sizes) - sizes[layout.rank])
 
     def wait(self) -> None:
         """Wait until all has come; the memory of what was sent is free then.
@@ -95,6 +97,11 @@ class _Exchange:
             _unpack(received, [tensor for frm in into for tensor in frm if tensor.dtype == dtype])
 
 
+def _count(dtype: torch.dtype, incoming: Sequence[tuple[torch.dtype, int]]) -> int:
+    """Elements of a dtype that come from a rank."""
+    return sum([count for of, count in incoming if of == dtype])
+
+
 def _packed(parts: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Copies of some tensors, one behind the other, (n,)."""
     flat = torch.empty(sum([part.numel() for part in parts]), dtype=dtype, device=device)
@@ -111,7 +118,7 @@ def _unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         torch._foreach_copy_([*tensors], [p.view(t.shape) for p, t in zip(pieces, tensors, strict=True)])
 
 
-def _launch(group: dist.ProcessGroup | None, sent: torch.Tensor, counts: list[int], sizes: list[int]) -> _Flight:
+def _launched(group: dist.ProcessGroup | None, sent: torch.Tensor, counts: list[int], sizes: list[int]) -> _Flight:
     if group is None:
         return _Flight(sent.dtype, sent, sent, None)
     received = torch.empty(sum(counts), dtype=sent.dtype, device=sent.device)

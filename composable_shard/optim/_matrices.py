@@ -194,21 +194,32 @@ def routes_of(name: str, param: torch.Tensor, blocks: Blocks | None) -> dict[str
         ShardConfigUnsupportedError: the parameter is no tensor that is sharded or replicated.
     """
     layout, shape = layout_of(name, param), tuple(param.shape)
-    rows = shape[-2] if len(shape) > 1 else 0
-    if blocks is not None and (len(shape) not in (2, 3) or rows % blocks.rows):
+    step = _rows_of_a_matrix(name, shape, blocks)
+    if len(shape) == 3:
+        corners = itertools.product(range(shape[0]), range(0, shape[1], max(step, 1)))
+        regions = [Box((index, begin, 0), (1, step, shape[2])) for index, begin in corners]
+    elif len(shape) == 2 and step < shape[0]:
+        regions = [Box((begin, 0), (step, shape[1])) for begin in range(0, shape[0], step)]
+    else:
+        return {name: Route.of(layout, whole_box(shape), shape, 0)}
+    return {f"{name}[{i}]": Route.of(layout, region, region.shape[-2:], 0) for i, region in enumerate(regions)}
+
+
+def _rows_of_a_matrix(name: str, shape: tuple[int, ...], blocks: Blocks | None) -> int:
+    """Rows of each matrix of a parameter; 0 if it is none of matrices.
+
+    Raises:
+        ShardConfigValueError: the blocks do not fit.
+    """
+    rows = shape[-2] if len(shape) in (2, 3) else 0
+    if blocks is None:
+        return rows
+    if not rows or rows % blocks.rows:
         raise ShardConfigValueError(
             f"parameter {name}: has shape {shape}, which {blocks} does not cut; a matrix, or a stack of matrices, has "
             "rows that the rows of a block divide"
         )
-    step = rows if blocks is None else blocks.rows
-    if len(shape) == 2 and step < rows:
-        regions = [Box((begin, 0), (step, shape[1])) for begin in range(0, rows, step)]
-    elif len(shape) == 3:
-        corners = itertools.product(range(shape[0]), range(0, rows, max(step, 1)))
-        regions = [Box((index, begin, 0), (1, step, shape[2])) for index, begin in corners]
-    else:
-        return {name: Route.of(layout, whole_box(shape), shape, 0)}
-    return {f"{name}[{i}]": Route.of(layout, region, region.shape[-2:], 0) for i, region in enumerate(regions)}
+    return blocks.rows
 
 
 def blocks_by_name(names: Sequence[str], given: Mapping[str, Blocks]) -> dict[str, Blocks]:

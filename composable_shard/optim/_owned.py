@@ -29,7 +29,7 @@ from ._matrices import (
     newton_schulz_cost,
     routes_of,
 )
-from ._rounds import Round, stand_in
+from ._rounds import Round, run, stand_in
 from ._sharded_state import Family, Kept
 from ._state import Path, leaf_at, mapped, sketched
 
@@ -142,30 +142,41 @@ class Owned(Optimizer):
     def _take(self, index: int) -> None:
         """Find owners for the matrices of a param group."""
         group = self.param_groups[index]
-        names = {param: self._name_of(param, index, at) for at, param in enumerate(group["params"])}
-        pairs = [
-            (name, param, route)
-            for param, own in names.items()
-            for name, route in routes_of(own, param, self._blocks.get(own)).items()
-        ]
-        options = {name: value for name, value in group.items() if name != "params"}
-        kinds: dict[tuple[Shape, torch.dtype], str] = {}
-        for _, param, route in pairs:
-            kinds.setdefault((route.shape, param.dtype), names[param])
-        self._check_accepted(kinds, options)
-        chosen = self._owners.assign([(route, param.requires_grad) for _, param, route in pairs])
-        matrices = [_matrix(*pairs[at][:2], pairs[at][2].to(owner)) for at, owner in chosen]
-        for many in in_buckets(matrices, self._bucket_bytes):
+        options = _options(group)
+        params, routes = self._routes(index, group["params"], options)
+        chosen = self._owners.assign([(route, params[name].requires_grad) for name, route in routes.items()])
+        names = [*routes]
+        matrices = {at: _matrix(names[at], params[names[at]], routes[names[at]].to(owner)) for at, owner in chosen}
+        inner_of: dict[Matrix, Optimizer | None] = {}
+        for many in in_buckets([*matrices.values()], self._bucket_bytes):
             wholes = [matrix.whole for matrix in many if matrix.whole is not None]
             inner = self._make([{**options, "params": wholes}], **self._options) if wholes else None
-            bucket = Bucket(index, tuple(many), many[0].route.layout, many[0].stays, inner, len(self._buckets))
-            self._buckets.append(bucket)
-        inner_of = {matrix: bucket.inner for bucket in self._buckets for matrix in bucket.matrices}
-        for _, matrix in sorted([(at, matrix) for (at, _), matrix in zip(chosen, matrices, strict=True)]):
+            self._buckets.append(
+                Bucket(index, tuple(many), many[0].route.layout, many[0].stays, inner, len(self._buckets))
+            )
+            inner_of |= dict.fromkeys(many, inner)
+        for _, matrix in sorted(matrices.items()):
             self._kept.append(Kept(matrix, inner_of[matrix]))
             self._of.setdefault(matrix.param, []).append(self._kept[-1])
-        shared = [bucket.group for bucket in self._buckets if bucket.group is not None]
-        self._number = self._number or next_number(shared[0] if shared else None)
+        self._number = self._number or next_number(next((layout.group for layout in self._layouts()), None))
+
+    def _routes(
+        self, index: int, params: Sequence[torch.Tensor], options: dict[str, Any]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Route]]:
+        """By name of a matrix, the parameter that it is in and its way; the optimizer takes all of them."""
+        param_of: dict[str, torch.Tensor] = {}
+        routes: dict[str, Route] = {}
+        kinds: dict[tuple[Shape, torch.dtype], str] = {}
+        for position, param in enumerate(params):
+            name = self._name_of(param, index, position)
+            own = routes_of(name, param, self._blocks.get(name))
+            if not own.keys().isdisjoint(routes):
+                raise ShardConfigValueError(f"parameter {name}: two parameters have this name; give each its own")
+            routes |= own
+            param_of |= dict.fromkeys(own, param)
+            kinds |= {(route.shape, param.dtype): kinds.get((route.shape, param.dtype), name) for route in own.values()}
+        self._check_accepted(kinds, options)
+        return param_of, routes
 
     def _name_of(self, param: torch.Tensor, group: int, at: int) -> str:
         name: str = self._names.get(param) or param.__dict__.get(SHARDED_IN) or f"param_groups.{group}.params.{at}"
@@ -221,28 +232,19 @@ class Owned(Optimizer):
         return loss
 
     def _step(self) -> None:
-        stepped = [(bucket, bucket.stepped()) for bucket in self._buckets]
-        rounds = [(bucket, Round(bucket, some, self._note)) for bucket, some in stepped if some]
-        for _, some in stepped:
-            _check_dtypes(some)
-        before: Round | None = None
-        for index, (bucket, now) in enumerate(rounds):
-            if index == 0:
-                now.begin()
-            now.arrive()
-            for _, following in rounds[index + 1 : index + 2]:
-                following.begin()  # it travels while this one is stepped
-            now.step({name: value for name, value in self.param_groups[bucket.options].items() if name != "params"})
-            if before is not None:
-                before.finish()  # it has travelled back meanwhile
-            now.leave()
-            before = now
-        if before is not None:
-            before.finish()
+        rounds = self._rounds()
+        run(rounds, [_options(group) for group in self.param_groups])
         if self._in_shards:
-            self._first_to_shards([each for each in rounds if not each[0].stays])
-        self.sent_bytes = sum([each.nbytes for _, each in rounds])
-        self._show({matrix.param for _, each in rounds for matrix in each.matrices})
+            self._first_to_shards([each for each in rounds if not each.bucket.stays])
+        self.sent_bytes = sum([each.nbytes for each in rounds])
+        self._show({matrix.param for each in rounds for matrix in each.matrices})
+
+    def _rounds(self) -> list[Round]:
+        """What is to be done in a step: the buckets in which a matrix has a gradient."""
+        stepped = [(bucket, bucket.stepped()) for bucket in self._buckets]
+        for _, matrices in stepped:
+            _check_dtypes(matrices)
+        return [Round(bucket, matrices, self._note) for bucket, matrices in stepped if matrices]
 
     @property
     def _note(self) -> str:
@@ -278,14 +280,12 @@ class Owned(Optimizer):
 
     # ---- state as shards
 
-    def _first_to_shards(self, rounds: Sequence[tuple[Bucket, Round]]) -> None:
+    def _first_to_shards(self, rounds: Sequence[Round]) -> None:
         """Send state that came to be in this step to the shards."""
-        new = [matrix for _, each in rounds for matrix in each.matrices if matrix.sketch is None]
-        if not new:
-            return
-        sketches = self._agreed_sketches()
-        known = {matrix: sketches.get(matrix, {}) for matrix in new}
-        self._scatter({bucket: [m for m in each.matrices if m in known] for bucket, each in rounds}, known)
+        new = {each.bucket: [matrix for matrix in each.matrices if matrix.sketch is None] for each in rounds}
+        if any(new.values()):
+            sketches = self._agreed_sketches()
+            self._scatter(new, {matrix: sketches.get(matrix, {}) for matrices in new.values() for matrix in matrices})
 
     def _scatter(self, matrices: Mapping[Bucket, Sequence[Matrix]], sketches: Mapping[Matrix, Any]) -> None:
         """Send the state of matrices, which have these sketches, from their owners to the shards."""
@@ -371,12 +371,7 @@ class Owned(Optimizer):
         Raises:
             ShardConfigValueError: state does not fit to its parameter, which is named.
         """
-        for kept in self._kept:
-            kept.matrix.keep(None)
-        for bucket in self._buckets:
-            if bucket.inner is not None:
-                bucket.inner.state.clear()
-        self.state.clear()
+        self._forget_state()
         sketches: dict[Matrix, Any] = {}
         for param, tree in state.items():
             if tree:
@@ -386,8 +381,20 @@ class Owned(Optimizer):
             self._scatter({bucket: [m for m in bucket.matrices if m in sketches] for bucket in buckets}, sketches)
         self._show({matrix.param for matrix in sketches})
 
+    def _forget_state(self) -> None:
+        self.state.clear()
+        for matrix, inner in self._kept:
+            matrix.keep(None)
+            if inner is not None:
+                inner.state.clear()
+
 
 # ---- arguments
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a param group."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _check_arguments(state: str, bucket_bytes: int) -> None:

@@ -37,11 +37,12 @@ class Round:
         note: of the optimizer, for the ledgers.
 
     Attributes:
+        bucket, matrices: as given.
         nbytes: bytes that this rank has sent to others.
     """
 
     def __init__(self, bucket: Bucket, matrices: Sequence[Matrix], note: str) -> None:
-        self._bucket, self.matrices = bucket, matrices
+        self.bucket, self.matrices = bucket, matrices
         which = zlib.crc32(",".join([matrix.name for matrix in matrices]).encode())
         self._note = f"{note}, bucket {bucket.number} ({len(matrices)} matrices, {which:08x})"
         self._arrival: ToOwners | None = None
@@ -58,7 +59,7 @@ class Round:
 
     def begin(self) -> None:
         """Send gradients, values and state to the owners."""
-        if self._bucket.stays:
+        if self.bucket.stays:
             return
         items: list[Item] = []
         for matrix in self.matrices:
@@ -66,7 +67,7 @@ class Round:
             items.append(Item(matrix.route, matrix.dtype, matrix.value()))
             for path, sketch in tensors_in(matrix.sketch).items():
                 items.append(Item(matrix.state_route(sketch), sketch.dtype, matrix.kept[path]))
-        self._arrival = ToOwners(self._bucket.layout, items, f"{self._note} to owners")
+        self._arrival = ToOwners(self.bucket.layout, items, f"{self._note} to owners")
         self.nbytes += self._arrival.nbytes
 
     # ---- at the owner
@@ -79,7 +80,7 @@ class Round:
 
     def step(self, options: Mapping[str, Any]) -> None:
         """Step what this rank owns."""
-        inner = self._bucket.inner
+        inner = self.bucket.inner
         if inner is None:
             return
         inner.param_groups[0].update(options)
@@ -88,7 +89,7 @@ class Round:
         finally:
             inner.zero_grad()
         check_unchanged(inner, inner.param_groups[0], options, self.matrices[0].name)
-        if self._bucket.stays:
+        if self.bucket.stays:
             self._let_go()
 
     def _hold_in_place(self) -> list[torch.Tensor | None]:
@@ -118,7 +119,7 @@ class Round:
         return gradients
 
     def _put_state(self, matrix: Matrix, tensors: Mapping[Path, Any]) -> None:
-        inner = self._bucket.inner
+        inner = self.bucket.inner
         assert inner is not None
         assert matrix.whole is not None
         inner.state[matrix.whole] = mapped(inner.state[matrix.whole], lambda path, leaf: tensors.get(path, leaf))
@@ -127,7 +128,7 @@ class Round:
 
     def leave(self) -> None:
         """Send values and state back to the shards."""
-        if self._bucket.stays:
+        if self.bucket.stays:
             return
         values = [
             Item(matrix.route, matrix.dtype, None if matrix.whole is None else matrix.whole.detach())
@@ -143,7 +144,7 @@ class Round:
 
     def _send(self, values: list[Item], how: str) -> None:
         state = [item for matrix in self.matrices for item in self._state_items(matrix)]
-        self._departure = ToShards(self._bucket.layout, [*values, *state], f"{self._note} {how}")
+        self._departure = ToShards(self.bucket.layout, [*values, *state], f"{self._note} {how}")
         self.nbytes += self._departure.nbytes
         self._state = [item._replace(tensor=None) for item in state]
 
@@ -151,7 +152,7 @@ class Round:
         """What travels of the state of a matrix, in shards mode; its owner keeps sketches in the place of tensors."""
         if matrix.sketch is None:
             return []
-        inner, sketches = self._bucket.inner, tensors_in(matrix.sketch)
+        inner, sketches = self.bucket.inner, tensors_in(matrix.sketch)
         state = None if inner is None or matrix.whole is None else inner.state[matrix.whole]
         if state is not None and tensors_in(sketched(state)) != sketches:
             raise ShardConfigStateError(
@@ -183,6 +184,29 @@ class Round:
         self._departure, arrived = None, iter(parts)
         for matrix in self.matrices:
             matrix.kept.update({path: next(arrived) for path in tensors_in(matrix.sketch)})
+
+
+def run(rounds: Sequence[Round], options: Sequence[Mapping[str, Any]]) -> None:
+    """Go through the rounds of a step: while one is stepped, the next one comes and the one before goes back.
+
+    Args:
+        rounds: of the step.
+        options: those of each param group.
+    """
+    before: Round | None = None
+    if rounds:
+        rounds[0].begin()
+    for now, following in zip(rounds, [*rounds, None][1:], strict=True):
+        now.arrive()
+        if following is not None:
+            following.begin()
+        now.step(options[now.bucket.options])
+        if before is not None:
+            before.finish()
+        now.leave()
+        before = now
+    if before is not None:
+        before.finish()
 
 
 def _as_matrix(part: torch.Tensor, matrix: Matrix) -> torch.Tensor:
