@@ -76,11 +76,12 @@ class _Unit:
         return len(self.waiting) >= sum(map(_trains, self.params))
 
 
-def _units_of(model: nn.Module) -> list[_Unit]:
-    """The groups of a model, and a unit for each parameter that is in none."""
-    units = [_Unit([param.sharded for param in state.declaration.params]) for state in states_below(model)]
-    taken = {param for unit in units for param in unit.params}
-    return units + [_Unit([param]) for param in model.parameters() if param not in taken]
+def _units_of(model: nn.Module, stepped: set[torch.Tensor]) -> list[_Unit]:
+    """The groups of a model, and a unit for each parameter that is in none, as far as they are stepped."""
+    groups = [[param.sharded for param in state.declaration.params] for state in states_below(model)]
+    taken = {param for group in groups for param in group}
+    groups += [[param] for param in model.parameters() if param not in taken]
+    return [_Unit([param for param in group if param in stepped]) for group in groups]
 
 
 def _trains(param: torch.Tensor) -> bool:
@@ -106,9 +107,9 @@ class InBackward(Optimizer):
         self._names: dict[torch.Tensor, str] = {param: name for name, param in model.named_parameters()}
         self._accumulates = False
         self._open: _Unit | None = None  # in which a gradient has come last
-        self._units = {param: unit for unit in _units_of(model) for param in unit.params}
         stepped = {param for group in self.param_groups for param in group["params"]}
-        hooked = [param for param in self._units if param.requires_grad and param in stepped]
+        self._units = {param: unit for unit in _units_of(model, stepped) for param in unit.params}
+        hooked = [param for param in self._units if param.requires_grad]
         self._handles = [param.register_post_accumulate_grad_hook(self._arrived) for param in hooked]  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:

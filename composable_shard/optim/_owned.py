@@ -170,8 +170,9 @@ class Owned(Optimizer):
         for position, param in enumerate(params):
             name = self._name_of(param, index, position)
             own = routes_of(name, param, self._blocks.get(name))
-            if not own.keys().isdisjoint(routes):
-                raise ShardConfigValueError(f"parameter {name}: two parameters have this name; give each its own")
+            if not own.keys().isdisjoint(routes):  # without names of the user's, alike layers have alike names
+                name = f"{name} (params.{position})"
+                own = routes_of(name, param, None)
             routes |= own
             param_of |= dict.fromkeys(own, param)
             kinds |= {(route.shape, param.dtype): kinds.get((route.shape, param.dtype), name) for route in own.values()}

@@ -162,6 +162,22 @@ def test_groups_that_run_twice_or_lack_gradients_are_stepped_once(rank, world):
 
 
 @simulated(world=2)
+def test_parameters_that_the_optimizer_does_not_have_keep_their_gradients(rank, world):
+    def make(params):
+        return torch.optim.SGD([p for p in params if p.ndim > 1], lr=0.1)
+
+    ordinary, model = models()
+    optimizers = [make(list(ordinary.parameters())), cs.optim.in_backward(model, make, max_norm=None)]
+    for net, optimizer in zip((ordinary, model), optimizers, strict=True):
+        loss_of(net, rank, 0).backward()
+        kept = [p.grad is not None for p in net.parameters() if p.ndim > 1]
+        assert any(kept) == (net is ordinary)
+        assert all(p.grad is not None for p in net.parameters() if p.ndim == 1)
+        optimizer.step()
+    assert_alike(model, ordinary)
+
+
+@simulated(world=2)
 def test_a_closure_runs_the_backward_that_steps(rank, world):
     ordinary, model = models()
     optimizers = [KINDS["sgd"](list(ordinary.parameters())), cs.optim.in_backward(model, KINDS["sgd"])]

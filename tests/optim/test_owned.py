@@ -173,12 +173,13 @@ def test_bfloat16_parameters_step_as_in_one_process(rank, world):
     check_steps(model, optimizer, single, plain, rank)
 
 
+@pytest.mark.parametrize("state", ["owner", "shards"])
 @simulated(world=2)
-def test_frozen_parameters_and_those_without_a_gradient_stay(rank, world):
+def test_frozen_parameters_and_those_without_a_gradient_stay(rank, world, state):
     plain, model = pair(sharded)
     for net in (plain, model):
         net.blocks[0].requires_grad_(False)
-    optimizer = cs.optim.owned(MUON, matrices(model), lr=0.02)
+    optimizer = cs.optim.owned(MUON, matrices(model), lr=0.02, state=state)
     single = Single(MUON, matrices(plain), lr=0.02)
     check_steps(model, optimizer, single, plain, rank, steps=1)
     backward(model, rank, 1)
@@ -259,6 +260,15 @@ def test_parameters_are_added_later(rank, world):
     optimizer = cs.optim.owned(MUON, pairs[:4], lr=0.02)
     optimizer.add_param_group({"params": [p for _, p in pairs[4:]]})
     check_steps(model, optimizer, Single(MUON, matrices(plain), lr=0.02), plain, rank)
+
+
+@simulated(world=2)
+def test_alike_layers_without_names_are_told_apart(rank, world):
+    plain, model = pair(sharded, lambda: Transformer(layers=2))
+    optimizer = cs.optim.owned(MUON, [p for _, p in matrices(model)], lr=0.02)
+    check_steps(model, optimizer, Single(MUON, matrices(plain), lr=0.02), plain, rank)
+    with pytest.raises(cs.ShardConfigValueError, match=r"parameter attention_norm\.weight: Muon does not take it"):
+        cs.optim.owned(MUON, model.parameters())
 
 
 @simulated(world=2)
