@@ -177,6 +177,7 @@ def test_parameters_that_the_optimizer_does_not_have_keep_their_gradients(rank, 
     assert_alike(model, ordinary)
 
 
+@pytest.mark.matrix
 @simulated(world=2)
 def test_a_closure_runs_the_backward_that_steps(rank, world):
     ordinary, model = models()
@@ -261,6 +262,7 @@ def test_checkpoints_are_those_of_the_one_optimizer(rank, world, tmp_path):
     goes_on(rank, world, tmp_path)
 
 
+@pytest.mark.matrix
 @simulated(world=2)
 def test_a_state_dict_is_loaded_into_the_optimizer_that_steps(rank, world):
     one, two = models()

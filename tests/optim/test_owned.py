@@ -37,7 +37,7 @@ def muon_pair(rank, shard=sharded, net=Net, dtype=torch.float32, options=None, *
     return model, optimizer, plain, Single(MUON, matrices(plain), rows, **options)
 
 
-@pytest.mark.parametrize("state", ["owner", "shards"])
+@pytest.mark.parametrize("state", ["owner", more("shards")])
 @distributed(world=(2, more(4)))
 def test_twenty_steps_of_two_optimizers_equal_those_of_one_process_to_the_bit(rank, world, state):
     plain, model = pair(sharded, lambda: Transformer(layers=2))
@@ -99,6 +99,7 @@ def test_replicas_do_the_same_each_among_themselves(rank, world, state):
     cs.check_replicas(model, optimizer)
 
 
+@pytest.mark.matrix
 @simulated(world=4)
 def test_a_cut_along_another_dim_is_put_together(rank, world):
     def last(param):
@@ -224,6 +225,7 @@ def test_a_closure_is_called_once_and_its_loss_returned(rank, world):
     assert_equal(model, plain)
 
 
+@pytest.mark.matrix
 @simulated(world=2)
 def test_hooks_of_users_run_around_the_step(rank, world):
     model, optimizer, _, _ = muon_pair(rank)

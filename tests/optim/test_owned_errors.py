@@ -56,7 +56,7 @@ def test_options_that_the_optimizer_refuses_are_refused(rank, world):
 
 @pytest.mark.parametrize(("kind", "options", "error", "match"), [
     (torch.optim.LBFGS, {}, ShardConfigTypeError, "LBFGS calls the closure several times"),
-    (nn.Linear, {"out_features": 2}, ShardConfigTypeError, "kind: must be a class"),
+    (lambda params: params, {}, ShardConfigTypeError, "kind: must be a class"),
     (17, {}, ShardConfigTypeError, "kind: must be a class"),
     (torch.optim.AdamW, {"differentiable": True}, ShardConfigValueError, "differentiable"),
     (MUON, {"state": "nowhere"}, ShardConfigValueError, "state: must be 'owner' or 'shards'"),
