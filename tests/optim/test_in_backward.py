@@ -108,6 +108,7 @@ def test_without_gradient_synchronisation_micro_batches_accumulate(rank, world):
         assert_alike(model, ordinary)
 
 
+@pytest.mark.matrix
 @simulated(world=2)
 def test_micro_batches_that_are_reduced_accumulate_where_the_user_says_so(rank, world):
     ordinary, model = models()
@@ -279,6 +280,7 @@ def test_a_state_dict_is_loaded_into_the_optimizer_that_steps(rank, world):
         assert_alike(one, two)
 
 
+@pytest.mark.matrix
 def test_a_model_that_is_not_sharded_steps_parameter_by_parameter():
     ordinary, model = models(lambda model: None)
     optimizers = [KINDS["adamw"](list(ordinary.parameters())), cs.optim.in_backward(model, KINDS["adamw"])]

@@ -67,7 +67,9 @@ def test_twenty_steps_of_two_optimizers_equal_those_of_one_process_to_the_bit(ra
 
 
 @pytest.mark.parametrize("state", ["owner", "shards"])
-@pytest.mark.parametrize("kind", [Shampoo, torch.optim.AdamW, torch.optim.Adagrad], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [Shampoo, more(torch.optim.AdamW), more(torch.optim.Adagrad)], ids=lambda kind: kind.__name__
+)
 @simulated(world=4)
 def test_stacks_and_blocks_of_rows_are_matrices_of_their_own(rank, world, kind, state):
     plain, model = pair(sharded)
@@ -131,6 +133,7 @@ def test_beside_tensor_parallelism_matrices_are_put_together_over_both_axes(rank
         assert torch.equal(buffer, torch.stack(parts) if param.ndim == 3 else parts[0])
 
 
+@pytest.mark.matrix
 @simulated(world=2)
 def test_one_rank_after_the_other_may_be_alone_in_a_mesh(rank, world):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -139,6 +142,7 @@ def test_one_rank_after_the_other_may_be_alone_in_a_mesh(rank, world):
     assert optimizer.sent_bytes == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("options", [
     {"weight_decay": 0.3, "nesterov": False},
     {"lr": torch.tensor(0.03)},
@@ -206,6 +210,7 @@ def test_a_step_without_any_gradient_sends_nothing(rank, world):
     assert_equal(model, plain)
 
 
+@pytest.mark.matrix
 @simulated(world=2)
 def test_a_closure_is_called_once_and_its_loss_returned(rank, world):
     model, optimizer, plain, single = muon_pair(rank)
@@ -255,6 +260,7 @@ def test_a_grad_scaler_skips_steps_with_infinities_and_makes_the_others(rank, wo
         assert_equal(model, plain)
 
 
+@pytest.mark.matrix
 @simulated(world=4)
 def test_parameters_are_added_later(rank, world):
     plain, model = pair(sharded)

@@ -103,6 +103,7 @@ def test_a_parameter_with_a_pending_sum_is_no_cut(rank, world):
         cs.optim.owned(MUON, [("pending", summed)])
 
 
+@pytest.mark.matrix
 @simulated(world=2)
 def test_a_model_that_was_converted_needs_another_optimizer(rank, world):
     model = net()

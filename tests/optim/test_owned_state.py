@@ -101,6 +101,7 @@ def test_a_state_dict_is_that_of_one_process_in_shards(rank, world):
     assert saved["param_groups"][0]["lr"] == 0.02
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("state", ["owner", "shards"])
 @simulated(world=2)
 def test_a_state_dict_that_is_loaded_again_changes_nothing(rank, world, state):
@@ -185,6 +186,7 @@ def test_full_states_are_gathered_and_loaded(rank, world):
         go_on(other, again, plain, single, rank, (plain_values, single_state))
 
 
+@pytest.mark.matrix
 @distributed(world=4)
 def test_states_of_replicas_are_compared_and_made_equal(rank, world):
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
