@@ -36,11 +36,11 @@ from ._errors import ShardConfigValueError as ShardConfigValueError
 from ._errors import StaleStateError as StaleStateError
 from ._faults.replicas import broadcast_state as broadcast_state
 from ._faults.replicas import check_replicas as check_replicas
-from ._gradients import average_by_tokens as average_by_tokens
-from ._gradients import clip_grad_norm_ as clip_grad_norm_
-from ._gradients import total_tokens as total_tokens
 from ._integrations.install import install as install
 from ._integrations.install import uninstall as uninstall
+from ._module.gradients import average_by_tokens as average_by_tokens
+from ._module.gradients import clip_grad_norm_ as clip_grad_norm_
+from ._module.gradients import total_tokens as total_tokens
 from ._module.methods import GradientReductionHandle as GradientReductionHandle
 from ._module.methods import share_comm_ctx as share_comm_ctx
 from ._module.module import FSDPModule as FSDPModule
@@ -79,6 +79,7 @@ except _PackageNotFoundError:  # run from a checkout that was never installed
 
 if _TYPE_CHECKING:
     from . import checkpoint as checkpoint
+    from . import optim as optim
     from . import planner as planner
     from ._integrations.loggers import TrainingLog as TrainingLog
     from ._integrations.loggers import log_to as log_to
@@ -101,12 +102,13 @@ _LOADED_WHEN_USED = {
     "full_optimizer_state_dict": "checkpoint._full.optimizer",
     "load_full_optimizer_state_dict": "checkpoint._full.optimizer",
     "full_parameters": "checkpoint._full.parameters",
+    "optim": "optim",
     "planner": "planner",
 }  # names, by the module that has them, or that they are
 
 _keep_from_dynamo(_sys.modules, __name__)
 __all__ = sorted(
-    {*_LOADED_WHEN_USED, *(name for name in globals() if not name.startswith("_"))} - {"checkpoint", "planner"}
+    {*_LOADED_WHEN_USED, *(name for name in globals() if not name.startswith("_"))} - {"checkpoint", "optim", "planner"}
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from .._comm.own_groups import own_group
 from .._errors import RankMismatchError, ShardConfigValueError
 from .._torch.core import without_dispatch_modes
 from .._torch.distributed import local_tensor
+from .settings import put_sharded_state, sharded_state_of
 
 PERIOD = "COMPOSABLE_SHARD_CHECK_REPLICAS"
 _PERIOD_IN_DEBUG = 10
@@ -68,7 +69,7 @@ class Rolling:
         if not period or self._forwards % period or model is None:
             return None
         statistics = _statistics(model)
-        values = [value for value in _values(model, None, generators=False) if id(value.held) not in statistics]
+        values = [value for value in _values(model, None, {}, generators=False) if id(value.held) not in statistics]
         if not values:
             return None
         self._next += 1
@@ -114,7 +115,8 @@ def check_replicas(
             makes it equal.
     """
     difference = ""
-    values = [*_values(model, optimizer, generators)]
+    state = {} if optimizer is None else sharded_state_of(optimizer)
+    values = [*_values(model, optimizer, state, generators)]
     axes = _axes(model)
     for group in dict.fromkeys([*axes, *[group for value in values for group in value.groups]]):
         here = _difference(group, [value for value in values if group in value.groups])  # on all its ranks
@@ -136,18 +138,24 @@ def broadcast_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
         optimizer: of its parameters; settings and state are sent, too. It must have the same param groups on all ranks.
     """
     with torch.no_grad(), without_dispatch_modes():
-        for value in _values(model, optimizer, generators=False):
+        state = {} if optimizer is None else sharded_state_of(optimizer)
+        for value in _values(model, optimizer, state, generators=False):
             for group in value.groups:
                 if isinstance(value.held, torch.Tensor):
                     _send(value.held, group)
     if optimizer is not None:
-        for group in _axes(model):
-            settings: list[Any] = [[_settings(each) for each in optimizer.param_groups]]
-            dist.broadcast_object_list(settings, group=own_group(group, _device(group)), group_src=0)
-            for own, sent in zip(optimizer.param_groups, settings[0], strict=True):
-                own.update(sent)
+        put_sharded_state(optimizer, state)
+        _send_settings(optimizer, _axes(model))
     for reshard in filter(None, [getattr(module, "reshard", None) for module in model.modules()]):
         reshard()  # weights that were gathered before
+
+
+def _send_settings(optimizer: torch.optim.Optimizer, axes: tuple[dist.ProcessGroup, ...]) -> None:
+    for group in axes:
+        settings: list[Any] = [[_settings(each) for each in optimizer.param_groups]]
+        dist.broadcast_object_list(settings, group=own_group(group, _device(group)), group_src=0)
+        for own, sent in zip(optimizer.param_groups, settings[0], strict=True):
+            own.update(sent)
 
 
 def _send(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -166,7 +174,12 @@ def _axes(model: nn.Module) -> tuple[dist.ProcessGroup, ...]:
     return tuple(dict.fromkeys(group for group in groups if group.size() > 1))
 
 
-def _values(model: nn.Module, optimizer: torch.optim.Optimizer | None, generators: bool) -> Iterator[_Value]:
+def _values(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    state: Mapping[torch.Tensor, Any],
+    generators: bool,
+) -> Iterator[_Value]:
     axes = _axes(model)
     names: dict[int, str] = {}
     for name, param in model.named_parameters():
@@ -182,7 +195,7 @@ def _values(model: nn.Module, optimizer: torch.optim.Optimizer | None, generator
         for name, setting in _settings(group).items():
             yield _Value(f"{name} of the optimizer's param group {index}", setting, axes)
         for param in group["params"]:
-            for name, held in sorted(optimizer.state.get(param, {}).items()):
+            for name, held in sorted(state.get(param, {}).items()):
                 yield from _tensor(f"{name} of the optimizer for {names.get(id(param), 'a parameter')}", held, axes)
 
 

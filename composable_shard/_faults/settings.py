@@ -8,6 +8,7 @@ have a credit, and when it is used up only some of the steps say more than that 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,6 +30,24 @@ def _number(rate: Any) -> float | str:
     if isinstance(rate, torch.Tensor):
         return rate.item() if rate.device.type == "cpu" else "on a device"  # which nobody waits for here
     return float(rate) if rate is not None else "none"
+
+
+def sharded_state_of(optimizer: torch.optim.Optimizer) -> Mapping[torch.Tensor, Any]:
+    """The state of an optimizer by parameter, cut as the parameters are.
+
+    An optimizer that keeps it in another way has a method `sharded_state`, which is a collective, and takes it back by
+    `put_sharded_state`.
+    """
+    made = getattr(optimizer, "sharded_state", None)
+    state: Mapping[torch.Tensor, Any] = optimizer.state if made is None else made()
+    return state
+
+
+def put_sharded_state(optimizer: torch.optim.Optimizer, state: Mapping[torch.Tensor, Any]) -> None:
+    """The state that `sharded_state_of` gave was changed in place: let the optimizer have it, if it does not yet."""
+    put = getattr(optimizer, "put_sharded_state", None)
+    if put is not None:
+        put(state)
 
 
 class Credit:

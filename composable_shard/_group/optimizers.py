@@ -52,7 +52,8 @@ def note_optimizer(optimizer: Optimizer) -> None:
 def state_of_optimizers(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors that the optimizers that are known keep for these parameters."""
     optimizers = list(filter(None, map(call, _optimizers.valuerefs())))
-    return tree_tensors([optimizer.state.get(param, {}) for optimizer in optimizers for param in params])
+    states = {id(optimizer.state): optimizer.state for optimizer in optimizers}  # one may stand around another
+    return tree_tensors([state.get(param, {}) for state in states.values() for param in params])
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._errors import ShardConfigTypeError, ShardConfigValueError
-from .._gradients import watch_clipping
 from .._group.optimizers import watch_steps
+from .._module.gradients import watch_clipping
 from .._module.state import ShardState
 from .._plan.plan import ShardPlan
 from .._policies import require_count

@@ -221,6 +221,27 @@ def test_checkpoints_are_timed_beside_dcp_and_plain_files(tmp_path: Path) -> Non
 
 
 @pytest.mark.matrix
+def test_optimizers_at_owners_are_measured_beside_gathered_matrices(tmp_path: Path) -> None:
+    file = tmp_path / "optimizers.json"
+    small = ["--world=2", "--width=64", "--layers=1", "--rounds=2", "--fabric=8", "--fabric-layers=1"]
+    assert "A step of Muon" in bench("optimizers.py", *small, f"--json={file}", limit_s=240.0)
+    results = {(r["network"], r["side"]): r for r in read(file)["results"]}
+    assert results["gloo", "owner"]["apart"] == results["gloo", "gathered"]["apart"] == 0.0
+    assert results["fabric", "owner"]["sent_mb"] < results["fabric", "gathered"]["sent_mb"]
+    assert results["fabric", "owner"]["over_gathered"]["median"] < 1
+
+
+@pytest.mark.matrix
+def test_gradients_that_live_are_counted_beside_fsdp2(tmp_path: Path) -> None:
+    file = tmp_path / "backward.json"
+    shape = "--shape=layers=2,width=64,heads=2,vocabulary=128,sequence=16"
+    assert "behind backward" in bench("backward_memory.py", shape, "--world=2", f"--json={file}", limit_s=240.0)
+    results = {r["engine"]: r for r in read(file)["results"]}
+    assert results["ours-in-backward"]["gradients"] < results["ours"]["gradients"] == results["fsdp2"]["gradients"]
+    assert results["ours-in-backward"]["behind_backward"] == results["ours-in-backward"]["between"]
+
+
+@pytest.mark.matrix
 def test_the_house_is_measured_beside_fsdp2(tmp_path: Path) -> None:
     file = tmp_path / "house.json"
     assert "step functions" in bench("house.py", f"--json={file}")

@@ -155,6 +155,19 @@ def test_the_examples_about_training_run(tmp_path, monkeypatch):
     assert {"train/loss", "train/grad_norm", "step/tokens_per_second", "lr", "pool/peak_bytes"} <= lines[-1].keys()
 
 
+def test_the_examples_about_optimizers_run():
+    page = ROOT / "docs" / "optimizers.md"
+    examples = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert len(examples) == 4
+
+    def body(world):
+        names = {}
+        for example in examples:
+            exec(compile(example, str(page), "exec"), names)
+
+    spmd(2)(body)
+
+
 def test_the_picture_on_the_first_page_is_made_by_the_script_beside_it():
     text = README.read_text()
     (picture,) = re.findall(r"!\[[^\]]*\]\(docs/(\w+\.png)\)", text)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
 from ..._errors import CheckpointError, ShardConfigValueError
+from ..._faults.settings import put_sharded_state, sharded_state_of
 from ..._torch.core import tree_tensors
 from ..._torch.distributed import dtensor_at
 from .ranks import ModelRanks
@@ -51,10 +52,11 @@ def full_optimizer_state_dict(
     names = _names(held, optimizer)
     wanted = held.ranks.leads or not rank0_only
     device = torch.device("cpu") if cpu_offload else None
-    state: dict[str, dict[str, Any]] = {name: {} for param, name in names.items() if param in optimizer.state}
+    sharded = sharded_state_of(optimizer)
+    state: dict[str, dict[str, Any]] = {name: {} for param, name in names.items() if param in sharded}
     parts = []
     for param, name in names.items():
-        for key, value in optimizer.state.get(param, {}).items():
+        for key, value in sharded.get(param, {}).items():
             state[name][key] = None  # keeps the order
             if isinstance(value, DTensor):
                 parts.append(Part.of((name, key), value))
@@ -134,17 +136,25 @@ def load_full_optimizer_state_dict(
     targets: dict[tuple[str, str], _Target] = {}
     fresh: dict[str, dict[str, Any]] = {name: dict.fromkeys(keys) for name, keys in offer.keys.items()}
     for param, name in names.items():
-        before = optimizer.state.pop(param, {})  # its memory is free before new tensors come
+        before = _released(optimizer, param)
         for key in fresh.get(name, ()):
             if (name, key) in offer.tensors:
                 targets[name, key] = _Target.of(held.params[name], *offer.tensors[name, key], before.get(key))
         del before
     for group in optimizer.param_groups:
         _restore(group, held, names, offer, fresh)
-    optimizer.state.update({param: fresh[name] for param, name in names.items() if name in fresh})
+    state: dict[torch.Tensor, Any] = {param: fresh[name] for param, name in names.items() if name in fresh}
     _replace_own(optimizer, offer.own)
     for (name, key), value in _pieces(targets, held, given, broadcast_from_rank0):
         fresh[name][key] = targets[name, key].made(value, held.ranks)
+    optimizer.state.update(state)
+    put_sharded_state(optimizer, state)
+
+
+def _released(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, Any]:
+    """What the optimizer has had for a parameter, whose memory is free before new tensors come."""
+    before: dict[str, Any] = optimizer.state.pop(param, {})
+    return {} if hasattr(optimizer, "put_sharded_state") else before  # that is not cut as the parameter
 
 
 def _replace_own(optimizer: torch.optim.Optimizer, own: Mapping[str, Any] | None) -> None:

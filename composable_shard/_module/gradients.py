@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ._comm.mesh import compute_device, default_device_type
-from ._errors import ShardConfigTypeError, ShardConfigValueError
-from ._module.state import states_below
-from ._torch.core import HANDLES
-from ._torch.distributed import backend_name, sum_over_ranks
+from .._comm.mesh import compute_device, default_device_type
+from .._errors import ShardConfigTypeError, ShardConfigValueError
+from .._torch.core import HANDLES
+from .._torch.distributed import backend_name, sum_over_ranks
+from .state import states_below
 
 Ranks = nn.Module | DeviceMesh | dist.ProcessGroup | None
 _NEAR = 16  # autograd nodes of a loss that are searched for a division by no tokens

@@ -1,0 +1,294 @@
+"""`in_backward`: an optimizer that steps each group as soon as its gradients are there, inside of backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate
+from torch.optim import Optimizer
+
+from .._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
+from .._module.state import states_below
+from .._torch.distributed import local_tensor, sum_over_ranks
+from ._checks import check_steps_once, check_unchanged, title_of
+from ._matrices import shard_of
+from ._owned import Owned
+
+Make = Callable[[list[nn.Parameter]], Optimizer]
+GROUP, DELAYED = "group", "delayed"
+_TINY = 1e-6  # as in `clip_grad_norm_`
+
+
+def in_backward(model: nn.Module, make: Make, *, max_norm: float | None = None, norm_of: str = GROUP) -> InBackward:
+    """Step each group of parameters inside of backward, as soon as its gradients are reduced, and free these at once.
+
+    So the gradients of all groups never exist together::
+
+        optimizer = cs.optim.in_backward(model, lambda params: torch.optim.AdamW(params, lr=1e-3))
+        for batch in batches:
+            loss_of(model, batch).backward()  # steps
+            optimizer.step()                  # ends the step: steps what no group has waited for
+            scheduler.step()
+
+    Weights are those of an ordinary step, to the bit, if nothing is clipped. A group is what one call of `fully_shard`
+    has taken; parameters that no call has taken are a group each. With gradient synchronisation off nothing is reduced
+    and nothing stepped: gradients of several micro-batches accumulate so, and the last backward steps. Where each
+    micro-batch is reduced, run all but the last one under `optimizer.accumulating()`.
+
+    Args:
+        model: sharded or not.
+        make: makes the optimizer of a list of parameters, or of param groups that it makes of these; called once, with
+            all parameters of the model. It keeps its state by parameter.
+        max_norm: gradients are scaled so that their norm, over all ranks, is at most this; None for no clipping.
+        norm_of: which norm. ``"group"``: that of the gradients of each group. ``"delayed"``: that of all gradients of
+            the step before, since that of this one is known only when all are gone; the first step is not clipped.
+
+    Raises:
+        ShardConfigTypeError: `make` makes no optimizer, or one that cannot step a group at a time.
+        ShardConfigValueError: an argument cannot be.
+    """
+    return InBackward(model, make, max_norm=max_norm, norm_of=norm_of)
+
+
+class _Unit:
+    """A group of parameters that are stepped together.
+
+    Args:
+        params: of the group.
+
+    Attributes:
+        waiting: those whose gradient is there.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self.params = params
+        self.waiting: dict[torch.Tensor, None] = {}
+
+    def take(self, param: torch.Tensor) -> bool:
+        """A gradient is there; returns whether it was the last one."""
+        self.waiting[param] = None
+        return len(self.waiting) >= sum(map(_trains, self.params))
+
+
+def _units_of(model: nn.Module, stepped: set[torch.Tensor]) -> list[_Unit]:
+    """The groups of a model, and a unit for each parameter that is in none, as far as they are stepped."""
+    groups = [[param.sharded for param in state.declaration.params] for state in states_below(model)]
+    taken = {param for group in groups for param in group}
+    groups += [[param] for param in model.parameters() if param not in taken]
+    return [_Unit([param for param in group if param in stepped]) for group in groups]
+
+
+def _trains(param: torch.Tensor) -> bool:
+    return param.requires_grad
+
+
+class InBackward(Optimizer):
+    """What `in_backward` makes. Its state, param groups and state dict are those of the one optimizer of `make`.
+
+    Attributes:
+        last_norm: of all gradients of the last step, over all ranks, before they were clipped; 0-dim. None before the
+            first step, and without ``norm_of="delayed"``.
+    """
+
+    def __init__(self, model: nn.Module, make: Make, *, max_norm: float | None = None, norm_of: str = GROUP) -> None:
+        _check_arguments(max_norm, norm_of)
+        self._max_norm, self._delays = max_norm, norm_of == DELAYED
+        self.last_norm: torch.Tensor | None = None
+        self._norms = _Norms()
+        self._inner = _made(make, model)
+        super().__init__(self._inner.param_groups, self._inner.defaults)
+        self.state = self._inner.state
+        self._names: dict[torch.Tensor, str] = {param: name for name, param in model.named_parameters()}
+        self._accumulates = False
+        self._open: _Unit | None = None  # in which a gradient has come last
+        stepped = {param for group in self.param_groups for param in group["params"]}
+        self._units = {param: unit for unit in _units_of(model, stepped) for param in unit.params}
+        hooked = [param for param in self._units if param.requires_grad]
+        self._handles = [param.register_post_accumulate_grad_hook(self._arrived) for param in hooked]  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ShardConfigStateError(
+            "an optimizer of `in_backward` is hooked to its model and cannot be copied or pickled; make another one, "
+            "and load what its state_dict gives"
+        )
+
+    # ---- inside of backward
+
+    def _arrived(self, param: torch.Tensor) -> None:
+        """The gradient of a parameter is there."""
+        if self._accumulates:
+            return
+        unit = self._units[param]
+        if self._open is not None and self._open is not unit:
+            self._flush(self._open)  # it lacks gradients that will not come
+        self._open = unit
+        if unit.take(param):
+            self._flush(unit)
+
+    def _flush(self, unit: _Unit) -> None:
+        """Step what has a gradient in a group, and free it."""
+        self._open = None
+        params = [param for param in unit.waiting if param.grad is not None]
+        unit.waiting.clear()
+        if params:
+            self._step_some(params)
+
+    @torch.no_grad()
+    def _step_some(self, params: Sequence[torch.Tensor]) -> None:
+        self._clip(params)
+        wanted = set(params)
+        options = [{**group, "params": None} for group in self.param_groups]
+        groups = [
+            {**group, "params": [param for param in group["params"] if param in wanted]} for group in self.param_groups
+        ]
+        self._inner.param_groups[:] = groups
+        self._inner.step()
+        for group, given in zip(groups, options, strict=True):
+            check_unchanged(self._inner, group, given, self._names.get(params[0], "of the model"))
+        self._inner.zero_grad()
+
+    def _clip(self, params: Sequence[torch.Tensor]) -> None:
+        if self._max_norm is None:
+            return
+        if not self._delays:
+            norms = _Norms()
+            norms.add(params)
+            _scale(params, self._max_norm, norms.total())
+            return
+        self._norms.add(params)
+        if self.last_norm is not None:
+            _scale(params, self._max_norm, self.last_norm)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """In this context a backward adds to gradients and steps nothing."""
+        before, self._accumulates = self._accumulates, True
+        try:
+            yield
+        finally:
+            self._accumulates = before
+
+    def remove_hooks(self) -> None:
+        """From now on backward steps nothing, and `step` does what that of any optimizer does."""
+        for handle in self._handles:
+            handle.remove()
+
+    # ---- behind backward
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """End a step: step what has a gradient still, and with ``norm_of="delayed"`` sum up the norm over ranks.
+
+        Args:
+            closure: runs the backward that steps; it is called once.
+
+        Returns:
+            what the closure has returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._open = None
+        for unit in dict.fromkeys(self._units.values()):
+            unit.waiting.update(dict.fromkeys(unit.params))
+            self._flush(unit)
+        if self._max_norm is not None and self._delays:
+            self.last_norm, self._norms = self._norms.total(), _Norms()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take a param group of `make`; no other one can be added.
+
+        Raises:
+            ShardConfigStateError: it is another one.
+        """
+        if "_units" in self.__dict__:
+            raise ShardConfigStateError(
+                "in_backward: its groups are those of `make`; make another optimizer for parameters that come later"
+            )
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As that of the optimizer of `make`."""
+        super().load_state_dict(state_dict)
+        self._inner.__setstate__({"state": self.state, "param_groups": [*self.param_groups]})
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What `GradScaler.step` asks first.
+
+        Raises:
+            ShardConfigStateError: always.
+        """
+        raise ShardConfigStateError(
+            "in_backward: a GradScaler looks for infinities when all gradients are there, and in_backward has stepped "
+            "with scaled ones by then; train in bfloat16 without a scaler, or use an ordinary optimizer"
+        )
+
+
+class _Norms:
+    """Squares of gradients, summed up by the ranks over which they are cut."""
+
+    def __init__(self) -> None:
+        self._squares: dict[tuple[DeviceMesh | None, tuple[int, ...]], torch.Tensor] = {}
+
+    def add(self, params: Sequence[torch.Tensor]) -> None:
+        """Take in the gradients of some parameters."""
+        for param in params:
+            gradient = param.grad
+            assert gradient is not None
+            key: tuple[DeviceMesh | None, tuple[int, ...]] = (None, ())
+            if isinstance(gradient, DTensor):
+                placements = gradient.placements
+                cuts = [axis for axis, placed in enumerate(placements) if not isinstance(placed, Replicate)]
+                key, gradient = (gradient.device_mesh, tuple(cuts)), local_tensor(gradient)
+            square = torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+            self._squares[key] = self._squares[key] + square if key in self._squares else square
+
+    def total(self) -> torch.Tensor:
+        """The norm of all of them, 0-dim. A collective, in one order on all ranks."""
+        total = torch.zeros(())
+        for (mesh, axes), squares in self._squares.items():
+            for axis in axes:
+                assert mesh is not None
+                squares = sum_over_ranks(squares, mesh.get_group(axis))
+            total = total.to(squares.device) + squares
+        return total.sqrt()
+
+
+def _scale(params: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    """Scale gradients as those whose norm is `norm` have to be."""
+    factor = (max_norm / (norm + _TINY)).clamp(max=1.0)
+    gradients = [shard_of(param.grad) for param in params if param.grad is not None]
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.device))
+
+
+def _check_arguments(max_norm: float | None, norm_of: str) -> None:
+    if max_norm is not None and not max_norm > 0:
+        raise ShardConfigValueError(f"max_norm: must be positive, or None for no clipping; got {max_norm!r}")
+    if norm_of not in (GROUP, DELAYED):
+        raise ShardConfigValueError(f"norm_of: must be {GROUP!r} or {DELAYED!r}, got {norm_of!r}")
+
+
+def _made(make: Make, model: nn.Module) -> Optimizer:
+    """The optimizer of all parameters.
+
+    Raises:
+        ShardConfigTypeError: it is none, or cannot step a group at a time.
+    """
+    made = make(list(model.parameters()))
+    if not isinstance(made, Optimizer):
+        raise ShardConfigTypeError(f"make: must make a torch.optim.Optimizer, and has made {title_of(made)}")
+    if isinstance(made, Owned):
+        raise ShardConfigTypeError(
+            "make: `owned` steps when all gradients are there, to send those of several groups together; use it alone"
+        )
+    check_steps_once("make", made)
+    return made

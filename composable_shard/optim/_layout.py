@@ -1,0 +1,248 @@
+"""Which box of a tensor each rank holds, and among which ranks a tensor is cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+from .._comm.agreement import is_shared
+from .._comm.mesh import compute_device
+from .._comm.own_groups import own_group
+from .._errors import ShardConfigUnsupportedError
+from .._faults.ledger import Ledger
+from .._faults.watch import ledger_of
+from .._torch.distributed import flattened_mesh, is_native
+
+Placed = Sequence[Any]  # a placement for each axis of a mesh
+
+
+class Box(NamedTuple):
+    """A part of a tensor: where it begins, and what it spans."""
+
+    begin: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def common(self, other: Box) -> Box | None:
+        """What is in both; None if that is nothing."""
+        begin = tuple(map(max, self.begin, other.begin))
+        ends = [min(*both) for both in zip(self._ends(), other._ends(), strict=True)]
+        shape = tuple(end - start for start, end in zip(begin, ends, strict=True))
+        return Box(begin, shape) if min(shape, default=1) > 0 else None
+
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(start + size for start, size in zip(self.begin, self.shape, strict=True))
+
+    def slices(self, within: Box) -> tuple[slice, ...]:
+        """Where it lies in the memory of a box around it."""
+        starts = [start - base for start, base in zip(self.begin, within.begin, strict=True)]
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How a tensor is cut over ranks.
+
+    Attributes:
+        device: where this rank computes.
+        group: the process group of ours over which it is cut; None if each rank holds all of it.
+        rank: this rank's index in the group.
+        boxes: by rank of the group, what it holds.
+        mesh, placements: of DTensors that are cut so; no mesh for a plain tensor.
+        ledgers: that of the group; none where no other process is in it.
+    """
+
+    device: torch.device
+    group: dist.ProcessGroup | None
+    rank: int
+    boxes: tuple[Box, ...]
+    mesh: DeviceMesh | None
+    placements: tuple[Any, ...]
+    ledgers: tuple[Ledger, ...] = ()
+
+    @property
+    def own(self) -> Box:
+        """What this rank holds."""
+        return self.boxes[self.rank]
+
+    def by_first_dim(self, shape: tuple[int, ...]) -> Layout:
+        """How a tensor of another shape is cut over the same ranks: its first dim, along the first axis that cuts."""
+        if self.mesh is None:
+            return Layout(self.device, None, 0, (whole_box(shape),), None, ())
+        cuts = [axis for axis, placed in enumerate(self.placements) if not isinstance(placed, Replicate)]
+        placements = tuple(Shard(0) if axis in cuts[:1] else Replicate() for axis in range(self.mesh.ndim))
+        boxes = _boxes(shape, self.mesh, placements, self.group)
+        return replace(self, boxes=boxes, placements=placements)
+
+    def in_chunks(self, shape: tuple[int, ...]) -> Layout:
+        """How a tensor of another shape is cut into equal parts of its first dim, over all ranks of the group."""
+        chunk = -(-shape[0] // len(self.boxes))
+        begins = [min(chunk * rank, shape[0]) for rank in range(len(self.boxes) + 1)]
+        rest = tuple(shape[1:])
+        boxes = [Box((begin, *[0] * len(rest)), (end - begin, *rest)) for begin, end in pairwise(begins)]
+        return replace(self, boxes=tuple(boxes), mesh=None, placements=())
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def layout_of(name: str, param: torch.Tensor) -> Layout:
+    """How a parameter is cut. Where several axes of its mesh cut it, all ranks of the world must call this.
+
+    Raises:
+        ShardConfigUnsupportedError: it is placed in a way that is no cut of its dims, or its mesh has no names.
+    """
+    if not isinstance(param, DTensor):
+        return Layout(param.device, None, 0, (whole_box(param.shape),), None, ())
+    mesh, placements = param.device_mesh, tuple(param.placements)
+    device = compute_device(mesh.device_type)
+    for placed in placements:
+        if not (isinstance(placed, Replicate) or hasattr(placed, "dim")):
+            raise ShardConfigUnsupportedError(
+                f"parameter {name}: is placed as {placements} on {mesh}; whole tensors are made of parameters that "
+                "are sharded or replicated"
+            )
+    group = _group_of(name, mesh, placements, device)
+    rank = 0 if group is None else group.rank()
+    boxes = _boxes(tuple(param.shape), mesh, placements, group)
+    return Layout(device, group, rank, boxes, mesh, placements, _ledgers(group, device))
+
+
+def _ledgers(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Ledger, ...]:
+    """The ledger of a process group of ours; none if it is of one rank, of a simulated world, or made in Python."""
+    if group is None or not is_native(group) or not is_shared(group, device):
+        return ()
+    return (ledger_of(group, device),)
+
+
+def _group_of(name: str, mesh: DeviceMesh, placements: Placed, device: torch.device) -> dist.ProcessGroup | None:
+    """The ranks over which a tensor is cut: those along all axes that cut it."""
+    cuts = [axis for axis, placed in enumerate(placements) if not isinstance(placed, Replicate)]
+    cuts = [axis for axis in cuts if mesh.size(axis) > 1]
+    if not cuts:
+        return None
+    if len(cuts) == 1:
+        return own_group(mesh.get_group(cuts[0]), device)
+    if mesh.mesh_dim_names is None:
+        raise ShardConfigUnsupportedError(
+            f"parameter {name}: is cut over {len(cuts)} axes of {mesh}, which have no names; give them some "
+            "(init_device_mesh with mesh_dim_names)"
+        )
+    names = tuple(mesh.mesh_dim_names[axis] for axis in cuts)
+    return own_group(flattened_mesh(mesh, names).get_group(), device)
+
+
+def _boxes(
+    shape: tuple[int, ...], mesh: DeviceMesh, placements: Placed, group: dist.ProcessGroup | None
+) -> tuple[Box, ...]:
+    """By rank of the group, what it holds."""
+    if group is None:
+        return (whole_box(shape),)
+    coordinates = [(mesh.mesh == rank).nonzero()[0].tolist() for rank in dist.get_process_group_ranks(group)]
+    return tuple(_box(shape, mesh, placements, at) for at in coordinates)
+
+
+def _box(shape: tuple[int, ...], mesh: DeviceMesh, placements: Placed, coordinate: Sequence[int]) -> Box:
+    begin, sizes = [0] * len(shape), [*shape]
+    for axis in _in_order(placements):
+        dim = placements[axis].dim % len(shape)
+        chunk = -(-sizes[dim] // mesh.size(axis))
+        start = min(chunk * coordinate[axis], sizes[dim])
+        begin[dim] += start
+        sizes[dim] = min(chunk, sizes[dim] - start)
+    return Box(tuple(begin), tuple(sizes))
+
+
+def _in_order(placements: Placed) -> list[int]:
+    """The axes that cut, in the order in which they do: those that cut within the pieces of later axes come last."""
+    order: list[int] = []
+    for axis in reversed(range(len(placements))):
+        placed = placements[axis]
+        if isinstance(placed, Replicate):
+            continue
+        if hasattr(placed, "split_factor"):
+            order.append(axis)
+        else:
+            order.insert(0, axis)
+    return order
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """The way of a matrix between its owner and the ranks that hold parts of it.
+
+    Attributes:
+        layout: of the tensor that the matrix is in.
+        region: the matrix, as a box in that tensor.
+        shape: of the matrix, which lacks dims of one element that the region begins with.
+        owner: index of the rank in the layout's group that has all of it.
+        parts: by rank, what it holds of the matrix, as a box in that tensor; None if nothing.
+    """
+
+    layout: Layout
+    region: Box
+    shape: tuple[int, ...]
+    owner: int
+    parts: tuple[Box | None, ...]
+
+    @classmethod
+    def of(cls, layout: Layout, region: Box, shape: tuple[int, ...], owner: int) -> Route:
+        """The route of a region of a tensor."""
+        return cls(layout, region, shape, owner, tuple(region.common(box) for box in layout.boxes))
+
+    def to(self, owner: int) -> Route:
+        """The same to another owner."""
+        return Route(self.layout, self.region, self.shape, owner, self.parts)
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this rank is the owner."""
+        return self.layout.rank == self.owner
+
+    @property
+    def own(self) -> Box | None:
+        """What this rank holds."""
+        return self.parts[self.layout.rank]
+
+    @property
+    def stays_at(self) -> int | None:
+        """The one rank that holds all of it; None if several hold parts."""
+        ranks = [rank for rank, part in enumerate(self.parts) if part is not None]
+        return ranks[0] if len(ranks) == 1 and self.parts[ranks[0]] == self.region else None
+
+    def holders(self) -> list[tuple[int, Box]]:
+        """The ranks that hold something, and what."""
+        return [(rank, part) for rank, part in enumerate(self.parts) if part is not None]
+
+    def senders(self) -> list[tuple[int, Box]]:
+        """The same without those that hold what a rank before them holds, too."""
+        return [(rank, part) for rank, part in self.holders() if part not in self.parts[:rank]]
+
+    @property
+    def sends(self) -> bool:
+        """Whether this rank is among the senders."""
+        return self.own is not None and self.own not in self.parts[: self.layout.rank]
+
+    def in_shard(self, local: torch.Tensor) -> torch.Tensor | None:
+        """What this rank holds, as a view of its shard of the tensor."""
+        return None if self.own is None else local[self.own.slices(self.layout.own)]
+
+    def part_of(self, whole: torch.Tensor | None, part: Box) -> torch.Tensor:
+        """A part, as a view of the matrix."""
+        assert whole is not None
+        return whole.view(self.region.shape)[part.slices(self.region)]
