@@ -24,6 +24,7 @@ from ._errors import CheckpointUnsafeError as CheckpointUnsafeError
 from ._errors import CompiledGraphWarning as CompiledGraphWarning
 from ._errors import ComposableShardError as ComposableShardError
 from ._errors import MixedShardingError as MixedShardingError
+from ._errors import OffloadError as OffloadError
 from ._errors import PeerLostError as PeerLostError
 from ._errors import PhaseError as PhaseError
 from ._errors import PoolBudgetError as PoolBudgetError
@@ -41,6 +42,7 @@ from ._gradients import clip_grad_norm_ as clip_grad_norm_
 from ._gradients import total_tokens as total_tokens
 from ._integrations.install import install as install
 from ._integrations.install import uninstall as uninstall
+from ._memory.offload import offload_optimizer as offload_optimizer
 from ._module.methods import GradientReductionHandle as GradientReductionHandle
 from ._module.methods import share_comm_ctx as share_comm_ctx
 from ._module.module import FSDPModule as FSDPModule
@@ -53,7 +55,9 @@ from ._plan.simulation import Costs as Costs
 from ._policies import AllGather as AllGather
 from ._policies import CPUOffloadPolicy as CPUOffloadPolicy
 from ._policies import DataParallelMeshDims as DataParallelMeshDims
+from ._policies import DiskOffloadPolicy as DiskOffloadPolicy
 from ._policies import FSDPMeshInfo as FSDPMeshInfo
+from ._policies import HostOffloadPolicy as HostOffloadPolicy
 from ._policies import HSDPMeshInfo as HSDPMeshInfo
 from ._policies import MixedPrecisionPolicy as MixedPrecisionPolicy
 from ._policies import OffloadPolicy as OffloadPolicy
