@@ -7,6 +7,7 @@ however it ends. So a run that was killed leaves nothing behind that another one
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -94,7 +95,6 @@ class File:
     """A file without a name, which takes the space of what is reserved in it.
 
     Attributes:
-        storage: its bytes as memory: pages come from the file when they are read, and go back there.
         used: bytes that are reserved, from its begin.
         direct: whether reads and writes go past the system's page cache.
     """
@@ -107,7 +107,7 @@ class File:
         if self._direct is not None:
             weakref.finalize(self, os.close, self._direct)
         mapped: Any = torch.UntypedStorage.from_file(_path_of(self._buffered), True, nbytes)
-        self.storage: torch.UntypedStorage = mapped
+        self._mapped: Any = torch.empty(0, dtype=torch.uint8).set_(mapped).numpy()
 
     @property
     def direct(self) -> bool:
@@ -124,6 +124,10 @@ class File:
         os.posix_fallocate(self._buffered, offset, nbytes)
         self.used += nbytes
         return offset
+
+    def part(self, offset: int, nbytes: int) -> torch.UntypedStorage:
+        """Some bytes as memory: pages come from the file when they are read, and go back there."""
+        return torch.frombuffer(self._mapped, dtype=torch.uint8, count=nbytes, offset=offset).untyped_storage()
 
     def read(self, memory: memoryview, offset: int) -> None:
         """Fill memory from an offset on. Both are aligned to `BLOCK`."""
@@ -220,7 +224,7 @@ class Ring:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.leased = self.most = 0
-        self._memory = mmap.mmap(-1, capacity)
+        self._memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a system without huge pages
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._view = memoryview(self._memory)
@@ -276,6 +280,12 @@ class Ring:
         ends = [min(at + _PIECE, run.nbytes) for at in parts]
         pieces = zip(parts, ends, strict=True)
         return [threads.submit(move, self._view[begin + at : begin + end], run.offset + at) for at, end in pieces]
+
+
+def trim() -> None:
+    """Let the allocator of the C library give back what it keeps of freed memory: holes between what lives on, too."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library than GNU's
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def finish(futures: Sequence[Future[None]]) -> None:

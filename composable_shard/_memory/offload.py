@@ -18,8 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from .._errors import OffloadError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .._policies import DiskOffloadPolicy, HostOffloadPolicy, OffloadPolicy
 from .._torch.core import HANDLES, never_trace
-from .._torch.distributed import local_tensor
-from .state_on_disk import StateOnDisk, Step
+from .state_on_disk import StateOnDisk, Step, local_part
 from .state_on_host import StateOnHost
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -90,7 +89,7 @@ def _refuse_forgotten(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _applies(policy: OffloadPolicy, param: torch.Tensor) -> bool:
     """Whether a policy changes anything for a parameter where it is."""
-    return isinstance(policy, DiskOffloadPolicy) or local_tensor(param).device.type not in ("cpu", "meta")
+    return isinstance(policy, DiskOffloadPolicy) or local_part(param).device.type not in ("cpu", "meta")
 
 
 class OffloadedOptimizer(Optimizer):

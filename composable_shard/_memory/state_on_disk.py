@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from .._errors import PoolBudgetError, ShardConfigStateError, ShardConfigTypeErr
 from .._policies import DiskOffloadPolicy
 from .._torch.core import tree_tensors
 from .._torch.distributed import dtensor_at, local_tensor
-from .disk import BLOCK, THREADS, Files, Ring, Run, aligned, finish
+from .disk import BLOCK, THREADS, File, Files, Ring, Run, aligned, finish, trim
 
 _LARGE = 64 << 20  # bytes of a unit, where memory allows it
 _LINE = 64  # bytes to which tensors align, as torch's own do
@@ -32,34 +32,51 @@ Parts = dict[str, torch.Tensor]
 Step = Callable[[Sequence[Any], Sequence[Any]], None]  # parameters, and what is stepped in their place
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 class Place(NamedTuple):
     """Where a tensor of a state lies in its unit.
 
     Attributes:
         offset: in bytes, from the begin of the unit.
         dtype, size, stride: of the tensor.
+        home: its bytes in the file, as memory of its own: whoever copies or pickles the tensor gets no more than these.
     """
 
     offset: int
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
+    home: torch.UntypedStorage
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is of this kind."""
         return tensor.dtype == self.dtype and tensor.size() == self.size and tensor.stride() == self.stride
 
-    def lay(self, tensor: torch.Tensor, storage: torch.UntypedStorage, begin: int) -> None:
-        """Let a tensor be what lies here in a unit that begins at a byte of `storage`."""
-        tensor.set_(storage, (begin + self.offset) // self.dtype.itemsize, self.size, self.stride)
+    def is_home(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is what lies in the file."""
+        return self.holds(tensor) and tensor.data_ptr() == self.home.data_ptr()
 
-    def lies(self, tensor: torch.Tensor, storage: torch.UntypedStorage, begin: int) -> bool:
-        """Whether a tensor does."""
-        return (
-            self.holds(tensor)
-            and tensor.untyped_storage().data_ptr() == storage.data_ptr()
-            and tensor.storage_offset() * self.dtype.itemsize == begin + self.offset
-        )
+    def go_home(self, tensor: torch.Tensor) -> None:
+        """Let a tensor be what lies in the file."""
+        tensor.set_(self.home, 0, self.size, self.stride)  # type: ignore[call-overload]
+
+    def go(self, tensor: torch.Tensor, ring: Ring, begin: int) -> None:
+        """Let a tensor be what lies in a ring, where the unit has been read to."""
+        tensor.set_(ring.storage, (begin + self.offset) // self.dtype.itemsize, self.size, self.stride)  # type: ignore[call-overload]
+
+    def copy_to(self, ring: Ring, begin: int, tensor: torch.Tensor) -> None:
+        """Copy another tensor of this kind to where this one lies in a ring."""
+        own = torch.empty(0, dtype=self.dtype)
+        self.go(own, ring, begin)
+        own.copy_(tensor)
+
+    def is_in(self, tensor: torch.Tensor, ring: Ring, begin: int) -> bool:
+        """Whether a tensor is that."""
+        return self.holds(tensor) and tensor.data_ptr() == ring.storage.data_ptr() + begin + self.offset
 
 
 @dataclass(eq=False)
@@ -72,24 +89,17 @@ class Unit:
     """
 
     run: Run
-    places: dict[torch.Tensor, dict[str, Place]] = field(default_factory=dict)
+    places: dict[torch.Tensor, dict[str, Place]]
 
     def holds(self, param: torch.Tensor, parts: Parts) -> bool:
         """Whether there are places for these tensors, and for no others."""
         places = self.places[param]
         return places.keys() == parts.keys() and all(places[name].holds(part) for name, part in parts.items())
 
-    def lie(self, param: torch.Tensor, parts: Parts, storage: torch.UntypedStorage, begin: int) -> bool:
-        """Whether the tensors of a parameter's state lie in their places."""
+    def is_home(self, param: torch.Tensor, parts: Parts) -> bool:
+        """Whether these tensors are all that lies in the file for a parameter."""
         places = self.places[param]
-        return places.keys() == parts.keys() and all(
-            places[name].lies(part, storage, begin) for name, part in parts.items()
-        )
-
-    def lay(self, param: torch.Tensor, parts: Parts, storage: torch.UntypedStorage, begin: int) -> None:
-        """Lay the tensors of a parameter's state into their places."""
-        for name, place in self.places[param].items():
-            place.lay(parts[name], storage, begin)
+        return places.keys() == parts.keys() and all(places[name].is_home(part) for name, part in parts.items())
 
 
 class _Moves:
@@ -187,12 +197,13 @@ class Workspace:
         self.most = max(self.most, nbytes)
 
 
-_workspaces: weakref.WeakValueDictionary[tuple[str, int], Workspace] = weakref.WeakValueDictionary()
+_workspaces: weakref.WeakValueDictionary[tuple[str, int, int], Workspace] = weakref.WeakValueDictionary()
 
 
 def workspace_of(policy: DiskOffloadPolicy) -> Workspace:
-    """The memory of a policy."""
-    return _workspaces.setdefault((str(policy.directory), policy.memory), Workspace(policy.memory))
+    """The memory of a policy. Threads that play ranks have memory of their own: one may wait for another in a step."""
+    key = str(policy.directory), policy.memory, threading.get_ident()
+    return _workspaces.setdefault(key, Workspace(policy.memory))
 
 
 class StateOnDisk:
@@ -293,19 +304,24 @@ class StateOnDisk:
     ) -> list[torch.Tensor]:
         ring, begin = at
         for param in params:
-            unit.lay(param, self._parts(states[param]), ring.storage, begin)
+            parts = self._parts(states[param])
+            for name, place in unit.places[param].items():
+                place.go(parts[name], ring, begin)
         step(params, params)
         changed = []
         for param in params:
-            parts = self._parts(states[param])
+            state = states[param]
+            parts = self._parts(state)
             if not unit.holds(param, parts):
-                _move_out(states[param], ring.storage)
+                _move_out(state, ring)
                 changed.append(param)
                 continue
             for name, place in unit.places[param].items():
-                if not place.lies(parts[name], ring.storage, begin):  # the step has made another tensor
-                    parts[name] = _replace(states[param], name, parts[name], place, ring.storage, begin)
-            unit.lay(param, parts, unit.run.file.storage, unit.run.offset)
+                if place.is_in(parts[name], ring, begin):
+                    place.go_home(parts[name])
+                else:  # the step has made another tensor
+                    place.copy_to(ring, begin, parts[name])
+                    _replace(state, name, place)
         return changed
 
     def _step_unknown(
@@ -322,14 +338,16 @@ class StateOnDisk:
         waiting: list[torch.Tensor] = []
         held = 0
         for param in unknown:
-            if waiting and held + self._ratio * _nbytes(local_tensor(param)) > self._large:
+            if waiting and held + self._ratio * _nbytes(local_part(param)) > self._large:
                 self._keep(states, waiting)
                 waiting, held = [], 0
+                trim()
             step([param], [param])
             held += self._measure(param, self._checked(param, states.get(param, {})), params)
             waiting.append(param)
             self.workspace.note(held)
         self._keep(states, waiting)
+        trim()
 
     def _measure(self, param: torch.Tensor, parts: Parts, params: Iterable[torch.Tensor]) -> int:
         """Bytes of a parameter's state.
@@ -338,11 +356,11 @@ class StateOnDisk:
             PoolBudgetError: they do not fit into memory.
         """
         nbytes = sum(aligned(_nbytes(part), _LINE) for part in parts.values())
-        own = _nbytes(local_tensor(param))
+        own = _nbytes(local_part(param))
         if own:
             self._ratio = max(self._ratio, nbytes / own)
         if aligned(nbytes) > self.workspace.capacity:
-            largest = max((_nbytes(local_tensor(each)) for each in params), default=own)
+            largest = max((_nbytes(local_part(each)) for each in params), default=own)
             least = aligned(max(nbytes, int(self._ratio * largest)))
             raise PoolBudgetError(
                 f"DiskOffloadPolicy.memory: the state of {self._name_of(param)} has {nbytes:,} bytes and must be in "
@@ -390,7 +408,7 @@ class StateOnDisk:
         if param not in self._units:
             return False
         unit, parts = self._units[param], self._parts(state)
-        return not parts if unit is None else unit.lie(param, parts, unit.run.file.storage, unit.run.offset)
+        return not parts if unit is None else unit.is_home(param, parts)
 
     def _keep(self, states: States, params: Sequence[torch.Tensor]) -> None:
         """Put the state of parameters on disk: where it was before if it is of the same kind, else into a new unit."""
@@ -415,37 +433,41 @@ class StateOnDisk:
     def _new_unit(self, all_parts: Mapping[torch.Tensor, Parts]) -> Unit | None:
         if not any(all_parts.values()):
             return None
-        places: dict[torch.Tensor, dict[str, Place]] = {}
-        end = 0
-        for param, parts in all_parts.items():
-            places[param] = {}
-            for name, part in parts.items():
-                places[param][name] = Place(end, part.dtype, part.size(), part.stride())
+        offsets, end = [], 0
+        for parts in all_parts.values():
+            for part in parts.values():
+                offsets.append(end)
                 end += aligned(_nbytes(part), _LINE)
-        file, offset = self.files.reserve(aligned(end))
-        return Unit(Run(file, offset, aligned(end)), places)
+        file, begin = self.files.reserve(aligned(end))
+        offset = iter(offsets)
+        return Unit(
+            Run(file, begin, aligned(end)),
+            {
+                param: {name: _place(part, file, begin, next(offset)) for name, part in parts.items()}
+                for param, parts in all_parts.items()
+            },
+        )
 
     def _put(self, state: dict[str, Any], unit: Unit, param: torch.Tensor, parts: Parts) -> None:
         """Write the tensors of a state that are not there into their places, and map them from there."""
         file, begin = unit.run.file, unit.run.offset
         for name, place in unit.places[param].items():
-            if place.lies(parts[name], file.storage, begin):
-                continue
-            file.put(_bytes_of(parts[name]), begin + place.offset)
-            _replace(state, name, parts[name], place, file.storage, begin, copy=False)
+            if not place.is_home(parts[name]):
+                file.put(_bytes_of(parts[name]), begin + place.offset)
+                _replace(state, name, place)
 
     def _parts(self, state: Mapping[str, Any]) -> Parts:
         """The tensors of a state that are on disk, or are to be there: of this rank, without those of one number."""
-        return {name: local_tensor(value) for name, value in state.items() if _moves(value)}
+        return {name: local_part(value) for name, value in state.items() if _moves(value)}
 
     def _checked(self, param: torch.Tensor, state: dict[str, Any]) -> Parts:
         """The same, after whatever cannot be on disk was refused; what has gaps is copied."""
         for name, value in state.items():
             tensors = [value] if isinstance(value, torch.Tensor) else tree_tensors(value)
             for tensor in filter(_moves, tensors):
-                self._check(f"state {name!r} of {self._name_of(param)}", value, local_tensor(tensor))
-            if _moves(value) and not _is_dense(local_tensor(value)):
-                state[name] = _like(value, local_tensor(value).contiguous())
+                self._check(f"state {name!r} of {self._name_of(param)}", value, local_part(tensor))
+            if _moves(value) and not _is_dense(local_part(value)):
+                state[name] = _like(value, local_part(value).contiguous())
         return self._parts(state)
 
     def _check(self, where: str, value: Any, local: torch.Tensor) -> None:
@@ -464,7 +486,7 @@ class StateOnDisk:
 
 
 def _moves(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and local_tensor(value).numel() > 0
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and local_part(value).numel() > 0
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -494,29 +516,24 @@ def _like(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return dtensor_at(local, value.device_mesh, value.placements, value) if isinstance(value, DTensor) else local
 
 
-def _replace(
-    state: dict[str, Any],
-    name: str,
-    part: torch.Tensor,
-    place: Place,
-    storage: torch.UntypedStorage,
-    begin: int,
-    copy: bool = True,
-) -> torch.Tensor:
-    """Put a tensor of our own, which lies in its place, where a step or a load has put another one; give its part.
+def _place(part: torch.Tensor, file: File, begin: int, offset: int) -> Place:
+    """The place of a tensor, so far behind the begin of its unit in a file."""
+    home = file.part(begin + offset, _nbytes(part))
+    return Place(offset, part.dtype, part.size(), part.stride(), home)
+
+
+def _replace(state: dict[str, Any], name: str, place: Place) -> None:
+    """Put a tensor of our own, which lies in the file, where a step or a load has put another one.
 
     The other one stays as it is: it may be somebody's, a gradient say.
     """
     own = torch.empty(0, dtype=place.dtype)
-    place.lay(own, storage, begin)
-    if copy:
-        own.copy_(part)
+    place.go_home(own)
     state[name] = _like(state[name], own)
-    return own
 
 
-def _move_out(state: dict[str, Any], storage: torch.UntypedStorage) -> None:
+def _move_out(state: dict[str, Any], ring: Ring) -> None:
     """Copy what lies in a ring, whose memory is about to be another's."""
     for name, value in state.items():
-        if _moves(value) and local_tensor(value).untyped_storage().data_ptr() == storage.data_ptr():
-            state[name] = _like(value, local_tensor(value).clone())
+        if _moves(value) and local_part(value).untyped_storage().data_ptr() == ring.storage.data_ptr():
+            state[name] = _like(value, local_part(value).clone())

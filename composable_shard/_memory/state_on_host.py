@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._comm.lanes import Awaitable, Job, Steps, lane_for
-from .._torch.distributed import dtensor_at, local_tensor
+from .._torch.distributed import dtensor_at
+from .state_on_disk import local_part
 
 _PART = 64 << 20  # bytes of shards that are stepped at a time
 _AHEAD = 2  # parts that are on the host at once beside the one that is stepped
@@ -49,7 +50,7 @@ class StateOnHost:
         """
         if not params:
             return
-        device = local_tensor(params[0]).device
+        device = local_part(params[0]).device
         coming, going = lane_for(device), lane_for(device)
         reads: deque[tuple[Sequence[torch.Tensor], Job[list[nn.Parameter]]]] = deque()
         writes: deque[Job[None]] = deque()
@@ -69,7 +70,7 @@ class StateOnHost:
         for param in params:
             state = states.get(param, {})
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and local_tensor(value).device.type != "cpu":
+                if isinstance(value, torch.Tensor) and local_part(value).device.type != "cpu":
                     state[name] = self._copy(value)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -118,7 +119,7 @@ class StateOnHost:
         return twins
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        local = local_tensor(tensor)
+        local = local_part(tensor)
         host = torch.empty_strided(local.size(), local.stride(), dtype=local.dtype, pin_memory=self._pins)
         host.copy_(local, non_blocking=True)
         return dtensor_at(host, tensor.device_mesh, tensor.placements, tensor) if isinstance(tensor, DTensor) else host
@@ -126,7 +127,7 @@ class StateOnHost:
 
 def _back(part: Sequence[torch.Tensor], twins: Sequence[torch.Tensor]) -> Steps[None]:
     for param, twin in zip(part, twins, strict=True):
-        local_tensor(param.detach()).copy_(local_tensor(twin.detach()), non_blocking=True)
+        local_part(param.detach()).copy_(local_part(twin.detach()), non_blocking=True)
     yield from _nothing()
 
 
@@ -139,7 +140,7 @@ def _parts_of(params: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     part: list[torch.Tensor] = []
     nbytes = 0
     for param in params:
-        local = local_tensor(param)
+        local = local_part(param)
         size = local.numel() * local.element_size()
         if part and nbytes + size > _PART:
             yield part
