@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -124,6 +125,13 @@ class OffloadedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        step = self._step_now
+        if "torch._dynamo" in sys.modules:  # files and threads are not for a graph
+            step = torch.compiler.disable(step)  # type: ignore[no-untyped-call]
+        step(options)
+        return loss
+
+    def _step_now(self, options: Mapping[str, Any]) -> None:
         ready = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         apart = [param for param in ready if param not in self._in_memory]
         others = [param for param in ready if param in self._in_memory]
@@ -133,7 +141,6 @@ class OffloadedOptimizer(Optimizer):
             if apart:
                 self._keeper.step(self.state, apart, step)
         self._refuse_own_state()
-        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as the optimizer's own class does, and keep it where this optimizer keeps state.

@@ -62,11 +62,11 @@ class Place(NamedTuple):
 
     def go_home(self, tensor: torch.Tensor) -> None:
         """Let a tensor be what lies in the file."""
-        tensor.set_(self.home, 0, self.size, self.stride)  # type: ignore[call-overload]
+        tensor.set_(self.home, 0, self.size, self.stride)
 
     def go(self, tensor: torch.Tensor, ring: Ring, begin: int) -> None:
         """Let a tensor be what lies in a ring, where the unit has been read to."""
-        tensor.set_(ring.storage, (begin + self.offset) // self.dtype.itemsize, self.size, self.stride)  # type: ignore[call-overload]
+        tensor.set_(ring.storage, (begin + self.offset) // self.dtype.itemsize, self.size, self.stride)
 
     def copy_to(self, ring: Ring, begin: int, tensor: torch.Tensor) -> None:
         """Copy another tensor of this kind to where this one lies in a ring."""
