@@ -279,8 +279,8 @@ def offload_optimizer(optimizer: AnyOptimizer, policy: OffloadPolicy | None = No
 
     Call it once, before the first step and before learning rate schedulers are made. Its class becomes a subclass of
     its own; param groups, hooks, schedulers, state dicts and checkpoints work as before, and each step gives the same
-    bits as in memory (on the host, those of the CPU's fused implementation unless `foreach` or `fused` is set). Any
-    optimizer works that treats parameters one by one, as all of torch's but LBFGS do.
+    bits as in memory (on the host, those of the CPU; Adam and AdamW are fused there unless `foreach` or `fused` is set).
+    Any optimizer works that treats parameters one by one, as all of torch's but LBFGS do.
 
     The step of a `DiskOffloadPolicy` reads, steps and writes the state of some parameters at a time, in the order of
     the optimizer's parameters, which is that of the model. A step or a load that fails loses the state: from then on
@@ -311,7 +311,8 @@ def offload_optimizer(optimizer: AnyOptimizer, policy: OffloadPolicy | None = No
     if isinstance(chosen, DiskOffloadPolicy):
         keeper = StateOnDisk(chosen, _Names(optimizer))
     else:
-        keeper = StateOnHost(pins=bool(getattr(chosen, "pin_memory", True)))
+        # DTensors know no other fused step of torch's.
+        keeper = StateOnHost(bool(getattr(chosen, "pin_memory", True)), isinstance(optimizer, torch.optim.Adam))
     return take_over(optimizer, keeper, in_memory)
 
 

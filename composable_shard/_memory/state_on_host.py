@@ -33,12 +33,13 @@ class StateOnHost:
 
     Args:
         pins: whether copies are in pinned memory, which is for an accelerator.
+        fused: whether it takes torch's fused step where neither that nor another one is asked for.
     """
 
     loads_on_host = True
 
-    def __init__(self, pins: bool) -> None:
-        self._pins = pins
+    def __init__(self, pins: bool, fused: bool) -> None:
+        self._pins, self._fused = pins, fused
 
     def step(self, states: States, params: Sequence[torch.Tensor], step: Step) -> None:
         """Step parameters.
@@ -75,11 +76,10 @@ class StateOnHost:
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
-    @staticmethod
-    def options(group: Mapping[str, Any]) -> dict[str, Any]:
-        """What a step on the CPU takes otherwise than the options of a param group say: the fused one by default."""
+    def options(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """What a step on the CPU takes otherwise than the options of a param group say."""
         moved = {name: value.cpu() for name, value in group.items() if isinstance(value, torch.Tensor)}
-        chosen = "fused" in group and group["fused"] is None and not group.get("foreach")
+        chosen = self._fused and group.get("fused") is None and not group.get("foreach")
         return {
             **moved,
             **({"fused": True} if chosen else {}),

@@ -19,49 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.tensor import DTensor
 
 import composable_shard as cs
-from _blocks import Transformer, next_token_loss, token_batch
+from _blocks import next_token_loss, token_batch
+from _offloading import assert_same, decoder, local, train
 from _pool import distributed, more
 from composable_shard import checkpoint
 from composable_shard._memory import disk
 from composable_shard._memory.disk import BLOCK
 
 LEAST = 5 * BLOCK  # holds the state of any parameter of these decoders
-
-
-def local(value):
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def decoder(policy=None, shard=True, **options):
-    torch.manual_seed(0)
-    model = Transformer(layers=3, dim=32, hidden=48, **options)
-    if shard:
-        for module in (*model.blocks, model):
-            cs.fully_shard(module, offload_policy=policy or cs.OffloadPolicy())
-    return model
-
-
-def train(model, optimizer, steps, rank=0):
-    for step in steps:
-        next_token_loss(model, *token_batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def assert_same(one, other):
-    """Models and their optimizers are equal to the bit."""
-    (model, optimizer), (model2, optimizer2) = one, other
-    for (name, param), param2 in zip(model.named_parameters(), model2.parameters(), strict=True):
-        assert torch.equal(local(param), local(param2)), name
-        state, state2 = optimizer.state[param], optimizer2.state[param2]
-        assert state.keys() == state2.keys(), name
-        for key, value in state.items():
-            assert type(value) is type(state2[key])
-            equal = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
-            assert equal(local(value), local(state2[key])), (name, key)
 
 
 def descriptors():
@@ -679,3 +646,37 @@ def test_a_policy_that_cannot_be_is_refused(arguments, kind, message):
     with pytest.raises(kind, match=message) as error:
         cs.DiskOffloadPolicy(**arguments)
     assert isinstance(error.value, cs.ShardConfigError)
+
+
+@pytest.mark.matrix
+def test_a_compiled_step_of_an_optimizer_is_the_step_as_it_is(tmp_path):
+    sides = []
+    for policy in (None, cs.DiskOffloadPolicy(tmp_path, LEAST)):
+        model = decoder(shard=False)
+        optimizer = torch.optim.AdamW(model.parameters())
+        step = optimizer.step
+        if policy is not None:
+            cs.offload_optimizer(optimizer, policy)
+            step = torch.compile(optimizer.step, backend="eager")
+        for number in range(3):
+            next_token_loss(model, *token_batch(0, number)).backward()
+            step()
+            optimizer.zero_grad()
+        sides.append((model, optimizer))
+    assert_same(*sides)
+
+
+def test_torch_saves_of_a_state_what_is_of_it_and_no_more(tmp_path):
+    model = decoder(shard=False)
+    optimizer = cs.offload_optimizer(torch.optim.AdamW(model.parameters()), cs.DiskOffloadPolicy(tmp_path, LEAST))
+    train(model, optimizer, range(2))
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    assert (tmp_path / "state.pt").stat().st_size < 2 * sum(v.nbytes for v in tensors_of(optimizer))
+    kept = copy.deepcopy(optimizer.state_dict())
+    before = [value.clone() for value in tensors_of(optimizer)]
+    train(model, optimizer, [2])
+    copied = [v for s in kept["state"].values() for v in s.values() if v.dim()]
+    assert all(map(torch.equal, copied, before))
+    other = torch.optim.AdamW(decoder(shard=False).parameters())
+    other.load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert all(map(torch.equal, tensors_of(other), before))
