@@ -108,6 +108,8 @@ def fully_shard(
         mp_policy: dtypes of the gathered parameters, of the reduction, and of inputs and outputs of forward.
         offload_policy: `CPUOffloadPolicy` keeps shards, gradients and with them the optimizer's state on the CPU, and
             copies shards to the accelerator before each gather. Without an accelerator it changes nothing.
+            `HostOffloadPolicy` chooses among these, and `DiskOffloadPolicy` keeps the optimizer's state on disk; see
+            `offload_optimizer`.
         ignored_params: parameters to leave as they are.
         dp_mesh_dims: `DataParallelMeshDims`: names the axes of `mesh` to shard over and to replicate over. All
             parameters must then be DTensors on the whole of `mesh`, replicated over these axes; in forward they are so

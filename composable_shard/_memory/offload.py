@@ -279,7 +279,7 @@ def offload_optimizer(optimizer: AnyOptimizer, policy: OffloadPolicy | None = No
 
     Call it once, before the first step and before learning rate schedulers are made. Its class becomes a subclass of
     its own; param groups, hooks, schedulers, state dicts and checkpoints work as before, and each step gives the same
-    bits as in memory (on the host, those of the CPU; Adam and AdamW are fused there unless `foreach` or `fused` is set).
+    bits as in memory (on the host, those of the CPU; Adam and AdamW are fused unless `foreach` or `fused` is set).
     Any optimizer works that treats parameters one by one, as all of torch's but LBFGS do.
 
     The step of a `DiskOffloadPolicy` reads, steps and writes the state of some parameters at a time, in the order of
