@@ -22,7 +22,7 @@ from ._errors import (
 from ._group.extension import is_extended
 from ._group.param import SHARDED_IN, ShardedParam, shard_parameter
 from ._group.placement import Cut, PlacementFn, Placements
-from ._memory.offload import mark_offloaded
+from ._memory.offload import note_policy
 from ._module.additions import Top, WatchedEntries, check_use
 from ._module.build import declared_plan
 from ._module.entries import ModuleEntries, Place
@@ -130,9 +130,7 @@ def fully_shard(
     options = Options(reshard_after_forward, mp_policy=without_overrides(mp_policy))
     state = _shard(modules, placements, options, {id(p) for p in ignored_params or ()})
     _move_buffers(modules, info)
-    mark_offloaded(
-        [(p.fqn, p.sharded) for part in (state, *state.others) for p in part.declaration.params], offload_policy
-    )
+    note_policy((param for part in (state, *state.others) for param in part.declaration.params), offload_policy)
     for index, each in enumerate(modules):
         _attach(each, state, index)
     show_to_torch(modules, state, OurHooks(pre_forward, post_forward, adopt_forward_methods))

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,16 +24,38 @@ from .state_on_disk import StateOnDisk, Step, local_part
 from .state_on_host import StateOnHost
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
-_OFFLOADED = "_offloaded"  # attribute of a sharded parameter: how its optimizer's state is to be kept
 _LOST = (
     "the optimizer's state was lost when a step or a load failed ({}); make model and optimizer anew, and load a "
     "checkpoint"
 )
 
 
-class _Offloaded(NamedTuple):
+class Sharded(Protocol):
+    """A parameter of a group.
+
+    Attributes:
+        fqn: its name.
+        sharded: the parameter as optimizers have it; conversions and loads may put another one there.
+    """
+
+    fqn: str
+    sharded: nn.Parameter
+
+
+class _Asked(NamedTuple):
+    """What was asked for a parameter, and its name."""
+
     policy: OffloadPolicy
     name: str
+
+
+_asked: dict[int, tuple[weakref.ref[Sharded], OffloadPolicy]] = {}  # by id of a parameter of a group, while it lives
+
+
+def _asked_for() -> dict[int, _Asked]:
+    """By the id of each parameter as it is now, what was asked for it."""
+    living = [(ref(), policy) for ref, policy in list(_asked.values())]
+    return {id(each.sharded): _Asked(policy, each.fqn) for each, policy in living if each is not None}
 
 
 class _Keeper(Protocol):
@@ -45,11 +68,12 @@ class _Keeper(Protocol):
     def options(self, group: Mapping[str, Any]) -> dict[str, Any]: ...
 
 
-def mark_offloaded(params: Iterable[tuple[str, nn.Parameter]], policy: OffloadPolicy) -> None:
-    """Note with sharded parameters, by their names, that their optimizer's state is to be kept as a policy says."""
+def note_policy(params: Iterable[Sharded], policy: OffloadPolicy) -> None:
+    """Note of the parameters of a group that their optimizer's state is to be kept as a policy says."""
     if _keeps_state_apart(policy):
-        for name, param in params:
-            setattr(param, _OFFLOADED, _Offloaded(policy, name))
+        for each in params:
+            key = id(each)
+            _asked[key] = weakref.ref(each, lambda _, key=key: _asked.pop(key, None)), policy  # type: ignore[misc]
         _Watch.begin()
 
 
@@ -77,15 +101,15 @@ class _Watch:
 def _refuse_forgotten(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if isinstance(optimizer, OffloadedOptimizer):
         return
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            mark = getattr(param, _OFFLOADED, None)
-            if mark is not None and _applies(mark.policy, param):
-                raise ShardConfigStateError(
-                    f"optimizer: {mark.name} was sharded with {type(mark.policy).__name__}, and this "
-                    f"{type(optimizer).__name__} keeps its state in memory; call cs.offload_optimizer(optimizer) "
-                    "before the first step"
-                )
+    asked = _asked_for()
+    for param in _params_of(optimizer):
+        note = asked.get(id(param))
+        if note is not None and _applies(note.policy, param):
+            raise ShardConfigStateError(
+                f"optimizer: {note.name} was sharded with {type(note.policy).__name__}, and this "
+                f"{type(optimizer).__name__} keeps its state in memory; call cs.offload_optimizer(optimizer) before "
+                "the first step"
+            )
 
 
 def _applies(policy: OffloadPolicy, param: torch.Tensor) -> bool:
@@ -97,19 +121,26 @@ class OffloadedOptimizer(Optimizer):
     """What the class of an optimizer becomes a subclass of: its state is elsewhere, and comes when it is stepped."""
 
     _keeper: _Keeper
-    _in_memory: set[torch.Tensor]
+    _keeps_all: bool
     _lost = ""
 
-    def _become(self, cls: type, keeper: _Keeper, in_memory: set[torch.Tensor]) -> None:
+    def _become(self, cls: type, keeper: _Keeper, keeps_all: bool) -> None:
         """Make this of an optimizer.
 
         Args:
             cls: a subclass of its own class and of this one.
             keeper: of its state.
-            in_memory: parameters whose state stays where it is; the keeper has that of all others, also of later ones.
+            keeps_all: whether of all parameters, and not only of those whose groups have asked for it.
         """
-        self._keeper, self._in_memory = keeper, in_memory
+        self._keeper, self._keeps_all = keeper, keeps_all
+        with torch.no_grad():
+            keeper.keep_all(self.state, OffloadedOptimizer.apart(self, _params_of(self)))
         self.__class__ = cls
+
+    def apart(self, params: Sequence[Any]) -> list[Any]:
+        """Those parameters whose state is kept elsewhere."""
+        asked = {} if self._keeps_all else _asked_for()
+        return [param for param in params if self._keeps_all or id(param) in asked]
 
     @never_trace
     @Optimizer.profile_hook_step
@@ -133,8 +164,8 @@ class OffloadedOptimizer(Optimizer):
 
     def _step_now(self, options: Mapping[str, Any]) -> None:
         ready = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
-        apart = [param for param in ready if param not in self._in_memory]
-        others = [param for param in ready if param in self._in_memory]
+        apart = self.apart(ready)
+        others = [param for param in ready if param not in {*apart}]
         with torch.no_grad(), self._losing_state(), self._in_parts(options) as step:
             if others:
                 step(others, others)
@@ -152,7 +183,7 @@ class OffloadedOptimizer(Optimizer):
         with self._loading():
             super().load_state_dict(state_dict)
         with torch.no_grad(), self._losing_state():
-            self._keeper.keep_all(self.state, [param for param in _params_of(self) if param not in self._in_memory])
+            self._keeper.keep_all(self.state, self.apart(_params_of(self)))
 
     def state_dict(self) -> dict[str, Any]:
         """The state, in tensors that are mapped from the files where it is on disk, as after the last step.
@@ -172,8 +203,8 @@ class OffloadedOptimizer(Optimizer):
         if not isinstance(keeper, StateOnDisk):
             return {}
         made = {}
-        for param in params:
-            if param not in self._in_memory and not self.state.get(param):
+        for param in self.apart(list(params)):
+            if not self.state.get(param):
                 made[param] = keeper.blank(param, self._state_of_twin(param))
         return made
 
@@ -289,7 +320,8 @@ def offload_optimizer(optimizer: AnyOptimizer, policy: OffloadPolicy | None = No
     Args:
         optimizer: of `model.parameters()`, after sharding.
         policy: None: that of the parameters, as `fully_shard(offload_policy=)` was given it; parameters without one
-            keep their state where they are. Otherwise it is for all parameters of the optimizer.
+            keep their state where they are. Otherwise it is for all parameters of the optimizer, as after a load with
+            `assign=True`, which has put others in their place.
 
     Returns:
         `optimizer`; as it was where the policy changes nothing, as `HostOffloadPolicy` without an accelerator.
@@ -306,25 +338,30 @@ def offload_optimizer(optimizer: AnyOptimizer, policy: OffloadPolicy | None = No
     chosen = policy if policy is not None else _policy_of(params)
     if not _keeps_state_apart(chosen) or not any(_applies(chosen, param) for param in params):
         return optimizer
-    in_memory = {param for param in params if policy is None and not hasattr(param, _OFFLOADED)}
     keeper: _Keeper
     if isinstance(chosen, DiskOffloadPolicy):
         keeper = StateOnDisk(chosen, _Names(optimizer))
     else:
         # DTensors know no other fused step of torch's.
         keeper = StateOnHost(bool(getattr(chosen, "pin_memory", True)), isinstance(optimizer, torch.optim.Adam))
-    return take_over(optimizer, keeper, in_memory)
+    return take_over(optimizer, keeper, keeps_all=policy is not None)
 
 
-def take_over(optimizer: AnyOptimizer, keeper: _Keeper, in_memory: set[torch.Tensor]) -> AnyOptimizer:
-    """Let a keeper have the state of an optimizer, but for that of some parameters."""
+def in_memory(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Those parameters whose state is not on disk."""
+    if not isinstance(optimizer, OffloadedOptimizer) or not isinstance(optimizer._keeper, StateOnDisk):
+        return params
+    on_disk = {id(param) for param in optimizer.apart(params)}
+    return [param for param in params if id(param) not in on_disk]
+
+
+def take_over(optimizer: AnyOptimizer, keeper: _Keeper, keeps_all: bool) -> AnyOptimizer:
+    """Let a keeper have the state of an optimizer: of all parameters, or of those whose groups have asked for it."""
     cls = type(optimizer)
     if cls not in _classes:
         _classes.setdefault(cls, type(f"Offloaded{cls.__name__}", (OffloadedOptimizer, cls), {}))
-    with torch.no_grad():
-        keeper.keep_all(optimizer.state, [param for param in _params_of(optimizer) if param not in in_memory])
     become: Any = OffloadedOptimizer._become
-    become(optimizer, _classes[cls], keeper, in_memory)
+    become(optimizer, _classes[cls], keeper, keeps_all)
     return optimizer
 
 
@@ -360,20 +397,21 @@ def _check(optimizer: Any, policy: Any) -> None:
 
 
 def _policy_of(params: Iterable[torch.Tensor]) -> OffloadPolicy:
-    marks = [mark for param in params if (mark := getattr(param, _OFFLOADED, None)) is not None]
-    if not marks:
+    asked = _asked_for()
+    notes = [asked[id(param)] for param in params if id(param) in asked]
+    if not notes:
         raise ShardConfigValueError(
             "optimizer: none of its parameters was sharded with a policy that keeps the optimizer's state elsewhere; "
             "give fully_shard(offload_policy=DiskOffloadPolicy(...)), or policy= here"
         )
-    first = marks[0]
-    for mark in marks:
-        if mark.policy != first.policy:
+    first = notes[0]
+    for note in notes:
+        if note.policy != first.policy:
             raise ShardConfigValueError(
-                f"optimizer: {first.name} was sharded with {first.policy}, and {mark.name} with {mark.policy}; make an "
+                f"optimizer: {first.name} was sharded with {first.policy}, and {note.name} with {note.policy}; make an "
                 "optimizer for each, or give policy= here for all"
             )
-    return first.policy  # type: ignore[no-any-return]
+    return first.policy
 
 
 class _Names:
@@ -383,9 +421,9 @@ class _Names:
         self._groups = optimizer.param_groups
 
     def __call__(self, param: torch.Tensor) -> str:
-        mark = getattr(param, _OFFLOADED, None)
-        if mark is not None:
-            return str(mark.name)
+        note = _asked_for().get(id(param))
+        if note is not None:
+            return note.name
         for number, group in enumerate(self._groups):
             for index, each in enumerate(group["params"]):
                 if each is param:

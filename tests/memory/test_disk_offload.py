@@ -25,6 +25,7 @@ from _blocks import next_token_loss, token_batch
 from _offloading import assert_same, decoder, local, train
 from _pool import distributed, more
 from composable_shard import checkpoint
+from composable_shard._group import optimizers
 from composable_shard._memory import disk
 from composable_shard._memory.disk import BLOCK
 
@@ -214,26 +215,26 @@ def test_torchs_own_functions_for_state_work(rank, world, tmp_path):
     policy = cs.DiskOffloadPolicy(tmp_path, LEAST)
     plain, model, other = decoder(), decoder(policy), decoder(policy)
     in_memory = in_groups(plain)
-    optimizers = [cs.offload_optimizer(in_groups(each)) for each in (model, other)]
+    both = [cs.offload_optimizer(in_groups(each)) for each in (model, other)]
     train(plain, in_memory, range(2), rank)
-    train(model, optimizers[0], range(2), rank)
+    train(model, both[0], range(2), rank)
     other.load_state_dict(model.state_dict())
-    set_optimizer_state_dict(other, optimizers[1], get_optimizer_state_dict(model, optimizers[0]))
+    set_optimizer_state_dict(other, both[1], get_optimizer_state_dict(model, both[0]))
     train(plain, in_memory, range(2, 4), rank)
-    train(other, optimizers[1], range(2, 4), rank)
-    assert_same((plain, in_memory), (other, optimizers[1]))
+    train(other, both[1], range(2, 4), rank)
+    assert_same((plain, in_memory), (other, both[1]))
 
-    content = copy.deepcopy(optimizers[1].state_dict())
+    content = copy.deepcopy(both[1].state_dict())
     train(plain, in_memory, range(4, 5), rank)
-    train(other, optimizers[1], range(4, 5), rank)
+    train(other, both[1], range(4, 5), rank)
     model.load_state_dict(plain.state_dict())
-    optimizers[0].load_state_dict(in_memory.state_dict())  # from memory to disk
-    assert_same((plain, in_memory), (model, optimizers[0]))
+    both[0].load_state_dict(in_memory.state_dict())  # from memory to disk
+    assert_same((plain, in_memory), (model, both[0]))
     in_memory.load_state_dict(copy.deepcopy(content))  # and back
-    optimizers[1].load_state_dict(content)
+    both[1].load_state_dict(content)
     train(plain, in_memory, range(5, 6), rank)
-    train(other, optimizers[1], range(5, 6), rank)
-    assert_same((plain, in_memory), (other, optimizers[1]))
+    train(other, both[1], range(5, 6), rank)
+    assert_same((plain, in_memory), (other, both[1]))
 
 
 def test_state_that_is_edited_in_place_between_steps_counts(tmp_path):
@@ -609,6 +610,52 @@ def test_an_optimizer_that_was_forgotten_or_given_twice_is_an_error(rank, world,
     torch.optim.lr_scheduler.ConstantLR(scheduled)
     with pytest.raises(cs.ShardConfigStateError, match="call offload_optimizer first, and make schedulers after it"):
         cs.offload_optimizer(scheduled)
+
+
+@distributed(world=2)
+def test_parameters_that_are_made_later_or_replaced_are_known_by_their_groups(rank, world, tmp_path):
+    policy = cs.DiskOffloadPolicy(tmp_path, LEAST)
+    expected = decoder()
+    in_memory = torch.optim.AdamW(expected.parameters())
+    start = {name: value.clone() for name, value in expected.state_dict().items()}
+    train(expected, in_memory, range(3), rank)
+    with torch.device("meta"):
+        model = decoder(policy)
+    model.to_empty(device="cpu")
+    model.cos.copy_(expected.cos)
+    model.sin.copy_(expected.sin)
+    model.load_state_dict(start)
+    optimizer = cs.offload_optimizer(torch.optim.AdamW(model.parameters()))
+    train(model, optimizer, range(3), rank)
+    assert_same((expected, in_memory), (model, optimizer))
+    assert all(map(is_mapped, tensors_of(optimizer)))
+    assert sum(map(len, map(optimizers.state_of_optimizers, [[param] for param in model.parameters()]))) == 0
+
+    model.load_state_dict({name: value.clone() for name, value in start.items()}, assign=True)
+    forgotten = torch.optim.AdamW(model.parameters())
+    with pytest.raises(cs.ShardConfigValueError, match=r"none of its parameters .* or policy= here"):
+        cs.offload_optimizer(forgotten)
+    with pytest.raises(cs.ShardConfigStateError, match=r"embed.weight was sharded with DiskOffloadPolicy"):
+        train(model, forgotten, [0])
+    for param in model.parameters():
+        param.grad = None
+    optimizer = cs.offload_optimizer(forgotten)  # since the first forward, the groups know
+    train(model, optimizer, range(3), rank)
+    assert_same((expected, in_memory), (model, optimizer))
+
+
+@distributed(world=2)
+def test_a_load_for_which_the_memory_is_too_small_fails_on_all_ranks(rank, world, tmp_path):
+    model = decoder()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, [0], rank)
+    checkpoint.save(tmp_path / "saved", {"model": model, "optimizer": optimizer}, step=1)
+    policy = cs.DiskOffloadPolicy(tmp_path, LEAST if rank == 0 else BLOCK)
+    other = torch.optim.AdamW(model.parameters())
+    cs.offload_optimizer(other, policy)
+    with pytest.raises(cs.ShardConfigValueError, match=r"rank 1: DiskOffloadPolicy.memory: .* is the least that works"):
+        checkpoint.load(tmp_path / "saved", {"model": model, "optimizer": other})
+    assert not other.state
 
 
 @distributed(world=1)

@@ -94,7 +94,7 @@ def test_steps_on_the_host_are_those_of_the_fused_optimizer(rank, world, make, o
         given = {**options, "fused": None} if offload and "fused" in options else options
         optimizer = make(model.parameters(), **given)
         if offload:
-            take_over(optimizer, StateOnHost(pins=False, fused="fused" in options), set())
+            take_over(optimizer, StateOnHost(pins=False, fused="fused" in options), True)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         for step in range(3):
             train(model, optimizer, [step], rank)
@@ -115,7 +115,7 @@ def test_copies_of_the_next_part_are_queued_before_a_part_is_stepped(monkeypatch
         model = decoder(shard=False)
         optimizer = AdamW(model.parameters(), fused=True)
         if offload:
-            take_over(optimizer, StateOnHost(pins=False, fused=True), set())
+            take_over(optimizer, StateOnHost(pins=False, fused=True), True)
             step = optimizer._keeper._step_part
             monkeypatch.setattr(
                 optimizer._keeper, "_step_part", lambda *args, step=step: (Simulated.log.append("step"), step(*args))[1]
