@@ -78,6 +78,15 @@ class Files:
         """Bytes that are reserved."""
         return sum(file.used for file in self._files)
 
+    def settle(self) -> None:
+        """Have on disk what went through the page cache.
+
+        Raises:
+            OffloadError: it is not.
+        """
+        for file in self._files:
+            file.settle()
+
     def reserve(self, nbytes: int) -> tuple[File, int]:
         """A file with so many bytes, a multiple of `BLOCK`, and where in it they begin.
 
@@ -101,6 +110,7 @@ class File:
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self._directory, self._size, self.used = directory, nbytes, 0
+        self._unsettled = False
         self._buffered = _open_unnamed(directory)
         weakref.finalize(self, os.close, self._buffered)
         self._direct = _open_direct(self._buffered)
@@ -142,23 +152,27 @@ class File:
         descriptor = self._buffered if self._direct is None else self._direct
         with naming(self._directory, f"writing {len(memory):,} bytes"):
             _all_of(memory, offset, lambda part, at: os.pwrite(descriptor, part, at))
-            if self._direct is None:
-                os.fdatasync(self._buffered)
         if self._direct is None:
+            self._unsettled = True
             self._forget(offset, len(memory))
 
     def put(self, memory: memoryview, offset: int) -> None:
-        """Write memory of any length at any offset; it may stay in the system's cache until `settle`."""
+        """Write memory of any length at any offset, through the page cache; errors may come as late as in `settle`."""
+        self._unsettled = True
         with naming(self._directory, f"writing {len(memory):,} bytes"):
             _all_of(memory, offset, lambda part, at: os.pwrite(self._buffered, part, at))
+        self._forget(offset, len(memory))
 
-    def settle(self, offset: int, nbytes: int) -> None:
-        """Have bytes that were put on disk, and out of the system's cache."""
-        with naming(self._directory, f"writing {nbytes:,} bytes"):
-            os.fdatasync(self._buffered)
-        self._forget(offset, nbytes)
+    def settle(self) -> None:
+        """Have on disk what went through the page cache, and out of the cache."""
+        if self._unsettled:
+            self._unsettled = False
+            with naming(self._directory, "flushing"):
+                os.fdatasync(self._buffered)
+            self._forget(0, self.used)
 
     def _forget(self, offset: int, nbytes: int) -> None:
+        """Let the page cache drop pages, or begin to write those that are yet to be written."""
         os.posix_fadvise(self._buffered, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .._errors import OffloadError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .._policies import DiskOffloadPolicy, HostOffloadPolicy, OffloadPolicy
-from .._torch.core import HANDLES, never_trace
+from .._torch.core import HANDLES, has_memory, never_trace
 from .state_on_disk import StateOnDisk, Step, local_part
 from .state_on_host import StateOnHost
 
@@ -113,8 +113,9 @@ def _refuse_forgotten(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _applies(policy: OffloadPolicy, param: torch.Tensor) -> bool:
-    """Whether a policy changes anything for a parameter where it is."""
-    return isinstance(policy, DiskOffloadPolicy) or local_part(param).device.type not in ("cpu", "meta")
+    """Whether a policy changes anything for a parameter where it is; fake tensors are nowhere."""
+    local = local_part(param)
+    return has_memory(local) and (isinstance(policy, DiskOffloadPolicy) or local.device.type not in ("cpu", "meta"))
 
 
 class OffloadedOptimizer(Optimizer):
@@ -324,7 +325,8 @@ def offload_optimizer(optimizer: AnyOptimizer, policy: OffloadPolicy | None = No
             `assign=True`, which has put others in their place.
 
     Returns:
-        `optimizer`; as it was where the policy changes nothing, as `HostOffloadPolicy` without an accelerator.
+        `optimizer`; as it was where the policy changes nothing, as `HostOffloadPolicy` without an accelerator, or
+        for fake tensors.
 
     Raises:
         ShardConfigTypeError: `optimizer` is no optimizer of torch's, or LBFGS, or holds state that cannot be offloaded.

@@ -391,6 +391,7 @@ class StateOnDisk:
             waiting.append(param)
             held += nbytes
         self._keep(states, waiting)
+        self.files.settle()
 
     @staticmethod
     def options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -421,14 +422,10 @@ class StateOnDisk:
                 new.append(param)
         unit = self._new_unit({param: all_parts[param] for param in new})
         self._units.update(dict.fromkeys(new, unit))
-        touched: dict[Unit, None] = {}
         for param, parts in all_parts.items():
             unit = self._units[param]
             if unit is not None:
                 self._put(states[param], unit, param, parts)
-                touched[unit] = None
-        for unit in touched:
-            unit.run.file.settle(unit.run.offset, unit.run.nbytes)
 
     def _new_unit(self, all_parts: Mapping[torch.Tensor, Parts]) -> Unit | None:
         if not any(all_parts.values()):

@@ -18,13 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import composable_shard as cs
 from _blocks import next_token_loss, token_batch
 from _offloading import assert_same, decoder, local, train
 from _pool import distributed, more
-from composable_shard import checkpoint
+from composable_shard import checkpoint, testing
 from composable_shard._group import optimizers
 from composable_shard._memory import disk
 from composable_shard._memory.disk import BLOCK
@@ -693,6 +694,16 @@ def test_a_policy_that_cannot_be_is_refused(arguments, kind, message):
     with pytest.raises(kind, match=message) as error:
         cs.DiskOffloadPolicy(**arguments)
     assert isinstance(error.value, cs.ShardConfigError)
+
+
+def test_a_script_that_runs_with_fake_tensors_writes_nothing(tmp_path):
+    with testing.fake(2, 0), FakeTensorMode(allow_non_fake_inputs=True):
+        model = decoder(cs.DiskOffloadPolicy(tmp_path, LEAST))
+        optimizer = torch.optim.AdamW(model.parameters())
+        assert type(cs.offload_optimizer(optimizer)) is torch.optim.AdamW
+        model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+        optimizer.step()
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.matrix
