@@ -33,6 +33,15 @@ from composable_shard._memory.disk import BLOCK
 LEAST = 5 * BLOCK  # holds the state of any parameter of these decoders
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """On a busy machine, threads that wait for each other take many times as long as tensors of this size."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def descriptors():
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
@@ -370,6 +379,8 @@ def test_a_budget_that_is_too_small_says_which_works(tmp_path):
 MEASURED = """
     import sys, re, torch, composable_shard as cs
 
+    torch.set_num_threads(1)
+
     def resident():
         status = open("/proc/self/status").read()
         return sum(int(kib) << 10 for kib in re.findall(r"Rss(?:Anon|Shmem):\\s+(\\d+)", status))
@@ -387,7 +398,7 @@ MEASURED = """
 
     policy = cs.DiskOffloadPolicy(sys.argv[1], int(sys.argv[2]))
     run(1, lambda optimizer: cs.offload_optimizer(optimizer, policy))  # what the first step loads is no state
-    print(*run(24, lambda optimizer: cs.offload_optimizer(optimizer, policy)), *run(24))
+    print(*run(16, lambda optimizer: cs.offload_optimizer(optimizer, policy)), *run(16))
 """
 
 
@@ -397,7 +408,7 @@ def test_resident_memory_stays_within_the_budget_while_state_is_many_times_as_la
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     most, total, most_in_memory, expected = map(float, done.stdout.split())
-    assert most_in_memory > 24 * (8 << 20) - memory  # beside the ring, which is its first
+    assert most_in_memory > 16 * (8 << 20) - memory  # beside the ring, which is its first
     assert memory // 2 < most < memory + (4 << 20)
     assert total == expected
 
@@ -542,7 +553,7 @@ def die_in_write(number):
 @pytest.mark.parametrize("dies_at", [2, more(0), more(5)])
 def test_a_run_that_is_killed_while_it_writes_leaves_nothing_and_goes_on_from_its_checkpoint(tmp_path, dies_at):
     here = Path(__file__).parent
-    call = f"import sys; sys.path[:0] = ['{here.parent}', '{here}']; import test_disk_offload as t; "
+    call = f"import sys; sys.path[:0] = ['{here.parent}', '{here}']; import torch, test_disk_offload as t; torch.set_num_threads(1); "
     call += f"t.train_and_save('{tmp_path}', True, dies_at={dies_at})"
     killed = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=120)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
