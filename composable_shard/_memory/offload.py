@@ -143,8 +143,6 @@ class OffloadedOptimizer(Optimizer):
         asked = {} if self._keeps_all else _asked_for()
         return [param for param in params if self._keeps_all or id(param) in asked]
 
-    @never_trace
-    @Optimizer.profile_hook_step
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step as the optimizer's own class does, some parameters at a time.
 
@@ -303,9 +301,6 @@ class OffloadedOptimizer(Optimizer):
                 )
 
 
-OffloadedOptimizer.step.hooked = True  # type: ignore[attr-defined]  # torch shall not put its hooks around it again
-
-
 def offload_optimizer(optimizer: AnyOptimizer, policy: OffloadPolicy | None = None) -> AnyOptimizer:
     """Keep the state of an optimizer on disk, or on the host, as a policy says; in place.
 
@@ -361,13 +356,24 @@ def take_over(optimizer: AnyOptimizer, keeper: _Keeper, keeps_all: bool) -> AnyO
     """Let a keeper have the state of an optimizer: of all parameters, or of those whose groups have asked for it."""
     cls = type(optimizer)
     if cls not in _classes:
-        _classes.setdefault(cls, type(f"Offloaded{cls.__name__}", (OffloadedOptimizer, cls), {}))
+        names = {"step": _hooked(OffloadedOptimizer.step)}
+        _classes.setdefault(cls, type(f"Offloaded{cls.__name__}", (OffloadedOptimizer, cls), names))
     become: Any = OffloadedOptimizer._become
     become(optimizer, _classes[cls], keeper, keeps_all)
     return optimizer
 
 
 _classes: dict[type, type] = {}
+
+
+def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A `step` with the hooks of optimizers around it, as torch puts them there.
+
+    Only when it is needed: once done at import, it changed where Dynamo breaks the graphs of all optimizers' steps.
+    """
+    hooked = never_trace(Optimizer.profile_hook_step(step))
+    hooked.hooked = True  # type: ignore[attr-defined]  # torch shall not do it again
+    return hooked
 
 
 def _own_step(cls: type) -> Callable[..., Any]:

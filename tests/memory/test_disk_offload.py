@@ -553,8 +553,8 @@ def die_in_write(number):
 @pytest.mark.parametrize("dies_at", [2, more(0), more(5)])
 def test_a_run_that_is_killed_while_it_writes_leaves_nothing_and_goes_on_from_its_checkpoint(tmp_path, dies_at):
     here = Path(__file__).parent
-    call = f"import sys; sys.path[:0] = ['{here.parent}', '{here}']; import torch, test_disk_offload as t; torch.set_num_threads(1); "
-    call += f"t.train_and_save('{tmp_path}', True, dies_at={dies_at})"
+    call = f"import sys; sys.path[:0] = ['{here.parent}', '{here}']; import torch, test_disk_offload as t; "
+    call += f"torch.set_num_threads(1); t.train_and_save('{tmp_path}', True, dies_at={dies_at})"
     killed = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=120)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert os.listdir(tmp_path / "disk") == []  # nothing that another run could read
