@@ -431,6 +431,36 @@ def test_a_ring_leases_no_byte_twice(seed):
         assert ring.leased == sum(last - first for first, last in leases) <= ring.most <= ring.capacity
 
 
+def test_state_is_read_ahead_and_written_behind_in_the_order_of_the_parameters(tmp_path, monkeypatch):
+    params = [nn.Parameter(torch.ones(1024)) for _ in range(6)]  # a state of two blocks each
+    for param in params:
+        param.grad = torch.ones_like(param)
+    policy = cs.DiskOffloadPolicy(tmp_path, 6 * BLOCK)
+    optimizer = cs.offload_optimizer(torch.optim.AdamW(params), policy)
+    optimizer.step()
+    log = []
+
+    def noting(word):
+        moved = getattr(disk.Ring, word)
+
+        def move(ring, begin, run, threads):
+            log.append(f"{word} {run.offset // (2 * BLOCK)}")
+            return moved(ring, begin, run, threads)
+
+        return move
+
+    for word in ("read", "write"):
+        monkeypatch.setattr(disk.Ring, word, noting(word))
+    keeper = optimizer._keeper
+    step_unit = keeper._step_unit
+    monkeypatch.setattr(keeper, "_step_unit", lambda *args: (log.append("step"), step_unit(*args))[1])
+    optimizer.step()
+    assert log[:5] == ["read 0", "read 1", "read 2", "step", "write 0"]
+    for word in ("read", "write"):
+        assert [line for line in log if line.startswith(word)] == [f"{word} {number}" for number in range(6)]
+    assert keeper.workspace.most == 6 * BLOCK
+
+
 def test_files_and_memory_go_with_the_optimizer(tmp_path):
     before = descriptors()
     model = decoder(shard=False)
