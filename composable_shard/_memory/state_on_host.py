@@ -94,7 +94,10 @@ class StateOnHost:
         step: Step,
         going: Any,
     ) -> Job[None]:
-        twins = copies.finish(on_host=True)
+        twins = copies.finish()
+        stream = going.current()
+        if stream is not None:  # which waits for the copies now; the step is on the host, so the host waits for it
+            stream.synchronize()
         for param, twin in zip(part, twins, strict=True):
             if param in states:
                 states[twin] = states.pop(param)
