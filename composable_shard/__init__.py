@@ -24,6 +24,7 @@ from ._errors import CheckpointUnsafeError as CheckpointUnsafeError
 from ._errors import CompiledGraphWarning as CompiledGraphWarning
 from ._errors import ComposableShardError as ComposableShardError
 from ._errors import MixedShardingError as MixedShardingError
+from ._errors import OffloadError as OffloadError
 from ._errors import PeerLostError as PeerLostError
 from ._errors import PhaseError as PhaseError
 from ._errors import PoolBudgetError as PoolBudgetError
@@ -38,6 +39,7 @@ from ._faults.replicas import broadcast_state as broadcast_state
 from ._faults.replicas import check_replicas as check_replicas
 from ._integrations.install import install as install
 from ._integrations.install import uninstall as uninstall
+from ._memory.offload import offload_optimizer as offload_optimizer
 from ._module.gradients import average_by_tokens as average_by_tokens
 from ._module.gradients import clip_grad_norm_ as clip_grad_norm_
 from ._module.gradients import total_tokens as total_tokens
@@ -53,7 +55,9 @@ from ._plan.simulation import Costs as Costs
 from ._policies import AllGather as AllGather
 from ._policies import CPUOffloadPolicy as CPUOffloadPolicy
 from ._policies import DataParallelMeshDims as DataParallelMeshDims
+from ._policies import DiskOffloadPolicy as DiskOffloadPolicy
 from ._policies import FSDPMeshInfo as FSDPMeshInfo
+from ._policies import HostOffloadPolicy as HostOffloadPolicy
 from ._policies import HSDPMeshInfo as HSDPMeshInfo
 from ._policies import MixedPrecisionPolicy as MixedPrecisionPolicy
 from ._policies import OffloadPolicy as OffloadPolicy

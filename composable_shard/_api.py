@@ -22,6 +22,7 @@ from ._errors import (
 from ._group.extension import is_extended
 from ._group.param import SHARDED_IN, ShardedParam, shard_parameter
 from ._group.placement import Cut, PlacementFn, Placements
+from ._memory.offload import note_policy
 from ._module.additions import Top, WatchedEntries, check_use
 from ._module.build import declared_plan
 from ._module.entries import ModuleEntries, Place
@@ -107,6 +108,8 @@ def fully_shard(
         mp_policy: dtypes of the gathered parameters, of the reduction, and of inputs and outputs of forward.
         offload_policy: `CPUOffloadPolicy` keeps shards, gradients and with them the optimizer's state on the CPU, and
             copies shards to the accelerator before each gather. Without an accelerator it changes nothing.
+            `HostOffloadPolicy` chooses among these, and `DiskOffloadPolicy` keeps the optimizer's state on disk; see
+            `offload_optimizer`.
         ignored_params: parameters to leave as they are.
         dp_mesh_dims: `DataParallelMeshDims`: names the axes of `mesh` to shard over and to replicate over. All
             parameters must then be DTensors on the whole of `mesh`, replicated over these axes; in forward they are so
@@ -127,6 +130,7 @@ def fully_shard(
     options = Options(reshard_after_forward, mp_policy=without_overrides(mp_policy))
     state = _shard(modules, placements, options, {id(p) for p in ignored_params or ()})
     _move_buffers(modules, info)
+    note_policy((param for part in (state, *state.others) for param in part.declaration.params), offload_policy)
     for index, each in enumerate(modules):
         _attach(each, state, index)
     show_to_torch(modules, state, OurHooks(pre_forward, post_forward, adopt_forward_methods))

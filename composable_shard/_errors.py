@@ -14,6 +14,7 @@
     ├── PeerLostError               another rank has ended, failed, or cannot be reached      (also a RuntimeError)
     ├── StaleStateError             weights were changed where or when the change is lost     (also a RuntimeError)
     ├── SavedTensorModifiedError    a saved activation was written in place before backward (also a RuntimeError)
+    ├── OffloadError                state on disk that could not be written or read          (also a RuntimeError)
     ├── CheckpointError             a checkpoint that could not be written or read           (also a RuntimeError)
     │   ├── CheckpointCorruptError  ... for its files are not as they were written
     │   ├── CheckpointMismatchError ... for it holds something else than what is asked for   (also a ValueError)
@@ -116,6 +117,13 @@ class StaleStateError(ComposableShardError, RuntimeError):
 
 class SavedTensorModifiedError(ComposableShardError, RuntimeError):
     """An activation that backward needs was modified in place after it had been saved."""
+
+
+class OffloadError(ComposableShardError, RuntimeError):
+    """State on disk could not be written or read, or was lost so; the optimizer does not step again.
+
+    Weights may be changed in part: make model and optimizer anew, and load a checkpoint.
+    """
 
 
 class ArtifactMismatchError(ShardConfigValueError):

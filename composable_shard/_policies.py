@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 
-from ._errors import ShardConfigValueError
+from ._errors import ShardConfigTypeError, ShardConfigValueError
 from ._torch.core import default_reduce_dtype
 from ._torch.distributed import AllGather as AllGather
 from ._torch.distributed import DataParallelMeshDims as DataParallelMeshDims
@@ -201,6 +203,87 @@ class PoolPolicy:
             raise ShardConfigValueError(f"PoolPolicy.mem_pool={self.mem_pool!r}: expected True or False")
         if not isinstance(self.keep_idle, bool | None):
             raise ShardConfigValueError(f"PoolPolicy.keep_idle={self.keep_idle!r}: expected True, False or None")
+
+
+@dataclass
+class HostOffloadPolicy(OffloadPolicy):
+    """What is kept in the memory of the host, and not on the accelerator. Without one it changes nothing.
+
+    A gradient lies where its parameter lies, and an optimizer steps where its state lies: on the CPU. So either all
+    three are offloaded, as `CPUOffloadPolicy` does, or the optimizer's state alone (with `offload_optimizer`), or none.
+
+    Attributes:
+        parameters: shards; they are copied to the accelerator before each gather.
+        gradients: reduced gradients; as `parameters`.
+        optimizer: the optimizer's state. Alone, gradients and shards are copied to the host for a step, some at a time,
+            and the stepped shards back.
+        pin_memory: whether this memory is pinned, so that copies do not block; it cannot be swapped out then.
+
+    Raises:
+        ShardConfigTypeError: one of them is no bool.
+        ShardConfigValueError: only one of parameters and gradients, or these without the optimizer.
+    """
+
+    parameters: bool = True
+    gradients: bool = True
+    optimizer: bool = True
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "gradients", "optimizer", "pin_memory"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ShardConfigTypeError(f"HostOffloadPolicy.{name}={value!r}: expected True or False")
+        if self.parameters != self.gradients:
+            raise ShardConfigValueError(
+                f"HostOffloadPolicy(parameters={self.parameters}, gradients={self.gradients}): a gradient lies where "
+                "its parameter lies; give both the same value"
+            )
+        if self.parameters and not self.optimizer:
+            raise ShardConfigValueError(
+                "HostOffloadPolicy(parameters=True, optimizer=False): an optimizer steps where its parameters lie, and "
+                "keeps its state there; give optimizer=True, too, or parameters=False, gradients=False"
+            )
+
+
+@dataclass
+class DiskOffloadPolicy(OffloadPolicy):
+    """The optimizer's state is kept in files, and shards and gradients in the memory of the host.
+
+    `offload_optimizer` gives an optimizer's state to the files. Without an accelerator shards and gradients stay where
+    they are.
+
+    Attributes:
+        directory: where the files are, best on a local disk; it is made if it is not there. The files have no names:
+            any number of runs, ranks and optimizers may share a directory, and when a process ends, however it ends,
+            the space of its files is free again.
+        memory: the most bytes of memory that a process keeps such state in while optimizers step, for all optimizers
+            with this policy together. Some hundred megabytes are enough to keep a disk busy; at least the state of the
+            largest parameter's shard must fit into it.
+        pin_memory: of shards and gradients, as of `CPUOffloadPolicy`.
+
+    Raises:
+        ShardConfigTypeError: `directory` is no path, or `pin_memory` no bool.
+        ShardConfigValueError: `memory` is not positive or no whole number.
+    """
+
+    directory: str | os.PathLike[str]
+    memory: int
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.directory, str | os.PathLike) or not isinstance(os.fspath(self.directory), str):
+            raise ShardConfigTypeError(f"DiskOffloadPolicy.directory={self.directory!r}: expected a path")
+        if not isinstance(self.pin_memory, bool):
+            raise ShardConfigTypeError(f"DiskOffloadPolicy.pin_memory={self.pin_memory!r}: expected True or False")
+        require_count("DiskOffloadPolicy.memory", self.memory, 1)
+        self.directory = Path(self.directory)
+
+
+def keeps_shards_on_host(policy: OffloadPolicy | None) -> bool:
+    """Whether shards and their gradients are to be in the memory of the host."""
+    return isinstance(policy, (CPUOffloadPolicy, DiskOffloadPolicy)) or (
+        isinstance(policy, HostOffloadPolicy) and policy.parameters
+    )
 
 
 def require_count(field: str, value: object, least: int) -> None:

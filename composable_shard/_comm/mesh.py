@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from .._errors import ShardConfigAssertionError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
-from .._policies import CPUOffloadPolicy, OffloadPolicy
+from .._policies import OffloadPolicy, keeps_shards_on_host
 from .._torch.distributed import (
     DataParallelMeshDims,
     FSDPMeshInfo,
@@ -208,8 +208,8 @@ def _info(
             "build it (init_device_mesh) for the devices on which the model computes"
         ) from error
     home, pins = device, False
-    if isinstance(offload, CPUOffloadPolicy) and device.type not in ("cpu", "meta"):
-        home, pins = torch.device("cpu"), offload.pin_memory
+    if keeps_shards_on_host(offload) and device.type not in ("cpu", "meta"):
+        home, pins = torch.device("cpu"), bool(getattr(offload, "pin_memory", True))
     shard_size, shard_rank, shard_group = _axis(mesh, shard_axis)
     replicate_size, _, replicate_group = _axis(mesh, replicate_axis)
     return MeshInfo(

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .._errors import ShardConfigStateError
+from .._memory.offload import in_memory
 from .._torch.core import HANDLES, has_side_effect, tree_tensors
 from .faces import LEAF_OF
 from .param import SHARDED_IN
@@ -50,10 +51,12 @@ def note_optimizer(optimizer: Optimizer) -> None:
 
 
 def state_of_optimizers(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that the optimizers that are known keep for these parameters."""
+    """The tensors that the optimizers that are known keep for these parameters, but for those on disk."""
     optimizers = list(filter(None, map(call, _optimizers.valuerefs())))
-    states = {id(optimizer.state): optimizer.state for optimizer in optimizers}  # one may stand around another
-    return tree_tensors([state.get(param, {}) for state in states.values() for param in params])
+    apart = {id(optimizer.state): optimizer for optimizer in optimizers}.values()  # one may stand around another
+    params = list(params)
+    held = [optimizer.state.get(param, {}) for optimizer in apart for param in in_memory(optimizer, params)]
+    return tree_tensors(held)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from .._errors import CheckpointMismatchError
+from .._memory.offload import OffloadedOptimizer
 from .._torch.distributed import dtensor_at, local_tensor
 from ._format.manifest import SavedTensor
 from ._format.values import decode
@@ -43,13 +44,25 @@ def fit_optimizer(
         return
     others = {name for group in groups for name in group["params"]} - stepped.keys()
     plain = set(saved.get("plain", ()))
+    present = {
+        **content.state,
+        **_on_disk(optimizer, {name: stepped[name] for name in stepped if name in saved["state"]}),
+    }
     state = {
-        name: _decoded(target, name, values, content.state.get(name), stepped.get(name), plain)
+        name: _decoded(target, name, values, present.get(name), stepped.get(name), plain)
         for name, values in saved["state"].items()
         if name not in others
     }
     groups = [{**each, "params": ours["params"]} for each, ours in zip(groups, content.groups, strict=True)]
     target.after(lambda: _finish(optimizer, groups, state))
+
+
+def _on_disk(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """State on disk for parameters that have none yet, so that what is loaded need not be in memory as a whole."""
+    if not isinstance(optimizer, OffloadedOptimizer):
+        return {}
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return {names[id(each)]: state for each, state in optimizer.blank_state(parameters.values()).items()}
 
 
 def _same_groups(

@@ -43,6 +43,12 @@ def add_command(commands: Any) -> None:
     add("--devices", type=int, required=True, metavar="N", help="how many there are")
     add("--machine", default="h100", metavar="NAME", help="a known one, or a file of measure-links (default: h100)")
     add("--memory", type=size, metavar="SIZE", help="of a device, such as 40GiB, in the place of the machine's")
+    add(
+        "--host-memory",
+        type=size,
+        metavar="SIZE",
+        help="of the host for each device: offload must fit, or goes to disk",
+    )
     add("--intra-node", type=size, metavar="SIZE", help="bytes a second between devices of a node, such as 300GB")
     add("--inter-node", type=size, metavar="SIZE", help="bytes a second of a device to other nodes, such as 25GB")
     add("--batch", type=int, default=1, metavar="N", help="sequences of a step for each device (default: 1)")
@@ -72,6 +78,7 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             devices=parsed.devices,
             machine=parsed.machine,
             memory_per_device=parsed.memory,
+            host_memory_per_device=parsed.host_memory,
             intra_node=parsed.intra_node,
             inter_node=parsed.inter_node,
             batch=parsed.batch,

@@ -17,7 +17,17 @@ from .precision import Precision, precision_of
 from .profile import Profile
 from .shape import Shape
 from .sources import Source, source_of
-from .strategies import Strategy, held_bytes, moved_bytes, plan_of, pooled, reducing, shard_bytes, strategies
+from .strategies import (
+    Strategy,
+    held_bytes,
+    moved_bytes,
+    off_device,
+    plan_of,
+    pooled,
+    reducing,
+    shard_bytes,
+    strategies,
+)
 from .timing import Time, compute_seconds, time_of
 
 _CLOSE = 0.05  # of tokens a second: of strategies that are as close, the simplest, then the smallest is taken
@@ -33,21 +43,25 @@ class Estimate:
         strategy: which.
         memory: of a device.
         host_bytes: of the host's memory for each device, where parameters are offloaded.
+        disk_bytes: on disk for each device, where the optimizer's state is.
         moved: bytes that a rank sends in a step.
         time: of a step.
         tokens_per_second: of all devices together.
         needed: bytes that a device must have.
-        short: bytes by which it does not fit; 0 if it fits.
+        short: bytes by which it does not fit on a device; 0 if it does.
+        host_short: the same of the host, for each device.
     """
 
     strategy: Strategy
     memory: Memory
     host_bytes: int
+    disk_bytes: int
     moved: int
     time: Time
     tokens_per_second: float
     needed: int
     short: int
+    host_short: int
 
     @property
     def exposed_share(self) -> float:
@@ -56,8 +70,8 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether a device has the memory."""
-        return self.short == 0
+        """Whether a device and its host have the memory."""
+        return self.short == 0 and self.host_short == 0
 
 
 @dataclass(frozen=True)
@@ -93,6 +107,7 @@ def advise(
     devices: int,
     machine: Machine | str = "h100",
     memory_per_device: int | None = None,
+    host_memory_per_device: int | None = None,
     intra_node: float | None = None,
     inter_node: float | None = None,
     batch: int = 1,
@@ -114,6 +129,8 @@ def advise(
         devices: how many there are.
         machine: of which kind: a name in `KNOWN`, or what ``measure-links`` has measured (a `Machine`, or its file).
         memory_per_device: bytes, in the place of the machine's.
+        host_memory_per_device: bytes of the host for each device, likewise. If they are known, offload must fit into
+            them, and strategies with the optimizer's state on disk are considered.
         intra_node, inter_node: bytes per second of the links within nodes and between them, likewise.
         batch: sequences of a step for each device.
         sequence: tokens of a sequence, in the place of the shape's; a factory needs it.
@@ -126,17 +143,19 @@ def advise(
         ShardConfigTypeError, ShardConfigValueError: an argument makes no sense; it says which and what would.
     """
     chosen = _adjusted(machine_of(machine), memory_per_device, intra_node, inter_node)
+    if host_memory_per_device is not None:
+        chosen = replace(chosen, host_memory=host_memory_per_device)
     for name, value in (("devices", devices), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ShardConfigValueError(f"{name}: {value!r} is not a number above 0")
     dtypes = precision_of(precision)
     source = source_of(model, sequence, adapters)
     planner = Planner(source, dtypes, batch)
-    possible = list(strategies(devices, chosen.devices_per_node, tuple(tensor)))
+    possible = list(strategies(devices, chosen.devices_per_node, tuple(tensor), chosen.host_memory))
     if not possible:
         raise ShardConfigValueError(f"tensor: {list(tensor)} divide no {devices} devices within a node")
     estimates = [planner.estimate(each, chosen) for each in possible]
-    estimates.sort(key=lambda each: (each.short, -each.tokens_per_second))
+    estimates.sort(key=lambda each: (each.short + each.host_short, -each.tokens_per_second))
     recommended, reason = _recommended(estimates, devices, chosen.memory)
     return Advice(
         model=source.name,
@@ -197,18 +216,21 @@ class Planner:
         held = held_bytes(strategy, pool, shards, self._cast(base, plan))
         gradients = {fqn: 0 if strategy.offload else trained for fqn, (_, trained) in shards.items()}
         memory = memory_of(profile, held, pool, gradients, reducing(plan, strategy, machine))
-        stored, trained = (sum(each[index] for each in shards.values()) for index in (0, 1))
+        trained = sum(each for _, each in shards.values())
+        host, disk = off_device(strategy, shards)
         time = time_of(plan, strategy, compute_seconds(profile, machine, layout), machine, trained)
         needed = memory.reserved if machine.streams else memory.peak.total
         return Estimate(
             strategy=strategy,
             memory=memory,
-            host_bytes=stored + 3 * trained if strategy.offload else 0,
+            host_bytes=host,
+            disk_bytes=disk,
             moved=moved_bytes(plan, strategy),
             time=time,
             tokens_per_second=profile.tokens * layout.shard * layout.replicas / time.seconds,
             needed=needed,
             short=max(0, needed - machine.memory),
+            host_short=0 if machine.host_memory is None else max(0, host - machine.host_memory),
         )
 
     def _cast(self, base: ShardPlan, plan: ShardPlan | None) -> int:
@@ -237,7 +259,7 @@ def _recommended(estimates: list[Estimate], devices: int, memory: int) -> tuple[
     if not fitting:
         least = estimates[0]
         return None, (
-            f"Nothing fits. {least.strategy} comes closest and lacks {_gib(least.short)} on each device: take more "
+            f"Nothing fits. {least.strategy} comes closest and lacks {_lacking(least)}: take more "
             "devices, shorter sequences, or fewer of them at a time."
         )
     fastest = fitting[0].tokens_per_second
@@ -246,10 +268,10 @@ def _recommended(estimates: list[Estimate], devices: int, memory: int) -> tuple[
     return chosen, _reason(chosen, fitting, estimates, devices)
 
 
-def _complexity(strategy: Strategy) -> tuple[bool, bool, int, int]:
+def _complexity(strategy: Strategy) -> tuple[int, bool, int, int]:
     replicated = _REPLICATED.index(strategy.name) if strategy.name in _REPLICATED else len(_REPLICATED)
     checkpoints = CHECKPOINTING.index(strategy.checkpointing)
-    return strategy.offload, strategy.layout.tensor > 1, replicated, checkpoints
+    return strategy.offload + strategy.disk, strategy.layout.tensor > 1, replicated, checkpoints
 
 
 def _reason(chosen: Estimate, fitting: list[Estimate], estimates: list[Estimate], devices: int) -> str:
@@ -262,14 +284,21 @@ def _reason(chosen: Estimate, fitting: list[Estimate], estimates: list[Estimate]
     text += f"; {chosen.exposed_share:.0%} of a step waits for communication." if devices > 1 else "."
     simpler = [each for each in estimates if _complexity(each.strategy) < _complexity(chosen.strategy)]
     if missing := [each for each in simpler if not each.fits]:
-        closest = min(missing, key=lambda each: each.short)
-        text += f" {closest.strategy} would be simpler and lacks {_gib(closest.short)}."
+        closest = min(missing, key=lambda each: each.short + each.host_short)
+        text += f" {closest.strategy} would be simpler and lacks {_lacking(closest, '')}."
     others = [each for each in fitting if each.strategy.name != name]
     if others:
         best = others[0]
         ratio = chosen.tokens_per_second / best.tokens_per_second
         text += f" The best of the others, {best.strategy}, gives {1 / ratio:.2f} of its tokens."
     return text
+
+
+def _lacking(estimate: Estimate, on: str = " on each device") -> str:
+    """What a strategy that does not fit lacks."""
+    device = [f"{_gib(estimate.short)}{on}"] if estimate.short else []
+    host = [f"{_gib(estimate.host_short)} of the host for each device"] if estimate.host_short else []
+    return " and ".join(device + host)
 
 
 def _gib(nbytes: int) -> str:

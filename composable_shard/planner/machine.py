@@ -53,6 +53,8 @@ class Machine:
         host_link: the link of a device to the memory of its host.
         host_memory_bandwidth: bytes per second that the processors of a host read and write for one device, which is
             what an optimizer on offloaded parameters takes.
+        host_memory: bytes of the host's memory for each device; None if that is not known, and taken to be enough.
+        disk_bandwidth: bytes per second that a disk of the host reads and writes, together, for one device.
         backend: of its process groups, which decides how parameters travel: "nccl", "gloo", or "fake", whose
             collectives do nothing.
     """
@@ -67,11 +69,15 @@ class Machine:
     devices_per_node: int = 8
     host_link: Link = field(default_factory=lambda: Link(25 * _GB, 1e-5))
     host_memory_bandwidth: float = 20.0 * _GB
+    host_memory: int | None = None
+    disk_bandwidth: float = 2.0 * _GB
     backend: str = "nccl"
 
     def __post_init__(self) -> None:
-        for name in ("memory", "memory_bandwidth", "devices_per_node", "host_memory_bandwidth"):
+        for name in ("memory", "memory_bandwidth", "devices_per_node", "host_memory_bandwidth", "disk_bandwidth"):
             _require(f"Machine.{name}", getattr(self, name), above=0)
+        if self.host_memory is not None:
+            _require("Machine.host_memory", self.host_memory, above=0)
         _require("Machine.launch", self.launch)
         if self.backend not in ("nccl", "gloo", "fake"):
             raise ShardConfigValueError(f"Machine.backend={self.backend!r}: expected 'nccl', 'gloo' or 'fake'")

@@ -45,12 +45,14 @@ class Strategy:
         checkpointing: which activations are computed again: those of whole blocks, or all but attention and every
             second matrix product.
         offload: whether parameters, gradients and the optimizer are in the memory of the host.
+        disk: whether, of these, the optimizer's state is in files.
     """
 
     name: str
     layout: Layout
     checkpointing: Checkpointing = "none"
     offload: bool = False
+    disk: bool = False
 
     def __str__(self) -> str:
         parts = [self.name]
@@ -58,7 +60,7 @@ class Strategy:
             parts = [f"hsdp {self.layout.replicas}x{self.layout.shard}"]
         parts += [f"tp {self.layout.tensor}"] if self.layout.tensor > 1 else []
         parts += [f"{self.checkpointing} checkpointing"] if self.checkpointing != "none" else []
-        parts += ["offload"] if self.offload else []
+        parts += [f"offload{' to disk' if self.disk else ''}"] if self.offload else []
         return ", ".join(parts)
 
 
@@ -86,13 +88,16 @@ def strategy_named(name: str, devices: int, checkpointing: Checkpointing = "none
     return Strategy(name, layouts.get(name, Layout(shard=devices)), checkpointing)
 
 
-def strategies(devices: int, per_node: int, tensor: tuple[int, ...]) -> Iterator[Strategy]:
+def strategies(
+    devices: int, per_node: int, tensor: tuple[int, ...], host_memory: int | None = None
+) -> Iterator[Strategy]:
     """All that a number of devices allows.
 
     Args:
         devices: in all.
         per_node: that share a fast link; tensor parallelism stays within.
         tensor: ranks of tensor parallelism to consider.
+        host_memory: bytes of the host for each device; None if that is not known, and nobody need go to disk.
     """
     for ranks in tensor:
         if devices % ranks or ranks > per_node:
@@ -102,6 +107,8 @@ def strategies(devices: int, per_node: int, tensor: tuple[int, ...]) -> Iterator
                 yield Strategy(name, layout, checkpointing)
                 if name in ("zero3", "hsdp"):
                     yield Strategy(name, layout, checkpointing, offload=True)
+                    if host_memory is not None:
+                        yield Strategy(name, layout, checkpointing, offload=True, disk=True)
 
 
 def _layouts(ranks: int, tensor: int) -> Iterator[tuple[str, Layout]]:
@@ -172,6 +179,15 @@ def held_bytes(strategy: Strategy, pool: Pool | None, shards: Mapping[str, tuple
     if strategy.offload:
         parameters = trained = 0
     return Bytes(parameters, _MOMENTS * trained, unsharded=unsharded, communication=communication)
+
+
+def off_device(strategy: Strategy, shards: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    """Bytes of a rank's shards, gradients and optimizer that are in the memory of the host, and on disk."""
+    if not strategy.offload:
+        return 0, 0
+    stored, trained = (sum(each[index] for each in shards.values()) for index in (0, 1))
+    moments = _MOMENTS * trained
+    return (stored + trained, moments) if strategy.disk else (stored + trained + moments, 0)
 
 
 def reducing(plan: ShardPlan | None, strategy: Strategy, machine: Machine) -> Reducing:

@@ -36,13 +36,19 @@ def _row(estimate: Estimate) -> list[str]:
     kinds = (most.parameters, most.optimizer, most.gradients, most.activations, most.unsharded + most.communication)
     return [
         str(estimate.strategy),
-        "yes" if estimate.fits else f"no, by {_gib(estimate.short)}",
+        _fits(estimate),
         _gib(estimate.needed),
         *map(_gib, kinds),
         f"{estimate.time.seconds:.3g} s",
         f"{estimate.tokens_per_second:,.0f}",
         f"{estimate.exposed_share:.1%}",
     ]
+
+
+def _fits(estimate: Estimate) -> str:
+    if estimate.fits:
+        return "yes"
+    return f"no, by {_gib(estimate.short)}" if estimate.short else f"no, host by {_gib(estimate.host_short)}"
 
 
 def _gib(nbytes: int) -> str:
@@ -103,7 +109,9 @@ def script(advice: Advice, estimate: Estimate) -> str:
         lines += ["from composable_shard.planner import checkpoint_modules, repeated_blocks", ""]
         lines += [f'checkpoint_modules(repeated_blocks(model), "{strategy.checkpointing}")']
     lines += _sharding(strategy, _POLICIES[advice.precision])
-    lines += ["optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)", ""]
+    lines += ["optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)"]
+    lines += ["cs.offload_optimizer(optimizer)"] if strategy.disk else []
+    lines += [""]
     return "\n".join(lines)
 
 
@@ -121,6 +129,8 @@ def _sharding(strategy: Strategy, policy: str) -> list[str]:
         ]
         arguments += ['mesh=mesh["replicate", "shard"]']
     arguments += [f"mp_policy={policy}"] if policy else []
-    arguments += ["offload_policy=cs.CPUOffloadPolicy()"] if strategy.offload else []
+    on_disk = 'cs.DiskOffloadPolicy("offload", memory=1 << 30)'  # a directory on a fast disk of each node
+    policy_of_offload = on_disk if strategy.disk else "cs.CPUOffloadPolicy()"
+    arguments += [f"offload_policy={policy_of_offload}"] if strategy.offload else []
     call = ["cs.shard_auto(", "    model,", *(f"    {each}," for each in arguments), ")"]
     return [*before, *call]

@@ -248,6 +248,38 @@ def test_kinds_of_memory_follow_from_shards():
     assert offloaded.host_bytes == size
 
 
+def test_what_does_not_fit_into_the_host_goes_to_disk():
+    def advice(host, **options):
+        wanted = {"devices": 2, "machine": replace(KNOWN["h100"], memory=int(1.2e9)), "batch": 1}
+        return advise(SMALL, host_memory_per_device=host, **wanted | options)
+
+    size = 4 * SMALL.parameters // 2
+    everything, alone, none = advice(5 * size), advice(int(2.5 * size)), advice(size)
+    strategies = {str(each.strategy) for each in alone.estimates}
+    assert {"zero3", "zero3, offload", "zero3, offload to disk"} <= strategies
+    assert not any("disk" in str(each.strategy) for each in advise(SMALL, devices=2).estimates)
+
+    def of(advised, name):
+        return next(each for each in advised.estimates if str(each.strategy) == name)
+
+    host, disk = of(alone, "zero3, offload"), of(alone, "zero3, offload to disk")
+    assert (host.host_bytes, host.disk_bytes) == (4 * size, 0)
+    assert (disk.host_bytes, disk.disk_bytes) == (2 * size, 2 * size)
+    assert host.memory == disk.memory
+    assert disk.time.optimizer == pytest.approx(4 * size / KNOWN["h100"].disk_bandwidth)
+    assert disk.time.optimizer > host.time.optimizer
+    assert disk.fits
+    assert not host.fits
+    assert host.host_short == 4 * size - int(2.5 * size)
+    assert of(everything, "zero3, offload").fits
+    assert not of(none, "zero3, offload to disk").fits
+    assert "no, host by" in text.text(none, None)
+    tight = advice(int(2.5 * size), machine=replace(KNOWN["h100"], memory=disk.needed + 1))
+    lines = text.script(tight, of(tight, "zero3, offload to disk"))
+    assert 'offload_policy=cs.DiskOffloadPolicy("offload", memory=1 << 30)' in lines
+    assert lines.endswith("cs.offload_optimizer(optimizer)\n")
+
+
 # ---------------------------------------------------------------------- time
 
 

@@ -203,6 +203,18 @@ def test_where_the_loss_is_made_no_more_lives_than_with_fsdp2(tmp_path: Path) ->
 
 
 @pytest.mark.matrix
+def test_a_step_on_disk_is_timed_beside_what_the_disk_needs(tmp_path: Path) -> None:
+    file = tmp_path / "offload.json"
+    small = ("--parameters=8000000", "--tensors=8", "--memory=32", "--rounds=1", f"--folder={tmp_path}")
+    assert "parameters are equal to the bit" in bench("offload.py", *small, f"--json={file}")
+    *sides, memory = read(file)["results"]
+    assert [each["side"] for each in sides] == ["raw", "dd", "step"]
+    assert all(each["seconds"]["median"] > 0 for each in sides)
+    assert memory["state"] < 2 * 8_000_000 * 4 + 1
+    assert memory["resident"] < memory["allowed"] + (16 << 20)
+    assert [path.name for path in tmp_path.iterdir()] == ["offload.json"]
+
+
 def test_checkpoints_are_timed_beside_dcp_and_plain_files(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint.json"
     small = ("--parameters=100000", "--tensors=6,30", "--gpt=tiny", "--rounds=1", f"--folder={tmp_path}")

@@ -1,0 +1,155 @@
+"""What is kept in the memory of the host: which policies there are, and steps that copy there and back.
+
+Without an accelerator there is nowhere to copy from; the steps are tested between two places in the CPU's memory, with
+lanes that are simulated.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+
+import composable_shard as cs
+from _offloading import assert_same, decoder, train
+from _pool import distributed, more, simulated
+from composable_shard._comm.lanes import Job, Lane, cpu_lanes
+from composable_shard._memory.offload import take_over
+from composable_shard._memory.state_on_host import StateOnHost
+from composable_shard._policies import keeps_shards_on_host
+
+needs_accelerator = pytest.mark.skipif(
+    not torch.accelerator.is_available(), reason="no accelerator: there is nothing to offload from"
+)
+OPTIMIZER_ALONE = cs.HostOffloadPolicy(parameters=False, gradients=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"parameters": False}, "a gradient lies where its parameter lies"),
+        ({"gradients": False}, "a gradient lies where its parameter lies"),
+        ({"optimizer": False}, "an optimizer steps where its parameters lie"),
+    ],
+)
+def test_choices_that_torch_has_no_place_for_are_refused(arguments, message):
+    with pytest.raises(cs.ShardConfigValueError, match=message):
+        cs.HostOffloadPolicy(**arguments)
+    with pytest.raises(cs.ShardConfigTypeError, match="expected True or False"):
+        cs.HostOffloadPolicy(**dict.fromkeys(arguments, 1))
+
+
+def test_policies_say_whether_shards_are_on_the_host(tmp_path):
+    on_host = [cs.CPUOffloadPolicy(), cs.HostOffloadPolicy(), cs.DiskOffloadPolicy(tmp_path, 1)]
+    assert all(map(keeps_shards_on_host, on_host))
+    none = cs.HostOffloadPolicy(parameters=False, gradients=False, optimizer=False)
+    assert not any(map(keeps_shards_on_host, [cs.OffloadPolicy(), OPTIMIZER_ALONE, none, None]))
+
+
+@pytest.mark.parametrize("policy", [cs.HostOffloadPolicy(), OPTIMIZER_ALONE], ids=["all", "optimizer"])
+@distributed(world=2)
+def test_without_an_accelerator_they_change_nothing(rank, world, policy):
+    sides = []
+    for each in (None, policy):
+        model = decoder(each)
+        optimizer = AdamW(model.parameters())
+        if each is not None:
+            assert type(cs.offload_optimizer(optimizer, each)) is AdamW
+        train(model, optimizer, range(2), rank)
+        sides.append((model, optimizer))
+    assert_same(*sides)
+
+
+class Simulated(Lane):
+    """A lane as a stream: all of the work is queued at once, and what was queued is written down."""
+
+    streams = True
+    log: list[str] = []  # noqa: RUF012 - emptied by the test that reads it
+    number = 0
+
+    def __init__(self):
+        Simulated.number += 1
+        self.name = "coming" if Simulated.number % 2 else "going"
+
+    def start(self, steps, after=(), held=None, when_done=None):
+        Simulated.log.append(self.name)
+        return Job(steps, held, True, when_done)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (AdamW, {"fused": True}),
+        more(AdamW, {"foreach": True, "amsgrad": True}),
+        (SGD, {"lr": 0.1, "momentum": 0.9}),
+    ],
+)
+@simulated(world=2)
+def test_steps_on_the_host_are_those_of_the_fused_optimizer(rank, world, make, options):
+    sides = []
+    for offload in (False, True):
+        model = decoder()
+        given = {**options, "fused": None} if offload and "fused" in options else options
+        optimizer = make(model.parameters(), **given)
+        if offload:
+            take_over(optimizer, StateOnHost(pins=False, fused="fused" in options), True)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for step in range(3):
+            train(model, optimizer, [step], rank)
+            scheduler.step()
+            content = copy.deepcopy(optimizer.state_dict())
+        train(model, optimizer, [3], rank)
+        optimizer.load_state_dict(content)
+        train(model, optimizer, [4], rank)
+        sides.append((model, optimizer))
+        assert [*optimizer.state] == [*model.parameters()]
+    assert_same(*sides)
+
+
+def test_copies_of_the_next_part_are_queued_before_a_part_is_stepped(monkeypatch):
+    monkeypatch.setattr("composable_shard._memory.state_on_host._PART", 6000)
+    sides = []
+    for offload in (False, True):
+        model = decoder(shard=False)
+        optimizer = AdamW(model.parameters(), fused=True)
+        if offload:
+            take_over(optimizer, StateOnHost(pins=False, fused=True), True)
+            step = optimizer._keeper._step_part
+            monkeypatch.setattr(
+                optimizer._keeper, "_step_part", lambda *args, step=step: (Simulated.log.append("step"), step(*args))[1]
+            )
+        with cpu_lanes(Simulated):
+            for number in range(2):
+                Simulated.log.clear()
+                train(model, optimizer, [number])
+        sides.append((model, optimizer))
+    assert_same(*sides)
+    log = Simulated.log
+    parts = log.count("step")
+    assert parts > 4
+    assert log.count("coming") == log.count("going") == parts
+    assert log[:6] == ["coming", "coming", "coming", "step", "going", "coming"]
+
+
+@needs_accelerator
+@pytest.mark.parametrize("policy", [cs.HostOffloadPolicy(), OPTIMIZER_ALONE], ids=["all", "optimizer"])
+@distributed(world=1)
+def test_on_an_accelerator_state_is_on_the_host(rank, world, policy):
+    device = torch.accelerator.current_accelerator()
+    model = decoder(policy, shard=False)
+    if not policy.parameters:
+        model = model.to(device)
+    for module in (*model.blocks, model):
+        cs.fully_shard(module, offload_policy=policy)
+    optimizer = AdamW(model.parameters())
+    if not policy.parameters:
+        cs.offload_optimizer(optimizer)
+    for _ in range(2):
+        model(torch.zeros(1, 8, dtype=torch.long, device=device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for param in model.parameters():
+        assert param.to_local().device.type == ("cpu" if policy.parameters else device.type)
+        assert all(value.device.type == "cpu" for value in optimizer.state[param].values())
