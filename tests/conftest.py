@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 pytest_plugins = ["pytest_composable_shard"]  # also where the package is not installed
+
+# One thread a process, before torch is loaded: with more, the threads of small operators wait for those of the other
+# processes, which makes a test on two cores take up to ten times as long. Processes that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 HERE = str(Path(__file__).parent)
 if HERE not in sys.path:  # the helpers (_pool, _parity) import each other by name, in pytest and in the workers

@@ -372,7 +372,7 @@ def _hooked(step: Callable[..., Any]) -> Callable[..., Any]:
     Only when it is needed: once done at import, it changed where Dynamo breaks the graphs of all optimizers' steps.
     """
     hooked = never_trace(Optimizer.profile_hook_step(step))
-    hooked.hooked = True  # type: ignore[attr-defined]  # torch shall not do it again
+    vars(hooked).update(hooked=True)  # torch shall not do it again
     return hooked
 
 

@@ -257,19 +257,11 @@ class StateOnDisk:
         """
         unknown = [p for p in params if p not in self._units or (self._units[p] is not None and not states.get(p))]
         stepped = {*params}.difference(unknown)
-        by_unit: dict[Unit, list[torch.Tensor]] = {}
         sections: list[tuple[Unit | None, list[torch.Tensor]]] = []
+        by_unit: dict[Unit, list[torch.Tensor]] = {}
         for param, unit in self._units.items():
-            if param not in stepped:
-                continue
-            if unit in by_unit:
-                by_unit[unit].append(param)
-            elif unit is None and sections and sections[-1][0] is None:
-                sections[-1][1].append(param)
-            else:
-                sections.append((unit, [param]))
-                if unit is not None:
-                    by_unit[unit] = sections[-1][1]
+            if param in stepped:
+                _section_of(unit, sections, by_unit).append(param)
         return sections, unknown
 
     def _step_sections(
@@ -534,3 +526,17 @@ def _move_out(state: dict[str, Any], ring: Ring) -> None:
     for name, value in state.items():
         if _moves(value) and local_part(value).untyped_storage().data_ptr() == ring.storage.data_ptr():
             state[name] = _like(value, local_part(value).clone())
+
+
+def _section_of(
+    unit: Unit | None, sections: list[tuple[Unit | None, list[torch.Tensor]]], by_unit: dict[Unit, list[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """The parameters of a unit, which are one section; of those without one, each run of them is."""
+    if unit is None:
+        if not sections or sections[-1][0] is not None:
+            sections.append((None, []))
+        return sections[-1][1]
+    if unit not in by_unit:
+        by_unit[unit] = []
+        sections.append((unit, by_unit[unit]))
+    return by_unit[unit]

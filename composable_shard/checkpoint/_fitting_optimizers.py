@@ -44,10 +44,7 @@ def fit_optimizer(
         return
     others = {name for group in groups for name in group["params"]} - stepped.keys()
     plain = set(saved.get("plain", ()))
-    present = {
-        **content.state,
-        **_on_disk(optimizer, {name: stepped[name] for name in stepped if name in saved["state"]}),
-    }
+    present = {**content.state, **_on_disk(optimizer, stepped, saved["state"])}
     state = {
         name: _decoded(target, name, values, present.get(name), stepped.get(name), plain)
         for name, values in saved["state"].items()
@@ -57,12 +54,15 @@ def fit_optimizer(
     target.after(lambda: _finish(optimizer, groups, state))
 
 
-def _on_disk(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _on_disk(
+    optimizer: torch.optim.Optimizer, stepped: Mapping[str, torch.Tensor], saved: Mapping[str, Any]
+) -> dict[str, Any]:
     """State on disk for parameters that have none yet, so that what is loaded need not be in memory as a whole."""
     if not isinstance(optimizer, OffloadedOptimizer):
         return {}
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    return {names[id(each)]: state for each, state in optimizer.blank_state(parameters.values()).items()}
+    names = {id(stepped[name]): name for name in stepped if name in saved}
+    blank = optimizer.blank_state([stepped[name] for name in names.values()])
+    return {names[id(each)]: state for each, state in blank.items()}
 
 
 def _same_groups(
