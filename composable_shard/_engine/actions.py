@@ -313,6 +313,8 @@ class Actions:
         Args:
             repeated: groups that get gradients from several uses in it.
         """
+        if self._reductions:  # of one that is to be ended by hand
+            self.settle()
         self.repeated = repeated
         self.pool.backward = True
         self.order.begin_backward()
@@ -360,24 +362,26 @@ class Actions:
     def _most_before(self, group: ParamGroup) -> int:
         """How many reductions may be in flight when that of a group is issued; at least 1."""
         large = group.gradients.reduce_bytes > self.pool.arena.least_large
-        if large and not any(each.issues_in_wait for each, _ in self._reductions):  # arenas of ranks may differ
+        # Arenas of ranks may differ, so only where the wait issues nothing, nor do the hooks that are called then.
+        if large and not any(each.issues_in_wait or each.gradients.hooks_taken for each, _ in self._reductions):
             return 1  # their memory goes back to the allocator before this one's comes from it
         schedule, allowed = self.order.backward, group.settings.current.max_reductions
         planned = schedule.in_flight.get(group, schedule.max_reductions)
         return min(planned, allowed) if planned and allowed else planned or allowed or MAX_REDUCTIONS
 
-    def _start_reduce(self, group: ParamGroup, gradients: Gradients) -> None:
+    def _start_reduce(self, group: ParamGroup, gradients: Gradients, alone: bool = False) -> None:
         if self._ask_first is not None:
             self._ask_first()
             self._ask_first = None
-        self._reductions.append((group, self._act(REDUCE, group, group.gradients.start_reduce, gradients)))
+        start = partial(group.gradients.start_reduce, alone=True) if alone else group.gradients.start_reduce
+        self._reductions.append((group, self._act(REDUCE, group, start, gradients)))
 
     def reduce_now(self, group: ParamGroup, gradients: Gradients) -> dict[int, torch.Tensor]:
         """Reduce and wait; returns this rank's piece of each gradient, by parameter index, and sets no `.grad`."""
         self.settle()
         if self.order.forward.budget is not None:
             self._make_room(group, group.gradients.reduce_bytes)
-        self._start_reduce(group, gradients)
+        self._start_reduce(group, gradients, alone=True)
         _, reduction = self._reductions.pop()
         return self._act(REDUCED, group, group.gradients.finish_reduce, reduction).pieces()
 
@@ -536,7 +540,7 @@ class Actions:
         self.hand_out()
         unread, self._unread = self._unread, []
         for group, reduced in unread:
-            group.gradients.add(reduced.pieces())
+            group.gradients.add(reduced.pieces(), reduced.unused)
         sums, self._sums = self._sums, {}
         for group, pieces in sums.items():
             group.gradients.add(pieces)
@@ -560,11 +564,11 @@ class Actions:
             self._add_up(group, reduced)
         else:
             self.hand_out()
-            group.gradients.add(reduced.pieces())
+            group.gradients.add(reduced.pieces(), reduced.unused)
 
     def _is_read_last(self, group: ParamGroup, reduced: GroupReduced) -> bool:
-        """Whether the host would have to wait for an accelerator; then whatever follows comes after it."""
-        return not reduced.is_awaited or any(group is each for each, _ in self._unread)
+        """Whether the host would have to wait for an accelerator. Not if more results of the group are to be held."""
+        return not reduced.is_awaited and group not in self.repeated
 
     def _is_first(self, group: ParamGroup) -> bool:
         """Whether there is no gradient yet: adding to one would free the new one's memory at once."""
@@ -581,7 +585,7 @@ class Actions:
         """Set `.grad` for the groups whose reduction was waited for."""
         unset, self._unset = self._unset, {}
         for group, reduced in unset.items():
-            group.gradients.add(reduced.pieces())
+            group.gradients.add(reduced.pieces(), reduced.unused)
 
     def discard(self) -> None:
         """Wait for all reductions and throw their results away."""

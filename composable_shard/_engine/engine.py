@@ -105,7 +105,7 @@ class Engine:
         keepers: for each bucket of a frozen group whose forward runs, the object that all its new handles hold; its
             deletion tells the engine that the last handle is gone.
         under_hooks: whether the forward that began last runs under saved-tensor hooks of others, as of a checkpoint.
-        is_last_backward: whether backward waits, at its end, for the reductions that it has issued.
+        is_last_backward: whether `torch.autograd.grad` reduces at once although gradient sync is off.
         ends_by_hand: whether the caller ends backward (`end_backward_by_hand`).
         changed_at: an event that a user recorded behind the last change of the parameters; good for one forward.
         profiled: whether profiler ranges are put around the engine's work (see `profiling.py`).
@@ -463,7 +463,7 @@ class Engine:
                 self._complete(now, use, [None] * len(use.group.params))
             for passed in now.reach(None):
                 self._pass_over(now, passed)
-        self.end_backward_by_hand(self.is_last_backward and not self.ends_by_hand, now)
+        self.end_backward_by_hand(not self.ends_by_hand, now)
         self._forget_pass()
 
     def end_backward_by_hand(self, wait: bool = True, now: BackwardPass | None = None) -> None:

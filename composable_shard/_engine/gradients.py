@@ -92,7 +92,7 @@ class GradientFlow:
                     param = params[index]
                     out[index] = param.hooks.on_tensor(dtensor_like(param.sharded, piece))
                 else:
-                    params[index].accumulate(piece)
+                    use.group.gradients.add({index: piece})
         return out
 
     def add_outside_forward(self, group: ParamGroup, index: int, gradient: torch.Tensor) -> None:

@@ -59,8 +59,8 @@ class ListenedActions(LoggedActions):
     ) -> None:
         _tell(use.group, PRE_BACKWARD, partial(super().begin_backward, use, outputs, missed, following))
 
-    def _start_reduce(self, group: ParamGroup, gradients: Gradients) -> None:
-        super()._start_reduce(group, gradients)
+    def _start_reduce(self, group: ParamGroup, gradients: Gradients, alone: bool = False) -> None:
+        super()._start_reduce(group, gradients, alone)
         _reduced.add(group)
 
     def _settle_oldest(self) -> None:

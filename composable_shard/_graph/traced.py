@@ -195,7 +195,11 @@ class TracedGroup:
     def settle(self, index: int, piece: torch.Tensor) -> None:
         """Add a reduced gradient to `.grad`, and call the hooks."""
         self._set_hooks_aside()
-        self._params[index].accumulate(piece)
+        group = self._of_runtime()
+        if group is None:
+            self._params[index].accumulate(piece)
+        else:
+            group.gradients.add({index: piece})
 
     def _set_hooks_aside(self) -> None:
         """Until this pass is over: autograd has no gradients for the parameters, and would call hooks with none."""

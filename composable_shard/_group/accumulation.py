@@ -6,7 +6,8 @@ all-reduce over the replicas. `zero_grad` must clear both, whether it sets `.gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -103,7 +104,8 @@ class AccumulatedGradients:
 
         A reduction takes them as it begins. It has chosen its members by `wanted`, which is cleared here.
         """
-        self.wanted.clear()
+        if self.wanted:
+            self.wanted.clear()
         if not self.pieces:
             return None
         self._drop_voided()
@@ -124,6 +126,19 @@ class AccumulatedGradients:
         self._owned.clear()
         self.pieces.clear()
         self._marks.drop(range(len(self._params)))
+
+    @contextlib.contextmanager
+    def marked(self) -> Iterator[None]:
+        """Within, `.grad` is added to, which may erase marks: look before at what was cleared, and mark again."""
+        if self.whole or self.pieces:
+            self._drop_voided()
+        yield
+        if self.whole or self.pieces:
+            self._marks.put(self._held())
+
+    def unmake(self, indices: Iterable[int]) -> None:
+        """Take `.grad` away from these parameters again, if it was made here to be marked and nothing was added."""
+        self._marks.unmake(index for index in indices if index not in self.whole and index not in self.pieces)
 
     def _held(self) -> Iterable[int]:
         return dict.fromkeys((*self.whole, *self.pieces))

@@ -5,9 +5,10 @@ A table in `phases.py` says which phase may follow which; only `_set_phase` chan
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from operator import attrgetter, is_, is_not
 
 import torch
@@ -136,8 +137,19 @@ class GroupGradients:
         """The accumulated gradients, which wait for a later backward to reduce them."""
         return self._accumulated.tensors()
 
-    def add(self, pieces: Mapping[int, torch.Tensor]) -> None:
-        """Add this rank's pieces of reduced gradients, by the index of the parameter, to `.grad`; call users' hooks."""
+    def add(self, pieces: Mapping[int, torch.Tensor], unused: Sequence[int] = ()) -> None:
+        """Add this rank's pieces of reduced gradients, by the index of the parameter, to `.grad`; call users' hooks.
+
+        Args:
+            pieces: the pieces.
+            unused: parameters that had no gradient on any rank: their `.grad` stays None.
+        """
+        with self._accumulated.marked():
+            self._add(pieces)
+        if unused:
+            self._accumulated.unmake(unused)
+
+    def _add(self, pieces: Mapping[int, torch.Tensor]) -> None:
         params = list(map(self._params.__getitem__, pieces))
         if self.hooks_taken:
             for param, piece in zip(params, pieces.values(), strict=True):
@@ -243,29 +255,35 @@ class GroupGradients:
         with without_torch_function():  # else each DTensor is asked for a `__torch_function__`
             return tuple(map(_requires_grad, self._shards))
 
-    def start_reduce(self, gradients: Gradients) -> Reduction:
-        """Issue the reduction of unsharded gradients, in the order of the parameters; None counts as zeros."""
-        whole = self._transports.replicate is None or self._settings.current.requires_all_reduce
-        buckets, accumulated = self._buckets(), self._accumulated
+    def start_reduce(self, gradients: Gradients, alone: bool = False) -> Reduction:
+        """Issue the reduction of unsharded gradients, in the order of the parameters; None counts as zeros.
+
+        Args:
+            gradients: the gradients.
+            alone: whether to reduce these alone, over all ranks, whatever is accumulated or set.
+        """
+        whole = alone or self._transports.replicate is None or self._settings.current.requires_all_reduce
+        buckets = self._buckets()
         self._notes.issue(whole)
-        partial = accumulated.take_partial() if accumulated.wanted or accumulated.pieces else None
+        partial = None if alone else self._accumulated.take_partial()
         jobs: list[tuple[ReduceBucket, Job[Reduced]]] = []
-        asked = self._asked(gradients) if whole and any(map(is_, gradients, itertools.repeat(None))) else []
+        asked = self._asked(gradients, buckets) if whole else []
         try:
             for bucket in buckets:
                 jobs.append((bucket, bucket.start(gradients, partial, whole, bool(asked) and self._lane.streams)))
         except BaseException:
             self._notes.take_back()
+            _give_up(job for _, job in jobs)
             raise
         self._set_phase(GradPhase.REDUCING)
         self._in_flight += 1
         return Reduction(jobs, asked, whole)
 
-    def _asked(self, gradients: Gradients) -> list[int]:
-        """The parameters whose `.grad` stays None if no rank has a gradient of them."""
-        if self._settings.current.reduce_unused:
+    def _asked(self, gradients: Gradients, buckets: Sequence[ReduceBucket]) -> list[int]:
+        """The parameters whose `.grad` stays None if no rank has a gradient of them; not those that are frozen."""
+        if self._settings.current.reduce_unused or not any(map(is_, gradients, itertools.repeat(None))):
             return []
-        return [index for index, gradient in enumerate(gradients) if gradient is None]
+        return [index for bucket in buckets for index in bucket.indices if gradients[index] is None]
 
     def finish_reduce(self, reduction: Reduction) -> GroupReduced:
         """Wait for a reduction.
@@ -275,13 +293,15 @@ class GroupGradients:
             zeros. Empty if the reduction stops before the all-reduce over replicas: the group holds its pieces then.
         """
         done: list[tuple[list[int], Reduced]] = []
+        waited = iter(reduction.jobs)
         try:
-            for bucket, job in reduction.jobs:
+            for bucket, job in waited:
                 done.append((bucket.indices, job.finish()))
             if not reduction.whole:
                 self._accumulate_pieces(done)
                 done = []
         finally:  # a reduction whose wait has failed is not in flight any more, either
+            _give_up(job for _, job in waited)
             self._in_flight -= 1
             if self._in_flight == 0:
                 waits = self._accumulated.whole or self._accumulated.pieces
@@ -298,6 +318,13 @@ class GroupGradients:
         for indices, reduced in done:
             parts = reduced.parts()
             self._accumulated.add_partial(indices, parts.pieces, list(parts.used))
+
+
+def _give_up(jobs: Iterable[Job[Reduced]]) -> None:
+    """After an error: wait for these too, which use memory that goes back. The error that came first is raised."""
+    for job in jobs:
+        with contextlib.suppress(Exception):
+            job.finish()
 
 
 def _reduced(params: Sequence[ShardedParam], trains: Sequence[bool], options: Options) -> str:

@@ -1,8 +1,7 @@
 """Marks on `.grad`, which show whether `zero_grad` was called while gradients are accumulated elsewhere.
 
 Nobody tells us of `zero_grad`. So `.grad` exists from the first accumulated gradient on, and its first element is -0.0
-where it would be 0: adding to -0.0 changes no bit of a sum, and `zero_` clears the sign. A `.grad` that is gone or
-another one was set to None, or replaced.
+where it would be 0: adding to -0.0 changes no bit of a sum, and `zero_` clears the sign.
 
 Version counters show most changes without a look at the values, but not all: the foreach functions of optimizers with
 ``foreach=True`` or ``fused=True`` bump none on a DTensor. Values are looked at where that costs little, on a CPU. An
@@ -39,20 +38,24 @@ class GradientMarks:
         self._params = params
         self._trusts = trusts
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}  # by index: `.grad`, and versions of it
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}  # likewise, of those made here
 
     def put(self, indices: Iterable[int]) -> None:
         """Gradients of these parameters are accumulated: mark their `.grad`, and make those that are missing."""
         indices = [index for index in indices if not self._is_same(index)]
         missing = [index for index in indices if self._grad(index) is None]
+        untouched = list(filter(self._is_untouched, indices))
         self._mark([index for index in indices if index not in missing])
         self._make(missing)
+        self._note(self._made, (*missing, *untouched))
+        self._note(self._seen, indices)
+
+    def _note(self, states: dict[int, tuple[weakref.ref[torch.Tensor], int, int]], indices: Iterable[int]) -> None:
         for index in indices:
-            grad = self._grad(index)
-            assert grad is not None
-            self._seen[index] = weakref.ref(grad), *_versions(grad)
+            states[index] = _state(self._grad(index))
 
     def gone(self, indices: Iterable[int], or_untold: bool = False) -> set[int]:
-        """Those of these parameters whose `.grad` was removed, replaced or set to zero since it was marked.
+        """Those of these parameters whose `.grad` was removed, or set to zero since it was marked.
 
         Args:
             indices: of the parameters.
@@ -65,12 +68,21 @@ class GradientMarks:
 
     def _void(self, asked: Sequence[int], or_untold: bool) -> set[int]:
         """Those of these parameters whose `.grad`, the same as it was, has lost its mark."""
-        marks = self._marks([index for index in self._seen if not self._is_gone(index)])
-        survives = dict(zip(marks, _survive(marks.values()).tolist(), strict=True)) if marks else {}
-        # An empty piece has no mark. Another parameter of the group tells then, which `zero_grad` sets to zero as well.
-        other = next(iter(survives.values()), None)
-        untold = {index for index in asked if other is None and (or_untold or not self._is_same(index))}
-        return untold | {index for index in asked if survives.get(index, other) == 0}
+        same = {index: self._is_same(index) for index in self._seen if not self._is_gone(index)}
+        marks = self._marks(same)
+        there = dict(zip(marks, _survive(marks.values()).tolist(), strict=True)) if marks else {}
+        survives = {index: bool(mark) or self._has_values(index) for index, mark in there.items()}
+        # An empty piece has no mark. Another parameter of the group tells then, which was changed if this one was, and
+        # which `zero_grad` sets to zero as well.
+        others = {same[index]: mark for index, mark in survives.items()}
+        told = {index: survives.get(index, others.get(same[index])) for index in asked}
+        kept = {index: same[index] and not or_untold if mark is None else mark for index, mark in told.items()}
+        return {index for index, is_kept in kept.items() if not is_kept}
+
+    def _has_values(self, index: int) -> bool:
+        """Whether something other than 0 is in a gradient whose mark is gone: users have added to it then."""
+        grad = self._grad(index)
+        return grad is not None and bool(local_tensor(grad).any())
 
     def forget(self, indices: Sequence[int]) -> None:
         """The gradients of these parameters are not accumulated any more. Assert that no change was unnoticed."""
@@ -89,13 +101,12 @@ class GradientMarks:
             return self._params[index].sharded.grad
 
     def _is_gone(self, index: int) -> bool:
-        seen, grad = self._seen.get(index), self._grad(index)
-        return grad is None or seen is None or seen[0]() is not grad
+        return self._grad(index) is None or index not in self._seen
 
     def _is_same(self, index: int) -> bool:
         """Whether `.grad` is as it was when it was marked, as far as versions tell."""
         seen, grad = self._seen.get(index), self._grad(index)
-        return grad is not None and seen is not None and seen[0]() is grad and seen[1:] == _versions(grad)
+        return grad is not None and seen is not None and _is(grad, seen)
 
     def _make(self, indices: Sequence[int]) -> None:
         """Let `.grad` be -0.0 everywhere. Those of one dtype are made by one operator, and share their memory."""
@@ -105,7 +116,18 @@ class GradientMarks:
             sizes = [param.local.numel() for param in alike]
             flat = torch.full((sum(sizes),), -0.0, dtype=dtype, device=alike[0].local.device)
             for param, piece in zip(alike, torch.split(flat, sizes), strict=True):
-                param.sharded.grad = dtensor_like(param.sharded, piece.view(param.local.shape))
+                # By `data`, with a version of its own: views of one tensor share theirs.
+                param.set_gradient(dtensor_like(param.sharded, piece.view(param.local.shape).data))
+
+    def unmake(self, indices: Iterable[int]) -> None:
+        """Take `.grad` away again where it was made here, and is as it was."""
+        for index in filter(self._is_untouched, list(indices)):
+            self._params[index].set_gradient(None)
+
+    def _is_untouched(self, index: int) -> bool:
+        """Whether `.grad` was made here, and is as it was."""
+        made, grad = self._made.get(index), self._grad(index)
+        return made is not None and grad is not None and _is(grad, made)
 
     def _mark(self, indices: Sequence[int]) -> None:
         """Mark gradients that were there before."""
@@ -126,8 +148,14 @@ class GradientMarks:
         return marks
 
 
-def _versions(grad: torch.Tensor) -> tuple[int, int]:
-    return grad._version, local_tensor(grad)._version
+def _state(grad: torch.Tensor | None) -> tuple[weakref.ref[torch.Tensor], int, int]:
+    """What tells a gradient, and that it was not changed since."""
+    assert grad is not None
+    return weakref.ref(grad), grad._version, local_tensor(grad)._version
+
+
+def _is(grad: torch.Tensor, state: tuple[weakref.ref[torch.Tensor], int, int]) -> bool:
+    return state[0]() is grad and state[1:] == (grad._version, local_tensor(grad)._version)
 
 
 def _survive(marks: Iterable[torch.Tensor]) -> torch.Tensor:

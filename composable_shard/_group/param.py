@@ -168,11 +168,15 @@ class ShardedParam:
             gradient = local_tensor(hooks.before(dtensor_like(sharded, gradient)))
         grad = sharded.grad
         if grad is None:
-            sharded.grad = dtensor_like(sharded, gradient)
+            self.set_gradient(dtensor_like(sharded, gradient))
         else:
             local_tensor(grad).add_(gradient)
         if hooks:
             hooks.after(sharded, dtensor_like(sharded, gradient))
+
+    def set_gradient(self, gradient: DTensor | None) -> None:
+        """Put another `.grad` in place."""
+        self.sharded.grad = gradient
 
     def nothing(self) -> DTensor:
         """A gradient piece of -0.0: adding it changes no bit of a sum, nor a mark (see `marks.py`)."""

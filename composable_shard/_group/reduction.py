@@ -360,9 +360,10 @@ class GroupReduced:
     Attributes:
         is_uncut: whether no result is cut yet: then to hold this takes no more memory than to hold its pieces.
         is_awaited: whether the host need not wait for an accelerator before it reads a result.
+        unused: those of `asked` that had none, once `pieces` was called.
     """
 
-    __slots__ = ("_asked", "_done", "_jobs", "is_awaited", "is_uncut")
+    __slots__ = ("_asked", "_done", "_jobs", "is_awaited", "is_uncut", "unused")
 
     def __init__(
         self,
@@ -371,6 +372,7 @@ class GroupReduced:
         jobs: Sequence[Job[Reduced]] = (),
     ) -> None:
         self._done, self._asked, self._jobs = done, asked, jobs
+        self.unused: list[int] = []
         self.is_awaited = not jobs
         self.is_uncut = True
         for _, reduced in done:
@@ -384,7 +386,9 @@ class GroupReduced:
         by_index: dict[int, torch.Tensor] = {}
         for indices, reduced in self._done:
             by_index.update(zip(indices, reduced.parts().pieces, strict=True))
-        for index in self._unused() if self._asked else ():
+        if self._asked:
+            self.unused = self._unused()
+        for index in self.unused:
             del by_index[index]
         return by_index
 

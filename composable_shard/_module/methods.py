@@ -84,11 +84,12 @@ class Methods(TorchFSDPModule):
         _set(self, recurse, requires_all_reduce=requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether each following backward waits, at its end, for the reductions that it has issued.
+        """Set whether each following backward is the last one before the optimizer's step.
 
-        Otherwise `.grad` may be set only by the next backward, or just before the optimizer's step. Call it on the
-        root; it holds for all sharded modules below. It also installs the sharded parameters again: they are the leaves
-        of the graph, and torch's zero-bubble pipelines look for leaves in the modules.
+        Pipelines set it. In any case backward waits, at its end, for the reductions that it has issued: what clips
+        gradients or sets them to zero behind it must find all of them. Call it on the root; it holds for all sharded
+        modules below. It also installs the sharded parameters again: they are the leaves of the graph, and torch's
+        zero-bubble pipelines look for leaves in the modules.
 
         Raises:
             ShardConfigValueError: the value is no bool.

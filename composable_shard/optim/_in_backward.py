@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,7 +77,11 @@ class _Unit:
 
 
 def _units_of(model: nn.Module, stepped: set[torch.Tensor]) -> list[_Unit]:
-    """The groups of a model, and a unit for each parameter that is in none, as far as they are stepped."""
+    """The groups of a model, and a unit for each parameter that is in none, as far as they are stepped.
+
+    Beside sharded ones the latter is stepped behind backward: its gradient does not tell whether more micro-batches
+    are to come.
+    """
     groups = [[param.sharded for param in state.declaration.params] for state in states_below(model)]
     taken = {param for group in groups for param in group}
     groups += [[param] for param in model.parameters() if param not in taken]
@@ -86,6 +90,11 @@ def _units_of(model: nn.Module, stepped: set[torch.Tensor]) -> list[_Unit]:
 
 def _trains(param: torch.Tensor) -> bool:
     return param.requires_grad
+
+
+def _sharded_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that are sharded; all, if none is."""
+    return [param for param in params if isinstance(param, DTensor)] or list(params)
 
 
 class InBackward(Optimizer):
@@ -109,7 +118,7 @@ class InBackward(Optimizer):
         self._open: _Unit | None = None  # in which a gradient has come last
         stepped = {param for group in self.param_groups for param in group["params"]}
         self._units = {param: unit for unit in _units_of(model, stepped) for param in unit.params}
-        hooked = [param for param in self._units if param.requires_grad]
+        hooked = list(filter(_trains, _sharded_of(self._units)))
         self._handles = [param.register_post_accumulate_grad_hook(self._arrived) for param in hooked]  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -89,6 +89,7 @@ class _Steps:
         self._older = [(model, last_record(model)) for model in living_roots()]
         self._first: Optimizer | None = None
         self._models: list[nn.Module] = []
+        self._before: list[Record | None] = []  # of these models, when the step began
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer is about to step."""
@@ -107,10 +108,13 @@ class _Steps:
         if self.count == self._wanted:
             raise _Over
         self.count += 1
+        self._before = [last_record(model) for model in self._models]
 
     def write(self, folder: Path) -> list[Captured]:
         """Write the files of all models that have run in the step."""
-        ran = [(model, record) for model in self._models if (record := last_record(model)) is not None and record.spans]
+        now = map(last_record, self._models)
+        new = [None if record is before else record for record, before in zip(now, self._before, strict=True)]
+        ran = [(model, record) for model, record in zip(self._models, new, strict=True) if record and record.spans]
         if not ran:
             names = ", ".join(type(model).__name__ for model in self._models)
             raise ShardConfigStateError(f"{names}: sharded, and not run in step {self._wanted}")

@@ -61,7 +61,7 @@ def test_auto_measures_the_same_steps_whatever_one_rank_keeps_or_asks(rank, worl
         else:
             model(*vectors(rank, step))
         for micro in range(2):
-            model.set_is_last_backward(micro == 1)  # so that reductions are in flight when the record is asked for
+            model.set_is_last_backward(micro == 1)
             train_step(model, 2 * step + micro)
             if rank == 0:
                 assert cs.last_record(model).order
@@ -109,7 +109,7 @@ def test_forwards_whose_backward_never_comes_do_not_make_one_iteration_for_ever(
 @distributed(world=1)
 def test_the_record_that_a_user_asks_for_does_not_end_the_iteration(rank, world):
     model, _ = twins(reshard_after_forward=True)
-    model.set_is_last_backward(False)
+    model.set_manual_backward_finalization(True)  # so that reductions are in flight when the record is asked for
     train_step(model)
     first = cs.last_record(model)
     engine_of(model).before_optimizer_step({id(param) for param in model.parameters()})

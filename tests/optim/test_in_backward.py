@@ -331,3 +331,36 @@ def test_parameters_that_come_later_want_another_optimizer():
     optimizer = cs.optim.in_backward(Transformer(), KINDS["sgd"])
     with pytest.raises(ShardConfigStateError, match="its groups are those of `make`"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+@simulated(world=2)
+def test_parameters_that_are_not_sharded_are_stepped_with_the_last_micro_batch(rank, world):
+    """Their gradients do not tell which one that is."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.layer = nn.Parameter(torch.ones(())), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.scale * self.layer(x)
+
+    torch.manual_seed(0)
+    plain = Scaled()
+    model = copy.deepcopy(plain)
+    cs.fully_shard(model, ignored_params={model.scale})
+    optimizer = cs.optim.in_backward(model, lambda params: torch.optim.SGD(params, lr=0.1))
+    ordinary = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for at in range(4):
+        model.set_requires_gradient_sync(at % 2 == 1)
+        x = torch.full((2, 4), at + 1.0)
+        for each in (model, plain):
+            each(x).square().mean().backward()
+        if at % 2 == 0:
+            assert model.scale.item() == plain.scale.item()
+            continue
+        for each in (optimizer, ordinary):
+            each.step()
+            each.zero_grad()
+        torch.testing.assert_close(model.scale, plain.scale)
+        torch.testing.assert_close(model.layer.weight.full_tensor(), plain.layer.weight)

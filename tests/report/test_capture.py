@@ -73,7 +73,18 @@ def test_of_the_models_of_a_process_those_that_run_in_the_step_are_written(tmp_p
         next_token_loss(teacher, torch.randint(0, 37, (2, 9)))
         train([model], 9)
 
+    def once_in_step_2():
+        model, other = sharded(), sharded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(1, 9):
+            if step == 2:
+                next_token_loss(other, torch.randint(0, 37, (2, 9))).backward()
+            next_token_loss(model, torch.randint(0, 37, (2, 9))).backward()
+            optimizer.step()
+
     with testing.fake(2):
+        (captured,) = report.capture(once_in_step_2, tmp_path / "once", 4)
+        assert captured.folder == tmp_path / "once"
         idle, made_before = sharded(), sharded()
         train([idle], 1)
         (captured,) = report.capture(program, tmp_path / "teacher", 2)

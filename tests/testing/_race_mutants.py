@@ -305,6 +305,12 @@ PASSED_ON = {
     "RankOrdered._share_sum": "gloo, whose handles the host waits for",
     "Roll.is_full": "the host, before a vote",
     "Stopwatch._read": "the host, to read a clock",
+    "_give_up": "Job.finish",
+    "StateOnDisk._step_sections": "files, whose threads the host waits for",
+    "_Moves._give_back": "files, whose threads the host waits for",
+    "StateOnHost.keep_all": "Job.finish",
+    "StateOnHost.step": "Job.finish",
+    "StateOnHost._step_part": "Job.finish",
     "agree": "the host reads the result at once",
     "slowest": "the host reads the result at once",
 }

@@ -1,0 +1,244 @@
+"""What users do between two backwards of a step: no gradient is lost, none is counted that was given up.
+
+First elements of gradients are 0 here: it is in them that a mark stands while gradients are accumulated elsewhere.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import composable_shard as cs
+from composable_shard import testing
+
+REPLICAS = {"replicate": 2, "shard": 2}
+
+
+def inputs(rank, at):
+    """Three rows; the first element of a gradient is 0 with each."""
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * at + rank))
+    x[:, 0] = 0
+    return x
+
+
+class Chain(nn.Sequential):
+    """Projections, each a group; all are used alike."""
+
+    def __init__(self, layers):
+        torch.manual_seed(0)
+        super().__init__(*(nn.Linear(4, 4, bias=False) for _ in range(layers)))
+        for layer in self:
+            nn.init.eye_(layer.weight)
+
+
+def sharded(world, layers=1):
+    model = Chain(layers)
+    for layer in model:
+        cs.fully_shard(layer, mesh=world.mesh)
+    return cs.fully_shard(model, mesh=world.mesh)
+
+
+def backward(model, rank, at):
+    model(inputs(rank, at)).sum().backward()
+
+
+def means(world, layers, batches):
+    """Gradients of the unsharded model, of the mean over ranks of the sum over these batches."""
+    model = Chain(layers)
+    for rank in range(world.size):
+        for at in batches:
+            (model(inputs(rank, at)).sum() / world.size).backward()
+    return [param.grad for param in model.parameters()]
+
+
+def check(model, expected):
+    for param, want in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), want)
+
+
+def on_ranks(run, mesh=None, size=2):
+    testing.spmd(4 if mesh else size, **({"mesh": mesh} if mesh else {}))(run)
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_pieces_of_a_backward_that_is_not_the_last_are_part_of_the_next_all_reduce(layers):
+    def run(world):
+        model = sharded(world, layers)
+        model.set_reduce_scatter_max_input_buffers(8)
+        model.set_requires_all_reduce(False)
+        model.set_is_last_backward(False)
+        backward(model, world.rank, 0)
+        model.set_requires_all_reduce(True)
+        model.set_is_last_backward(True)
+        backward(model, world.rank, 1)
+        check(model, means(world, layers, [0, 1]))
+
+    on_ranks(run, REPLICAS)
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("layers", [1, 4])
+def test_a_gradient_that_is_added_does_not_erase_the_mark_of_another(layers, last):
+    def run(world):
+        model = sharded(world, layers)
+        model.set_is_last_backward(last)
+        backward(model, world.rank, 0)
+        model.set_requires_gradient_sync(False)
+        model.set_is_last_backward(True)
+        backward(model, world.rank, 1)
+        model.set_requires_gradient_sync(True)
+        backward(model, world.rank, 2)
+        check(model, means(world, layers, [0, 1, 2]))
+
+    on_ranks(run)
+
+
+def test_autograd_grad_returns_its_own_gradients_alone_and_leaves_accumulated_ones():
+    def run(world):
+        model = sharded(world)
+        params = list(model.parameters())
+        model.set_requires_all_reduce(False)
+        backward(model, world.rank, 0)
+        (gradient,) = torch.autograd.grad(model(inputs(world.rank, 1)).sum(), params)
+        torch.testing.assert_close(gradient.full_tensor(), means(world, 1, [1])[0])
+        model.set_requires_all_reduce(True)
+        (gradient,) = torch.autograd.grad(model(inputs(world.rank, 2)).sum(), params)
+        torch.testing.assert_close(gradient.full_tensor(), means(world, 1, [2])[0])
+        backward(model, world.rank, 3)
+        check(model, means(world, 1, [0, 3]))
+
+    on_ranks(run, REPLICAS)
+
+
+def test_a_parameter_frozen_behind_autograd_grad_keeps_what_was_accumulated():
+    def run(world):
+        model = sharded(world, 2)
+        params = list(model.parameters())
+        model.set_requires_gradient_sync(False)
+        backward(model, world.rank, 0)
+        model.set_requires_gradient_sync(True)
+        torch.autograd.grad(model(inputs(world.rank, 1)).sum(), params)
+        params[0].requires_grad_(False)
+        backward(model, world.rank, 2)
+        (first, _), (_, second) = means(world, 2, [0]), means(world, 2, [0, 2])
+        check(model, [first, second])
+
+    on_ranks(run)
+
+
+def test_what_no_rank_has_used_has_no_gradient_where_pieces_wait_for_their_all_reduce():
+    class Partly(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+        def forward(self, x):
+            return self.used(x)
+
+    def run(world):
+        model = cs.fully_shard(Partly(), mesh=world.mesh)
+        for at, whole in enumerate((False, False, True)):
+            model.set_requires_all_reduce(whole)
+            backward(model, world.rank, at)
+        assert model.used.weight.grad is not None
+        assert model.idle.weight.grad is None
+
+    on_ranks(run, REPLICAS)
+
+
+@pytest.mark.parametrize("mesh", [None, REPLICAS])
+def test_zero_grad_behind_a_backward_that_is_not_the_last_clears_all_of_it(mesh):
+    def run(world):
+        model = sharded(world, 4)
+        model.set_is_last_backward(False)
+        backward(model, world.rank, 0)
+        model.zero_grad()
+        model.set_is_last_backward(True)
+        backward(model, world.rank, 1)
+        check(model, means(world, 4, [1]))
+
+    on_ranks(run, mesh)
+
+
+def test_a_norm_behind_a_backward_that_is_not_the_last_is_that_of_all_gradients():
+    def run(world):
+        model = sharded(world, 4)
+        model.set_is_last_backward(False)
+        backward(model, world.rank, 0)
+        norm = cs.clip_grad_norm_(model.parameters(), 1e9)
+        expected = torch.nn.utils.get_total_norm(means(world, 4, [0]))
+        torch.testing.assert_close(getattr(norm, "full_tensor", lambda: norm)(), expected)
+
+    on_ranks(run)
+
+
+def test_a_backward_that_fails_does_not_take_the_gradients_of_the_one_before():
+    def run(world):
+        model = sharded(world, 4)
+        model.set_is_last_backward(False)
+        backward(model, world.rank, 0)
+
+        def fail(*_):
+            raise RuntimeError("planned")
+
+        handle = model[3].register_full_backward_hook(fail)
+        with pytest.raises(RuntimeError, match="planned"):
+            backward(model, world.rank, 1)
+        handle.remove()
+        model.set_is_last_backward(True)
+        backward(model, world.rank, 2)
+        for param, want in list(zip(model.parameters(), means(world, 4, [0, 2]), strict=True))[:3]:
+            torch.testing.assert_close(param.grad.full_tensor(), want)
+
+    on_ranks(run)
+
+
+def replaced(param):
+    param.grad = param.grad.clone()
+
+
+def scaled(param):
+    param.grad = param.grad * 0.5
+
+
+def decayed(param):
+    param.grad.add_(param.detach(), alpha=0.5)
+
+
+@pytest.mark.parametrize(("change", "adds"), [(replaced, 0), (scaled, 0), (decayed, 0.5)])
+def test_what_users_do_to_a_gradient_does_not_count_as_zero_grad(change, adds):
+    def run(world):
+        model = sharded(world)
+        model.set_requires_gradient_sync(False)
+        backward(model, world.rank, 0)
+        change(model[0].weight)
+        model.set_requires_gradient_sync(True)
+        backward(model, world.rank, 1)
+        check(model, [means(world, 1, [0, 1])[0] + adds * torch.eye(4)])
+
+    on_ranks(run)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_parameter_of_which_some_ranks_have_nothing_is_cleared_alone(size):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.whole, self.short = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(1, 4))
+
+        def forward(self, x):
+            return x @ self.whole.T + x * self.short
+
+    def run(world):
+        model = cs.fully_shard(Two(), mesh=world.mesh)
+        x = torch.ones(1, 4)
+        model.set_requires_gradient_sync(False)
+        model(x).sum().backward()
+        torch.optim.SGD([model.short]).zero_grad(set_to_none=False)
+        model.set_requires_gradient_sync(True)
+        model(x).sum().backward()
+        torch.testing.assert_close(model.short.grad.full_tensor(), torch.ones(1, 4))
+        torch.testing.assert_close(model.whole.grad.full_tensor(), torch.full((4, 4), 2.0))
+
+    on_ranks(run, size=size)
