@@ -69,15 +69,19 @@ class GradientMarks:
     def _void(self, asked: Sequence[int], or_untold: bool) -> set[int]:
         """Those of these parameters whose `.grad`, the same as it was, has lost its mark."""
         same = {index: self._is_same(index) for index in self._seen if not self._is_gone(index)}
-        marks = self._marks(same)
-        there = dict(zip(marks, _survive(marks.values()).tolist(), strict=True)) if marks else {}
-        survives = {index: bool(mark) or self._has_values(index) for index, mark in there.items()}
+        survives = self._look(same)
         # An empty piece has no mark. Another parameter of the group tells then, which was changed if this one was, and
         # which `zero_grad` sets to zero as well.
         others = {same[index]: mark for index, mark in survives.items()}
         told = {index: survives.get(index, others.get(same[index])) for index in asked}
         kept = {index: same[index] and not or_untold if mark is None else mark for index, mark in told.items()}
         return {index for index, is_kept in kept.items() if not is_kept}
+
+    def _look(self, indices: Iterable[int]) -> dict[int, bool]:
+        """Whether gradients survive, as far as their marks are on this rank."""
+        marks = self._marks(indices)
+        there = dict(zip(marks, _survive(marks.values()).tolist(), strict=True)) if marks else {}
+        return {index: bool(mark) or self._has_values(index) for index, mark in there.items()}
 
     def _has_values(self, index: int) -> bool:
         """Whether something other than 0 is in a gradient whose mark is gone: users have added to it then."""
