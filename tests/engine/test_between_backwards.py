@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import composable_shard as cs
+from _stepping import engine_of
 from composable_shard import testing
+from composable_shard._comm.lanes import Job
+from composable_shard._group.reduction import ReduceBucket, Reduced
 
 REPLICAS = {"replicate": 2, "shard": 2}
 
@@ -242,3 +246,89 @@ def test_a_parameter_of_which_some_ranks_have_nothing_is_cleared_alone(size):
         torch.testing.assert_close(model.whole.grad.full_tensor(), torch.full((4, 4), 2.0))
 
     on_ranks(run, size=size)
+
+
+class TwoDtypes(nn.Module):
+    """Its gradients are reduced in two buckets."""
+
+    def __init__(self):
+        super().__init__()
+        self.narrow = nn.Parameter(torch.ones(64))
+        self.wide = nn.Parameter(torch.ones(64, dtype=torch.float64))
+
+    def forward(self, x):
+        return (self.narrow * x).sum() + (self.wide * x).sum()
+
+
+@pytest.mark.parametrize("where", ["start", "finish"])
+def test_an_error_in_one_bucket_of_a_group_leaves_no_memory_of_another_leased(where, monkeypatch):
+    """The error is that of the bucket; the next backward is exact."""
+    real, failing = getattr({"start": ReduceBucket, "finish": Job}[where], where), []
+
+    def start(bucket, *args):
+        if failing and bucket.dtype is torch.float64:
+            raise RuntimeError("planned")
+        return real(bucket, *args)
+
+    def finish(job):
+        result = real(job)
+        if failing and isinstance(result, Reduced):
+            failing.clear()
+            raise RuntimeError("planned")
+        return result
+
+    def run(world):
+        model = cs.fully_shard(TwoDtypes(), mesh=world.mesh)
+        x = torch.ones(64)
+        for _ in range(2):
+            model(x).backward()
+            model.zero_grad()
+        pool = engine_of(model).pool
+        before = pool.live_bytes
+        for _ in range(3):
+            failing.append(True)
+            with pytest.raises(RuntimeError, match="planned"):
+                model(x).backward()
+            failing.clear()
+            model.zero_grad()
+        model(x).backward()
+        assert pool.live_bytes == before
+        for param in model.parameters():
+            torch.testing.assert_close(param.grad.full_tensor(), torch.ones(64, dtype=param.dtype))
+
+    monkeypatch.setattr(*((ReduceBucket, "start", start) if where == "start" else (Job, "finish", finish)))
+    on_ranks(run, size=1)
+
+
+def test_hooks_that_communicate_have_one_order_on_ranks_whose_arenas_differ():
+    """One rank keeps outputs, and with them weights, so that its arena is another one."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(4000, 16)
+            self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+            self.head = nn.Linear(16, 4000, bias=False)
+
+        def forward(self, ids):
+            return self.head(self.layers(self.embed(ids)))
+
+    def run(world):
+        torch.manual_seed(0)
+        model = Tied()
+        for module in (model.embed, *model.layers, model.head, model):
+            cs.fully_shard(module, mesh=world.mesh)
+        model.set_pool_policy(cs.PoolPolicy(keep_idle=False))
+        total = torch.zeros(())
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(lambda _: dist.all_reduce(total, group=world.mesh.get_group()))
+        kept = []
+        for _ in range(4):
+            out, other = model(torch.arange(8)), model(torch.arange(8))
+            if world.rank == 0:
+                kept.append(other)
+            del other
+            out.sum().backward()
+            model.zero_grad()
+
+    on_ranks(run)
