@@ -73,15 +73,15 @@ class GradientMarks:
         # An empty piece has no mark. Another parameter of the group tells then, which was changed if this one was, and
         # which `zero_grad` sets to zero as well.
         others = {same[index]: mark for index, mark in survives.items()}
-        told = {index: survives.get(index, others.get(same[index])) for index in asked}
-        kept = {index: same[index] and not or_untold if mark is None else mark for index, mark in told.items()}
+        shown = {index: survives.get(index, others.get(same[index])) for index in asked}
+        kept = {index: same[index] and not or_untold if mark is None else mark for index, mark in shown.items()}
         return {index for index, is_kept in kept.items() if not is_kept}
 
     def _look(self, indices: Iterable[int]) -> dict[int, bool]:
         """Whether gradients survive, as far as their marks are on this rank."""
         marks = self._marks(indices)
-        there = dict(zip(marks, _survive(marks.values()).tolist(), strict=True)) if marks else {}
-        return {index: bool(mark) or self._has_values(index) for index, mark in there.items()}
+        present = dict(zip(marks, _survive(marks.values()).tolist(), strict=True)) if marks else {}
+        return {index: bool(mark) or self._has_values(index) for index, mark in present.items()}
 
     def _has_values(self, index: int) -> bool:
         """Whether something other than 0 is in a gradient whose mark is gone: users have added to it then."""

@@ -215,6 +215,7 @@ def test_a_step_on_disk_is_timed_beside_what_the_disk_needs(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["offload.json"]
 
 
+@pytest.mark.matrix
 def test_checkpoints_are_timed_beside_dcp_and_plain_files(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint.json"
     small = ("--parameters=100000", "--tensors=6,30", "--gpt=tiny", "--rounds=1", f"--folder={tmp_path}")
