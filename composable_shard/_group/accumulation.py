@@ -130,11 +130,9 @@ class AccumulatedGradients:
     @contextlib.contextmanager
     def marked(self) -> Iterator[None]:
         """Within, `.grad` is added to, which may erase marks: look before at what was cleared, and mark again."""
-        if self.whole or self.pieces:
-            self._drop_voided()
+        self._drop_voided()
         yield
-        if self.whole or self.pieces:
-            self._marks.put(self._held())
+        self._marks.put(self._held())
 
     def unmake(self, indices: Iterable[int]) -> None:
         """Take `.grad` away from these parameters again, if it was made here to be marked and nothing was added."""

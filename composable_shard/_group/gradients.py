@@ -144,7 +144,10 @@ class GroupGradients:
             pieces: the pieces.
             unused: parameters that had no gradient on any rank: their `.grad` stays None.
         """
-        with self._accumulated.marked():
+        if self._accumulated.whole or self._accumulated.pieces:
+            with self._accumulated.marked():
+                self._add(pieces)
+        else:
             self._add(pieces)
         if unused:
             self._accumulated.unmake(unused)
