@@ -248,6 +248,7 @@ def test_kinds_of_memory_follow_from_shards():
     assert offloaded.host_bytes == size
 
 
+@pytest.mark.matrix
 def test_what_does_not_fit_into_the_host_goes_to_disk():
     def advice(host, **options):
         wanted = {"devices": 2, "machine": replace(KNOWN["h100"], memory=int(1.2e9)), "batch": 1}
