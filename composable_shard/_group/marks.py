@@ -20,6 +20,7 @@ from .._torch.distributed import dtensor_like, local_tensor
 from .param import ShardedParam
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_State = tuple[weakref.ref[torch.Tensor], int, int]  # a `.grad`, and the versions of it and of its local tensor
 _UNNOTICED = (
     "composable_shard: .grad was set to zero by a foreach function, which leaves no trace on an accelerator, while "
     "gradients of micro-batches without gradient sync were accumulated; call zero_grad(set_to_none=True)"
@@ -37,8 +38,8 @@ class GradientMarks:
     def __init__(self, params: Sequence[ShardedParam], trusts: bool) -> None:
         self._params = params
         self._trusts = trusts
-        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}  # by index: `.grad`, and versions of it
-        self._made: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}  # likewise, of those made here
+        self._seen: dict[int, _State] = {}  # by index: `.grad` as it was marked
+        self._made: dict[int, _State] = {}  # likewise, of those that were made here
 
     def put(self, indices: Iterable[int]) -> None:
         """Gradients of these parameters are accumulated: mark their `.grad`, and make those that are missing."""
@@ -50,7 +51,7 @@ class GradientMarks:
         self._note(self._made, (*missing, *untouched))
         self._note(self._seen, indices)
 
-    def _note(self, states: dict[int, tuple[weakref.ref[torch.Tensor], int, int]], indices: Iterable[int]) -> None:
+    def _note(self, states: dict[int, _State], indices: Iterable[int]) -> None:
         for index in indices:
             states[index] = _state(self._grad(index))
 
@@ -67,7 +68,7 @@ class GradientMarks:
         return gone | self._void(asked, or_untold) if asked else gone
 
     def _void(self, asked: Sequence[int], or_untold: bool) -> set[int]:
-        """Those of these parameters whose `.grad`, the same as it was, has lost its mark."""
+        """Those of these parameters, which all have a `.grad`, whose mark on it is lost."""
         same = {index: self._is_same(index) for index in self._seen if not self._is_gone(index)}
         survives = self._look(same)
         # An empty piece has no mark. Another parameter of the group tells then, which was changed if this one was, and
@@ -152,13 +153,13 @@ class GradientMarks:
         return marks
 
 
-def _state(grad: torch.Tensor | None) -> tuple[weakref.ref[torch.Tensor], int, int]:
-    """What tells a gradient, and that it was not changed since."""
+def _state(grad: torch.Tensor | None) -> _State:
+    """What tells whether a `.grad` is this one later on, and has not been changed."""
     assert grad is not None
     return weakref.ref(grad), grad._version, local_tensor(grad)._version
 
 
-def _is(grad: torch.Tensor, state: tuple[weakref.ref[torch.Tensor], int, int]) -> bool:
+def _is(grad: torch.Tensor, state: _State) -> bool:
     return state[0]() is grad and state[1:] == (grad._version, local_tensor(grad)._version)
 
 
