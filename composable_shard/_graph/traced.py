@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from .._comm.copies import Gradients
 from .._comm.mesh import MeshInfo
 from .._errors import ShardConfigStateError
+from .._group.bucket import lost_edit
 from .._group.exchange import Exchange
 from .._group.group import ParamGroup
 from .._group.optimizers import watch_steps
@@ -29,6 +30,7 @@ from .._plan.layout import first_alike
 from .._policies import Comms, Options, Settings
 from .._torch.core import GRAPHS_GIVE_NONE, any_gradient_hooks, queue_backward_callback, with_side_effects
 from . import registry
+from .edits import edited, watch_edits
 from .operators import KEEP, REDUCE, TAKE, Layout
 
 
@@ -58,6 +60,7 @@ class TracedGroup:
         unknown: number of a module of the group while its root is not known; empty once it is.
         is_root: whether the group is the root's own.
         compiled: whether a graph gathers it.
+        watched: while its forward is traced, the number by which edits of its weights are asked for.
     """
 
     def __init__(self, params: Sequence[ShardedParam], info: MeshInfo, settings: Settings) -> None:
@@ -80,6 +83,7 @@ class TracedGroup:
         )
         self.key = layout.register()
         self.compiled = False
+        self.watched = 0
         self._extended = False
         # Memory that stands for the group when a graph runs, if this rank holds no element of it.
         self._tag = (
@@ -129,7 +133,19 @@ class TracedGroup:
             full = self._once(*shards)
         # A plain view outside of the region: else a user's own checkpointed block would have the weights saved.
         views = [tensor.view(tensor.shape) for tensor in full]
+        with_side_effects(partial(setattr, self, "watched", watch_edits(len(views))))
         return [p.parallel.wrap(t) if p.parallel else t for t, p in zip(views, self._params, strict=True)]
+
+    def check_edits(self) -> None:
+        """The forward that `unshard` has begun is over.
+
+        Raises:
+            StaleStateError: it has edited weights in place.
+        """
+        indices = edited(self.watched)
+        with_side_effects(partial(setattr, self, "watched", 0))
+        if indices:
+            raise lost_edit([self._params[int(index)].fqn for index in indices.split()])
 
     def _again(self, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self._call(shards, again=self._settings.current.unshard_in_backward)

@@ -207,8 +207,12 @@ class GroupGradients:
         if self.phase is GradPhase.ACCUMULATED:
             self._set_phase(GradPhase.NONE)
 
-    def check_reduced(self, stepped: Container[int]) -> None:
+    def check_reduced(self, stepped: Container[int], now: str = "the optimizer steps") -> None:
         """An optimizer is about to step parameters with these ids: none of their gradients may still be accumulated.
+
+        Args:
+            stepped: the ids.
+            now: what is about to happen to them, in words.
 
         Raises:
             ShardConfigStateError: a gradient still waits for its reduction.
@@ -216,8 +220,8 @@ class GroupGradients:
         if names := self._accumulated.held(stepped):
             setting = "set_requires_gradient_sync" if self._accumulated.whole else "set_requires_all_reduce"
             raise ShardConfigStateError(
-                f"group {self._name}: the optimizer steps {', '.join(names)}, but gradients of a backward under "
-                f"{setting}(False) still wait for their reduction; run the last micro-batch before the step under "
+                f"group {self._name}: {now} {', '.join(names)}, but gradients of a backward under "
+                f"{setting}(False) still wait for their reduction; first run the last micro-batch under "
                 f"{setting}(True), or call zero_grad() to drop them"
             )
 

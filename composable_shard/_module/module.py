@@ -137,9 +137,16 @@ class FSDPModule(Methods):
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:
-        """A copy with sharded parameters of its own, on the same mesh, and no engine yet."""
+        """A copy with sharded parameters of its own, on the same mesh, and no engine yet.
+
+        Raises:
+            ShardConfigStateError: gradients wait for a later backward; the copy would not have them.
+        """
         adopt_forward_methods(self)  # type: ignore[arg-type]  # torch's are bound to this module
-        for state in states_below(self):  # type: ignore[arg-type]
+        states = states_below(self)  # type: ignore[arg-type]
+        for group in [group for state in states for group in state.groups]:
+            group.gradients.check_reduced({*map(id, group.shards)}, "a deep copy is made of")
+        for state in states:
             state.release()
             for param in state.declaration.params:
                 copy.deepcopy(param, memo)  # before the modules that hold it

@@ -338,6 +338,7 @@ class ShardState:
             each.left.discard(module.__dict__[PLACE])
             if not each.left:
                 with_side_effects(partial(each.entries.hide, traced=True))
+                each.traced.check_edits()
 
     def finish_traced(self) -> None:
         """End, after the root has run, the lists of which some modules did not run."""

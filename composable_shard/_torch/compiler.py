@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
@@ -27,6 +28,15 @@ def last_graph_break() -> str:
     reason = reasons[-1]
     frames = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reason.user_stack[-1:]]
     return " ".join([*frames, reason.reason.strip().splitlines()[0]])
+
+
+def last_traced(count: int) -> Sequence[torch.Tensor]:
+    """The fake results of the last `count` operators that Dynamo has put into the graph that it traces now."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    nodes = InstructionTranslator.current_tx().output.graph.nodes
+    last = list(itertools.islice(reversed(nodes), count))
+    return [node.meta["example_value"] for node in reversed(last)]
 
 
 def results_are_checked() -> bool:

@@ -5,6 +5,8 @@ First elements of gradients are 0 here: it is in them that a mark stands while g
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -332,3 +334,24 @@ def test_hooks_that_communicate_have_one_order_on_ranks_whose_arenas_differ():
             model.zero_grad()
 
     on_ranks(run)
+
+
+@pytest.mark.parametrize("setting", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+def test_a_deep_copy_between_micro_batches_is_an_error_as_it_would_lack_their_gradients(setting):
+    def run(world):
+        model = sharded(world)
+        backward(model, world.rank, 0)
+        copy.deepcopy(model)  # reduced gradients are copied
+        getattr(model, setting)(False)
+        backward(model, world.rank, 1)
+        with pytest.raises(cs.ShardConfigStateError, match=rf"a deep copy is made of 0\.weight.*{setting}\(True\)"):
+            copy.deepcopy(model)
+        model.zero_grad()
+        getattr(model, setting)(True)
+        twin = copy.deepcopy(model)
+        for each in (model, twin):
+            backward(each, world.rank, 2)
+        check(twin, means(world, 1, [2]))
+        check(model, means(world, 1, [2]))
+
+    on_ranks(run, REPLICAS)

@@ -1,0 +1,44 @@
+"""In-place edits of unsharded weights within a traced forward.
+
+AOTAutograd turns an edit into a new tensor, which the rest of the graph reads and which no shard ever hears of, as if
+it had been undone behind the forward. So edits are looked for while Dynamo traces: it runs each operator on fake
+tensors, whose versions tell.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from .._torch.compiler import last_traced
+from .._torch.core import compilation, run_while_tracing
+
+_Weights = Sequence[tuple[torch.Tensor, int]]  # fake tensors, each with the version that it had at first
+
+_count = itertools.count(1)
+_watched: weakref.WeakKeyDictionary[object, dict[int, _Weights]] = weakref.WeakKeyDictionary()  # by compilation
+
+
+@run_while_tracing
+def watch_edits(count: int) -> int:
+    """The results of the last `count` operators that were traced are the weights of a module, whose forward begins.
+
+    Returns:
+        a number for `edited`; 0 if nothing is traced.
+    """
+    now = compilation()
+    if now is None:
+        return 0
+    number = next(_count)
+    _watched.setdefault(now, {})[number] = [(weight, weight._version) for weight in last_traced(count)]
+    return number
+
+
+@run_while_tracing
+def edited(number: int) -> str:
+    """Indices, with blanks between them, of the weights that were edited in place since `watch_edits` gave a number."""
+    weights = _watched.get(compilation(), {}).pop(number, ())
+    return " ".join(str(index) for index, (weight, version) in enumerate(weights) if weight._version != version)
