@@ -97,7 +97,7 @@ class _Expected:
     """What comes next, if all goes on as it did the last time, or for the first time as planned.
 
     Args:
-        log: the notes so far, to which the caller appends.
+        log: the notes so far; the caller appends those that were not expected.
     """
 
     def __init__(self, log: list[str]) -> None:
@@ -108,11 +108,12 @@ class _Expected:
         self._at = 0  # and where
         self._planned: list[str] = []
 
-    def is_next(self, note: str) -> bool:
-        """Whether this note was expected; then the one behind it is from now on."""
-        at = self._at
-        if at < len(self._notes) and self._notes[at] == note:
+    def take(self, note: str) -> bool:
+        """Whether this note was expected; then it is appended, and the one behind it is expected."""
+        at, notes = self._at, self._notes
+        if at < len(notes) and notes[at] == note:
             self._at = at + 1
+            self._log.append(note)
             return True
         return False
 
@@ -176,6 +177,7 @@ class Ledger:
         self._said = (-1, "")  # the place and the note of the last question, or answer, that all ranks know of
         self._steps: dict[str, None] = {}
         self._begun = ""
+        self._has_more = False  # than the next note: others to be noted before it, or a fault
         self._forwards = 0
 
     # ---- what this rank does
@@ -231,7 +233,7 @@ class Ledger:
 
     def begin(self, note: str) -> None:
         """A forward begins. It is noted with the first collective in it, for others need not know of one without."""
-        self._begun = note
+        self._begun, self._has_more = note, True
         if len(self._log) > _MOST_NOTES:
             self._forget(_MOST_NOTES // 2)
 
@@ -240,6 +242,7 @@ class Ledger:
         while note in self._steps:
             note += "'"
         self._steps[note] = None
+        self._has_more = True
 
     def issue(self, note: str) -> None:
         """This rank is about to issue a collective.
@@ -248,10 +251,15 @@ class Ledger:
             RankMismatchError: not all ranks are about to issue the same; it is issued on none.
             PeerLostError: another rank is lost.
         """
-        if self._steps:
-            steps, self._steps = self._steps, {}
-            for step in steps:
-                self._note(step)
+        if self._has_more or not self._expected.take(note):
+            self._issue(note)
+
+    def _issue(self, note: str) -> None:
+        self._has_more = False
+        self._has_more = self.fault is not None  # in this order: another thread may set both between
+        steps, self._steps = self._steps, {}
+        for step in steps:
+            self._note(step)
         if self._begun:
             begun, self._begun = self._begun, ""
             self._forwards += 1
@@ -259,12 +267,13 @@ class Ledger:
         self._note(note)
 
     def _note(self, note: str) -> None:
-        if self.fault is not None or not self._expected.is_next(note):
-            try:
-                self._ask(note)
-            except (dist.DistNetworkError, dist.DistStoreError) as error:
-                raise self.without_store(error) from error
-            self._expected.follow(note)
+        if self.fault is None and self._expected.take(note):
+            return
+        try:
+            self._ask(note)
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise self.without_store(error) from error
+        self._expected.follow(note)
         self._log.append(note)
 
     def _forget(self, count: int) -> None:
@@ -403,6 +412,7 @@ class Ledger:
         """A rank has found that ranks cannot go on together."""
         if self.fault is None:
             self.fault = Fault.parse(poison, pointer())
+            self._has_more = True
             note_broken(self.group)
             self._on_fault(self)
 
@@ -423,6 +433,7 @@ class Ledger:
     def cut(self, why: str) -> None:
         """This process cannot reach the others."""
         self.fault = Fault(PeerLostError.__name__, why)
+        self._has_more = True
 
     def take_back(self) -> None:
         """What was noted last could not be issued: an error of this rank comes."""
