@@ -7,6 +7,7 @@ from unittest import mock
 from _race_plants import (
     NO_MARK,
     NO_QUEUE,
+    NO_SYNC,
     NO_WAIT,
     Mutant,
     _no_wait,
@@ -19,6 +20,7 @@ from _race_plants import (
     hook_at_once,
     instead,
     job_without_end,
+    not_awaited,
     pack_into_used,
     release_job_early,
     unfenced,
@@ -38,6 +40,7 @@ from composable_shard._memory.device import DeviceMemory
 from composable_shard._memory.pool import BufferPool
 from composable_shard._memory.regions import Arena
 from composable_shard._memory.slots import Slot
+from composable_shard._memory.state_on_host import StateOnHost
 
 MUTANTS = {
     # _comm
@@ -250,6 +253,24 @@ MUTANTS = {
         instead(DeviceMemory, "leave", _no_wait),
         "dropped-in-backward",
     ),
+    "copied-to-host-at-once": Mutant(
+        "StateOnHost.step",
+        "gradients are copied to the host when they are reduced",
+        within(StateOnHost, "step", NO_MARK),
+        "steps-on-host",
+    ),
+    "host-steps-at-once": Mutant(
+        "StateOnHost._step_part",
+        "the host steps what has been copied to it",
+        within(StateOnHost, "_step_part", NO_SYNC),
+        "steps-on-host",
+    ),
+    "stepped-on-host-and-not-back": Mutant(
+        "StateOnHost.step",
+        "gathers wait for shards that come back from the host",
+        instead(StateOnHost, "_step_part", not_awaited),
+        "steps-on-host",
+    ),
     # _engine
     "gathers-ignore-optimizer": Mutant(
         "Actions.parameters_changed",
@@ -309,8 +330,6 @@ PASSED_ON = {
     "StateOnDisk._step_sections": "files, whose threads the host waits for",
     "_Moves._give_back": "files, whose threads the host waits for",
     "StateOnHost.keep_all": "Job.finish",
-    "StateOnHost.step": "Job.finish",
-    "StateOnHost._step_part": "Job.finish",
     "agree": "the host reads the result at once",
     "slowest": "the host reads the result at once",
 }

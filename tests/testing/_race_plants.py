@@ -92,6 +92,7 @@ def unfenced(owner: Any, name: str) -> Plant:
 
 NO_WAIT = (Event, "wait", _nothing)
 NO_MARK = (StreamLane, "mark", lambda lane: None)
+NO_SYNC = (Stream, "synchronize", _nothing)
 NO_QUEUE = (DeviceMemory, "queued", lambda memory: ())
 
 
@@ -144,6 +145,13 @@ def job_without_end(only: str) -> Plant:
         return job
 
     return lambda: mock.patch.object(StreamLane, "_ended", ended)
+
+
+def not_awaited(real: Any, *args: Any) -> Job[Any]:
+    """What a function starts is finished without a wait."""
+    job: Job[Any] = real(*args)
+    job._event.clock = {}
+    return job
 
 
 def behind_at_once(real: Any, lane: StreamLane) -> Any:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 
 from _race_settings import (
+    copying_to_host,
     counting,
     debugging,
     extended,
     freeze,
     idle_memory_goes_back,
+    note,
     offloading,
     on_the_network,
     own_communication,
     parallelize,
     setting,
     shards_on_host,
+    stepped_on_host,
     sums_of_ranks,
     three_quarters,
 )
@@ -104,6 +107,7 @@ SCENARIOS = {
     "frozen": Scenario(make=lambda: freeze(decoder())),
     "tensor-parallel": Scenario(mesh={"dp": 2, "tp": 2}, axis="dp", parallelize=parallelize),
     "offload": Scenario(prepare=shards_on_host, around=offloading),
+    "steps-on-host": Scenario(prepare=note, around=copying_to_host, optimizer=stepped_on_host),
     "extensions": Scenario(make=extended),
     "own-communication": Scenario(prepare=own_communication),
     "failing-communication": Scenario({"mp_policy": MIXED}, prepare=own_communication, step=fail_to_send, steps=1),

@@ -20,6 +20,8 @@ from composable_shard._comm.collectives import RankOrdered
 from composable_shard._comm.mesh import MeshInfo
 from composable_shard._engine.engine import LISTENERS
 from composable_shard._group.reduction import ReduceBucket
+from composable_shard._memory.offload import take_over
+from composable_shard._memory.state_on_host import StateOnHost
 from composable_shard._torch.distributed import local_tensor
 
 
@@ -161,6 +163,33 @@ _checked: list[testing.Checked] = []
 def shards_on_host(model: Any, checked: testing.Checked) -> None:
     _checked.append(checked)
     checked.on_host(*[local_tensor(parameter) for parameter in model.parameters()])
+
+
+def note(model: Any, checked: testing.Checked) -> None:
+    _checked.append(checked)
+
+
+def stepped_on_host(params: Any) -> torch.optim.Optimizer:
+    """An optimizer whose state and steps are on the host."""
+    return take_over(torch.optim.SGD(params, lr=0.1, momentum=0.9), StateOnHost(pins=False, fused=False), True)
+
+
+@contextlib.contextmanager
+def copying_to_host() -> Iterator[None]:
+    """The CPU, which plays the accelerator, is also the host to which few parameters are copied at a time."""
+    real = StateOnHost._copy
+
+    def copy(keeper: StateOnHost, tensor: Tensor) -> Tensor:
+        made = real(keeper, tensor)
+        _checked[-1].on_host(local_tensor(made))
+        return made
+
+    with (
+        mock.patch.object(StateOnHost, "_copy", copy),
+        mock.patch("composable_shard._memory.state_on_host._PART", 1000),
+    ):
+        yield
+        _checked.clear()
 
 
 @contextlib.contextmanager

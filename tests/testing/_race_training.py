@@ -67,6 +67,7 @@ class Scenario:
         step: one step of training.
         end: after the last one.
         around: a context around all of it.
+        optimizer: makes the optimizer.
         axis: of the mesh, over which `fully_shard` shards; all if empty.
     """
 
@@ -79,6 +80,9 @@ class Scenario:
     step: Callable[[Training], object] = plain_step
     end: Callable[[Training], object] | None = None
     around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = functools.partial(
+        torch.optim.SGD, lr=0.1, foreach=True
+    )
     axis: str = ""
     steps: int = STEPS
 
@@ -115,7 +119,7 @@ def perform(scenario: Scenario, until_race: bool = False) -> testing.Checked:
         with one_thread(), scenario.around(), testing.races(world, mesh=scenario.mesh, check=False) as checked:
             model = build(scenario, checked)
             trained = [p for p in model.parameters() if p.requires_grad]
-            training = Training(checked, model, torch.optim.SGD(trained, lr=0.1, foreach=True))
+            training = Training(checked, model, scenario.optimizer(trained))
             del model, trained  # a step may drop them
             for training.number in range(scenario.steps):
                 scenario.step(training)
