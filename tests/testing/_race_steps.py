@@ -134,6 +134,18 @@ def event_of_the_optimizer(training: Training) -> None:
     torch.ones(4).mul_(2)  # what the gathers need not wait for
 
 
+def optimizer_on_another_stream(training: Training) -> None:
+    """Of which the gathers are told, and nobody else: gradients must be kept until compute has waited for it."""
+    compute, side = torch.accelerator.current_stream(), torch.cuda.Stream()
+    training.backward()
+    side.wait_stream(compute)
+    with torch.cuda.stream(side):
+        training.optimizer.step()
+        training.model.set_post_optim_event(side.record_event())
+    training.__dict__.setdefault("kept", []).extend(param.grad for param in training.model.parameters())
+    training.optimizer.zero_grad()
+
+
 def memory_goes_back_on_another_stream(training: Training) -> None:
     """Memory that was allocated on one stream is used on another one, and goes back there."""
     plain_step(training)

@@ -54,6 +54,10 @@ def decoder(layers: int = 2, dim: int = 16, **sizes: Any) -> nn.Module:
     return model
 
 
+def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, foreach=True)
+
+
 @dataclass(frozen=True)
 class Scenario:
     """How a decoder is sharded and trained.
@@ -80,9 +84,7 @@ class Scenario:
     step: Callable[[Training], object] = plain_step
     end: Callable[[Training], object] | None = None
     around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = functools.partial(
-        torch.optim.SGD, lr=0.1, foreach=True
-    )
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = sgd
     axis: str = ""
     steps: int = STEPS
 
