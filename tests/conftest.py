@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +15,10 @@ pytest_plugins = ["pytest_composable_shard"]  # also where the package is not in
 # One thread a process, before torch is loaded: with more, the threads of small operators wait for those of the other
 # processes, which makes a test on two cores take up to ten times as long. Processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that starts this in the background has it ignore Ctrl-C, and with it all processes that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HERE = str(Path(__file__).parent)
 if HERE not in sys.path:  # the helpers (_pool, _parity) import each other by name, in pytest and in the workers

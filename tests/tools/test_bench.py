@@ -62,7 +62,7 @@ _noop.shutdown()
 """
 
 
-def python(*arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": f"{BENCH}{os.pathsep}{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
         [sys.executable, *arguments],
@@ -74,7 +74,7 @@ def python(*arguments: str, timeout: float = 60.0) -> subprocess.CompletedProces
     )
 
 
-def bench(name: str, *arguments: str, limit_s: float = 60.0) -> str:
+def bench(name: str, *arguments: str, limit_s: float = 120.0) -> str:
     done = python(str(BENCH / name), *arguments, timeout=limit_s)
     assert done.returncode == 0, done.stderr
     return done.stdout
