@@ -175,9 +175,8 @@ class Ledger:
         self._lock = threading.Lock()  # of what another thread reads while notes are forgotten
         self._asked: dict[int, str] = {}  # by place
         self._said = (-1, "")  # the place and the note of the last question, or answer, that all ranks know of
-        self._steps: dict[str, None] = {}
-        self._begun = ""
-        self._has_more = False  # than the next note: others to be noted before it, or a fault
+        self._before: dict[str, bool] = {}  # what is noted before the next note; whether it begins a forward
+        self._is_held = False  # the next note: there are some before it, or a fault
         self._forwards = 0
 
     # ---- what this rank does
@@ -233,16 +232,17 @@ class Ledger:
 
     def begin(self, note: str) -> None:
         """A forward begins. It is noted with the first collective in it, for others need not know of one without."""
-        self._begun, self._has_more = note, True
+        self._before = {before: False for before, begins in self._before.items() if not begins} | {note: True}
+        self._is_held = True
         if len(self._log) > _MOST_NOTES:
             self._forget(_MOST_NOTES // 2)
 
     def stepped(self, note: str) -> None:
         """An optimizer has stepped; noted with the next collective."""
-        while note in self._steps:
+        while note in self._before:
             note += "'"
-        self._steps[note] = None
-        self._has_more = True
+        self._before[note] = False
+        self._is_held = True
 
     def issue(self, note: str) -> None:
         """This rank is about to issue a collective.
@@ -251,19 +251,16 @@ class Ledger:
             RankMismatchError: not all ranks are about to issue the same; it is issued on none.
             PeerLostError: another rank is lost.
         """
-        if self._has_more or not self._expected.take(note):
+        if self._is_held or not self._expected.take(note):
             self._issue(note)
 
     def _issue(self, note: str) -> None:
-        self._has_more = False
-        self._has_more = self.fault is not None  # in this order: another thread may set both between
-        steps, self._steps = self._steps, {}
-        for step in steps:
-            self._note(step)
-        if self._begun:
-            begun, self._begun = self._begun, ""
-            self._forwards += 1
-            self._note(begun)
+        self._is_held = False
+        self._is_held = self.fault is not None  # in this order: another thread may set both between
+        before, self._before = self._before, {}
+        for each, begins in before.items():
+            self._forwards += begins
+            self._note(each)
         self._note(note)
 
     def _note(self, note: str) -> None:
@@ -412,7 +409,7 @@ class Ledger:
         """A rank has found that ranks cannot go on together."""
         if self.fault is None:
             self.fault = Fault.parse(poison, pointer())
-            self._has_more = True
+            self._is_held = True
             note_broken(self.group)
             self._on_fault(self)
 
@@ -433,7 +430,7 @@ class Ledger:
     def cut(self, why: str) -> None:
         """This process cannot reach the others."""
         self.fault = Fault(PeerLostError.__name__, why)
-        self._has_more = True
+        self._is_held = True
 
     def take_back(self) -> None:
         """What was noted last could not be issued: an error of this rank comes."""

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .._errors import OffloadError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .._policies import DiskOffloadPolicy, HostOffloadPolicy, OffloadPolicy
-from .._torch.core import HANDLES, has_memory, never_trace
+from .._torch.core import HANDLES, between_graphs, has_memory, never_trace
 from .state_on_disk import StateOnDisk, Step, local_part
 from .state_on_host import StateOnHost
 
@@ -155,10 +154,7 @@ class OffloadedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        step = self._step_now
-        if "torch._dynamo" in sys.modules:  # files and threads are not for a graph
-            step = torch.compiler.disable(step)  # type: ignore[no-untyped-call]
-        step(options)
+        between_graphs(self._step_now)(options)  # files and threads are not for a graph
         return loss
 
     def _step_now(self, options: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import sys
 import types
 from collections import OrderedDict, UserDict, UserList
 from collections.abc import Callable, Iterator, Sequence
@@ -61,6 +62,12 @@ def never_trace(function: Callable[..., T]) -> Callable[..., T]:
     """Decorate a function that Dynamo shall call between two graphs. `torch.compiler.disable` would load Dynamo."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
+
+
+def between_graphs(function: Callable[..., T]) -> Callable[..., T]:
+    """The function, of which Dynamo compiles nothing, nor of what it calls; without Dynamo in this process, itself."""
+    loaded = "torch._dynamo" in sys.modules  # to ask for `torch.compiler.disable` would load it
+    return torch.compiler.disable(function) if loaded else function  # type: ignore[no-untyped-call]
 
 
 has_side_effect: Callable[[Any], Any] = torch.fx.has_side_effect  # keeps calls of an operator that nothing reads
