@@ -53,6 +53,7 @@ from ._plan.record import Record as Record
 from ._plan.schedule import Action as Action
 from ._plan.simulation import Costs as Costs
 from ._policies import AllGather as AllGather
+from ._policies import CommPolicy as CommPolicy
 from ._policies import CPUOffloadPolicy as CPUOffloadPolicy
 from ._policies import DataParallelMeshDims as DataParallelMeshDims
 from ._policies import DiskOffloadPolicy as DiskOffloadPolicy

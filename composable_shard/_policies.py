@@ -45,6 +45,101 @@ class Comms:
     hook_stream: Any = None
 
 
+def require_count(field: str, value: object, least: int) -> None:
+    """Refuse what is not a whole number of at least `least`.
+
+    Raises:
+        ShardConfigValueError: naming `field`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ShardConfigValueError(f"{field}={value!r}: expected a whole number of at least {least}")
+
+
+class Wire(NamedTuple):
+    """What numbers travel as.
+
+    Attributes:
+        form: ``fp8``, ``int8`` or ``bf16``.
+        block: elements that share a scale, at most.
+    """
+
+    form: str
+    block: int
+
+
+FORMS = ("bf16", "fp8", "int8")
+
+
+@dataclass(frozen=True, slots=True)
+class CommPolicy:
+    """In how many bits weights and gradients travel. By default in the dtypes of the mixed-precision policy.
+
+    A tensor travels in blocks of a row: a row is one index of the dim along which it is cut, and no block reaches over
+    its end, so that the values do not depend on the number of ranks. Each block has a scale of 4 bytes beside it. What
+    would not become smaller travels as it is: norms and biases, whose rows are single numbers, and integers.
+
+    What is computed in is `param_dtype` of the mixed-precision policy, as before; sharded parameters, optimizers and
+    checkpoints keep every bit.
+
+    Attributes:
+        gather: what weights travel as: ``"fp8"`` (e4m3), ``"int8"``, ``"bf16"``, or None for the dtype of compute.
+            Computed is with what comes out of it, on all ranks alike: each weight rounded to nearest.
+        reduce: what gradients travel as on the axis over which parameters are sharded, or None for the dtype of
+            reduction. Every rank receives the others' quantised pieces and adds them up in float32, in the order of the
+            ranks.
+        replicas: what gradients travel as between the replicas of a mesh with two axes (HSDP), or None. Each replica
+            receives the quantised pieces of all others, so that it pays for a few replicas behind slow links.
+        block: elements that share a scale. A row is cut into equal blocks of at most so many; if it cannot be cut into
+            equal ones of at least a quarter of that, it is one block.
+        error_feedback: how gradients are rounded. False: stochastically, by random numbers that follow from the
+            number of the reduction, the parameters and the rank. True: to nearest, and what rounding has left of a
+            gradient is added to the next one. That takes 4 bytes for each element of an unsharded gradient for
+            `reduce`, on each rank, and 4 for each of a sharded one for `replicas`.
+
+    Raises:
+        ShardConfigValueError: an unknown form, a block that is no whole number of at least 8, an `error_feedback` that
+            is no bool, or one without gradients that are rounded.
+    """
+
+    gather: str | None = None
+    reduce: str | None = None
+    replicas: str | None = None
+    block: int = 256
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("gather", "reduce", "replicas"):
+            if (form := getattr(self, name)) is not None and form not in FORMS:
+                raise ShardConfigValueError(
+                    f"CommPolicy.{name}={form!r}: expected one of {', '.join(map(repr, FORMS))}, or None"
+                )
+        require_count("CommPolicy.block", self.block, 8)
+        if not isinstance(self.error_feedback, bool):
+            raise ShardConfigValueError(f"CommPolicy.error_feedback={self.error_feedback!r}: expected True or False")
+        if self.error_feedback and self.reduce is None and self.replicas is None:
+            raise ShardConfigValueError(
+                "CommPolicy(error_feedback=True): nothing is rounded that it could feed back; say what gradients "
+                "travel as (reduce or replicas), too"
+            )
+
+    @property
+    def rounds_gradients(self) -> bool:
+        """Whether gradients travel in fewer bits."""
+        return self.reduce is not None or self.replicas is not None
+
+    def wire(self, kind: str, dtype: torch.dtype) -> Wire | None:
+        """What a bucket of `dtype` travels as for ``gather``, ``reduce`` or ``replicas``; None for as it is."""
+        form = getattr(self, kind)
+        return Wire(form, self.block) if form is not None and dtype.is_floating_point else None
+
+    def __str__(self) -> str:
+        parts = [f"{name} {form}" for name in ("gather", "reduce", "replicas") if (form := getattr(self, name))]
+        return ", ".join([*parts, *(["error feedback"] if self.error_feedback else [])]) or "as it is"
+
+
+AS_IT_IS = CommPolicy()
+
+
 @dataclass(frozen=True)
 class Options:
     """The settings of one group. Frozen: a setter puts a new object in the place of the old one.
@@ -66,6 +161,7 @@ class Options:
             `ParamGroup.reduces_first`).
         mp_policy: dtypes of compute, of reduction and of the module's inputs and outputs.
         comms: what takes the place of our own communication.
+        comm: in how many bits it travels.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -80,6 +176,7 @@ class Options:
     max_reductions: int | None = None
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     comms: Comms = field(default_factory=Comms)
+    comm: CommPolicy = AS_IT_IS
 
     def reshards(self, is_root: bool) -> bool:
         """Whether forward gives up the unsharded parameters; by default all but the root's."""
@@ -284,16 +381,6 @@ def keeps_shards_on_host(policy: OffloadPolicy | None) -> bool:
     return isinstance(policy, (CPUOffloadPolicy, DiskOffloadPolicy)) or (
         isinstance(policy, HostOffloadPolicy) and policy.parameters
     )
-
-
-def require_count(field: str, value: object, least: int) -> None:
-    """Refuse what is not a whole number of at least `least`.
-
-    Raises:
-        ShardConfigValueError: naming `field`.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ShardConfigValueError(f"{field}={value!r}: expected a whole number of at least {least}")
 
 
 class Division(NamedTuple):

@@ -82,6 +82,9 @@ class Transport(Protocol):
     def all_reduce(self, tensor: Tensor, mean: bool = False) -> Awaitable:
         """Set `tensor` to its sum (or mean) over ranks."""
 
+    def all_to_all(self, out: Tensor, bucket: Tensor) -> Awaitable:
+        """Fill `out` with all ranks' parts for this rank, in their order; both are (world * n,) in bytes."""
+
 
 _flat = methodcaller("view", -1)
 
@@ -102,7 +105,7 @@ def _movable(tensors: Tensors) -> Tensors:
     return tensors if tensors[0].dtype in MOVED else [tensor.view(torch.uint8) for tensor in tensors]
 
 
-class _All:
+class All:
     """Several handles as one, with work to do after them (`rest`); `held` keeps alive what they read.
 
     Each handle is waited for once only, even after an error: a second wait on a message of gloo would never return.
@@ -133,7 +136,7 @@ class _All:
             rest()
 
 
-_DONE = _All(())
+_DONE = All(())
 
 
 class Plain:
@@ -155,6 +158,9 @@ class Plain:
     def all_reduce(self, tensor: Tensor, mean: bool = False) -> Awaitable:
         return dist.all_reduce(_real(tensor), group=self._group, op=_OPS[mean], async_op=True) or _DONE
 
+    def all_to_all(self, out: Tensor, bucket: Tensor) -> Awaitable:
+        return dist.all_to_all_single(out, bucket, group=self._group, async_op=True) or _DONE
+
 
 class Packed:
     """The backend's own collectives.
@@ -174,6 +180,7 @@ class Packed:
         self._gather = all_gather_options(not on_lane)
         self._scatter = [reduce_scatter_options(op, not on_lane) for op in _OPS]
         self._reduce = [all_reduce_options(op, not on_lane) for op in _OPS]
+        self._exchange = all_to_all_options(not on_lane)
 
     def all_gather(self, wholes: Tensors, pieces: Tensors) -> Awaitable:
         (whole,), (piece,) = _movable(wholes), _movable(pieces)
@@ -186,6 +193,9 @@ class Packed:
 
     def all_reduce(self, tensor: Tensor, mean: bool = False) -> Awaitable:
         return self._group.allreduce([_real(tensor)], self._reduce[mean]) or _DONE
+
+    def all_to_all(self, out: Tensor, bucket: Tensor) -> Awaitable:
+        return self._group.alltoall_base(out, bucket, [], [], self._exchange) or _DONE
 
 
 class Direct(Packed):
@@ -227,7 +237,7 @@ class RankOrdered:
         handles: list[Awaitable] = []
         for index, (whole, piece) in enumerate(zip(_movable(wholes), _movable(pieces), strict=True)):
             handles += self._gather_one(index, whole, piece)
-        return _All(handles)
+        return All(handles)
 
     def _gather_one(self, index: int, whole: Tensor, piece: Tensor) -> list[Awaitable]:
         """Launch the gather of one tensor, which has this index among those of the call."""
@@ -250,7 +260,7 @@ class RankOrdered:
     def reduce_scatter(self, out: Tensor, bucket: Tensor, scratch: Tensor | None, mean: bool = False) -> Awaitable:
         assert scratch is not None
         handle = self._group.alltoall_base(_real(scratch), _real(bucket), [], [], self._exchange)
-        return _All([handle], partial(_add_up, out, scratch.view(self._world, -1)))
+        return All([handle], partial(_add_up, out, scratch.view(self._world, -1)))
 
     def all_reduce(self, tensor: Tensor, mean: bool = False) -> Awaitable:
         flat = _real(tensor).view(-1)
@@ -261,7 +271,10 @@ class RankOrdered:
         scratch = flat.new_empty(self._world, own.numel())
         received = [own.numel()] * self._world
         handle = self._group.alltoall_base(scratch.view(-1), flat, received, sizes, self._exchange)
-        return _All([handle], partial(self._share_sum, flat, parts, scratch))
+        return All([handle], partial(self._share_sum, flat, parts, scratch))
+
+    def all_to_all(self, out: Tensor, bucket: Tensor) -> Awaitable:
+        return self._group.alltoall_base(out, bucket, [], [], self._exchange)
 
     def _share_sum(self, flat: Tensor, parts: Tensors, scratch: Tensor) -> None:
         """Add up what all ranks have for this one's part of a tensor, and fill the other parts with their sums."""
@@ -269,7 +282,7 @@ class RankOrdered:
         _add_up(own, scratch)
         if flat.nbytes >= BROADCAST_FROM_BYTES:
             roots = zip(parts, self._roots, strict=True)
-            _All([self._group.broadcast([part], root) for part, root in roots if part.numel()]).wait()
+            All([self._group.broadcast([part], root) for part, root in roots if part.numel()]).wait()
             return
         padded = flat.new_zeros(self._world, parts[0].numel())
         padded[self._rank, : own.numel()] = own
@@ -338,7 +351,7 @@ class Custom:
         out = self._gather.allocate((whole.numel(),), dtype=whole.dtype, device=whole.device)
         own = out.view(self._group.size(), -1)[self._group.rank()].copy_(piece.view(-1))
         handle = self._gather(output_tensor=out, input_tensor=own, group=self._group, async_op=True)
-        return _All([handle], partial(_copy, whole, out), held=own)
+        return All([handle], partial(_copy, whole, out), held=own)
 
     def reduce_scatter(self, out: Tensor, bucket: Tensor, scratch: Tensor | None, mean: bool = False) -> Awaitable:
         if self._scatter is None:
@@ -346,10 +359,13 @@ class Custom:
         to, frm = (self._scatter.allocate((t.numel(),), dtype=t.dtype, device=t.device) for t in (out, bucket))
         frm.copy_(bucket)
         handle = self._scatter(output_tensor=to, input_tensor=frm, group=self._group, op=_OPS[mean], async_op=True)
-        return _All([handle], partial(_copy, out, to), held=frm)
+        return All([handle], partial(_copy, out, to), held=frm)
 
     def all_reduce(self, tensor: Tensor, mean: bool = False) -> Awaitable:
         return self._inner.all_reduce(tensor, mean)
+
+    def all_to_all(self, out: Tensor, bucket: Tensor) -> Awaitable:
+        return self._inner.all_to_all(out, bucket)
 
 
 def _copy(to: Tensor, frm: Tensor) -> None:

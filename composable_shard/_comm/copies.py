@@ -15,6 +15,7 @@ from .._plan.layout import BucketLayout, GatherLayout, ParamLayout, ReduceLayout
 from .._torch.core import chunk_cat, plainly
 from .collectives import Transport
 from .lanes import Steps
+from .rounding import Numbers
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -84,6 +85,7 @@ class Landing(NamedTuple):
         flat, chunks: the whole, (world * n,), and as (world, n).
         chunk, own: this rank's chunk of it, and its pieces.
         pieces: those of all ranks, in the shapes of `Wholes.packed`.
+        numbers: in their place, if they travel in fewer bits: of each parameter, those of all ranks.
     """
 
     flat: torch.Tensor
@@ -91,6 +93,7 @@ class Landing(NamedTuple):
     chunk: torch.Tensor
     own: list[torch.Tensor]
     pieces: list[torch.Tensor]
+    numbers: Sequence[Numbers] = ()
 
 
 class Split:

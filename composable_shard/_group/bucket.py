@@ -15,11 +15,13 @@ from .. import _debug
 from .._comm.collectives import Transport
 from .._comm.copies import GatherCopies, Landing, Wholes, regions_in
 from .._comm.lanes import Events, Job, Lane
+from .._comm.lowbit import LowBitGather
 from .._comm.mesh import MeshInfo
 from .._errors import StaleStateError
 from .._memory.pool import BufferPool
 from .._memory.slots import Place, Request, Slot
-from .._plan.layout import gather_layout
+from .._plan.layout import GatherLayout, gather_layout
+from .._policies import Wire
 from .._torch.core import plainly, without_torch_function
 from .._torch.distributed import local_tensor
 from .faces import Faces, Leaves
@@ -65,6 +67,7 @@ class Gatherer:
         begins: Sequence[int] = (),
     ) -> None:
         self.copies, self._dtype = copies, dtype
+        self._landed_as = dtype if copies.layout.parcel is None else torch.uint8
         self._begins = begins or copies.layout.places.begins
         self.for_landing = for_landing
         self._pool, self._lane = pool, lane
@@ -103,7 +106,7 @@ class Gatherer:
                 after = *after, *slot.free_after
                 landing = self._landed.get(slot)
                 if landing is None:
-                    buffer = slot.typed(self._dtype, written=True)
+                    buffer = slot.typed(self._landed_as, written=True)
                     landing = self._landed[slot] = self.copies.landing(buffer)
             done = functools.partial(self._pool.release_all, [*leased, *read]) if leased or read else None
             return self._lane.start(self.copies.steps(wholes, landing, shards), after, shards, done)
@@ -325,17 +328,17 @@ class GatherBucket(Bucket):
         transport: Transport | None,
         pool: BufferPool,
         lane: Lane,
+        wire: Wire | None = None,
     ) -> None:
         shapes, dims = list(map(_shape, params)), list(map(_dim, params))
         route = None if transport is None else transport.route
-        layout = gather_layout(shapes, info.shard_size, dtype.itemsize, dims, route)
+        layout = gather_layout(shapes, info.shard_size, dtype.itemsize, dims, route, wire)
         super().__init__(params, dtype, group, Faces(dtype, layout.places))
-        offloads = info.offloads
         pieces = list(map(local_tensor, self._sharded))
-        as_they_are = [not offloads and local.dtype == dtype and local.is_contiguous() for local in pieces]
+        as_they_are = [not info.offloads and local.dtype == dtype and local.is_contiguous() for local in pieces]
         converted = [index for index, as_it_is in enumerate(as_they_are) if not as_it_is]
         like = torch.empty(0, dtype=dtype, device=info.device)
-        self.copies = copies = GatherCopies(layout, info.shard_rank, transport, converted, offloads, like, lane.streams)
+        self.copies = copies = self._copies(layout, info, transport, converted, like, lane)
         self.for_weights = pool.requests(f"weights {self.fqns[0]}", layout.nbytes)
         landing = f"landing {self.fqns[0]}"
         self.for_landing = None if layout.landing is None else pool.requests(landing, layout.landing_bytes)
@@ -349,6 +352,18 @@ class GatherBucket(Bucket):
         self.gather_bytes = sum(forward.nbytes for forward, _ in filter(None, requests))
         self.places, self.begins = layout.places, layout.places.begins
         self.members = _Members([begin * dtype.itemsize for begin in self.begins])
+
+    def _copies(
+        self,
+        layout: GatherLayout,
+        info: MeshInfo,
+        transport: Transport | None,
+        converted: Sequence[int],
+        like: torch.Tensor,
+        lane: Lane,
+    ) -> GatherCopies:
+        """The copies of its gathers; `converted` are the indices of shards that cannot be sent as they are."""
+        return GatherCopies(layout, info.shard_rank, transport, converted, info.offloads, like, lane.streams)
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -418,3 +433,43 @@ class GatherBucket(Bucket):
         self._gatherer.leave_slots()
         if self._faces is not None:
             self._faces.clear()
+
+
+class LowBitBucket(GatherBucket):
+    """Parameters that are gathered in fewer bits than they are computed with.
+
+    What this rank sends in forward is sent again in backward. A forward makes it anew: hand-written optimizers may step
+    shards in ways that leave no trace.
+    """
+
+    __slots__ = ("_low", "_sent")
+
+    def __init__(self, *contents: Any) -> None:
+        self._sent = -1  # the generation of the shards when they were rounded last
+        self._low: LowBitGather | None = None  # nothing if nothing would become smaller
+        super().__init__(*contents)
+
+    def _copies(
+        self,
+        layout: GatherLayout,
+        info: MeshInfo,
+        transport: Transport | None,
+        converted: Sequence[int],
+        like: torch.Tensor,
+        lane: Lane,
+    ) -> GatherCopies:
+        if layout.parcel is None or transport is None:
+            return super()._copies(layout, info, transport, converted, like, lane)
+        self._low = LowBitGather(layout, info.shard_rank, transport, like, info.offloads)
+        return self._low
+
+    def note_shards(self, shards: Sequence[torch.Tensor]) -> None:
+        super().note_shards(shards)
+        if self._low is not None and self._pool.backward and self._sent == self.generation:
+            self._low.send_again()
+        self._sent = self.generation
+
+
+def gather_bucket(*contents: Any) -> GatherBucket:
+    """The bucket of these arguments of `GatherBucket`, the last of which says what the weights travel as."""
+    return GatherBucket(*contents) if contents[-1] is None else LowBitBucket(*contents)

@@ -20,6 +20,7 @@ from .._comm.collectives import Transports
 from .._comm.copies import Gradients, regions_in
 from .._comm.lanes import Job, Lane
 from .._comm.mesh import MeshInfo
+from .._comm.rounding import Rounding
 from .._faults.seat import Notes
 from .._memory.pool import BufferPool
 from .._memory.slots import Slot
@@ -204,10 +205,11 @@ class Exchange:
         params: the group's parameters; they are not held.
         buckets: its gather buckets, and for each the indices of its parameters in the group.
         info, transports: with whom it communicates, and how.
-        options: of which only the dtypes count here.
+        options: of which only the dtypes, and in how many bits they travel, count here.
         pool: memory of its engine.
         gather_lane, reduce_lane: of its engine.
         notes, note: what the group notes before its collectives, and before a gather.
+        rounding: how it rounds gradients that travel in fewer bits.
     """
 
     def __init__(
@@ -222,8 +224,9 @@ class Exchange:
         reduce_lane: Lane,
         notes: Notes,
         note: str,
+        rounding: Rounding,
     ) -> None:
-        self._notes, self._note = notes, note
+        self._notes, self._note, self._rounding = notes, note, rounding
         self._facts = [_Facts(p.fqn, p.shape, p.dim, p.dtype) for p in params]
         self._gathers = [_Gathers(bucket, members, pool, gather_lane) for bucket, members in buckets.items()]
         self._slots = [bucket.nbytes for bucket in buckets]
@@ -280,7 +283,7 @@ class Exchange:
             members: dict[torch.dtype, list[int]] = {}
             for index in wanted:
                 members.setdefault(options.reduce_dtype(self._facts[index].dtype), []).append(index)
-            how = self._info, self._transports, options, self.pool, self._lane, self._slots
+            how = self._info, self._transports, options, self.pool, self._lane, self._slots, self._rounding
             buckets = self._reduces[key] = [
                 ReduceBucket(indices, [self._facts[i] for i in indices], dtype, *how)
                 for dtype, indices in members.items()

@@ -17,6 +17,7 @@ from .._comm.collectives import Transports
 from .._comm.copies import Gradients
 from .._comm.lanes import Job, Lane
 from .._comm.mesh import MeshInfo
+from .._comm.rounding import Rounding
 from .._errors import ShardConfigStateError
 from .._faults.seat import Notes, ReductionNotes, summary
 from .._memory.pool import BufferPool
@@ -44,6 +45,7 @@ class GroupGradients:
         transports: of the group.
         slots: sizes in bytes of the slots of its weights, which reductions may use too.
         notes: what the group notes before its collectives.
+        rounding: how it rounds gradients that travel in fewer bits.
 
     Attributes:
         phase: where the gradients are: none, accumulated or being reduced.
@@ -53,7 +55,7 @@ class GroupGradients:
 
     __slots__ = (
         "_accumulated", "_handles_seen", "_in_flight", "_info", "_lane", "_name", "_notes", "_offloads",
-        "_on_nodes", "_params", "_pool", "_settings", "_shards", "_slots", "_transports", "buckets_of",
+        "_on_nodes", "_params", "_pool", "_rounding", "_settings", "_shards", "_slots", "_transports", "buckets_of",
         "hooks_taken", "phase",
     )  # fmt: skip
 
@@ -69,8 +71,9 @@ class GroupGradients:
         transports: Transports,
         slots: Sequence[int],
         notes: Notes,
+        rounding: Rounding,
     ) -> None:
-        self._notes = ReductionNotes(notes)
+        self._notes, self._rounding = ReductionNotes(notes), rounding
         self._name, self._params, self._settings = name, params, settings
         self._info, self._offloads = info, info.offloads
         self._pool, self._lane = pool, lane
@@ -248,7 +251,7 @@ class GroupGradients:
         key = trains, options.mp_policy.reduce_dtype, options.divide_factor, options.only_sums
         buckets = self.buckets_of.get(key)
         if buckets is None:
-            how = self._info, self._transports, options, self._pool, self._lane, self._slots
+            how = self._info, self._transports, options, self._pool, self._lane, self._slots, self._rounding
             buckets = self.buckets_of[key] = reduce_buckets(self._params, trains, *how)
             self._notes.name(key, _reduced(self._params, trains, options))
         self._notes.choose(key)

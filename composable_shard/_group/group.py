@@ -13,7 +13,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter, methodcaller
 from typing import Protocol
 
@@ -22,13 +22,14 @@ import torch
 from .._comm.collectives import Transports
 from .._comm.lanes import Job, Lane
 from .._comm.mesh import MeshInfo
+from .._comm.rounding import Rounding
 from .._faults.seat import NOTHING_NOTED, Notes, summary
 from .._memory.pool import BufferPool
 from .._memory.slots import Request
 from .._plan.schedule import ROOT_NAME
 from .._policies import Options, Settings
 from .._torch.distributed import local_tensor
-from .bucket import Bucket, GatherBucket, lost_edit
+from .bucket import Bucket, GatherBucket, gather_bucket, lost_edit
 from .exchange import Exchange
 from .extension import ExtensionBucket, is_extended
 from .gradients import GroupGradients
@@ -59,12 +60,14 @@ class GroupComm:
         transports: what moves its weights and gradients.
         small: the mesh of the few ranks that keep its weights between forward and backward; None without such.
         notes: what it notes before its collectives, so that other ranks know.
+        rounding: how it rounds gradients that travel in fewer bits.
     """
 
     info: MeshInfo
     transports: Transports
     small: MeshInfo | None = None
     notes: Notes = NOTHING_NOTED
+    rounding: Rounding = field(default_factory=Rounding)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +160,7 @@ class ParamGroup:
         self.shards = [p.sharded for p in self.params]
         self.buckets, self.layout = self._laid_out()
         own = self.name, self.params, self.shards, comm.info, settings, runtime.pool, runtime.reduce_lane
-        self.gradients = GroupGradients(*own, comm.transports, self._slot_bytes(), comm.notes)
+        self.gradients = GroupGradients(*own, comm.transports, self._slot_bytes(), comm.notes, comm.rounding)
 
     def _laid_out(self) -> tuple[list[Bucket], GroupLayout]:
         """The gather buckets for the parameters as they are now, and their layout."""
@@ -169,7 +172,10 @@ class ParamGroup:
         buckets: list[Bucket] = []
         for (extended, dtype), members in by_kind.items():
             contents = [self.params[i] for i in members], dtype, *how
-            buckets.append(ExtensionBucket(*contents, options.mp_policy) if extended else GatherBucket(*contents))
+            if extended:
+                buckets.append(ExtensionBucket(*contents, options.mp_policy))
+            else:
+                buckets.append(gather_bucket(*contents, options.comm.wire("gather", dtype)))
         layout = GroupLayout(
             members=list(by_kind.values()),
             wraps=any(p.parallel for p in self.params),
@@ -480,7 +486,7 @@ class ParamGroup:
             members = dict(zip(self._in_slots(), self.layout.members, strict=True))
             comm, run = self._comm, self._runtime
             how = comm.info, comm.transports, self.options, run.pool, run.gather_lane, run.reduce_lane
-            self._exchange = Exchange(self.params, members, *how, comm.notes, self.layout.note)
+            self._exchange = Exchange(self.params, members, *how, comm.notes, self.layout.note, comm.rounding)
         return self._exchange
 
     def __repr__(self) -> str:

@@ -17,7 +17,9 @@ import torch
 from .._comm.collectives import Transports
 from .._comm.copies import GradientCopies, Parts
 from .._comm.lanes import Events, Job, Lane, Steps, WhenDone
+from .._comm.lowbit import compressed
 from .._comm.mesh import MeshInfo
+from .._comm.rounding import Rounding
 from .._memory.pool import BufferPool
 from .._memory.slots import Slot
 from .._plan.layout import reduce_layout
@@ -137,6 +139,7 @@ class ReduceBucket:
         dtype: of the reduction.
         info, transports, options, pool, lane: the group's.
         slots: sizes in bytes of the weights' slots, see `reduce_layout`.
+        rounding: of the group.
 
     Attributes:
         indices: as given.
@@ -155,14 +158,17 @@ class ReduceBucket:
         pool: BufferPool,
         lane: Lane,
         slots: Sequence[int] = (),
+        rounding: Rounding | None = None,
     ) -> None:
         self.indices = indices
         self.dtype = dtype
+        shapes, dims = [p.shape for p in params], [p.dim for p in params]
+        route, wire = None if transports.reduce is None else transports.reduce.route, options.comm.wire("reduce", dtype)
+        self._layout = layout = reduce_layout(shapes, info.shard_size, dtype.itemsize, dims, route, slots, wire)
+        if rounding is not None and options.comm.rounds_gradients:
+            transports = compressed(transports, info, layout, options.comm, dtype, rounding, params[0].fqn)
         self._shard, self._replicate = transports.reduce, transports.replicate
         self._mean, self._divide_before, self._divide_after = _division(dtype, info, transports, options)
-        shapes, dims = [p.shape for p in params], [p.dim for p in params]
-        route = None if self._shard is None else self._shard.route
-        self._layout = layout = reduce_layout(shapes, info.shard_size, dtype.itemsize, dims, route, slots)
         self._has_all = indices == list(range(len(indices)))
         stored = [param.dtype for param in params]
         self._copies = GradientCopies(layout, dtype, stored, info.shard_rank, info.device, lane.streams)
@@ -414,6 +420,7 @@ def reduce_buckets(
     pool: BufferPool,
     lane: Lane,
     slots: Sequence[int],
+    rounding: Rounding,
 ) -> list[ReduceBucket]:
     """The buckets of a group's gradients, one for each dtype of reduction.
 
@@ -422,10 +429,11 @@ def reduce_buckets(
         trains: for each, whether it requires a gradient.
         info, transports, options, pool, lane: the group's.
         slots: sizes in bytes of the weights' slots: a reduction asks for such a size if it nearly fits, to reuse one.
+        rounding: of the group.
     """
     members: dict[torch.dtype, list[int]] = {}
     for index, (param, trained) in enumerate(zip(params, trains, strict=True)):
         if trained:
             members.setdefault(options.reduce_dtype(param.dtype), []).append(index)
-    how = info, transports, options, pool, lane, slots
+    how = info, transports, options, pool, lane, slots, rounding
     return [ReduceBucket(indices, [params[i] for i in indices], dtype, *how) for dtype, indices in members.items()]

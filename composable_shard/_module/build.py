@@ -17,7 +17,7 @@ from .._comm.transports import TransportCache
 from .._engine.engine import Engine
 from .._engine.listeners import follow_tools
 from .._errors import ShardConfigStateError
-from .._faults.seat import Seat
+from .._faults.seat import Notes, Seat
 from .._group.extension import is_extended
 from .._group.group import GroupComm, ParamGroup, Runtime
 from .._group.saved_tensors import give_way
@@ -166,7 +166,7 @@ class _Tree:
                 state.declaration.params,
                 state.declaration.settings,
                 state in self.of_root,
-                GroupComm(state.declaration.info, transports[state], state.declaration.small, seat.of(fqn)),
+                self._comm_of(state, transports[state], seat.of(fqn)),
                 runtime,
                 weakref.ref(state.entries),
             )
@@ -177,6 +177,11 @@ class _Tree:
             for index, group in enumerate(family):
                 group.set_companions(family[index + 1 :])
         return groups
+
+    @staticmethod
+    def _comm_of(state: ShardState, transports: Transports, notes: Notes) -> GroupComm:
+        own = state.declaration
+        return GroupComm(own.info, transports, own.small, notes, own.rounding)
 
     def bind(self, engine: Engine, groups: Mapping[ShardState, ParamGroup]) -> None:
         """Tell each state its part in the engine."""
@@ -223,6 +228,7 @@ def _describe(fqn: str, asked: Declaration, is_root: bool, transports: Transport
         route=None if transports.gather is None else transports.gather.route,
         reduces_first=not streams and transports.replicate is None and options.max_reductions is None,
         reduces_last=options.reduce_unused,
+        comm=options.comm,
         small_size=0 if options.few_ranks == 0 or any(map(is_extended, asked.params)) else options.few_ranks,
     )
 

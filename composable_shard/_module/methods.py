@@ -22,8 +22,9 @@ from .._errors import (
     ShardConfigTypeValueError,
     ShardConfigValueError,
 )
+from .._group.extension import is_extended
 from .._plan.plan import ShardPlan
-from .._policies import PoolPolicy, PrefetchPolicy
+from .._policies import CommPolicy, Comms, PoolPolicy, PrefetchPolicy
 from .._torch.distributed import is_torchs_comm, process_group_allocation, symmetric_memory_gather
 from .additions import WatchedEntries
 from .state import STATE, ShardState, share_lanes, states_below
@@ -320,6 +321,22 @@ class Methods(TorchFSDPModule):
                 )
             _change_comms(state, all_gather=gather)
 
+    def set_comm_policy(self, policy: CommPolicy, recurse: bool = True) -> None:
+        """Set in how many bits weights and gradients travel. Before the first forward, and on every rank alike.
+
+        Raises:
+            ShardConfigTypeError: `policy` is no CommPolicy.
+            ShardConfigStateError: the model has run, or is unsharded.
+            ShardConfigValueError: a parameter defines its own all-gather, or custom communication is set, which would
+                be given bytes that it does not know.
+        """
+        _check_kind("policy", CommPolicy, policy)
+        states = _states(self, recurse)
+        for state in states:
+            _check_takes_bits(state, policy)
+        for state in states:
+            state.declaration.settings.change(comm=policy)
+
     # ---- the plan
 
     def set_prefetch_policy(self, policy: PrefetchPolicy) -> None:
@@ -436,8 +453,41 @@ def _set_comms(module: Methods, **changes: Any) -> None:
 
 def _change_comms(state: ShardState, **changes: Any) -> None:
     settings = state.declaration.settings
-    settings.change(comms=replace(settings.current.comms, **changes))
+    comms = replace(settings.current.comms, **changes)
+    _check_understood(state, comms, settings.current.comm)
+    settings.change(comms=comms)
     state.comms_changed()
+
+
+def _check_takes_bits(state: ShardState, policy: CommPolicy) -> None:
+    own = state.declaration
+    if state.bound is not None:
+        raise ShardConfigStateError(
+            "set_comm_policy: the model has run or was unsharded; set it right after fully_shard, before the first "
+            "forward"
+        )
+    _check_understood(state, own.settings.current.comms, policy)
+    if policy.gather is not None and (extended := [p.fqn for p in own.params if is_extended(p)]):
+        raise ShardConfigValueError(
+            f"CommPolicy(gather={policy.gather!r}): parameter {extended[0]} defines its own all-gather "
+            "(fsdp_pre_all_gather), which says itself what travels; give the other modules the policy one by one, with "
+            "recurse=False, and this one a policy without gather"
+        )
+
+
+def _check_understood(state: ShardState, comms: Comms, policy: CommPolicy) -> None:
+    """Refuse custom communication of what travels as bytes that only this library understands."""
+    for name, form, custom, method in (
+        ("gather", policy.gather, comms.all_gather, "set_custom_all_gather(None)"),
+        ("reduce", policy.reduce, comms.reduce_scatter, "set_custom_reduce_scatter(None)"),
+    ):
+        if form is not None and custom is not None:
+            names = [param.fqn for param in state.declaration.params[:1]] or ["no parameters"]
+            raise ShardConfigValueError(
+                f"CommPolicy({name}={form!r}) and {type(custom).__name__} on the module with {names[0]}: custom "
+                f"communication moves tensors of the parameters' dtype, and not bytes; call {method} there, or give it "
+                f"a policy without {name}"
+            )
 
 
 def _refuse_custom(module: Methods, what: str, own: str) -> None:

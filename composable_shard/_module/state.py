@@ -17,6 +17,7 @@ from torch import nn
 from .._comm.collectives import Transports
 from .._comm.lanes import Lane, lane_for
 from .._comm.mesh import MeshInfo
+from .._comm.rounding import Rounding
 from .._comm.transports import TransportCache
 from .._engine.engine import Engine
 from .._engine.node import Outputs, Use
@@ -56,6 +57,7 @@ class Declaration:
         label: the axes of the mesh, to tell this group from the call's first group; empty for the first.
         number: of the call, among those with this mesh; of a copy, behind that of the original.
         copies: the numbers of its copies.
+        rounding: how its gradients are rounded if they travel in fewer bits.
     """
 
     modules: int
@@ -66,6 +68,7 @@ class Declaration:
     label: str = ""
     number: str = ""
     copies: list[str] = field(default_factory=list, compare=False)
+    rounding: Rounding = field(default_factory=Rounding, compare=False)
 
     def piece_bytes(self) -> list[int]:
         """Bytes of a rank's piece of each parameter in the dtype of the gather, padding included."""
@@ -186,7 +189,8 @@ class ShardState:
         own = self.declaration
         number, settings = f"{own.number}.{len(own.copies) + 1}", Settings(own.settings.current)
         own.copies.append(number)
-        declaration = replace(own, params=params, settings=settings, number=number, copies=[])
+        rounding = own.rounding.copied()
+        declaration = replace(own, params=params, settings=settings, number=number, copies=[], rounding=rounding)
         asked = replace(self.asked, schedule="")  # its own engine will set that
         made = memo[id(self)] = ShardState(declaration, ModuleEntries((), params), (), asked)
         # Copying the entries copies modules that refer to this state, so the copy must be in `memo` before.

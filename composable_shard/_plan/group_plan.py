@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from .._policies import AS_IT_IS, CommPolicy
 from .costs import Moved, Sizes
 from .layout import (
     BucketLayout,
@@ -74,6 +75,7 @@ class GroupPlan:
         reduces_first: whether its backward waits for reductions before it gathers.
         reduces_last: whether its gradients are reduced only when backward is over, because not all ranks may have
             gradients.
+        comm: in how many bits it travels.
     """
 
     fqn: str
@@ -86,6 +88,7 @@ class GroupPlan:
     small_size: int = 0
     reduces_first: bool = False
     reduces_last: bool = False
+    comm: CommPolicy = AS_IT_IS
 
     @property
     def name(self) -> str:
@@ -109,7 +112,7 @@ class GroupPlan:
     def gather_layouts(self) -> tuple[GatherLayout, ...]:
         """The layout of the gather of each dtype."""
         return tuple(
-            gather_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route)
+            gather_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route, self.comm.wire("gather", dtype))
             for dtype, shapes, dims in self._gathered
         )
 
@@ -143,7 +146,12 @@ class GroupPlan:
         slots = [layout.nbytes for layout in self.gather_layouts]
         trained = [p for p in self.params if p.trains]
         return tuple(
-            (dtype, reduce_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route, slots))
+            (
+                dtype,
+                reduce_layout(
+                    shapes, self.shard_size, dtype.itemsize, dims, self.route, slots, self.comm.wire("reduce", dtype)
+                ),
+            )
             for dtype, shapes, dims in self._by_dtype([p.reduced for p in trained], trained)
         )
 
@@ -169,7 +177,7 @@ class GroupPlan:
         dtypes = dict.fromkeys(p.gathered for p in self.params)
         layouts = zip(self.gather_layouts, dtypes, strict=True)
         gather = tuple(layout.moved(dtype.itemsize) for layout, dtype in layouts) if self.route else ()
-        reduce = tuple(self.shard_size * layout.numel * dtype.itemsize for dtype, layout in self._reduce_layouts)
+        reduce = tuple(layout.moved for _, layout in self._reduce_layouts)
         few = tuple(layout.total * dtype.itemsize for dtype, layout in self._resident_layouts())
         return Moved(self.shard_size, gather, reduce, self.small_size or 1, few)
 
@@ -199,6 +207,10 @@ class GroupPlan:
     @property
     def transport(self) -> str:
         """In words: how it is moved."""
+        return self._moved_by if self.comm == AS_IT_IS else f"{self._moved_by}, {self.comm}"
+
+    @property
+    def _moved_by(self) -> str:
         if self.route is None:
             return "local"
         layouts = self.gather_layouts

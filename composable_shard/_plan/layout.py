@@ -12,7 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SHARD_ALIGNMENT_BYTES = 16
+from .._policies import Wire
+from .parcel import SHARD_ALIGNMENT_BYTES, Parcel, parcel
 
 SLOT_ALIGNMENT_BYTES = 512
 
@@ -161,6 +162,8 @@ class GatherLayout:
         landing: the buffer that these share until they are copied to the slot; None if no buffer is needed.
         nbytes: bytes of the slot, with room for the marks of the reduction, which may take the slot over.
         landing_bytes: bytes of that buffer.
+        parcel: what a rank sends if that is other than the parameters as they are computed with; then all share the
+            landing buffer, whose elements are bytes.
     """
 
     places: BucketLayout
@@ -169,6 +172,7 @@ class GatherLayout:
     landing: BucketLayout | None
     nbytes: int
     landing_bytes: int
+    parcel: Parcel | None = None
 
     def moved(self, itemsize: int) -> int:
         """Bytes that the gather moves: all ranks' parts, padding included."""
@@ -177,11 +181,28 @@ class GatherLayout:
 
 
 def gather_layout(
-    shapes: Sequence[tuple[int, ...]], world: int, itemsize: int, dims: Sequence[int], route: Route | None
+    shapes: Sequence[tuple[int, ...]],
+    world: int,
+    itemsize: int,
+    dims: Sequence[int],
+    route: Route | None,
+    wire: Wire | None = None,
 ) -> GatherLayout:
-    """Lay out a gather of parameters of one dtype; `route` is None where there is nothing to gather."""
+    """Lay out a gather of parameters of one dtype.
+
+    Args:
+        shapes, dims: of the unsharded parameters, and the dim along which each is cut.
+        world: number of ranks.
+        itemsize: bytes of an element.
+        route: the transport's route; None where there is nothing to gather.
+        wire: what they travel as, if not as they are.
+    """
     places = bucket_layout(shapes, world, itemsize, dims)
     nbytes = world * _with_marks(places.numel, len(shapes), itemsize) * itemsize
+    sent = None if route is None else parcel([(at.chunk, at.row) for at in places.params], itemsize, wire)
+    if sent is not None:
+        landing = BucketLayout(world, (), sent.nbytes)
+        return GatherLayout(places, (), tuple(range(len(shapes))), landing, nbytes, landing.total, sent)
     least = None if route is None else route.gather_from
     alone = [i for i, param in enumerate(places.params) if _is_alone(param, itemsize, least)]
     packed = sorted({*range(len(shapes))} - {*alone})
@@ -206,13 +227,18 @@ class ReduceLayout:
         numel: length of a chunk, the marks included. It is a multiple of 16 bytes, so that the chunks of all ranks are
             aligned; NCCL is slow with those that are not.
         nbytes: bytes of the bucket's buffer; 0 if there is nothing to reduce.
-        scratch: elements of the buffer for what the others send, if this rank adds it up (`Route.sums`); else 0.
+        scratch: elements of the buffer for what the others send, if this rank adds it up (`Route.sums`); else 0. With a
+            parcel, of that and of what this rank sends.
+        moved: bytes that the reduction moves: all ranks' parts.
+        parcel: what a rank sends to another, if that is other than its gradients in the dtype of the bucket.
     """
 
     result: BucketLayout
     numel: int
     nbytes: int
     scratch: int
+    moved: int = 0
+    parcel: Parcel | None = None
 
     @property
     def marks(self) -> int:
@@ -233,6 +259,7 @@ def reduce_layout(
     dims: Sequence[int],
     route: Route | None,
     slots: Sequence[int] = (),
+    wire: Wire | None = None,
 ) -> ReduceLayout:
     """Lay out a reduction of gradients of one dtype.
 
@@ -243,6 +270,7 @@ def reduce_layout(
         route: the transport's route; None where there is nothing to reduce.
         slots: bytes of the gather's slots. A bucket that is up to 1/8 smaller than one of them gets its size, so that
             the two can share memory.
+        wire: what gradients travel as, if not as they are.
     """
     result = bucket_layout(shapes, world, dims=dims)
     numel = _with_marks(result.numel, len(shapes), itemsize)
@@ -250,4 +278,8 @@ def reduce_layout(
         return ReduceLayout(result, numel, 0, 0)
     nbytes = world * numel * itemsize
     roomy = [slot for slot in slots if nbytes <= slot <= nbytes * 9 // 8]
-    return ReduceLayout(result, numel, min(roomy, default=nbytes), world * numel if route.sums else 0)
+    room = min(roomy, default=nbytes)
+    sent = parcel([(at.chunk, at.row) for at in result.params], itemsize, wire, numel - result.numel)
+    if sent is not None:
+        return ReduceLayout(result, numel, room, 2 * world * sent.nbytes // itemsize, world * sent.nbytes, sent)
+    return ReduceLayout(result, numel, room, world * numel if route.sums else 0, nbytes)

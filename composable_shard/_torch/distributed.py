@@ -358,9 +358,9 @@ def all_reduce_options(op: Any, asynchronous: bool = True) -> c10d.AllreduceOpti
     return _options(c10d.AllreduceOptions, asynchronous, reduceOp=op)
 
 
-def all_to_all_options() -> c10d.AllToAllOptions:
-    """Options of an asynchronous all-to-all."""
-    return _options(c10d.AllToAllOptions)
+def all_to_all_options(asynchronous: bool = True) -> c10d.AllToAllOptions:
+    """Options of an all-to-all."""
+    return _options(c10d.AllToAllOptions, asynchronous)
 
 
 def store_of_one_process() -> Any:

@@ -26,7 +26,7 @@ from _race_plants import (
     unfenced,
     within,
 )
-from composable_shard._comm.collectives import _All
+from composable_shard._comm.collectives import All
 from composable_shard._comm.lanes import Job, StreamLane, Waiting
 from composable_shard._engine.actions import Actions
 from composable_shard._group import reduction
@@ -65,9 +65,9 @@ MUTANTS = {
         "failing-communication",
     ),
     "own-gathers-copied-early": Mutant(
-        "_All.wait",
+        "All.wait",
         "what a user's communication gives is copied when it is there",
-        instead(_All, "wait", lambda real, each: each._rest() if each._rest else None),
+        instead(All, "wait", lambda real, each: each._rest() if each._rest else None),
         "own-communication",
     ),
     # _group

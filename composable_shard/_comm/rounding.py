@@ -1,0 +1,247 @@
+"""Numbers in fewer bits: rounded by block, to nearest or stochastically, and what they stand for.
+
+A block is a piece of a row with a scale of its own, its largest magnitude over the largest number of the form. So a
+number is off by at most half a step of its block. A block that holds a NaN or an infinity arrives as NaN, all of it,
+and a loss scaler sees that; zeros stay zeros, and what is far below the least normal number of float32 becomes zero.
+
+All are plain operators of torch, the same in eager steps and while a graph runs, so that both have the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._plan.parcel import SCALE_BYTES, Part, parcel
+from .._policies import Wire
+
+_MOST = {"fp8": 448.0, "int8": 127.0}  # the largest number of a form
+_LEAST = torch.finfo(torch.float32).tiny  # scale: blocks of zeros need no case of their own
+_EXPONENT = 0x7F80_0000  # bits of a float32
+_NOISE = 2.0**-16  # a step of the random numbers, which have 16 bits: sums with them are exact
+_FP8_LEAST, _FP8_STEPS = 2.0**-6, 2.0**-3  # e4m3: the least normal number, and the steps of a power of two
+
+
+def scales_of(blocks: Tensor, form: str) -> Tensor:
+    """The scale of each block, (..., 1) in float32, of numbers (..., block); NaN if one of them is not finite."""
+    scales = blocks.abs().amax(-1, keepdim=True).float().div_(_MOST[form]).clamp_min_(_LEAST)
+    return scales.masked_fill_(torch.isinf(scales), math.nan)
+
+
+def quantise(codes: Tensor, scales: Tensor, blocks: Tensor, form: str, noise: Tensor | None = None) -> None:
+    """Round numbers to a form.
+
+    Args:
+        codes: of the same shape as `blocks`, in one byte each; filled.
+        scales: (..., 1) in float32; filled.
+        blocks: (..., block), of any floating dtype.
+        form: ``fp8`` or ``int8``.
+        noise: random int16 of the shape of `blocks`, to round stochastically; None to round to nearest.
+    """
+    scales.copy_(scales_of(blocks, form))
+    ratios = blocks.float() / scales
+    if noise is not None:
+        ratios = _dithered(ratios, form, noise)
+    elif form == "int8":
+        ratios.round_()
+    ratios.clamp_(-_MOST[form], _MOST[form])
+    codes.view(torch.int8 if form == "int8" else torch.float8_e4m3fn).copy_(ratios)
+
+
+def _dithered(ratios: Tensor, form: str, noise: Tensor) -> Tensor:
+    """Ratios rounded up or down, so that their expectation is what they are."""
+    chance = noise * _NOISE + 0.5
+    if form == "int8":
+        return ratios.add_(chance).floor_()
+    power = (ratios.view(torch.int32) & _EXPONENT).view(torch.float32)
+    steps = power.clamp_min_(_FP8_LEAST).mul_(_FP8_STEPS)
+    return ratios.div_(steps).add_(chance).floor_().mul_(steps)
+
+
+def _decoded(codes: Tensor, form: str) -> Tensor:
+    """Codes as numbers that torch multiplies; those of fp8 are 1/256 of what they stand for.
+
+    The bits of e4m3 are those of a float16 with fewer of each kind: on a CPU, moving them takes a tenth of the time of
+    a conversion.
+    """
+    whole = codes.view(torch.int8)
+    return whole if form == "int8" else ((whole.to(torch.int16) << 7) & ~0x4000).view(torch.float16)
+
+
+def dequantise(out: Tensor, codes: Tensor, scales: Tensor, form: str) -> None:
+    """Fill `out`, (..., block), of any floating dtype: code times scale, rounded once."""
+    out.copy_(_decoded(codes, form))  # exact: such numbers have few bits
+    out.mul_(scales if form == "int8" else scales * 256)
+
+
+def to_bf16(out: Tensor, numbers: Tensor, noise: Tensor | None) -> None:
+    """Round numbers to bfloat16, to nearest or, with random int16, stochastically."""
+    if noise is None:
+        out.copy_(numbers)
+        return
+    single = numbers.float()
+    moved = ((single.view(torch.int32) + (noise.to(torch.int32) + 0x8000)) & -0x1_0000).view(torch.float32)
+    out.copy_(torch.where(torch.isfinite(single), moved, single))
+
+
+class Numbers(NamedTuple):
+    """Views of one parameter's part of parcels: of one rank's, or of all ranks' (then the first dim is theirs).
+
+    Attributes:
+        part: what it travels as.
+        values: (..., rows * blocks of a row, block); (..., elements) if there are no scales.
+        scales: (..., rows * blocks of a row, 1); None if there are none.
+    """
+
+    part: Part
+    values: Tensor
+    scales: Tensor | None
+
+    def put(self, numbers: Tensor, noise: Tensor | None = None) -> None:
+        """Round numbers, of the shape of `values`, into it."""
+        if self.scales is not None:
+            quantise(self.values, self.scales, numbers, self.part.form, noise)
+        elif self.part.form:
+            to_bf16(self.values, numbers, noise)
+        else:
+            self.values.copy_(numbers)
+
+    def fill(self, out: Tensor) -> None:
+        """Fill `out`, of the shape of `values`."""
+        if self.scales is not None:
+            dequantise(out, self.values, self.scales, self.part.form)
+        else:
+            out.copy_(self.values)
+
+    def of(self, rank: int) -> Numbers:
+        """Those of one rank."""
+        return Numbers(self.part, self.values[rank], None if self.scales is None else self.scales[rank])
+
+    def narrowed(self, numel: int) -> Numbers:
+        """The first elements of it."""
+        size = numel // self.part.block if self.part.block else numel
+        dim = -1 if self.scales is None else -2
+        scales = None if self.scales is None else self.scales.narrow(-2, 0, size)
+        return Numbers(self.part, self.values.narrow(dim, 0, size), scales)
+
+
+def numbers_in(parcels: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> list[Numbers]:
+    """Views of parcels, (..., bytes); `dtype` is that of what travels as it is."""
+    return [_view(parcels, part, dtype) for part in parts]
+
+
+def _view(parcels: Tensor, part: Part, dtype: torch.dtype) -> Numbers:
+    values = parcels.narrow(-1, part.begin, part.nbytes)
+    if not part.block:
+        return Numbers(part, values.view(torch.bfloat16 if part.form else dtype), None)
+    blocks = part.nbytes // part.block
+    scales = parcels.narrow(-1, part.scales, SCALE_BYTES * blocks).view(torch.float32)
+    return Numbers(part, values.view(*values.shape[:-1], blocks, part.block), scales.unsqueeze(-1))
+
+
+def rounded(tensor: Tensor, wire: Wire, dim: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+    """What comes out of a gather for a parameter, or of a rounding to nearest for a gradient.
+
+    Args:
+        tensor: the whole parameter.
+        wire: what it travels as.
+        dim: along which it is cut.
+        dtype: of compute; None for its own.
+    """
+    dtype = dtype or tensor.dtype
+    size, row = tensor.shape[dim], tensor.numel() // max(tensor.shape[dim], 1)
+    sent = parcel([(size, row)], dtype.itemsize, wire)
+    if sent is None:
+        return tensor.to(dtype)
+    numbers = _view(torch.zeros(sent.nbytes, dtype=torch.uint8, device=tensor.device), sent.parts[0], dtype)
+    by_row = tensor.movedim(dim, 0)
+    numbers.put(by_row.reshape(numbers.values.shape))
+    out = torch.empty(numbers.values.shape, dtype=dtype, device=tensor.device)
+    numbers.fill(out)
+    return out.view(by_row.shape).movedim(0, dim).contiguous()
+
+
+class Rounding:
+    """How a group rounds its gradients; it outlives the buckets, and goes into checkpoints.
+
+    Attributes:
+        number: how many roundings there were.
+        left: by bucket and parameter, what rounding has left of its gradients, if that is fed back.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.left: dict[str, Tensor] = {}
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def copied(self) -> Rounding:
+        """Another one in the same state."""
+        other = Rounding()
+        other.put(self.number, {name: tensor.clone() for name, tensor in self.left.items()})
+        return other
+
+    def put(self, number: int, left: Mapping[str, Tensor]) -> None:
+        """Be in this state from now on."""
+        self.number, self.left = number, dict(left)
+
+    def seeded(self, name: str, rank: int, device: torch.device) -> torch.Generator:
+        """The random numbers of the next rounding, which follow from its number, a name and the rank."""
+        generator = self._generators.get(device)
+        if generator is None:
+            generator = self._generators[device] = torch.Generator(device)
+        seed = zlib.crc32(f"{self.number} {rank} {name}".encode())
+        self.number += 1
+        return generator.manual_seed(seed)
+
+
+def noise_like(numbers: Tensor, generator: torch.Generator) -> Tensor:
+    """Random int16, all values alike, of the shape of a tensor."""
+    count = numbers.numel()
+    words = torch.empty(-(-count // 4), dtype=torch.int64, device=numbers.device)
+    words.random_(-(2**63), None, generator=generator)  # a word is four numbers
+    return words.view(torch.int16)[:count].view(numbers.shape)
+
+
+class Rounder:
+    """Rounds gradients into parcels, by random numbers or with what earlier ones have left.
+
+    Args:
+        rounding: of the group.
+        name: of the bucket.
+        rank: of this process among all that reduce.
+        feedback: whether what is left is fed back.
+    """
+
+    def __init__(self, rounding: Rounding, name: str, rank: int, feedback: bool) -> None:
+        self._rounding, self._name, self._rank, self._feedback = rounding, name, rank, feedback
+
+    def put(self, to: Sequence[Numbers], gradients: Sequence[Tensor], marks: Tensor | None = None) -> None:
+        """Round gradients, each of the shape of its numbers; `marks` tells of each whether this rank has it."""
+        if self._feedback:
+            for index, (numbers, gradient) in enumerate(zip(to, gradients, strict=True)):
+                self._feed_back(index, numbers, gradient, None if marks is None else marks[index])
+            return
+        generator = self._rounding.seeded(self._name, self._rank, gradients[0].device)
+        for numbers, gradient in zip(to, gradients, strict=True):
+            numbers.put(gradient, noise_like(gradient, generator) if numbers.part.form else None)
+
+    def _feed_back(self, index: int, numbers: Numbers, gradient: Tensor, mark: Tensor | None) -> None:
+        if not numbers.part.form:
+            numbers.put(gradient)
+            return
+        key, left = f"{self._name} {index}", self._rounding.left
+        before = left.get(key)
+        if before is None or before.shape != gradient.shape:
+            before = left[key] = torch.zeros(gradient.shape, dtype=torch.float32, device=gradient.device)
+        has = 1.0 if mark is None else mark.float()
+        total = gradient.float() + before * has
+        numbers.put(total)
+        arrived = torch.empty_like(total)
+        numbers.fill(arrived)
+        total.sub_(arrived).nan_to_num_(0.0, 0.0, 0.0)  # nothing is left of what was not finite
+        before.mul_(1.0 - has).add_(total)
