@@ -14,6 +14,7 @@ from ._api import fully_shard
 from ._comm.mesh import ensure_process_group, replicated_mesh
 from ._errors import ShardConfigTypeError, ShardConfigValueError
 from ._module.module import FSDPModule
+from ._policies import AS_IT_IS, CommPolicy
 
 Strategy = Literal["none", "ddp", "zero1", "zero2", "zero3", "hsdp"]
 _KEEPS_AFTER_FORWARD = ("ddp", "zero1", "zero2")
@@ -28,6 +29,7 @@ def shard_by_class(
     replicas: int = 1,
     mesh: DeviceMesh | None = None,
     root: bool = True,
+    comm_policy: CommPolicy = AS_IT_IS,
     **options: Any,
 ) -> list[nn.Module]:
     """Shard every module of the given classes, and the model itself.
@@ -42,6 +44,7 @@ def shard_by_class(
         replicas: for ``hsdp``: number of replicas, a divisor of the world size.
         mesh: the mesh to use in the place of the one that the strategy makes.
         root: shard the model itself too, for the parameters that no block holds.
+        comm_policy: in how many bits weights and gradients travel; see `set_comm_policy`.
         options: further arguments of `fully_shard`.
 
     Returns:
@@ -56,7 +59,7 @@ def shard_by_class(
     if not modules and not isinstance(model, kinds):
         names = ", ".join(kind.__name__ for kind in kinds)
         raise ShardConfigValueError(f"classes: {type(model).__name__} holds no module of {names}")
-    return _shard(model, modules, strategy, replicas, mesh, root, options)
+    return _shard(model, modules, strategy, replicas, mesh, root, comm_policy, options)
 
 
 def shard_by_size(
@@ -67,6 +70,7 @@ def shard_by_size(
     replicas: int = 1,
     mesh: DeviceMesh | None = None,
     root: bool = True,
+    comm_policy: CommPolicy = AS_IT_IS,
     **options: Any,
 ) -> list[nn.Module]:
     """Shard the innermost modules whose parameters, less those of sharded modules within, reach `min_bytes` bytes.
@@ -85,7 +89,7 @@ def shard_by_size(
         if module is not model and _has_forward(module) and sum(p.nbytes for p in own) >= min_bytes:
             taken.update(map(id, own))
             modules.append(module)
-    return _shard(model, modules, strategy, replicas, mesh, root, options)
+    return _shard(model, modules, strategy, replicas, mesh, root, comm_policy, options)
 
 
 def shard_auto(
@@ -95,6 +99,7 @@ def shard_auto(
     replicas: int = 1,
     mesh: DeviceMesh | None = None,
     root: bool = True,
+    comm_policy: CommPolicy = AS_IT_IS,
     **options: Any,
 ) -> list[nn.Module]:
     """Shard the repeated blocks: the outermost siblings that are alike in class, structure and parameter shapes.
@@ -102,7 +107,7 @@ def shard_auto(
     The other arguments, the result and the errors are those of `shard_by_class`. A model without repetition becomes
     one group.
     """
-    return _shard(model, repeated_blocks(model), strategy, replicas, mesh, root, options)
+    return _shard(model, repeated_blocks(model), strategy, replicas, mesh, root, comm_policy, options)
 
 
 def _module_classes(classes: Any) -> tuple[type[nn.Module], ...]:
@@ -153,6 +158,7 @@ def _shard(
     replicas: int,
     mesh: DeviceMesh | None,
     root: bool,
+    comm_policy: CommPolicy,
     options: dict[str, Any],
 ) -> list[nn.Module]:
     if strategy not in get_args(Strategy):
@@ -168,4 +174,6 @@ def _shard(
         fully_shard(module, mesh=mesh, **options)
         if strategy in _KEEPS_AFTER_BACKWARD and isinstance(module, FSDPModule):
             module.set_reshard_after_backward(False, recurse=False)
+        if comm_policy is not AS_IT_IS and isinstance(module, FSDPModule):
+            module.set_comm_policy(comm_policy, recurse=False)
     return sharded

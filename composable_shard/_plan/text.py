@@ -14,6 +14,7 @@ _GROUP_WORDS: tuple[tuple[str, Callable[[GroupPlan], object]], ...] = (
     ("mesh", lambda group: group.mesh),
     ("dtype", lambda group: group.dtype),
     ("reshard", lambda group: group.reshard),
+    ("travels", lambda group: group.comm),
     ("transport", lambda group: f"{group.route.name}: {group.transport}" if group.route else group.transport),
     ("unsharded bytes", lambda group: group.unsharded_bytes),
     ("reduction bytes", lambda group: group.reduce_bytes),

@@ -1,14 +1,23 @@
-"""Weights and gradients that travel in fewer bits: what is computed is what a model computes that rounds them itself."""
+"""Weights and gradients in fewer bits: what is computed is what a model computes that rounds them itself."""
+
+from collections import Counter
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch import nn
+from torch.distributed import barrier
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import composable_shard as cs
 from _blocks import Transformer, next_token_loss, token_batch
+from _compiling import even, graphs_of, three_steps
 from _low_bits import Ranks, round_weights
-from _pool import distributed, more
-from composable_shard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, make_plan
+from _models import shard_blocks, vectors
+from _pool import distributed, more, simulated
+from composable_shard import CommPolicy, MixedPrecisionPolicy, fully_shard, make_plan, testing
+from composable_shard._comm.rounding import Numbers, rounded
 from composable_shard._policies import Wire
 
 BLOCK = 16
@@ -68,10 +77,7 @@ def test_a_step_has_the_bits_of_a_model_that_rounds_by_itself(rank, world, gathe
         loss.backward()
         assert torch.equal(loss, gradients[rank][0])
         own = [by_name for _, by_name in gradients]
-        if reduce:
-            mean = ranks.mean(own)
-        else:
-            mean = {name: sum([each[name] for each in own]) / world for name in own[0]}
+        mean = ranks.mean(own) if reduce else {name: sum([each[name] for each in own]) / world for name in own[0]}
         for name, param in model.named_parameters():
             assert torch.equal(param.grad.full_tensor(), mean[name]), name
         for name, param in masters.named_parameters():
@@ -81,3 +87,299 @@ def test_a_step_has_the_bits_of_a_model_that_rounds_by_itself(rank, world, gathe
             optimizer.zero_grad()
     for ours, expected in zip(model.parameters(), masters.parameters(), strict=True):
         assert torch.equal(ours.full_tensor(), expected)
+
+
+def stepped(model, rank, steps=2, optimizer=None, micro=1):
+    """Losses of some steps, and the gradients of the last."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for index in range(micro):
+            model.set_requires_gradient_sync(index == micro - 1)
+            loss = next_token_loss(model, *token_batch(rank, micro * step + index))
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+    grads = {name: param.grad.full_tensor() for name, param in model.named_parameters() if param.grad is not None}
+    return losses, grads
+
+
+def same(one, two):
+    (losses, grads), (others, expected) = one, two
+    assert [*map(float, losses)] == [*map(float, others)]
+    assert grads.keys() == expected.keys()
+    for name, grad in grads.items():
+        assert torch.equal(grad, expected[name]), name
+
+
+BOTH = CommPolicy(gather="fp8", reduce="int8", block=BLOCK)
+
+
+@simulated(world=4)
+def test_whatever_stays_gathered_has_the_same_bits(rank, world):
+    expected = stepped(sharded(BOTH), rank)
+    for reshard in (False, 2):
+        same(stepped(sharded(BOTH, reshard_after_forward=reshard), rank), expected)
+    model = sharded(BOTH)
+    model.set_reshard_after_backward(False)
+    same(stepped(model, rank), expected)
+    model = sharded(BOTH)
+    model.set_prefetch_policy(cs.PrefetchPolicy.bytes(1 << 20))
+    same(stepped(model, rank), expected)
+    model = sharded(BOTH)
+    model.set_pool_policy(cs.PoolPolicy(budget=make_plan(model).peak_bytes * 9 // 10))
+    same(stepped(model, rank), expected)
+
+
+@simulated(world=2)
+def test_micro_batches_without_sync_are_added_up_before_they_are_rounded(rank, world):
+    _, grads = stepped(sharded(BOTH), rank, steps=1, micro=3)
+    reference = plain()
+    round_weights(reference, Wire("fp8", BLOCK))
+    sums = []
+    for each in range(world):
+        parts = [gradients_of(reference, each, index)[1] for index in range(3)]
+        sums.append({name: parts[0][name] + parts[1][name] + parts[2][name] for name in parts[0]})
+    expected = Ranks(groups_of(sharded(BOTH)), Wire("int8", BLOCK), world).mean(sums)
+    assert all(torch.equal(grads[name], expected[name]) for name in grads)
+
+
+@simulated(world=2)
+def test_frozen_and_tied_parameters_travel_in_few_bits_too(rank, world):
+    arch = {"tied": True}
+    model, reference = sharded(BOTH, arch=arch), plain(arch=arch)
+    round_weights(reference, Wire("fp8", BLOCK))
+    for each in (model, reference):
+        each.blocks[0].attention.requires_grad_(False)
+        each.blocks[1].requires_grad_(False)
+    losses, grads = stepped(model, rank, steps=1)
+    assert torch.equal(losses[0], next_token_loss(reference, *token_batch(rank, 0)))
+    assert "head.weight" not in grads
+    assert not any(name.startswith(("blocks.1", "blocks.0.attention.")) for name in grads)
+    wholes = []
+    for each in range(world):
+        reference.zero_grad()
+        next_token_loss(reference, *token_batch(each, 0)).backward()
+        wholes.append({name: p.grad for name, p in reference.named_parameters() if p.grad is not None})
+    names = [[name for name in group if name in grads] for group in groups_of(model)]
+    expected = Ranks([group for group in names if group], Wire("int8", BLOCK), world).mean(wholes)
+    assert all(torch.equal(grads[name], expected[name]) for name in grads)
+
+
+@simulated(world=2)
+def test_a_divide_factor_and_half_precision_are_kept_to(rank, world):
+    model = sharded(CommPolicy(gather="int8", block=BLOCK), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    reference = plain().bfloat16()
+    wholes = dict(plain().named_parameters())
+    with torch.no_grad():
+        for name, param in reference.named_parameters():
+            param.copy_(rounded(wholes[name], Wire("int8", BLOCK), dtype=torch.bfloat16))
+    assert torch.equal(*[next_token_loss(each, *token_batch(rank, 0)) for each in (model, reference)])
+    halves = []
+    for factor in (2.0, 4.0):
+        model = sharded(BOTH)
+        for module in (model, *model.blocks):
+            module.set_gradient_divide_factor(factor)
+        halves.append(stepped(model, rank, steps=1)[1])
+    assert all(torch.equal(grad / 2, halves[1][name]) for name, grad in halves[0].items())
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+@simulated(world=4)
+def test_between_replicas_sums_are_rounded_and_added_in_the_order_of_the_replicas(rank, world, shape):
+    policy = CommPolicy(replicas="int8", block=BLOCK, error_feedback=True)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    _, grads = stepped(sharded(policy, mesh=mesh), rank, steps=1)
+    own = [gradients_of(plain(), each, 0)[1] for each in range(world)]
+    for name, grad in grads.items():
+        rows = torch.arange(world).view(shape).tolist()
+        sums = [sum([own[each][name] for each in row]) for row in rows]
+        assert torch.equal(grad, sum([rounded(each, Wire("int8", BLOCK)) for each in sums]) / world), name
+
+
+@simulated(world=2)
+def test_parameters_that_are_cut_along_another_dim_are_rounded_by_its_rows(rank, world):
+    def dim_of(param):
+        return Shard(1) if param.dim() == 2 and param.shape[1] % 2 == 0 else None
+
+    model, reference = sharded(BOTH, shard_placement_fn=dim_of), plain()
+    with torch.no_grad():
+        for param in reference.parameters():
+            param.copy_(rounded(param, Wire("fp8", BLOCK), dim=1 if dim_of(param) else 0))
+    feedback = sharded(CommPolicy("fp8", "int8", block=BLOCK, error_feedback=True), shard_placement_fn=dim_of)
+    losses, _ = stepped(model, rank, steps=1)
+    others, grads = stepped(feedback, rank, steps=1)
+    own = [gradients_of(reference, each, 0) for each in range(world)]
+    assert float(losses[0]) == float(others[0]) == float(own[rank][0])
+    for name, grad in grads.items():
+        dim = 1 if dim_of(grad) else 0
+        assert torch.equal(grad, sum([rounded(each[name], Wire("int8", BLOCK), dim) for _, each in own]) / world), name
+
+
+@simulated(world=2)
+def test_optimizers_by_hand_that_leave_no_trace_are_seen_by_the_next_forward(rank, world):
+    model = sharded(CommPolicy(gather="fp8", block=BLOCK))
+    before = next_token_loss(model, *token_batch(rank, 0))
+    before.backward()
+    with torch.no_grad():
+        torch._foreach_mul_([param.data for param in model.parameters()], 0.5)
+    reference = plain()
+    with torch.no_grad():
+        torch._foreach_mul_(list(reference.parameters()), 0.5)
+    round_weights(reference, Wire("fp8", BLOCK))
+    assert torch.equal(*[next_token_loss(each, *token_batch(rank, 0)) for each in (model, reference)])
+
+
+@simulated(world=2)
+def test_backward_sends_what_forward_has_rounded(rank, world):
+    model, calls = sharded(CommPolicy(gather="int8", block=BLOCK)), []
+    put = Numbers.put
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Numbers, "put", lambda self, *args: (calls.append(self), put(self, *args))[1])
+        loss = next_token_loss(model, *token_batch(rank, 0))
+        barrier()
+        forward = len(calls)
+        barrier()
+        loss.backward()
+        barrier()
+    assert len(calls) == forward > 0
+
+
+@simulated(world=2)
+def test_a_gradient_that_is_not_finite_is_seen_and_leaves_nothing_behind(rank, world):
+    policy = CommPolicy(reduce="int8", block=BLOCK, error_feedback=True)
+    model, other = sharded(policy), sharded(policy)
+    for each in (model, other):
+        loss = next_token_loss(each, *token_batch(rank, 0))
+        (loss * (float("inf") if each is model and rank == 1 else 1.0)).backward()
+        if each is model:
+            assert not torch.isfinite(model.head.weight.grad.full_tensor()).all()
+        each.zero_grad()
+    _, grads = stepped(model, rank, steps=1)
+    assert all(torch.isfinite(grad).all() for grad in grads.values())
+
+
+class Choice(nn.Module):
+    """Uses those of its modules that a call names."""
+
+    def __init__(self, **modules):
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x, names):
+        return sum(getattr(self, name)(x).square().sum() for name in names)
+
+
+@simulated(world=2)
+def test_what_is_left_of_a_parameter_stays_while_no_rank_has_a_gradient_of_it(rank, world):
+    torch.manual_seed(0)
+    model = Choice(a=nn.Linear(32, 8, bias=False), b=nn.Linear(32, 8, bias=False))
+    fully_shard(model)
+    model.set_comm_policy(CommPolicy(reduce="int8", block=32, error_feedback=True))
+    left = model._own_state().declaration.rounding.left
+    x = torch.randn(4, 32)
+    model(x, "ab").backward()
+    before = {name: tensor.clone() for name, tensor in left.items()}
+    assert all(tensor.abs().max() > 0 for tensor in before.values())
+    model.zero_grad()
+    model(x, "a").backward()
+    assert model.b.weight.grad is None
+    assert {name: torch.equal(tensor, before[name]) for name, tensor in left.items()} == {
+        "a.weight 0": False,
+        "a.weight 1": True,
+    }
+
+
+@pytest.mark.parametrize("policy", [BOTH, CommPolicy("int8", "bf16"), CommPolicy("bf16", "fp8", error_feedback=True)])
+def test_the_plan_predicts_to_the_byte_what_is_moved(policy):
+    with testing.fabric(4, latency_s=1e-6, bandwidth_Bps=1e9, clock="virtual") as net:
+        model = sharded(policy, reshard_after_forward=True)
+        plan = make_plan(model)
+        for _ in range(2):
+            net.reset()
+            next_token_loss(model, *token_batch(0, 0)).backward()
+        moved = Counter()
+        for event in net.events:
+            moved[event.kind] += event.nbytes
+        groups = [plan.group(fqn).moved for fqn in plan.order]
+        uncompressed = [make_plan(sharded(CommPolicy(), reshard_after_forward=True)).group(fqn) for fqn in plan.order]
+    assert moved["all_gather"] == 2 * sum(sum(each.gather) for each in groups)
+    assert moved["all_to_all"] == sum(sum(each.reduce) for each in groups)
+    assert moved["reduce_scatter"] == 0
+    assert sum(sum(each.gather) for each in groups) < 0.6 * sum(sum(each.moved.gather) for each in uncompressed)
+
+
+@distributed(world=2)
+def test_ranks_that_differ_in_bits_are_told(rank, world):
+    model = sharded(BOTH if rank else CommPolicy(gather="int8"))
+    with pytest.raises(cs.RankMismatchError, match=r"travels gather int8 -> gather fp8, reduce int8"):
+        next_token_loss(model, *token_batch(rank, 0))
+
+
+@simulated(world=2)
+def test_conflicts_and_wrong_arguments_say_what_to_do(rank, world):
+    model = sharded(CommPolicy())
+    with pytest.raises(cs.ShardConfigTypeError, match="policy: expected a CommPolicy, got str"):
+        model.set_comm_policy("fp8")
+    model.blocks[0].set_custom_all_gather(object())
+    with pytest.raises(cs.ShardConfigValueError, match=r"blocks.*set_custom_all_gather\(None\)|set_custom_all_gather"):
+        model.set_comm_policy(BOTH)
+    model.set_comm_policy(CommPolicy(reduce="int8"))
+    model.blocks[0].set_custom_all_gather(None)
+    with pytest.raises(cs.ShardConfigValueError, match="a policy without reduce"):
+        model.blocks[0].set_custom_reduce_scatter(object())
+    next_token_loss(model, *token_batch(rank, 0)).backward()
+    with pytest.raises(cs.ShardConfigStateError, match="before the first forward"):
+        model.set_comm_policy(BOTH)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"gather": "fp4"}, r"CommPolicy.gather='fp4': expected one of 'bf16', 'fp8', 'int8', or None"),
+        ({"reduce": "fp8", "block": 4}, "CommPolicy.block=4: expected a whole number of at least 8"),
+        ({"gather": "fp8", "error_feedback": True}, "nothing is rounded that it could feed back"),
+        ({"reduce": "fp8", "error_feedback": 1}, "CommPolicy.error_feedback=1: expected True or False"),
+    ],
+)
+def test_policies_that_cannot_be_are_refused(options, words):
+    with pytest.raises(cs.ShardConfigValueError, match=words):
+        CommPolicy(**options)
+
+
+@simulated(world=1)
+def test_on_one_rank_nothing_travels_and_nothing_is_rounded(rank, world):
+    model = sharded(BOTH)
+    loss, grads = gradients_of(plain(), 0, 0)
+    losses, ours = stepped(model, 0, steps=1)
+    assert float(losses[0]) == float(loss)
+    assert all(torch.equal(ours[name], grads[name]) for name in grads)
+
+
+@simulated(world=2)
+def test_a_rule_gives_all_that_it_shards_the_policy(rank, world):
+    model = plain()
+    cs.shard_by_class(model, {type(model.blocks[0])}, comm_policy=BOTH)
+    same(stepped(model, rank), stepped(sharded(BOTH), rank))
+    assert "packed, gather fp8, reduce int8" in str(make_plan(model))
+
+
+def low_bits(model, shard, **options):
+    shard_blocks(model, shard, **options)
+    model.set_comm_policy(CommPolicy(gather="int8", reduce="int8", block=8))
+
+
+def compiled(rank, world, **options):
+    return three_steps(rank, even(), low_bits, vectors, **options)
+
+
+def test_compiled_whole_the_graph_and_the_bits_are_the_same():
+    assert_expected_inline(
+        graphs_of(compiled),
+        """\
+forward GwGmwGmmwmmm, saves 2288 bytes
+backward GmmwGmmmmRwmmmmwRmwRw
+""",
+    )
