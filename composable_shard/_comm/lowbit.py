@@ -225,6 +225,9 @@ class LowBitReplicas(_Around):
         return All([handle], partial(_add_up, tensor, received, parts, self._layout), held=sent)
 
 
+BETWEEN_REPLICAS = " between replicas"  # what stands behind the name of a parameter in `Rounding.left`
+
+
 def compressed(
     transports: Transports,
     info: MeshInfo,
@@ -232,7 +235,7 @@ def compressed(
     comm: CommPolicy,
     dtype: torch.dtype,
     rounding: Rounding,
-    name: str,
+    names: Sequence[str],
 ) -> Transports:
     """The transports of a reduction, with those in fewer bits where the policy wants them and the layout has a parcel.
 
@@ -241,15 +244,15 @@ def compressed(
         layout, dtype: of the bucket.
         comm: the policy.
         rounding: of the group.
-        name: of the bucket.
+        names: of the parameters.
     """
     how = info.mesh.get_rank(), comm.error_feedback
     reduce, replicate = transports.reduce, transports.replicate
     if reduce is not None and layout.parcel is not None:
-        reduce = LowBitReduce(reduce, layout, Rounder(rounding, name, *how))
+        reduce = LowBitReduce(reduce, layout, Rounder(rounding, names, *how))
     between = replicas_parcel(layout, dtype, comm)
     if replicate is not None and between is not None:
-        rounder = Rounder(rounding, f"{name} between replicas", *how)
+        rounder = Rounder(rounding, [f"{name}{BETWEEN_REPLICAS}" for name in names], *how)
         replicate = LowBitReplicas(replicate, info.replicate_size, layout, between, rounder)
     return replace(transports, reduce=reduce, replicate=replicate)
 

@@ -171,7 +171,8 @@ class Rounding:
 
     Attributes:
         number: how many roundings there were.
-        left: by bucket and parameter, what rounding has left of its gradients, if that is fed back.
+        left: by parameter, what rounding has left of its gradients, if that is fed back: rows of all ranks in their
+            order, with those that pad them behind; between replicas, those of this rank.
     """
 
     def __init__(self) -> None:
@@ -208,40 +209,47 @@ def noise_like(numbers: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class Rounder:
-    """Rounds gradients into parcels, by random numbers or with what earlier ones have left.
+    """Rounds the gradients of a bucket into parcels, by random numbers or with what earlier ones have left.
 
     Args:
         rounding: of the group.
-        name: of the bucket.
+        names: of the parameters.
         rank: of this process among all that reduce.
         feedback: whether what is left is fed back.
     """
 
-    def __init__(self, rounding: Rounding, name: str, rank: int, feedback: bool) -> None:
-        self._rounding, self._name, self._rank, self._feedback = rounding, name, rank, feedback
+    def __init__(self, rounding: Rounding, names: Sequence[str], rank: int, feedback: bool) -> None:
+        self._rounding, self._names, self._rank, self._feedback = rounding, names, rank, feedback
 
-    def put(self, to: Sequence[Numbers], gradients: Sequence[Tensor], marks: Tensor | None = None) -> None:
-        """Round gradients, each of the shape of its numbers; `marks` tells of each whether this rank has it."""
+    def put(self, to: Sequence[Numbers], gradients: Sequence[Tensor], marks: Tensor) -> None:
+        """Round gradients, each of the shape of its numbers; `marks` are 1 for those that this rank has, else 0."""
         if self._feedback:
-            for index, (numbers, gradient) in enumerate(zip(to, gradients, strict=True)):
-                self._feed_back(index, numbers, gradient, None if marks is None else marks[index])
+            for name, numbers, gradient, mark in zip(self._names, to, gradients, marks, strict=False):
+                self._feed_back(name, numbers, gradient, mark)
             return
-        generator = self._rounding.seeded(self._name, self._rank, gradients[0].device)
+        generator = self._rounding.seeded(self._names[0], self._rank, gradients[0].device)
         for numbers, gradient in zip(to, gradients, strict=True):
             numbers.put(gradient, noise_like(gradient, generator) if numbers.part.form else None)
 
-    def _feed_back(self, index: int, numbers: Numbers, gradient: Tensor, mark: Tensor | None) -> None:
+    def _feed_back(self, name: str, numbers: Numbers, gradient: Tensor, mark: Tensor) -> None:
         if not numbers.part.form:
             numbers.put(gradient)
             return
-        key, left = f"{self._name} {index}", self._rounding.left
-        before = left.get(key)
-        if before is None or before.shape != gradient.shape:
-            before = left[key] = torch.zeros(gradient.shape, dtype=torch.float32, device=gradient.device)
-        has = 1.0 if mark is None else mark.float()
-        total = gradient.float() + before * has
+        left, has = self._left_of(name, gradient), mark.float()
+        total = gradient.float() + left * has
         numbers.put(total)
         arrived = torch.empty_like(total)
         numbers.fill(arrived)
         total.sub_(arrived).nan_to_num_(0.0, 0.0, 0.0)  # nothing is left of what was not finite
-        before.mul_(1.0 - has).add_(total)
+        left.mul_(1.0 - has).add_(total)  # what is left of a gradient that this rank has not waits for the next
+
+    def _left_of(self, name: str, gradient: Tensor) -> Tensor:
+        """What is left of a parameter, in the shape of its gradient now; more ranks have more rows that pad."""
+        before = self._rounding.left.get(name)
+        if before is None or before.shape != gradient.shape or before.device != gradient.device:
+            now = torch.zeros(gradient.shape, dtype=torch.float32, device=gradient.device)
+            if before is not None and (before.dim() == 3 or before.shape == gradient.shape):
+                common = min(before.numel(), now.numel())
+                now.view(-1)[:common].copy_(before.reshape(-1)[:common])
+            before = self._rounding.left[name] = now
+        return before

@@ -166,7 +166,7 @@ class ReduceBucket:
         route, wire = None if transports.reduce is None else transports.reduce.route, options.comm.wire("reduce", dtype)
         self._layout = layout = reduce_layout(shapes, info.shard_size, dtype.itemsize, dims, route, slots, wire)
         if rounding is not None and options.comm.rounds_gradients:
-            transports = compressed(transports, info, layout, options.comm, dtype, rounding, params[0].fqn)
+            transports = compressed(transports, info, layout, options.comm, dtype, rounding, [p.fqn for p in params])
         self._shard, self._replicate = transports.reduce, transports.replicate
         self._mean, self._divide_before, self._divide_after = _division(dtype, info, transports, options)
         self._has_all = indices == list(range(len(indices)))

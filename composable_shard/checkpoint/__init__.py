@@ -24,6 +24,7 @@ from ._pruning import latest as latest
 from ._pruning import prune as prune
 from ._pruning import verify as verify
 from ._random import RandomState as RandomState
+from ._rounding import RoundingState as RoundingState
 from ._save import save as save
 from ._state import PerRank as PerRank
 from ._state import Stateful as Stateful
@@ -34,6 +35,7 @@ __all__ = [
     "PendingSave",
     "PerRank",
     "RandomState",
+    "RoundingState",
     "Stateful",
     "Verified",
     "async_save",

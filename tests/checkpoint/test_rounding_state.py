@@ -1,0 +1,78 @@
+"""How gradients are rounded goes into checkpoints: a run goes on bit by bit, and at another number of ranks."""
+
+import pytest
+import torch
+
+from _blocks import Transformer, next_token_loss, token_batch
+from _pool import simulated
+from composable_shard import CommPolicy, checkpoint, fully_shard
+from composable_shard.testing import spmd
+
+
+class Run:
+    def __init__(self, rank, feedback):
+        torch.manual_seed(0)
+        self.rank, self.model = rank, Transformer()
+        for block in self.model.blocks:
+            fully_shard(block)
+        fully_shard(self.model)
+        self.model.set_comm_policy(CommPolicy("fp8", "int8", block=16, error_feedback=feedback))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.state = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "rounding": checkpoint.RoundingState(self.model),
+        }
+
+    def train(self, steps):
+        for step in steps:
+            self.optimizer.zero_grad()
+            next_token_loss(self.model, *token_batch(self.rank, step)).backward()
+            self.optimizer.step()
+        return {name: param.to_local().clone() for name, param in self.model.named_parameters()}
+
+    @property
+    def roundings(self):
+        return [module._own_state().declaration.rounding for module in (*self.model.blocks, self.model)]
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+def test_a_run_goes_on_bit_by_bit(feedback, tmp_path):
+    @simulated(world=2)
+    def run(rank, world):
+        first = Run(rank, feedback)
+        first.train(range(2))
+        checkpoint.save(tmp_path, first.state, step=2)
+        expected = first.train(range(2, 4))
+        second = Run(rank, feedback)
+        checkpoint.load(tmp_path, second.state)
+        for name, param in second.train(range(2, 4)).items():
+            assert torch.equal(param, expected[name]), name
+        third = Run(rank, feedback)
+        checkpoint.load(tmp_path, {name: third.state[name] for name in ("model", "optimizer")}, strict=False)
+        others = third.train(range(2, 4))
+        assert any(not torch.equal(param, expected[name]) for name, param in others.items())
+
+    run()
+
+
+def test_at_another_number_of_ranks_the_sum_of_what_is_left_stays(tmp_path):
+    def saved(here):
+        run = Run(here.rank, feedback=True)
+        run.train(range(2))
+        checkpoint.save(tmp_path, run.state, step=2)
+        return [each.left for each in run.roundings]
+
+    def loaded(here):
+        run = Run(here.rank, feedback=True)
+        checkpoint.load(tmp_path, run.state)
+        left = [{name: tensor.clone() for name, tensor in each.left.items()} for each in run.roundings]
+        run.train(range(2, 3))
+        return left
+
+    before, after = spmd(2)(saved), spmd(3)(loaded)
+    assert any(tensor.abs().max() > 0 for group in before[0] for tensor in group.values())
+    for index, group in enumerate(before[0]):
+        for name in group:
+            mean = sum([rank[index][name] for rank in before]) / 2
+            assert all(torch.equal(rank[index][name], mean) for rank in after)
