@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._plan.layout import GatherLayout, ParamLayout, ReduceLayout, Route
-from .._plan.parcel import Parcel, Part, parcel
+from .._plan.parcel import Parcel, Part
 from .._policies import CommPolicy
 from .._torch.core import plainly
 from .collectives import All, Tensors, Transport, Transports
@@ -250,14 +250,8 @@ def compressed(
     reduce, replicate = transports.reduce, transports.replicate
     if reduce is not None and layout.parcel is not None:
         reduce = LowBitReduce(reduce, layout, Rounder(rounding, names, *how))
-    between = replicas_parcel(layout, dtype, comm)
+    between = layout.between_replicas(dtype.itemsize, comm.wire("replicas", dtype))
     if replicate is not None and between is not None:
         rounder = Rounder(rounding, [f"{name}{BETWEEN_REPLICAS}" for name in names], *how)
         replicate = LowBitReplicas(replicate, info.replicate_size, layout, between, rounder)
     return replace(transports, reduce=reduce, replicate=replicate)
-
-
-def replicas_parcel(layout: ReduceLayout, dtype: torch.dtype, comm: CommPolicy) -> Parcel | None:
-    """What a replica sends of a reduced chunk; None if not in fewer bits."""
-    pieces = [(at.chunk, at.row) for at in layout.result.params]
-    return parcel(pieces, dtype.itemsize, comm.wire("replicas", dtype), layout.marks)

@@ -22,6 +22,7 @@ from .layout import (
     reduce_layout,
     slot_bytes,
 )
+from .parcel import Parcel
 from .schedule import ROOT_NAME, Step
 
 
@@ -182,6 +183,34 @@ class GroupPlan:
         return Moved(self.shard_size, gather, reduce, self.small_size or 1, few)
 
     @property
+    def replica_bytes(self) -> int | None:
+        """Bytes that a replica sends to each other one in fewer bits; None if its gradients travel as they are."""
+        if self.comm.replicas is None:
+            return None
+        trained = [p for p in self.params if p.trains]
+        nbytes = 0
+        for dtype, shapes, dims in self._by_dtype([p.reduced for p in trained], trained):
+            layout = reduce_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route)
+            sent = layout.between_replicas(dtype.itemsize, self.comm.wire("replicas", dtype))
+            nbytes += layout.numel * dtype.itemsize if sent is None else sent.nbytes
+        return nbytes
+
+    @property
+    def rounding_bytes(self) -> int:
+        """Bytes that stay beside the pool for what travels in fewer bits: rounded shards, and what rounding leaves."""
+        kept = sum(layout.parcel.nbytes for layout in self.gather_layouts if layout.parcel is not None)
+        if not self.comm.error_feedback:
+            return kept
+        trained = [p for p in self.params if p.trains]
+        for dtype, shapes, dims in self._by_dtype([p.reduced for p in trained], trained):
+            how = shapes, self.shard_size, dtype.itemsize, dims, self.route, (), self.comm.wire("reduce", dtype)
+            layout = reduce_layout(*how)
+            between = layout.between_replicas(dtype.itemsize, self.comm.wire("replicas", dtype))
+            for sent, ranks in ((layout.parcel, self.shard_size), (between, 1)):
+                kept += 4 * ranks * _rounded(layout, sent)
+        return kept
+
+    @property
     def step(self) -> Step:
         """What the schedule must know of a use of the group."""
         small = self.small_size > 0
@@ -225,6 +254,12 @@ class GroupPlan:
         if not self.reshard_after_forward:
             return "after backward"
         return f"after forward, among {self.small_size}" if self.small_size else "after forward"
+
+
+def _rounded(layout: ReduceLayout, sent: Parcel | None) -> int:
+    """Elements of a chunk that travel in fewer bits."""
+    parts = () if sent is None else sent.parts
+    return sum(at.piece for at, part in zip(layout.result.params, parts, strict=False) if part.form)
 
 
 def _dtype(param: ParamPlan) -> str:

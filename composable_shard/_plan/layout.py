@@ -245,6 +245,10 @@ class ReduceLayout:
         """Elements behind the pieces: the marks, and what aligns the next chunk."""
         return self.numel - self.result.numel
 
+    def between_replicas(self, itemsize: int, wire: Wire | None) -> Parcel | None:
+        """What a replica sends of its chunk; None if that is the chunk as it is, of elements of `itemsize` bytes."""
+        return parcel([(at.chunk, at.row) for at in self.result.params], itemsize, wire, self.marks)
+
 
 def _with_marks(numel: int, marks: int, itemsize: int) -> int:
     """The length of a chunk with marks behind `numel` elements, so that the next one is aligned."""

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .._errors import ComposableShardError
+from .bits import add_bits, bits_of
 from .program import NotFoundError, described, import_from_here, output_aside, run_program
 from .terminal import Table, add_debug, count, in_bytes, say_error, show, size
 
@@ -64,6 +65,7 @@ def add_command(commands: Any) -> None:
     add("--batch", type=int, default=1, metavar="N", help="sequences of a step for each device (default: 1)")
     add("--sequence", type=int, metavar="N", help="tokens of a sequence")
     add("--precision", default="bfloat16-mixed", metavar="NAME", help="as for `advise` (default: bfloat16-mixed)")
+    add_bits(models)
     add_debug(parser)
     parser.set_defaults(command=lambda parsed: _run(parsed, parser))
 
@@ -113,7 +115,7 @@ def _of_model(parsed: argparse.Namespace) -> Rehearsal:
     import_from_here()
     precision, source = precision_of(parsed.precision), source_of(parsed.what[0], parsed.sequence)
     strategy = strategy_named(parsed.strategy, parsed.devices, parsed.checkpointing, parsed.replicas)
-    return rehearse_source(source, strategy, precision, parsed.batch)
+    return rehearse_source(source, strategy, precision, parsed.batch, bits_of(parsed))
 
 
 def tables(seen: Rehearsal) -> list[Table]:

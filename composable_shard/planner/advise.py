@@ -10,6 +10,7 @@ from typing import Any
 
 from .._errors import ShardConfigTypeError, ShardConfigValueError
 from .._plan.plan import ShardPlan
+from .._policies import AS_IT_IS, CommPolicy
 from .checkpointing import CHECKPOINTING
 from .machine import KNOWN, Link, Machine
 from .memory import Memory, memory_of
@@ -87,6 +88,7 @@ class Advice:
         estimates: of all strategies; those that fit first, the fastest one at the beginning.
         recommended: the strategy to take; None if none fits.
         reason: why, in words; if none fits, what is missing.
+        comm_policy: in how many bits weights and gradients travel.
         on: estimates the same strategies on another machine, in the same order, without tracing again.
     """
 
@@ -99,6 +101,7 @@ class Advice:
     recommended: Estimate | None
     reason: str
     on: Callable[[Machine], list[Estimate]] = field(repr=False, compare=False)
+    comm_policy: CommPolicy = AS_IT_IS
 
 
 def advise(
@@ -115,6 +118,7 @@ def advise(
     precision: str = "bfloat16-mixed",
     tensor: Sequence[int] = (1,),
     adapters: int = 0,
+    comm_policy: CommPolicy = AS_IT_IS,
 ) -> Advice:
     """Which strategy to take.
 
@@ -138,6 +142,7 @@ def advise(
             ``float16-mixed`` or ``bfloat16``.
         tensor: numbers of ranks of tensor parallelism to consider, for shapes.
         adapters: rank of low-rank adapters that train alone; 0 for a training of all parameters.
+        comm_policy: in how many bits weights and gradients travel, of every strategy that shards.
 
     Raises:
         ShardConfigTypeError, ShardConfigValueError: an argument makes no sense; it says which and what would.
@@ -150,7 +155,7 @@ def advise(
             raise ShardConfigValueError(f"{name}: {value!r} is not a number above 0")
     dtypes = precision_of(precision)
     source = source_of(model, sequence, adapters)
-    planner = Planner(source, dtypes, batch)
+    planner = Planner(source, dtypes, batch, comm_policy)
     possible = list(strategies(devices, chosen.devices_per_node, tuple(tensor), chosen.host_memory))
     if not possible:
         raise ShardConfigValueError(f"tensor: {list(tensor)} divide no {devices} devices within a node")
@@ -167,6 +172,7 @@ def advise(
         recommended=recommended,
         reason=reason,
         on=lambda other: [planner.estimate(each.strategy, other) for each in estimates],
+        comm_policy=comm_policy,
     )
 
 
@@ -201,8 +207,8 @@ def _adjusted(machine: Machine, memory: int | None, intra: float | None, inter: 
 class Planner:
     """Estimates strategies, and traces nothing twice."""
 
-    def __init__(self, source: Source, precision: Precision, batch: int) -> None:
-        self._source, self._precision, self._batch = source, precision, batch
+    def __init__(self, source: Source, precision: Precision, batch: int, comm: CommPolicy = AS_IT_IS) -> None:
+        self._source, self._precision, self._batch, self._comm = source, precision, batch, comm
         self._profiles: dict[tuple[int, str], Profile] = {}
         self._plans: dict[int, ShardPlan] = {}
 
@@ -213,7 +219,8 @@ class Planner:
         plan = plan_of(base, strategy, machine)
         shards = shard_bytes(base, plan)
         pool = pooled(strategy, plan)
-        held = held_bytes(strategy, pool, shards, self._cast(base, plan))
+        rounding = 0 if plan is None else sum(group.rounding_bytes for group in plan.groups)
+        held = held_bytes(strategy, pool, shards, self._cast(base, plan), rounding)
         gradients = {fqn: 0 if strategy.offload else trained for fqn, (_, trained) in shards.items()}
         memory = memory_of(profile, held, pool, gradients, reducing(plan, strategy, machine))
         trained = sum(each for _, each in shards.values())
@@ -250,7 +257,7 @@ class Planner:
 
     def _base(self, tensor: int) -> ShardPlan:
         if tensor not in self._plans:
-            self._plans[tensor] = self._source.plan(self._precision, tensor)
+            self._plans[tensor] = self._source.plan(self._precision, tensor, self._comm)
         return self._plans[tensor]
 
 

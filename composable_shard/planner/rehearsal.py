@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .. import checkpoint, testing
 from .._errors import ShardConfigStateError, ShardConfigValueError
 from .._memory.slots import Slot
+from .._policies import AS_IT_IS, CommPolicy
 from .._torch.core import current_backward, tree_tensors
 from .._torch.tracing import Guesses, ProgramMode, is_fake, seen_as_real, with_values
 from .._wrap import shard_auto
@@ -84,7 +85,9 @@ def rehearse(program: Callable[[], object], ranks: int = 1, steps: int = 3) -> R
     return _rehearsed(lambda watch: program(), ranks, steps)
 
 
-def rehearse_source(source: Source, strategy: Strategy, precision: Precision, sequences: int) -> Rehearsal:
+def rehearse_source(
+    source: Source, strategy: Strategy, precision: Precision, sequences: int, comm: CommPolicy = AS_IT_IS
+) -> Rehearsal:
     """Shard a model and train it with AdamW for some steps, and count the memory of these.
 
     Args:
@@ -93,6 +96,7 @@ def rehearse_source(source: Source, strategy: Strategy, precision: Precision, se
             batches.
         precision: of its parameters.
         sequences: of the batch of a rank.
+        comm: in how many bits weights and gradients travel.
 
     Raises:
         ShardConfigValueError: the strategy has what cannot be rehearsed.
@@ -108,7 +112,7 @@ def rehearse_source(source: Source, strategy: Strategy, precision: Precision, se
         checkpoint_modules(named_blocks(model).values(), strategy.checkpointing)
         if strategy.name != "none":
             settings: Any = {"strategy": strategy.name, "replicas": layout.replicas, "mp_policy": precision.policy}
-            shard_auto(model, mesh=mesh, **settings)
+            shard_auto(model, mesh=mesh, comm_policy=comm, **settings)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, fused=True)
         watch.counter.note(model.parameters())

@@ -18,7 +18,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 from .. import testing
 from .._api import fully_shard, make_plan
 from .._errors import ShardConfigTypeError, ShardConfigValueError
+from .._module.module import FSDPModule
 from .._plan.plan import ShardPlan
+from .._policies import AS_IT_IS, CommPolicy
 from .._torch.tracing import Guesses, ProgramMode, seen_as_real
 from .._wrap import repeated_blocks
 from . import decoder
@@ -76,8 +78,8 @@ class Source:
         assert self.shape is not None
         return repeated(traced, [f"blocks.{index}" for index in range(self.shape.layers)])
 
-    def plan(self, precision: Precision, tensor: int = 1) -> ShardPlan:
-        """The plan of the model, sharded over two ranks."""
+    def plan(self, precision: Precision, tensor: int = 1, comm: CommPolicy = AS_IT_IS) -> ShardPlan:
+        """The plan of the model, sharded over two ranks; `comm` says in how many bits it travels."""
         with testing.fake(2 * tensor, mesh={"shard": 2, "tensor": tensor}) as world, FakeTensorMode():
             model, _ = self.made()
             if tensor > 1:
@@ -85,6 +87,8 @@ class Source:
             materialize(model, precision.stored)
             for module in (*named_blocks(model).values(), model):
                 fully_shard(module, mesh=world.mesh["shard"], mp_policy=precision.policy)
+                if isinstance(module, FSDPModule):
+                    module.set_comm_policy(comm, recurse=False)
             return make_plan(model)
 
     def made(self, layers: int | None = None) -> tuple[nn.Module, Step]:

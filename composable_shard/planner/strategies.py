@@ -165,7 +165,9 @@ def pooled(strategy: Strategy, plan: ShardPlan | None) -> Pool | None:
     return None if plan is None else pool_of(plan, strategy.name in _STAYS)
 
 
-def held_bytes(strategy: Strategy, pool: Pool | None, shards: Mapping[str, tuple[int, int]], cast: int = 0) -> Bytes:
+def held_bytes(
+    strategy: Strategy, pool: Pool | None, shards: Mapping[str, tuple[int, int]], cast: int = 0, rounding: int = 0
+) -> Bytes:
     """The bytes of a device that are there all the time.
 
     Args:
@@ -173,9 +175,10 @@ def held_bytes(strategy: Strategy, pool: Pool | None, shards: Mapping[str, tuple
         pool: of `pooled`.
         shards: of `shard_bytes`.
         cast: bytes of unsharded parameters in the dtype of compute, where there is no plan.
+        rounding: bytes that stay for what travels in fewer bits.
     """
     parameters, trained = (sum(each[index] for each in shards.values()) for index in (0, 1))
-    unsharded, communication = (pool.unsharded, pool.communication) if pool is not None else (cast, 0)
+    unsharded, communication = (pool.unsharded, pool.communication + rounding) if pool is not None else (cast, 0)
     if strategy.offload:
         parameters = trained = 0
     return Bytes(parameters, _MOMENTS * trained, unsharded=unsharded, communication=communication)
@@ -208,8 +211,14 @@ def moved_bytes(plan: ShardPlan | None, strategy: Strategy) -> int:
     for group in plan.groups:
         parts = gathers[group.fqn] * sum(group.moved.gather) + sum(group.moved.reduce)
         moved += parts * (shard - 1) / shard
-        moved += 2 * (replicas - 1) / replicas * replicated_bytes(group) / shard
+        moved += (replicas - 1) / replicas * between_replicas(group, strategy.layout)
     return int(moved)
+
+
+def between_replicas(group: GroupPlan, layout: Layout) -> float:
+    """Bytes that the reduction of a group over the replicas moves: of a ring, or of an all-gather in fewer bits."""
+    sent = group.replica_bytes
+    return 2 * replicated_bytes(group) / layout.shard if sent is None else layout.replicas * sent
 
 
 def replicated_bytes(group: GroupPlan) -> int:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .._plan.text import table
+from .._policies import AS_IT_IS, CommPolicy
 from .advise import Advice, Estimate
 from .strategies import Strategy
 
@@ -59,8 +60,9 @@ def title(advice: Advice) -> str:
     """What is planned, on what."""
     devices = "1 device" if advice.devices == 1 else f"{advice.devices} devices"
     memory = advice.machine.memory / 2**30
+    bits = "" if advice.comm_policy == AS_IT_IS else f" ({advice.comm_policy})"
     return (
-        f"{advice.model}, {advice.precision}, {advice.tokens:,} tokens a step on {devices} "
+        f"{advice.model}, {advice.precision}{bits}, {advice.tokens:,} tokens a step on {devices} "
         f"({advice.machine.name}, {memory:.1f} GiB each)"
     )
 
@@ -93,6 +95,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "machine": asdict(advice.machine),
         "devices": advice.devices,
         "precision": advice.precision,
+        "comm_policy": str(advice.comm_policy),
         "tokens": advice.tokens,
         "recommended": None if advice.recommended is None else estimate(advice.recommended),
         "reason": advice.reason,
@@ -108,14 +111,14 @@ def script(advice: Advice, estimate: Estimate) -> str:
         lines += [f"# {strategy.checkpointing} activation checkpoints: each block before it is sharded"]
         lines += ["from composable_shard.planner import checkpoint_modules, repeated_blocks", ""]
         lines += [f'checkpoint_modules(repeated_blocks(model), "{strategy.checkpointing}")']
-    lines += _sharding(strategy, _POLICIES[advice.precision])
+    lines += _sharding(strategy, _POLICIES[advice.precision], advice.comm_policy)
     lines += ["optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)"]
     lines += ["cs.offload_optimizer(optimizer)"] if strategy.disk else []
     lines += [""]
     return "\n".join(lines)
 
 
-def _sharding(strategy: Strategy, policy: str) -> list[str]:
+def _sharding(strategy: Strategy, policy: str, comm: CommPolicy) -> list[str]:
     arguments = [f'strategy="{strategy.name}"']
     arguments += [f"replicas={strategy.layout.replicas}"] if strategy.name == "hsdp" else []
     before: list[str] = []
@@ -129,6 +132,7 @@ def _sharding(strategy: Strategy, policy: str) -> list[str]:
         ]
         arguments += ['mesh=mesh["replicate", "shard"]']
     arguments += [f"mp_policy={policy}"] if policy else []
+    arguments += [f"comm_policy=cs.{comm!r}"] if comm != AS_IT_IS else []
     on_disk = 'cs.DiskOffloadPolicy("offload", memory=1 << 30)'  # a directory on a fast disk of each node
     policy_of_offload = on_disk if strategy.disk else "cs.CPUOffloadPolicy()"
     arguments += [f"offload_policy={policy_of_offload}"] if strategy.offload else []

@@ -13,12 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .._plan.costs import Costs
+from .._plan.group_plan import GroupPlan
 from .._plan.plan import ShardPlan
 from .machine import Link, Machine
 from .profile import FORWARD, Profile, Segment, Work
-from .strategies import Layout, Strategy, replicated_bytes
+from .strategies import Layout, Strategy, between_replicas, replicated_bytes
 
 _ADAM_ACCESSES = 7  # reads of parameter, gradient and two moments, writes of all but the gradient
+_ROUNDED, _ADDED = 20, 60  # bytes of memory for each element that is gathered, or reduced, in fewer bits
 _ADAM_ON_DISK = 4  # of these, what is on disk: two moments, read and written
 
 
@@ -122,7 +124,9 @@ def costs_of(plan: ShardPlan, strategy: Strategy, computed: Mapping[tuple[str, s
         whole = replicated_bytes(group)
         gather[group.fqn] = sum(sent(shards, layout.shard, nbytes) for nbytes in group.moved.gather)
         reduce[group.fqn] = sum(sent(shards, layout.shard, nbytes) for nbytes in group.moved.reduce)
-        reduce[group.fqn] += sent(replicas, layout.replicas, 2 * whole / layout.shard)
+        reduce[group.fqn] += sent(replicas, layout.replicas, between_replicas(group, layout))
+        gather[group.fqn] += rounding_seconds(group, group.comm.gather, _ROUNDED, machine)
+        reduce[group.fqn] += rounding_seconds(group, group.comm.reduce, _ADDED, machine)
         if strategy.offload:  # shards come from the host, and gradients go there
             gather[group.fqn] += group.shard_bytes / machine.host_link.bandwidth
             reduce[group.fqn] += whole / layout.shard / machine.host_link.bandwidth
@@ -135,6 +139,20 @@ def costs_of(plan: ShardPlan, strategy: Strategy, computed: Mapping[tuple[str, s
         reduce=reduce,
         streams=machine.streams,
     )
+
+
+def rounding_seconds(group: GroupPlan, form: str | None, accesses: int, machine: Machine) -> float:
+    """Seconds in which a device rounds what travels in fewer bits, and makes numbers of it again; 0 if nothing does.
+
+    Args:
+        group: whose parameters they are.
+        form: what they travel as.
+        accesses: bytes of memory that are read and written for each element of all ranks together.
+        machine: whose memory.
+    """
+    if form is None or group.shard_size == 1:
+        return 0.0
+    return accesses * sum(param.numel for param in group.params) / machine.memory_bandwidth
 
 
 def on_links(plan: ShardPlan, machine: Machine) -> ShardPlan:
