@@ -20,7 +20,7 @@ from .profile import FORWARD, Profile, Segment, Work
 from .strategies import Layout, Strategy, between_replicas, replicated_bytes
 
 _ADAM_ACCESSES = 7  # reads of parameter, gradient and two moments, writes of all but the gradient
-_ROUNDED, _ADDED = 20, 60  # bytes of memory for each element that is gathered, or reduced, in fewer bits
+ROUNDED, ADDED = 20, 60  # bytes of memory for each element that is gathered, or reduced, in fewer bits
 _ADAM_ON_DISK = 4  # of these, what is on disk: two moments, read and written
 
 
@@ -125,8 +125,8 @@ def costs_of(plan: ShardPlan, strategy: Strategy, computed: Mapping[tuple[str, s
         gather[group.fqn] = sum(sent(shards, layout.shard, nbytes) for nbytes in group.moved.gather)
         reduce[group.fqn] = sum(sent(shards, layout.shard, nbytes) for nbytes in group.moved.reduce)
         reduce[group.fqn] += sent(replicas, layout.replicas, between_replicas(group, layout))
-        gather[group.fqn] += rounding_seconds(group, group.comm.gather, _ROUNDED, machine)
-        reduce[group.fqn] += rounding_seconds(group, group.comm.reduce, _ADDED, machine)
+        gather[group.fqn] += rounding_seconds(group, group.comm.gather, ROUNDED, machine)
+        reduce[group.fqn] += rounding_seconds(group, group.comm.reduce, ADDED, machine)
         if strategy.offload:  # shards come from the host, and gradients go there
             gather[group.fqn] += group.shard_bytes / machine.host_link.bandwidth
             reduce[group.fqn] += whole / layout.shard / machine.host_link.bandwidth

@@ -1,0 +1,221 @@
+"""Steps whose weights and gradients travel in fewer bits, on simulated networks of 1, 10 and 100 Gb/s.
+
+    python bench/lowbit.py
+    python bench/lowbit.py --gbps 1,10 --world 16 --tokens 2048 --json results.json
+
+Each side trains the same blocks on `composable_shard.testing.fabric` (streams clock, exact, so figures have no spread).
+Bytes are real; compute is declared: what a rank's tokens take at so many TFLOP/s, forward once and backward twice. The
+fabric's clock stands still while bytes are rounded. So that time stands beside the step: as the bytes of memory that
+rounding reads and writes on an H100, and as measured here, on this CPU. The break-even is the bandwidth at which rounding
+takes as long as the bytes that it saves: on slower links fewer bits gain where communication is exposed, and on faster
+ones they lose. It is against `bf16`, which is how FSDP2 is used most: weights travel in bfloat16 and gradients in
+float32. With torchao (0.18) its float8 all-gather is another side; it needs one scale of all ranks for each weight.
+"""
+
+import argparse
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import _report
+import composable_shard as cs
+from composable_shard import CommPolicy, MixedPrecisionPolicy, testing
+from composable_shard._comm.rounding import rounded
+from composable_shard._policies import Wire
+from composable_shard.planner.machine import KNOWN
+from composable_shard.planner.timing import ADDED, ROUNDED, rounding_seconds
+
+MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+HALF = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+REFERENCE = "bf16"
+SIDES: dict[str, tuple[MixedPrecisionPolicy, CommPolicy]] = {
+    "float32": (MixedPrecisionPolicy(), CommPolicy()),
+    REFERENCE: (MIXED, CommPolicy()),
+    "bf16, gradients too": (HALF, CommPolicy()),
+    "gather fp8": (MIXED, CommPolicy(gather="fp8")),
+    "reduce bf16": (MIXED, CommPolicy(reduce="bf16")),
+    "gather fp8, reduce bf16": (MIXED, CommPolicy(gather="fp8", reduce="bf16")),
+    "gather fp8, reduce int8": (MIXED, CommPolicy(gather="fp8", reduce="int8")),
+}
+TORCHAO = "torchao's float8 gather"
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class LowBitResult:
+    """A step of one side on one network; `over_bf16` is its time over that of `bf16`.
+
+    `rounding_h100_ms` and `rounding_here_ms` are seconds that the step's time leaves out; `break_even_gbps` follows
+    from the first of them.
+    """
+
+    side: str
+    gbps: float
+    megabytes: float
+    step_ms: float
+    exposed_share: float
+    over_bf16: float
+    rounding_h100_ms: float
+    rounding_here_ms: float
+    break_even_gbps: float | None
+
+
+class Block(nn.Module):
+    """The weights of a decoder's block, four of attention and three of a gated layer, and its compute, declared."""
+
+    def __init__(self, width: int, seconds: float) -> None:
+        super().__init__()
+        self.attention = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up = nn.ModuleList(nn.Linear(width, 3 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * width, width, bias=False)
+        self.norm = nn.RMSNorm(width)
+        self.busy = testing.Busy(seconds)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        for layer in self.attention:
+            y = layer(y)
+        gate, up = self.up
+        out: torch.Tensor = self.busy(x + self.down(gate(y).sigmoid() * up(y)))
+        return out
+
+
+def weights_of(width: int) -> int:
+    return 13 * width * width
+
+
+def build(side: str, options: argparse.Namespace) -> nn.Module:
+    seconds = 2 * weights_of(options.width) * options.tokens / (1e12 * options.teraflops)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block(options.width, seconds) for _ in range(options.blocks)])
+    if side == TORCHAO:
+        from torchao.float8 import (  # type: ignore[import-not-found, unused-ignore]
+            Float8LinearConfig,
+            convert_to_float8_training,
+        )
+
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+        convert_to_float8_training(model, config=config)
+    mixed, comm = (MIXED, CommPolicy()) if side == TORCHAO else SIDES[side]
+    for module in (*model, model):
+        cs.fully_shard(module, mesh=init_device_mesh("cpu", (options.world,)), mp_policy=mixed)
+        module.set_comm_policy(comm, recurse=False)  # type: ignore[operator]
+    return model
+
+
+def stepped(side: str, gbps: float, options: argparse.Namespace) -> tuple[float, float, float]:
+    """Seconds of a step, those of them that communication is exposed, and the bytes that it moves."""
+    how: dict[str, Any] = {"latency_s": 1e-6 * options.latency_us, "bandwidth_Bps": 1e9 * gbps / 8, "clock": "streams"}
+    with testing.fabric(options.world, **how) as net:
+        model = build(side, options)
+        dtype = torch.float32 if side == "float32" else torch.bfloat16
+        for _ in range(STEPS):
+            net.reset()
+            model(torch.ones(1, options.width, dtype=dtype)).sum().backward()
+            for param in model.parameters():
+                param.grad = None
+        return net.now(), net.exposed_s, float(sum(event.nbytes for event in net.events))
+
+
+def seconds_here(form: str | None) -> float:
+    """Seconds of one thread of this machine to round a number and to make one of it again."""
+    if form is None:
+        return 0.0
+    whole = torch.randn(512, 1024)
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        rounded(whole, Wire(form, 256), dtype=torch.bfloat16)
+        times.append(time.perf_counter() - begin)
+    return min(times) / whole.numel()
+
+
+def rounding_of(side: str, options: argparse.Namespace) -> tuple[float, float]:
+    """Milliseconds of rounding in a step: two gathers and a reduction, on an H100 and here."""
+    if side == TORCHAO:
+        return 0.0, 0.0
+    _, comm = SIDES[side]
+    with testing.fake(options.world):
+        groups = cs.make_plan(build(side, options)).groups
+    machine = KNOWN["h100"]
+    h100 = 0.0
+    for group in groups:
+        h100 += 2 * rounding_seconds(group, comm.gather, ROUNDED, machine)
+        h100 += rounding_seconds(group, comm.reduce, ADDED, machine)
+    numbers = weights_of(options.width) * options.blocks
+    here = numbers * (2 * seconds_here(comm.gather) + seconds_here(comm.reduce))
+    return 1e3 * h100, 1e3 * here
+
+
+def measured(options: argparse.Namespace) -> list[LowBitResult]:
+    sides = [*SIDES, *([TORCHAO] if find_spec("torchao") else [])]
+    results: list[LowBitResult] = []
+    rounding = {side: rounding_of(side, options) for side in sides}
+    for gbps in options.gbps:
+        steps = {side: stepped(side, gbps, options) for side in sides}
+        reference, _, most = steps[REFERENCE]
+        for side, (seconds, exposed, nbytes) in steps.items():
+            h100, here = rounding[side]
+            saved = (most - nbytes) * (options.world - 1) / options.world
+            even = 8e-9 * saved / (1e-3 * h100) if h100 else None
+            results.append(
+                LowBitResult(
+                    side, gbps, 1e-6 * nbytes, 1e3 * seconds, exposed / seconds, seconds / reference, h100, here, even
+                )
+            )
+    return results
+
+
+def show(results: list[LowBitResult], options: argparse.Namespace) -> None:
+    for gbps in options.gbps:
+        rows = [
+            (
+                r.side,
+                f"{r.megabytes:.1f}",
+                f"{r.step_ms:.3f}",
+                f"{r.exposed_share:.0%}",
+                f"{r.over_bf16:.2f}",
+                f"{r.rounding_h100_ms:.3f}",
+                f"{r.rounding_here_ms:.0f}",
+                "-" if r.break_even_gbps is None else f"{r.break_even_gbps:.0f}",
+            )
+            for r in results
+            if r.gbps == gbps
+        ]
+        head = ("side", "MB moved", "step ms", "exposed", "/ bf16", "rounding H100 ms", "here ms", "break-even Gb/s")
+        caption = f"world {options.world}, {options.blocks} blocks of {weights_of(options.width):,} weights"
+        _report.table(f"{gbps:g} Gb/s for each rank, {options.tokens:,} tokens a rank", head, rows, caption)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add, shown = parser.add_argument, "(default: %(default)s)"
+    add("--gbps", type=_report.ratios, default="1,10,100", help=f"gigabits a second of a rank's link {shown}")
+    add("--world", type=int, default=8, help=f"ranks {shown}")
+    add("--blocks", type=int, default=4, help=shown)
+    add("--width", type=int, default=256, help=f"of a block {shown}")
+    add("--tokens", type=int, default=8192, help=f"of a rank in a step {shown}")
+    add("--teraflops", type=float, default=400.0, help=f"at which a rank computes {shown}")
+    add("--latency-us", type=float, default=1.0, help=f"of a collective; blocks are small, so it is, too {shown}")
+    add("--json", type=Path, help="write all figures there")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(1)
+    results = measured(options)
+    show(results, options)
+    if options.json:
+        settings = {name: value for name, value in vars(options).items() if name != "json"}
+        _report.write_json(options.json, "lowbit", settings, results)
+
+
+if __name__ == "__main__":
+    main()
