@@ -5,11 +5,12 @@
 
 Each side trains the same blocks on `composable_shard.testing.fabric` (streams clock, exact, so figures have no spread).
 Bytes are real; compute is declared: what a rank's tokens take at so many TFLOP/s, forward once and backward twice. The
-fabric's clock stands still while bytes are rounded. So that time stands beside the step: as the bytes of memory that
-rounding reads and writes on an H100, and as measured here, on this CPU. The break-even is the bandwidth at which rounding
-takes as long as the bytes that it saves: on slower links fewer bits gain where communication is exposed, and on faster
-ones they lose. It is against `bf16`, which is how FSDP2 is used most: weights travel in bfloat16 and gradients in
-float32. With torchao (0.18) its float8 all-gather is another side; it needs one scale of all ranks for each weight.
+fabric's clock stands still while bytes are rounded. So that time stands beside the step: of the memory that an H100
+reads and writes meanwhile (estimated), and as measured here, on one thread. The break-even is the bandwidth at which
+rounding on an H100 takes as long as the bytes that it saves: on slower links fewer bits gain where communication is
+exposed, and on faster ones they lose. It is against `bf16`, which is how FSDP2 is used most: weights travel in bfloat16
+and gradients in float32. With torchao (0.18) its float8 all-gather is another side, with a scale of all ranks for each
+weight; what its rounding takes is not known here.
 """
 
 import argparse
@@ -51,7 +52,7 @@ STEPS = 3
 class LowBitResult:
     """A step of one side on one network; `over_bf16` is its time over that of `bf16`.
 
-    `rounding_h100_ms` and `rounding_here_ms` are seconds that the step's time leaves out; `break_even_gbps` follows
+    `rounding_h100_ms` and `rounding_here_ms` are what the step's time leaves out; `break_even_gbps` follows
     from the first of them.
     """
 

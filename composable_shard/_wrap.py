@@ -174,6 +174,12 @@ def _shard(
         fully_shard(module, mesh=mesh, **options)
         if strategy in _KEEPS_AFTER_BACKWARD and isinstance(module, FSDPModule):
             module.set_reshard_after_backward(False, recurse=False)
-        if comm_policy is not AS_IT_IS and isinstance(module, FSDPModule):
-            module.set_comm_policy(comm_policy, recurse=False)
+    if comm_policy != AS_IT_IS:
+        _set_comm_policy(sharded, comm_policy)
     return sharded
+
+
+def _set_comm_policy(sharded: list[nn.Module], policy: CommPolicy) -> None:
+    for module in sharded:
+        assert isinstance(module, FSDPModule)
+        module.set_comm_policy(policy, recurse=False)

@@ -22,7 +22,7 @@ from .._comm.mesh import MeshInfo
 from .._comm.rounding import Rounding
 from .._memory.pool import BufferPool
 from .._memory.slots import Slot
-from .._plan.layout import reduce_layout
+from .._plan.layout import ReduceLayout, reduce_layout
 from .._policies import AllReduceHook, Comms, Options, division
 from .._torch.core import has_memory, plainly
 from .accumulation import Partial
@@ -119,6 +119,21 @@ def _division(
     return mean, _divisor(before), _divisor(after)
 
 
+def _in_few_bits(
+    transports: Transports,
+    info: MeshInfo,
+    layout: ReduceLayout,
+    options: Options,
+    dtype: torch.dtype,
+    rounding: Rounding,
+    params: Sequence[Reducible],
+) -> Transports:
+    """The transports of a bucket, in fewer bits if its gradients shall travel so."""
+    if not options.comm.rounds_gradients:
+        return transports
+    return compressed(transports, info, layout, options.comm, dtype, rounding, [param.fqn for param in params])
+
+
 def _divisor(factor: float) -> torch.Tensor | None:
     """The divisor as a 0-dim tensor on the CPU: to the same bits as a number, at a quarter of the time on the host."""
     return torch.tensor(factor, dtype=torch.float64) if factor != 1 else None
@@ -157,16 +172,15 @@ class ReduceBucket:
         options: Options,
         pool: BufferPool,
         lane: Lane,
-        slots: Sequence[int] = (),
-        rounding: Rounding | None = None,
+        slots: Sequence[int],
+        rounding: Rounding,
     ) -> None:
         self.indices = indices
         self.dtype = dtype
         shapes, dims = [p.shape for p in params], [p.dim for p in params]
         route, wire = None if transports.reduce is None else transports.reduce.route, options.comm.wire("reduce", dtype)
         self._layout = layout = reduce_layout(shapes, info.shard_size, dtype.itemsize, dims, route, slots, wire)
-        if rounding is not None and options.comm.rounds_gradients:
-            transports = compressed(transports, info, layout, options.comm, dtype, rounding, [p.fqn for p in params])
+        transports = _in_few_bits(transports, info, layout, options, dtype, rounding, params)
         self._shard, self._replicate = transports.reduce, transports.replicate
         self._mean, self._divide_before, self._divide_after = _division(dtype, info, transports, options)
         self._has_all = indices == list(range(len(indices)))

@@ -200,19 +200,24 @@ def gather_layout(
     places = bucket_layout(shapes, world, itemsize, dims)
     nbytes = world * _with_marks(places.numel, len(shapes), itemsize) * itemsize
     sent = None if route is None else parcel([(at.chunk, at.row) for at in places.params], itemsize, wire)
-    if sent is not None:
-        landing = BucketLayout(world, (), sent.nbytes)
-        return GatherLayout(places, (), tuple(range(len(shapes))), landing, nbytes, landing.total, sent)
+    if sent is None:
+        return _gather_as_it_is(places, nbytes, itemsize, route)
+    landing = BucketLayout(world, (), sent.nbytes)
+    return GatherLayout(places, (), tuple(range(len(shapes))), landing, nbytes, landing.total, sent)
+
+
+def _gather_as_it_is(places: BucketLayout, nbytes: int, itemsize: int, route: Route | None) -> GatherLayout:
     least = None if route is None else route.gather_from
     alone = [i for i, param in enumerate(places.params) if _is_alone(param, itemsize, least)]
-    packed = sorted({*range(len(shapes))} - {*alone})
+    packed = sorted({*range(len(places.params))} - {*alone})
     if len(packed) == 1 and places.params[packed[0]].dim == 0:  # a buffer would look like the slot
         alone, packed = sorted(alone + packed), []
     if route is None or not packed:
         return GatherLayout(places, tuple(alone), tuple(packed), None, nbytes, 0)
     landing = places
     if alone:
-        landing = bucket_layout([shapes[i] for i in packed], world, itemsize, [dims[i] for i in packed])
+        shapes, dims = zip(*[(places.params[i].shape, places.params[i].dim) for i in packed], strict=True)
+        landing = bucket_layout(shapes, places.world, itemsize, dims)
     return GatherLayout(places, tuple(alone), tuple(packed), landing, nbytes, landing.total * itemsize)
 
 

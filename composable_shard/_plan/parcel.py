@@ -7,7 +7,7 @@ the scales. Rows, the indices of the dim that is cut, are cut into equal blocks,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .._policies import Wire
 
@@ -75,22 +75,25 @@ def parcel(pieces: Sequence[tuple[int, int]], itemsize: int, wire: Wire | None, 
     """
     if wire is None:
         return None
-    cuts = [_cut(row, itemsize, wire) for _, row in pieces]
-    if not any(rows and form for (rows, _), (form, _) in zip(pieces, cuts, strict=True)):
+    values = [_values(rows, row, itemsize, wire) for rows, row in pieces]
+    if not any(each.form and each.nbytes for each in values):
         return None
-    end = 0
-    begins: list[int] = []
-    sizes = [rows * row * _VALUE_BYTES.get(form, itemsize) for (rows, row), (form, _) in zip(pieces, cuts, strict=True)]
-    sizes += [marks * itemsize] if marks else []
-    for size in sizes:
-        begins.append(end)
-        end = _aligned(end + size)
-    parts: list[Part] = []
-    for (rows, row), (form, block), begin, size in zip(pieces, cuts, begins, sizes, strict=False):
-        parts.append(Part(form, begin, size, block, end if block else 0))
-        end += SCALE_BYTES * rows * (row // block) if block else 0
-    parts += [Part("", begins[-1], sizes[-1])] if marks else []
+    values += [Part("", 0, marks * itemsize)] if marks else []
+    end, parts = 0, []
+    for each in values:
+        parts.append(replace(each, begin=end))
+        end = _aligned(end + each.nbytes)
+    for index, each in enumerate(parts):
+        if each.block:
+            parts[index] = replace(each, scales=end)
+            end += SCALE_BYTES * (each.nbytes // each.block)
     return Parcel(tuple(parts), _aligned(end))
+
+
+def _values(rows: int, row: int, itemsize: int, wire: Wire) -> Part:
+    """What rows travel as, wherever that will be."""
+    form, block = _cut(row, itemsize, wire)
+    return Part(form, 0, rows * row * _VALUE_BYTES.get(form, itemsize), block)
 
 
 def _aligned(nbytes: int) -> int:

@@ -50,7 +50,7 @@ from _race_steps import (
     unshard_by_hand,
 )
 from _race_training import HALF, MIXED, Scenario, decoder
-from composable_shard import PrefetchPolicy
+from composable_shard import CommPolicy, PrefetchPolicy
 
 REPLICAS = {"replicate": 2, "shard": 2}
 UNEVEN = functools.partial(decoder, dim=18, heads=3, kv_heads=1)
@@ -64,6 +64,15 @@ SCENARIOS = {
     "half": Scenario({"mp_policy": HALF}),
     "mixed": Scenario({"mp_policy": MIXED}),
     "mixed-packed": Scenario({"mp_policy": MIXED}, transport="packed"),
+    "low-bits": Scenario(prepare=setting("set_comm_policy", CommPolicy("fp8", "int8", block=8)), step=accumulate),
+    "low-bits-packed": Scenario(
+        {"mp_policy": MIXED},
+        transport="packed",
+        prepare=setting("set_comm_policy", CommPolicy("int8", "bf16", error_feedback=True, block=8)),
+    ),
+    "low-bits-between-replicas": Scenario(
+        mesh=REPLICAS, prepare=setting("set_comm_policy", CommPolicy("bf16", "fp8", "int8", block=8))
+    ),
     "keep-weights": Scenario({"reshard_after_forward": False}),
     "three-ahead": Scenario(
         make=functools.partial(decoder, 4), prepare=setting("set_prefetch_policy", PrefetchPolicy.depth(3))
