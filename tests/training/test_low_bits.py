@@ -1,24 +1,28 @@
 """Weights and gradients in fewer bits: what is computed is what a model computes that rounds them itself."""
 
+import inspect
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
-from torch.distributed import barrier
+from torch.distributed import all_reduce, barrier
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import composable_shard as cs
 from _blocks import Transformer, next_token_loss, token_batch
 from _compiling import even, graphs_of, three_steps
+from _gpt import build_gpt
 from _low_bits import Ranks, round_weights
 from _models import shard_blocks, vectors
 from _pool import distributed, more, simulated
 from composable_shard import CommPolicy, MixedPrecisionPolicy, fully_shard, make_plan, testing
 from composable_shard._comm.rounding import Numbers, rounded
 from composable_shard._policies import Wire
+from composable_shard._torch.distributed import local_tensor
 
 BLOCK = 16
 
@@ -292,6 +296,42 @@ def test_what_is_left_of_a_parameter_stays_while_no_rank_has_a_gradient_of_it(ra
     }
 
 
+TEXT = torch.frombuffer(bytearray(Path(inspect.__file__).read_bytes()), dtype=torch.uint8)
+
+
+def losses_of_the_demo(rank, world, policy, steps, size="tiny"):
+    """Means over the ranks of the losses of the demo's model on Python's own source."""
+    model, length = build_gpt(size), 32
+    cs.shard_by_class(model, {type(model.blocks[0])}, comm_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2.5e-3, betas=(0.9, 0.95))
+    losses = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(world * step + rank)
+        begins = torch.randint(len(TEXT) - length - 1, (16, 1), generator=generator)
+        tokens = TEXT[begins + torch.arange(length + 1)].long()
+        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        all_reduce(total)
+        losses.append(total.item() / world)
+    return losses
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+def test_the_demo_learns_as_it_does_in_float32(feedback):
+    def curves(here):
+        sides = CommPolicy(), CommPolicy("fp8", "int8", block=64, error_feedback=feedback)
+        return [losses_of_the_demo(here.rank, here.size, policy, steps=60) for policy in sides]
+
+    (exact, rounded_), _ = testing.spmd(2)(curves)
+    assert exact[0] > 5.4 > 4.0 > exact[-1]
+    apart = [one - two for one, two in zip(rounded_, exact, strict=True)]
+    assert 0 < max(map(abs, apart)) < 0.06
+    assert abs(sum(apart[-20:]) / 20) < 0.02
+
+
 @pytest.mark.parametrize("policy", [BOTH, CommPolicy("int8", "bf16"), CommPolicy("bf16", "fp8", error_feedback=True)])
 def test_the_plan_predicts_to_the_byte_what_is_moved(policy):
     with testing.fabric(4, latency_s=1e-6, bandwidth_Bps=1e9, clock="virtual") as net:
@@ -333,6 +373,20 @@ def test_conflicts_and_wrong_arguments_say_what_to_do(rank, world):
     next_token_loss(model, *token_batch(rank, 0)).backward()
     with pytest.raises(cs.ShardConfigStateError, match="before the first forward"):
         model.set_comm_policy(BOTH)
+
+
+@simulated(world=2)
+def test_parameters_with_a_gather_of_their_own_are_named(rank, world):
+    model = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 8))
+    for module in (model[1], model):
+        fully_shard(module)
+    shard = local_tensor(model[1].weight)
+    shard.fsdp_pre_all_gather = lambda mesh: ((shard,), None)
+    shard.fsdp_post_all_gather = lambda outputs, metadata, dtype, out=None: (outputs[0], outputs)
+    with pytest.raises(cs.ShardConfigValueError, match="parameter weight defines its own all-gather"):
+        model.set_comm_policy(BOTH)
+    model.set_comm_policy(CommPolicy(gather="fp8"), recurse=False)
+    model[1].set_comm_policy(CommPolicy(reduce="int8"))
 
 
 @pytest.mark.parametrize(
