@@ -161,7 +161,7 @@ class Options:
             `ParamGroup.reduces_first`).
         mp_policy: dtypes of compute, of reduction and of the module's inputs and outputs.
         comms: what takes the place of our own communication.
-        comm: in how many bits it travels.
+        comm_policy: in how many bits it travels.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -176,7 +176,7 @@ class Options:
     max_reductions: int | None = None
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     comms: Comms = field(default_factory=Comms)
-    comm: CommPolicy = AS_IT_IS
+    comm_policy: CommPolicy = AS_IT_IS
 
     def reshards(self, is_root: bool) -> bool:
         """Whether forward gives up the unsharded parameters; by default all but the root's."""

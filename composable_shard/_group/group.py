@@ -175,7 +175,7 @@ class ParamGroup:
             if extended:
                 buckets.append(ExtensionBucket(*contents, options.mp_policy))
             else:
-                buckets.append(gather_bucket(*contents, options.comm.wire("gather", dtype)))
+                buckets.append(gather_bucket(*contents, options.comm_policy.wire("gather", dtype)))
         layout = GroupLayout(
             members=list(by_kind.values()),
             wraps=any(p.parallel for p in self.params),

@@ -129,9 +129,9 @@ def _in_few_bits(
     params: Sequence[Reducible],
 ) -> Transports:
     """The transports of a bucket, in fewer bits if its gradients shall travel so."""
-    if not options.comm.rounds_gradients:
+    if not options.comm_policy.rounds_gradients:
         return transports
-    return compressed(transports, info, layout, options.comm, dtype, rounding, [param.fqn for param in params])
+    return compressed(transports, info, layout, options.comm_policy, dtype, rounding, [param.fqn for param in params])
 
 
 def _divisor(factor: float) -> torch.Tensor | None:
@@ -178,7 +178,10 @@ class ReduceBucket:
         self.indices = indices
         self.dtype = dtype
         shapes, dims = [p.shape for p in params], [p.dim for p in params]
-        route, wire = None if transports.reduce is None else transports.reduce.route, options.comm.wire("reduce", dtype)
+        route, wire = (
+            None if transports.reduce is None else transports.reduce.route,
+            options.comm_policy.wire("reduce", dtype),
+        )
         self._layout = layout = reduce_layout(shapes, info.shard_size, dtype.itemsize, dims, route, slots, wire)
         transports = _in_few_bits(transports, info, layout, options, dtype, rounding, params)
         self._shard, self._replicate = transports.reduce, transports.replicate

@@ -228,7 +228,7 @@ def _describe(fqn: str, asked: Declaration, is_root: bool, transports: Transport
         route=None if transports.gather is None else transports.gather.route,
         reduces_first=not streams and transports.replicate is None and options.max_reductions is None,
         reduces_last=options.reduce_unused,
-        comm=options.comm,
+        comm_policy=options.comm_policy,
         small_size=0 if options.few_ranks == 0 or any(map(is_extended, asked.params)) else options.few_ranks,
     )
 

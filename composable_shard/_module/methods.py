@@ -335,7 +335,7 @@ class Methods(TorchFSDPModule):
         for state in states:
             _check_takes_bits(state, policy)
         for state in states:
-            state.declaration.settings.change(comm=policy)
+            state.declaration.settings.change(comm_policy=policy)
 
     # ---- the plan
 
@@ -454,7 +454,7 @@ def _set_comms(module: Methods, **changes: Any) -> None:
 def _change_comms(state: ShardState, **changes: Any) -> None:
     settings = state.declaration.settings
     comms = replace(settings.current.comms, **changes)
-    _check_understood(state, comms, settings.current.comm)
+    _check_understood(state, comms, settings.current.comm_policy)
     settings.change(comms=comms)
     state.comms_changed()
 

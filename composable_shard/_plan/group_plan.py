@@ -76,7 +76,7 @@ class GroupPlan:
         reduces_first: whether its backward waits for reductions before it gathers.
         reduces_last: whether its gradients are reduced only when backward is over, because not all ranks may have
             gradients.
-        comm: in how many bits it travels.
+        comm_policy: in how many bits it travels.
     """
 
     fqn: str
@@ -89,7 +89,7 @@ class GroupPlan:
     small_size: int = 0
     reduces_first: bool = False
     reduces_last: bool = False
-    comm: CommPolicy = AS_IT_IS
+    comm_policy: CommPolicy = AS_IT_IS
 
     @property
     def name(self) -> str:
@@ -113,7 +113,9 @@ class GroupPlan:
     def gather_layouts(self) -> tuple[GatherLayout, ...]:
         """The layout of the gather of each dtype."""
         return tuple(
-            gather_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route, self.comm.wire("gather", dtype))
+            gather_layout(
+                shapes, self.shard_size, dtype.itemsize, dims, self.route, self.comm_policy.wire("gather", dtype)
+            )
             for dtype, shapes, dims in self._gathered
         )
 
@@ -150,7 +152,13 @@ class GroupPlan:
             (
                 dtype,
                 reduce_layout(
-                    shapes, self.shard_size, dtype.itemsize, dims, self.route, slots, self.comm.wire("reduce", dtype)
+                    shapes,
+                    self.shard_size,
+                    dtype.itemsize,
+                    dims,
+                    self.route,
+                    slots,
+                    self.comm_policy.wire("reduce", dtype),
                 ),
             )
             for dtype, shapes, dims in self._by_dtype([p.reduced for p in trained], trained)
@@ -185,13 +193,13 @@ class GroupPlan:
     @property
     def replica_bytes(self) -> int | None:
         """Bytes that a replica sends to each other one in fewer bits; None if its gradients travel as they are."""
-        if self.comm.replicas is None:
+        if self.comm_policy.replicas is None:
             return None
         trained = [p for p in self.params if p.trains]
         nbytes = 0
         for dtype, shapes, dims in self._by_dtype([p.reduced for p in trained], trained):
             layout = reduce_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route)
-            sent = layout.between_replicas(dtype.itemsize, self.comm.wire("replicas", dtype))
+            sent = layout.between_replicas(dtype.itemsize, self.comm_policy.wire("replicas", dtype))
             nbytes += layout.numel * dtype.itemsize if sent is None else sent.nbytes
         return nbytes
 
@@ -199,13 +207,13 @@ class GroupPlan:
     def rounding_bytes(self) -> int:
         """Bytes that stay beside the pool for what travels in fewer bits: rounded shards, and what rounding leaves."""
         kept = sum(layout.parcel.nbytes for layout in self.gather_layouts if layout.parcel is not None)
-        if not self.comm.error_feedback:
+        if not self.comm_policy.error_feedback:
             return kept
         trained = [p for p in self.params if p.trains]
         for dtype, shapes, dims in self._by_dtype([p.reduced for p in trained], trained):
-            how = shapes, self.shard_size, dtype.itemsize, dims, self.route, (), self.comm.wire("reduce", dtype)
+            how = shapes, self.shard_size, dtype.itemsize, dims, self.route, (), self.comm_policy.wire("reduce", dtype)
             layout = reduce_layout(*how)
-            between = layout.between_replicas(dtype.itemsize, self.comm.wire("replicas", dtype))
+            between = layout.between_replicas(dtype.itemsize, self.comm_policy.wire("replicas", dtype))
             for sent, ranks in ((layout.parcel, self.shard_size), (between, 1)):
                 kept += 4 * ranks * _rounded(layout, sent)
         return kept
@@ -236,7 +244,7 @@ class GroupPlan:
     @property
     def transport(self) -> str:
         """In words: how it is moved."""
-        return self._moved_by if self.comm == AS_IT_IS else f"{self._moved_by}, {self.comm}"
+        return self._moved_by if self.comm_policy == AS_IT_IS else f"{self._moved_by}, {self.comm_policy}"
 
     @property
     def _moved_by(self) -> str:

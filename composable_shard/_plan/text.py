@@ -14,7 +14,7 @@ _GROUP_WORDS: tuple[tuple[str, Callable[[GroupPlan], object]], ...] = (
     ("mesh", lambda group: group.mesh),
     ("dtype", lambda group: group.dtype),
     ("reshard", lambda group: group.reshard),
-    ("travels", lambda group: group.comm),
+    ("travels", lambda group: group.comm_policy),
     ("transport", lambda group: f"{group.route.name}: {group.transport}" if group.route else group.transport),
     ("unsharded bytes", lambda group: group.unsharded_bytes),
     ("reduction bytes", lambda group: group.reduce_bytes),

@@ -125,8 +125,8 @@ def costs_of(plan: ShardPlan, strategy: Strategy, computed: Mapping[tuple[str, s
         gather[group.fqn] = sum(sent(shards, layout.shard, nbytes) for nbytes in group.moved.gather)
         reduce[group.fqn] = sum(sent(shards, layout.shard, nbytes) for nbytes in group.moved.reduce)
         reduce[group.fqn] += sent(replicas, layout.replicas, between_replicas(group, layout))
-        gather[group.fqn] += rounding_seconds(group, group.comm.gather, ROUNDED, machine)
-        reduce[group.fqn] += rounding_seconds(group, group.comm.reduce, ADDED, machine)
+        gather[group.fqn] += rounding_seconds(group, group.comm_policy.gather, ROUNDED, machine)
+        reduce[group.fqn] += rounding_seconds(group, group.comm_policy.reduce, ADDED, machine)
         if strategy.offload:  # shards come from the host, and gradients go there
             gather[group.fqn] += group.shard_bytes / machine.host_link.bandwidth
             reduce[group.fqn] += whole / layout.shard / machine.host_link.bandwidth

@@ -93,6 +93,22 @@ def test_what_makes_no_sense_is_said(arguments, message):
         advise(**{"model": SMALL, "devices": 2, **arguments})
 
 
+def test_fewer_bits_are_fewer_bytes_and_less_time_on_slow_links():
+    slow = {"devices": 4, "intra_node": 1e8, "inter_node": 1e8}
+    policy = cs.CommPolicy("fp8", "int8", "int8", error_feedback=True)
+    exact, low = advise(SMALL, **slow), advise(SMALL, **slow, comm_policy=policy)
+    for name in ("zero3", "hsdp"):
+        one, two = (
+            next(each for each in of.estimates if each.strategy.name == name and not each.strategy.offload)
+            for of in (exact, low)
+        )
+        assert two.moved < 0.5 * one.moved
+        assert two.time.exposed < 0.6 * one.time.exposed
+        assert two.memory.peak.communication > one.memory.peak.communication  # what rounding leaves
+    assert "bfloat16-mixed (gather fp8, reduce int8, replicas int8, error feedback)" in text.text(low)
+    assert "comm_policy=cs.CommPolicy(gather='fp8'" in text.script(low, low.recommended)
+
+
 def test_a_machine_is_kept_in_a_file(tmp_path):
     machine = replace(KNOWN["h200"], name="ours", backend="gloo", intra_node=Link(3e9, 1e-4))
     assert Machine.from_json(machine.to_json()) == machine
