@@ -13,6 +13,7 @@ from composable_shard._comm import collectives
 from composable_shard._comm.collectives import (
     ALONE_FROM_BYTES,
     BROADCAST_FROM_BYTES,
+    All,
     Direct,
     OfFakeGroup,
     Packed,
@@ -20,7 +21,6 @@ from composable_shard._comm.collectives import (
     PointToPoint,
     RankOrdered,
     RankOrderedDirect,
-    _All,
     transports_of,
 )
 from composable_shard._comm.lanes import Job, Launched
@@ -244,7 +244,7 @@ class Waited:
 def test_after_a_failure_all_other_handles_are_waited_for_and_nothing_else_is_done():
     after, rest = Waited(), []
     with pytest.raises(RuntimeError, match="lost"):
-        _All([None, Broken(), after], lambda: rest.append(1)).wait()
+        All([None, Broken(), after], lambda: rest.append(1)).wait()
     assert after.done
     assert not rest
 
@@ -265,7 +265,7 @@ class Counted:
 def test_each_handle_is_waited_for_once_whatever_happens(error):
     for make_job in (lambda handle: Job(iter_of(handle), None, False), lambda handle: Launched(handle, None, None)):
         first, second, third = Counted(), Counted(error), Counted()
-        job = make_job(_All([first, second, third]))
+        job = make_job(All([first, second, third]))
         for again in range(2):
             if error is None:
                 job.finish()
