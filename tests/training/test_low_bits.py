@@ -204,6 +204,27 @@ def test_between_replicas_sums_are_rounded_and_added_in_the_order_of_the_replica
         assert torch.equal(grad, sum([rounded(each, Wire("int8", BLOCK)) for each in sums]) / world), name
 
 
+@simulated(world=4)
+def test_shards_that_are_shorter_or_empty(rank, world):
+    def few_rows():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(32, 3), nn.Linear(3, 48, bias=False), nn.Linear(48, 1), nn.Linear(1, 32))
+
+    model, reference, wire = few_rows(), few_rows(), Wire("int8", BLOCK)
+    fully_shard(model)
+    model.set_comm_policy(CommPolicy("int8", "int8", block=BLOCK, error_feedback=True))
+    round_weights(reference, wire)
+    own = []
+    for each in range(world):
+        reference.zero_grad()
+        reference(torch.full((2, 32), 1.0 + each)).square().mean().backward()
+        own.append([param.grad.clone() for param in reference.parameters()])
+    model(torch.full((2, 32), 1.0 + rank)).square().mean().backward()
+    for param, grads in zip(model.parameters(), zip(*own, strict=True), strict=True):
+        expected = sum([rounded(grad, wire) for grad in grads]) / world
+        assert torch.equal(param.grad.full_tensor(), expected), tuple(param.shape)
+
+
 @simulated(world=2)
 def test_parameters_that_are_cut_along_another_dim_are_rounded_by_its_rows(rank, world):
     def dim_of(param):
