@@ -234,6 +234,18 @@ def test_checkpoints_are_timed_beside_dcp_and_plain_files(tmp_path: Path) -> Non
 
 
 @pytest.mark.matrix
+def test_fewer_bits_take_less_of_a_step_on_slow_links_than_on_fast_ones(tmp_path: Path) -> None:
+    file = tmp_path / "lowbit.json"
+    small = ["--gbps=1,100", "--world=4", "--width=64", "--blocks=2"]
+    assert "break-even" in bench("lowbit.py", *small, f"--json={file}", limit_s=240.0)
+    found = {(each["gbps"], each["side"]): each for each in read(file)["results"]}
+    low, bf16 = "gather fp8, reduce int8", "bf16"
+    assert found[1, low]["megabytes"] < 0.45 * found[1, bf16]["megabytes"]
+    assert found[1, low]["over_bf16"] < 0.45 < found[100, low]["over_bf16"] < 0.7
+    assert found[1, low]["break_even_gbps"] > 100 > 0 == found[1, bf16]["rounding_h100_ms"]
+
+
+@pytest.mark.matrix
 def test_optimizers_at_owners_are_measured_beside_gathered_matrices(tmp_path: Path) -> None:
     file = tmp_path / "optimizers.json"
     small = ["--world=2", "--width=64", "--layers=1", "--rounds=2", "--fabric=8", "--fabric-layers=1"]
