@@ -61,7 +61,7 @@ class _Gathers:
     def start(self, shards: list[torch.Tensor]) -> _Gathering:
         """Begin to gather `shards`, those of the members."""
         pool, after = self._pool, (self._lane.mark(),)
-        if pool.owns:  # a slot has no memory once it is released, whoever still refers to it
+        if pool.owns or self._requests[0].refills:  # such a slot has no memory once released, whoever refers to it
             memory = pool.memory.allocate(self._requests[0].nbytes)
             flat = memory.view(self._dtype)
             with plainly():

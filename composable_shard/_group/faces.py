@@ -100,12 +100,23 @@ class Leaves:
         face: the face whose memory they share; None if the memory is not the pool's.
     """
 
-    __slots__ = ("face", "params", "versions")
+    __slots__ = ("_plain", "_storages", "face", "params", "versions")
 
     def __init__(self, params: list[torch.nn.Parameter], face: Face | None = None) -> None:
         self.params = params
         self.face = face
+        self._plain = [leaf for leaf in params if face is not None and type(leaf) is torch.nn.Parameter]
+        self._storages = list(map(storage_id, self._plain))
         self.versions: list[int] = list(map(_version, params))
+
+    def show_weights(self) -> None:
+        """Undo what a forward has put into the `.data` of a leaf, such as a bias in the dtype of its input."""
+        if self._plain and list(map(storage_id, self._plain)) != self._storages:
+            assert self.face is not None
+            with plainly():
+                for leaf, weight in zip(self.params, self.face.weights, strict=True):
+                    if type(leaf) is torch.nn.Parameter:
+                        leaf.data = weight.data
 
     def edited(self) -> set[int]:
         """Indices of the leaves that were edited in place since their weights were gathered."""
@@ -187,6 +198,7 @@ class Faces:
                 leaf.__dict__[LEAF_OF] = param.fqn
             face.note_leaves()
             leaves = self.leaves[slot] = Leaves(made, face)
+        leaves.show_weights()
         self.in_use = leaves.face
         return leaves
 
