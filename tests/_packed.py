@@ -15,10 +15,10 @@ NAN_BYTES = (0x01, 0xFF, 0x81, 0x7F)  # signalling and quiet NaNs in bfloat16, f
 
 
 class Scales:
-    """What belongs to a packed weight: a code book, the scale of each row, and the shape."""
+    """What belongs to a packed weight: a code book, the scale of each row, the shape, and what is added to all."""
 
-    def __init__(self, codes, scales, shape):
-        self.codes, self.scales, self.shape = codes, scales, shape
+    def __init__(self, codes, scales, shape, offset=0.0):
+        self.codes, self.scales, self.shape, self.offset = codes, scales, shape, offset
         self.swapped = False
 
 
@@ -40,7 +40,15 @@ def numbers(data, scales):
     halves = torch.stack([packed >> 4, packed & 15], dim=1).flatten().long()
     if scales.swapped:
         halves = halves.flip(0)
-    return scales.codes[halves].view(scales.shape) * scales.scales[:, None]
+    return scales.codes[halves].view(scales.shape) * scales.scales[:, None] + scales.offset
+
+
+def packed(matrix, storage):
+    """A matrix as a packed weight: its data and what belongs to it."""
+    codes, scales = torch.linspace(-1, 1, 16), matrix.abs().amax(1)
+    halves = ((matrix / scales[:, None] + 1) * 7.5).round().byte().view(-1, 2)
+    data = (halves[:, 0] << 4 | halves[:, 1]).view(storage).view(-1, 1)
+    return data, Scales(codes, scales, tuple(matrix.shape))
 
 
 class _Multiply(torch.autograd.Function):
@@ -65,6 +73,12 @@ class Packed4Linear(nn.Module):
         codes, scales = torch.linspace(-1, 1, 16), torch.rand(outputs) / inputs**0.5
         self.weight = Packed4(bits.view(storage).view(-1, 1), Scales(codes, scales, (outputs, inputs)))
         self.seen = []
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        scales = self.weight.scales
+        destination[f"{prefix}weight.scales"] = scales.scales
+        destination[f"{prefix}weight.offset"] = torch.tensor([scales.offset])
 
     def forward(self, x):
         assert self.weight.kind == "four bits"

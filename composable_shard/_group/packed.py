@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,15 +29,17 @@ class Carried:
     """What a packed parameter has besides its data.
 
     Attributes:
+        kind: the parameter's class.
         attributes: by name, what is kept.
         data: names under which it has its own data once more.
         states: names of the objects among `attributes` that hold tensors. Each forward is lent a copy, as a layer may
             change them together with the weights, to another layout, say.
     """
 
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-    data: tuple[str, ...] = ()
-    states: tuple[str, ...] = ()
+    kind: type
+    attributes: Mapping[str, Any]
+    data: tuple[str, ...]
+    states: tuple[str, ...]
 
     def of(self, sharded: torch.Tensor) -> Carried:
         """The same, as the sharded parameter has it: that of a copied module has copies."""
@@ -55,6 +57,17 @@ class Carried:
             whole.__dict__[name] = copy.copy(whole.__dict__[name])
         for name in self.data:
             whole.__dict__[name] = whole.data
+
+    def whole(self, data: torch.Tensor, sharded: torch.Tensor) -> nn.Parameter:
+        """The full parameter as it was before it was sharded, of its class."""
+        made: nn.Parameter = torch.Tensor._make_subclass(self.kind, data, False)
+        made.__dict__.update({name: sharded.__dict__[name] for name in self.attributes if name in sharded.__dict__})
+        self.lend(made)
+        return made
+
+    def take(self, sharded: torch.Tensor, whole: torch.Tensor) -> None:
+        """Put what a full parameter has besides its data, whose piece is in the sharded one by now, on that."""
+        sharded.__dict__.update({name: whole.__dict__[name] for name in self.attributes if name in whole.__dict__})
 
     def lend_in_graph(self, whole: torch.Tensor) -> None:
         """The same while Dynamo traces, for a tensor that has no attributes yet."""
@@ -80,6 +93,7 @@ def carried_by(param: nn.Parameter) -> Carried | None:
         return None
     data = tuple(name for name in holding if _is_data_of(param, attributes[name]))
     return Carried(
+        type(param),
         {name: value for name, value in attributes.items() if name not in data},
         data,
         tuple(name for name in holding if not isinstance(attributes[name], torch.Tensor)),

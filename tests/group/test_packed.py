@@ -234,6 +234,37 @@ def test_data_that_an_evaluation_puts_on_a_parameter_is_gone_with_the_next_gathe
             model[0].bias.add_(1.0)
 
 
+class Uncut(torch.Tensor):
+    """A frozen weight made of two parts, which nobody can slice."""
+
+    @staticmethod
+    def __new__(cls, data, scales):
+        made = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+        made.data_part, made.scales = data, scales
+        return made
+
+    def __tensor_flatten__(self):
+        return ["data_part", "scales"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts, _, shape, stride):
+        return cls(parts["data_part"], parts["scales"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].data_part, args[0].scales)
+        raise NotImplementedError(f"{func} is not known")
+
+
+@simulated(world=2)
+def test_a_tensor_of_parts_that_cannot_be_cut_is_refused_by_name(rank, world):
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(Uncut(torch.ones(4, 4), torch.ones(4)), requires_grad=False)
+    with pytest.raises(cs.ShardConfigError, match=r"parameter weight: a Uncut of shape \(4, 4\) cannot be cut"):
+        cs.fully_shard(model)
+
+
 def test_layers_of_this_file_do_train():
     block = Block(Packed8Linear, 8, 8, trains=True)
     block(torch.randn(2, 8)).sum().backward()
