@@ -157,10 +157,12 @@ class Block(nn.Module):
         self.norm = nn.RMSNorm(width)
         pairs = ((width, wide), (wide, width))
         self.first, self.second = (Adapted(make(*pair), *pair) if trains else make(*pair) for pair in pairs)
+        self.after = nn.RMSNorm(width)  # what backward reads first
         self.norm.requires_grad_(trains)
+        self.after.requires_grad_(trains)
 
     def forward(self, x):
-        return x + self.second(torch.tanh(self.first(self.norm(x))))
+        return self.after(x + self.second(torch.tanh(self.first(self.norm(x)))))
 
 
 class Quantized(nn.Module):

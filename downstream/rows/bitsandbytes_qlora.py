@@ -1,5 +1,6 @@
 """bitsandbytes: frozen weights in 4 and 8 bits under adapters of PEFT, by hand and with Transformers' Trainer."""
 
+import copy
 import logging
 from functools import partial
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 import torch.distributed as dist
-from _trainer import Samples, arguments, curve, llama, pretrained_folder, reshard
+from _trainer import Samples, arguments, curve, llama, reshard
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -213,9 +214,10 @@ def merge(run: Run, bits: int) -> None:
 # Transformers
 
 
-def loaded(bits: int, **settings: Any) -> nn.Module:
+def loaded(run: Run, bits: int, **settings: Any) -> nn.Module:
     """A model of a folder, quantized while it is loaded, with adapters."""
-    folder = pretrained_folder(partial(llama, hidden_size=64, intermediate_size=96, head_dim=16))
+    folder = f"pretrained{run.rank}"
+    llama(hidden_size=64, intermediate_size=96, head_dim=16).save_pretrained(folder)
     if bits == 4:
         settings = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True} | settings
     config = BitsAndBytesConfig(**{f"load_in_{bits}bit": True}, **settings)
@@ -225,7 +227,8 @@ def loaded(bits: int, **settings: Any) -> nn.Module:
 
 
 def by_trainer(run: Run, bits: int, changes: dict[str, Any], **settings: Any) -> None:
-    model = loaded(bits, **settings)
+    model = loaded(run, bits, **settings)
+    whole = copy.deepcopy(model)
     trainer = Trainer(model=model, args=arguments(**changes), train_dataset=Samples(24), eval_dataset=Samples(5))
     trainer.train()
     reshard(trainer.model)
@@ -233,6 +236,12 @@ def by_trainer(run: Run, bits: int, changes: dict[str, Any], **settings: Any) ->
     run.note("training", curve(trainer))
     run.note("adapters", trained(trainer.model))
     run.note("evaluated", trainer.evaluate()["eval_loss"])
+    adapters = {n: p.full_tensor() for n, p in trained(trainer.model).items()}
+    whole.load_state_dict(adapters, strict=False)
+    whole.eval(), trainer.model.eval()
+    with torch.no_grad():
+        outputs = [side(input_ids=Samples(2).ids).logits.float() for side in (trainer.model, whole)]
+    run.agrees("logits with the trained adapters", *outputs, 1e-2 if "bf16" in changes else 1e-5)
 
 
 TRAINED = {

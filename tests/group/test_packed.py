@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from functools import partial
 
 import pytest
@@ -46,6 +47,11 @@ def assert_bits(models):
         assert torch.equal(bits(layer.weight.full_tensor()), bits(plain[name].weight)), name
         for seen in getattr(layer, "seen", ()):
             assert torch.equal(seen.flatten(), bits(plain[name].weight).flatten()), name
+
+
+def ignore_of_dynamo():
+    """What Dynamo does with every autograd function."""
+    warnings.filterwarnings("ignore", message=".*autograd.function.Function'> should not be instantiated")
 
 
 def mean_square(model, step):
@@ -174,6 +180,37 @@ def test_evaluation_between_steps_changes_nothing(rank, world, kind):
         assert torch.equal(*outputs)
         models["ours"].train()
     train(models, optimizers=optimizers)
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, more(torch.float32), more(torch.uint8)], ids=str)
+@pytest.mark.parametrize("backend", ["aot_eager", more("inductor")])
+@distributed(world=2)
+def test_packed_weights_in_one_full_graph(rank, world, storage, backend):
+    models = sides(of(storage))
+    torch._dynamo.reset()
+    ignore_of_dynamo()
+    runs = {name: torch.compile(model, backend=backend, fullgraph=True) for name, model in models.items()}
+    optimizers = optimizers_of(models)
+    for step in range(2):
+        losses = {name: run(batch(step)).square().mean() for name, run in runs.items()}
+        assert torch.equal(losses["ours"], losses["plain"])
+        for name, loss in losses.items():
+            loss.backward()
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+    assert_bits(models)
+    assert_alike(models)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@distributed(world=2)
+def test_packed_weights_in_blocks_that_are_compiled_alone(rank, world, kind):
+    models = sides(partial(Quantized, KINDS[kind]))
+    torch._dynamo.reset()
+    ignore_of_dynamo()
+    for block in models["ours"].blocks:
+        block.compile(backend="aot_eager")
+    train(models, steps=2)
 
 
 @pytest.mark.parametrize("change", ["dtype", "assign", "copy"])
