@@ -184,7 +184,7 @@ def test_evaluation_between_steps_changes_nothing(rank, world, kind):
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, more(torch.float32), more(torch.uint8)], ids=str)
 @pytest.mark.parametrize("backend", ["aot_eager", more("inductor")])
-@distributed(world=2)
+@distributed(world=2, limit_s=200)
 def test_packed_weights_in_one_full_graph(rank, world, storage, backend):
     models = sides(of(storage))
     torch._dynamo.reset()
