@@ -17,6 +17,7 @@ from ._errors import (
     ShardConfigAssertionError,
     ShardConfigTypeError,
     ShardConfigTypeValueError,
+    ShardConfigUnsupportedError,
     ShardConfigValueError,
 )
 from ._group.extension import is_extended
@@ -330,7 +331,16 @@ def _shard_all(params: list[Found], shares: dict[MeshInfo, _Share], cuts: dict[i
 
 def _sharded(fqn: str, param: nn.Parameter, cut: Cut) -> ShardedParam:
     whole = param if cut.parallel is None else local_tensor(param)
-    made = shard_parameter(param, cut)
+    try:
+        made = shard_parameter(param, cut)
+    except Exception as error:
+        if not hasattr(whole, "__tensor_flatten__"):
+            raise
+        raise ShardConfigUnsupportedError(
+            f"parameter {fqn}: a {type(whole).__name__} of shape {tuple(whole.shape)} cannot be cut into "
+            f"{cut.info.shard_size} pieces ({error}); choose a shape or block size that divides, leave it whole "
+            "(ignored_params), or use a class of tensors that can be cut, or that has fsdp_pre_all_gather"
+        ) from error
     sharded = ShardedParam(fqn, made, cut, tuple(whole.shape))
     is_extended(sharded)  # refuses what could not be gathered
     sharded.hooks.carry(param, made)

@@ -443,7 +443,7 @@ class Actions:
         waits = bool(self._reductions) and self._wait_before(group, missed, following)
         if missed:
             self.prefetch(missed)
-        if group.settings.current.unshard_in_backward or group.phase not in AWAY:
+        if group.gathers_in_backward or group.phase not in AWAY:
             self.need(group)
             self._show_again(use, outputs)
         # If the root returns its last module's output, backward reaches that module before the root. The compute that
@@ -485,7 +485,7 @@ class Actions:
     def pass_over(self, group: ParamGroup, missed: Sequence[ParamGroup], following: Sequence[ParamGroup]) -> None:
         """Issue the gathers of a use that backward goes past (see `Engine._pass_over`); arguments as above."""
         self.budget.unread.pop(group, None)
-        own = (group,) if group.settings.current.unshard_in_backward else ()
+        own = (group,) if group.gathers_in_backward else ()
         self._settle_for(group, (*missed, *own))
         self.prefetch(missed)
         if own:

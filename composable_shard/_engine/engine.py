@@ -519,8 +519,13 @@ class Engine:
         self._do.give_up_idle()
 
     def on_handles_gone(self, use: Use) -> None:
-        """The last saved weight of a use of a frozen group was freed: its backward, if one runs, is over."""
+        """The last saved weight of a use of a frozen group was freed: its backward, if one runs, is over.
+
+        Not if the group has packed weights, which its backward may still read: layers keep views of them, unseen.
+        """
         self.uses.graph_gone(use)
+        if use.group.layout.packed:
+            return
         if self.active.get(use.group) is use and self._pass is not None and self._pass.alive:
             self._end_use(self._pass, use)
 

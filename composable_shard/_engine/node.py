@@ -298,5 +298,7 @@ def unshard(owner: NodeOwner, use: Use) -> tuple[torch.Tensor, ...]:
         run_all(map(lend_attributes, outputs, group.shards))
     else:
         run_all(map(dict.update, map(_attributes, outputs), map(_attributes, group.shards)))
+    if group.layout.packed:
+        group.lend_carried(outputs)
     group.begin_use(outputs, use.forward)
     return outputs

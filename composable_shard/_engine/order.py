@@ -21,7 +21,7 @@ from .backward import BackwardPass
 from .node import Use
 
 Ahead = Sequence[tuple[ParamGroup, Sequence[ParamGroup]]]
-_in_backward = attrgetter("settings.current.unshard_in_backward")  # whether backward gathers a group ahead
+_in_backward = attrgetter("gathers_in_backward")  # whether backward gathers a group ahead
 
 
 @cache

@@ -134,7 +134,13 @@ class TracedGroup:
         # A plain view outside of the region: else a user's own checkpointed block would have the weights saved.
         views = [tensor.view(tensor.shape) for tensor in full]
         with_side_effects(partial(setattr, self, "watched", watch_edits(len(views))))
+        self._lend_carried(views)
         return [p.parallel.wrap(t) if p.parallel else t for t, p in zip(views, self._params, strict=True)]
+
+    def _lend_carried(self, views: Sequence[torch.Tensor]) -> None:
+        for view, param in zip(views, self._params, strict=True):
+            if param.carried is not None:
+                param.carried.lend_in_graph(view)
 
     def check_edits(self) -> None:
         """The forward that `unshard` has begun is over.

@@ -339,7 +339,8 @@ class GatherBucket(Bucket):
         converted = [index for index, as_it_is in enumerate(as_they_are) if not as_it_is]
         like = torch.empty(0, dtype=dtype, device=info.device)
         self.copies = copies = self._copies(layout, info, transport, converted, like, lane)
-        self.for_weights = pool.requests(f"weights {self.fqns[0]}", layout.nbytes)
+        packed = all(p.carried is not None for p in params)
+        self.for_weights = pool.requests(f"weights {self.fqns[0]}", layout.nbytes, refills=packed)
         landing = f"landing {self.fqns[0]}"
         self.for_landing = None if layout.landing is None else pool.requests(landing, layout.landing_bytes)
         self._gatherer = Gatherer(copies, dtype, self.for_landing, pool, lane)

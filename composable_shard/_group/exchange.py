@@ -25,9 +25,9 @@ from .._faults.seat import Notes
 from .._memory.pool import BufferPool
 from .._memory.slots import Slot
 from .._policies import Options
-from .._torch.core import plainly
+from .._torch.core import alias, plainly
 from .bucket import GatherBucket, Gatherer
-from .faces import Face
+from .faces import Face, weights_in
 from .param import ShardedParam
 from .reduction import ReduceBucket, Reduced
 
@@ -62,7 +62,7 @@ class _Gathers:
     def start(self, shards: list[torch.Tensor]) -> _Gathering:
         """Begin to gather `shards`, those of the members."""
         pool, after = self._pool, (self._lane.mark(),)
-        if pool.owns:  # a slot has no memory once it is released, whoever still refers to it
+        if pool.owns or self._requests[0].refills:  # such a slot has no memory once released, whoever refers to it
             memory = pool.memory.allocate(self._requests[0].nbytes)
             flat = memory.view(self._dtype)
             with plainly():
@@ -89,8 +89,8 @@ class _Gathers:
         slot = gathering.slot
         if slot is None:
             assert gathering.memory is not None
-            regions = regions_in(gathering.memory, self._layout, self._layout.begins)
-            return [r[: at.numel].view(at.shape) for r, at in zip(regions, self._layout.params, strict=True)]
+            with plainly():
+                return weights_in(gathering.memory.view(torch.uint8), self._dtype, self._layout, alias)
         face = self._faces.get(slot)
         if face is None or face.begin != slot.begin:
             face = self._faces[slot] = Face(slot, self._dtype, self._layout)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, ne
 
 import torch
@@ -21,17 +21,23 @@ from .param import ShardedParam
 
 # Attribute of a leaf: the name of its parameter. It shows, and lets errors name, a leaf that was taken for a parameter.
 LEAF_OF = "_unsharded_copy_of"
-_version = attrgetter("_version")
+_version, _data = attrgetter("_version"), attrgetter("data")
 
 
-def _weights_in(slot: Slot, dtype: torch.dtype, layout: BucketLayout) -> list[torch.Tensor]:
-    """Views of the parameters in a slot, each with a storage object of its own, unless the slot's memory resizes."""
-    flat = slot.typed(torch.uint8)  # bytes: `alias` cannot export every dtype (by dlpack)
+def weights_in(
+    flat: torch.Tensor, dtype: torch.dtype, layout: BucketLayout, view: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """Views of the parameters in memory, given as bytes: for `alias` cannot export every dtype (by dlpack).
+
+    Args:
+        flat: the memory.
+        dtype, layout: of the parameters, and where they lie.
+        view: makes each from its bytes.
+    """
     size = dtype.itemsize
     params = layout.params
     parts = [flat.narrow(0, size * begin, size * at.numel) for begin, at in zip(layout.begins, params, strict=True)]
-    apart = [part.data for part in parts] if slot.resizes else list(map(alias, parts))
-    return [part.view(dtype).view(at.shape) for part, at in zip(apart, params, strict=True)]
+    return [view(part).view(dtype).view(at.shape) for part, at in zip(parts, params, strict=True)]
 
 
 class Face:
@@ -51,7 +57,9 @@ class Face:
     def __init__(self, slot: Slot, dtype: torch.dtype, layout: BucketLayout) -> None:
         self.begin = slot.begin
         with plainly():
-            self.weights = _weights_in(slot, dtype, layout)
+            # Each with a storage object of its own, unless the slot's memory resizes.
+            view = _data if slot.resizes else alias
+            self.weights = weights_in(slot.typed(torch.uint8), dtype, layout, view)
         # If the slot's memory resizes, use counts do not matter: views share its storage, and a kept view sees whatever
         # is gathered into the slot next, wherever its memory lies then.
         counts = not slot.resizes and all(map(has_memory, self.weights[:1]))  # all are fake, or none
@@ -100,12 +108,23 @@ class Leaves:
         face: the face whose memory they share; None if the memory is not the pool's.
     """
 
-    __slots__ = ("face", "params", "versions")
+    __slots__ = ("_plain", "_storages", "face", "params", "versions")
 
     def __init__(self, params: list[torch.nn.Parameter], face: Face | None = None) -> None:
         self.params = params
         self.face = face
+        self._plain = [leaf for leaf in params if face is not None and type(leaf) is torch.nn.Parameter]
+        self._storages = list(map(storage_id, self._plain))
         self.versions: list[int] = list(map(_version, params))
+
+    def show_weights(self) -> None:
+        """Undo what a forward has put into the `.data` of a leaf, such as a bias in the dtype of its input."""
+        if self._plain and list(map(storage_id, self._plain)) != self._storages:
+            assert self.face is not None
+            with plainly():
+                for leaf, weight in zip(self.params, self.face.weights, strict=True):
+                    if type(leaf) is torch.nn.Parameter:
+                        leaf.data = weight.data
 
     def edited(self) -> set[int]:
         """Indices of the leaves that were edited in place since their weights were gathered."""
@@ -187,6 +206,7 @@ class Faces:
                 leaf.__dict__[LEAF_OF] = param.fqn
             face.note_leaves()
             leaves = self.leaves[slot] = Leaves(made, face)
+        leaves.show_weights()
         self.in_use = leaves.face
         return leaves
 

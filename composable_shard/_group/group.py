@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter, methodcaller
 from typing import Protocol
@@ -33,6 +33,7 @@ from .bucket import Bucket, GatherBucket, gather_bucket, lost_edit
 from .exchange import Exchange
 from .extension import ExtensionBucket, is_extended
 from .gradients import GroupGradients
+from .packed import Carried
 from .param import ShardedParam, lend_attributes
 from .phases import AWAY, GATHERING, RESIDENT, SHARDED, TRANSITIONS, UNSHARDED, ParamPhase, illegal
 from .resident import Resident
@@ -78,6 +79,7 @@ class GroupLayout:
         members: for each bucket, the indices of its parameters in the group.
         wraps: whether any parameter was a DTensor before it was sharded.
         extended: whether any parameter defines its own all-gather (see `extension.py`).
+        packed: what its packed parameters carry, by their indices (see `packed.py`).
         gather_bytes, weight_bytes: bytes that a gather leases, and those of them that the weights keep after it.
         note: of a gather, in the ledgers.
     """
@@ -85,6 +87,7 @@ class GroupLayout:
     members: Sequence[Sequence[int]]
     wraps: bool
     extended: bool
+    packed: Mapping[int, Carried]
     gather_bytes: int
     weight_bytes: int
     note: str
@@ -165,21 +168,23 @@ class ParamGroup:
     def _laid_out(self) -> tuple[list[Bucket], GroupLayout]:
         """The gather buckets for the parameters as they are now, and their layout."""
         options, info, run = self.options, self._comm.info, self._runtime
-        by_kind: dict[tuple[bool, torch.dtype], list[int]] = {}
+        by_kind: dict[tuple[bool, bool, torch.dtype], list[int]] = {}
         for index, p in enumerate(self.params):
-            by_kind.setdefault((is_extended(p), p.compute_dtype(options)), []).append(index)
+            kind = is_extended(p), p.carried is not None, p.compute_dtype(options)
+            by_kind.setdefault(kind, []).append(index)
         how = weakref.ref(self), info, self._comm.transports.gather, run.pool, run.gather_lane
         buckets: list[Bucket] = []
-        for (extended, dtype), members in by_kind.items():
+        for (extended, packed, dtype), members in by_kind.items():
             contents = [self.params[i] for i in members], dtype, *how
             if extended:
                 buckets.append(ExtensionBucket(*contents, options.mp_policy))
             else:
-                buckets.append(gather_bucket(*contents, options.comm_policy.wire("gather", dtype)))
+                buckets.append(gather_bucket(*contents, None if packed else options.comm_policy.wire("gather", dtype)))
         layout = GroupLayout(
             members=list(by_kind.values()),
             wraps=any(p.parallel for p in self.params),
-            extended=any(extended for extended, _ in by_kind),
+            extended=any(extended for extended, _, _ in by_kind),
+            packed={index: p.carried for index, p in enumerate(self.params) if p.carried is not None},
             gather_bytes=sum(bucket.gather_bytes for bucket in buckets),
             weight_bytes=sum(b.for_weights[0].nbytes for b in buckets if isinstance(b, GatherBucket)),
             note=self._gather_note(),
@@ -250,6 +255,11 @@ class ParamGroup:
         """
         waits = not self._runtime.gather_lane.streams and self._comm.transports.replicate is None
         return waits and self.settings.current.max_reductions is None
+
+    @property
+    def gathers_in_backward(self) -> bool:
+        """Whether backward gathers the group before it asks for a weight: packed ones it may read without asking."""
+        return self.settings.current.unshard_in_backward or bool(self.layout.packed)
 
     @property
     def trains(self) -> bool:
@@ -437,7 +447,13 @@ class ParamGroup:
                 leaf.__dict__.update(param.sharded.__dict__)  # attributes that users set
             if leaf.requires_grad != param.sharded.requires_grad:
                 leaf.requires_grad_(param.sharded.requires_grad)
+        self.lend_carried(leaves)
         return leaves
+
+    def lend_carried(self, wholes: Sequence[torch.Tensor]) -> None:
+        """Let unsharded parameters, which have the attributes of the sharded ones, have what packed ones carry."""
+        for index, carried in self.layout.packed.items():
+            carried.lend(wholes[index])
 
     def _in_order(self, lists: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         if len(lists) == 1:

@@ -54,6 +54,8 @@ def shard_parameter(param: nn.Parameter, cut: Cut) -> nn.Parameter:
         dtensor = dtensor_at(_cut(whole, info, dim), mesh, placements, param)
     sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)
     lend_attributes(sharded, param)
+    for name in cut.carried.data if cut.carried is not None else ():
+        sharded.__dict__.pop(name, None)
     return sharded
 
 
@@ -98,12 +100,13 @@ class ShardedParam:
         dim: the dim along which it is cut.
         parallel: how it was placed before, if it was a DTensor.
         keeps_dtype: whether it is gathered in the dtype in which it is stored, whatever the policy says of others.
+        carried: what it has besides its data if it is packed (see `packed.py`); else None.
         hooks: the users' hooks on it.
         module: a weak reference to the module that holds it; None until the root is known.
     """
 
     __slots__ = (
-        "__weakref__", "_cut", "dim", "fqn", "hooks", "keeps_dtype", "module", "parallel", "shape",
+        "__weakref__", "_cut", "carried", "dim", "fqn", "hooks", "keeps_dtype", "module", "parallel", "shape",
         "sharded",
     )  # fmt: skip
 
@@ -111,6 +114,7 @@ class ShardedParam:
         self.fqn, self.sharded, self.shape = fqn, sharded, shape
         self._cut = cut
         self.dim, self.parallel, self.keeps_dtype = cut.dim, cut.parallel, cut.keeps_dtype
+        self.carried = None if cut.carried is None else cut.carried.of(sharded)
         self.module: weakref.ref[nn.Module] | None = None
         self.hooks = ParamHooks()
         self.fix_sizes()

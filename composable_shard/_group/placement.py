@@ -32,6 +32,7 @@ from .._errors import (
 )
 from .._policies import MixedPrecisionPolicy, OffloadPolicy, overrides_of
 from .._torch.distributed import ShardPlacementResult, concatenated_mesh, local_tensor, strided_shard
+from .packed import Carried, carried_by
 
 PlacementFn = Callable[[nn.Parameter], Any]  # -> Shard | ShardPlacementResult | None
 
@@ -218,12 +219,14 @@ class Cut(NamedTuple):
         dim: of the parameter, or of its local tensor.
         parallel: how it was placed before, if it was a DTensor.
         keeps_dtype: whether it is gathered in the dtype in which it is stored.
+        carried: what it has besides its data, if it is packed.
     """
 
     info: MeshInfo
     dim: int
     parallel: Parallel | None
     keeps_dtype: bool = False
+    carried: Carried | None = None
 
 
 class Placements:
@@ -261,7 +264,8 @@ class Placements:
             info, wanted = self._info_of(name, wanted.mesh_info), wanted.placement
         _check_can_shard(name, param, info)
         dim, parallel = _dim_of(name, param, wanted, info), _parallel_of(name, param, info)
-        return Cut(info, dim, parallel, _keeps_dtype(name, param, self._policy))
+        carried = carried_by(param)
+        return Cut(info, dim, parallel, carried is not None or _keeps_dtype(name, param, self._policy), carried)
 
     def _info_of(self, name: str, given: Any) -> MeshInfo:
         try:

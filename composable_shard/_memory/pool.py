@@ -29,7 +29,7 @@ from .._torch.core import plainly
 from .addresses import Addresses
 from .device import DeviceMemory
 from .regions import Arena
-from .slots import Outside, Places, Request, Slot
+from .slots import Outside, Places, Request, RequestKey, Slot
 
 
 class BufferPool:
@@ -57,7 +57,7 @@ class BufferPool:
         self.fallbacks: dict[str, int] = {}
         self.backward = False
         self.lent_bytes = 0
-        self._requests: weakref.WeakValueDictionary[tuple[str, int, bool], Request] = weakref.WeakValueDictionary()
+        self._requests: weakref.WeakValueDictionary[RequestKey, Request] = weakref.WeakValueDictionary()
         self._known: dict[Request, None] = {}  # all that were leased, in the order of their first leases
         self._live: set[Request] = set()
         self.arena = Arena(self.memory, self.addresses)
@@ -66,7 +66,7 @@ class BufferPool:
         self._counted_out: deque[tuple[Slot | None, Callable[[], bool]]] = deque()
         self.places = Places()
         self.counted = self.owns = False
-        self._own: dict[tuple[str, int], Slot] = {}
+        self._own: dict[tuple[str, int, bool], Slot] = {}
 
     @property
     def arena_bytes(self) -> int:
@@ -115,17 +115,17 @@ class BufferPool:
         """Set `owns`; only right after `forget`."""
         self.owns = wanted
 
-    def request(self, name: str, nbytes: int, backward: bool = False) -> Request:
-        """The request for `nbytes` bytes under a name, all of whose leases get one slot of the arena."""
-        key = name, slot_bytes(nbytes), backward
+    def request(self, name: str, nbytes: int, backward: bool = False, refills: bool = False) -> Request:
+        """The request for `nbytes` bytes under a name, all of whose leases get one slot: in the arena, or its own."""
+        key = name, slot_bytes(nbytes), backward, refills
         request = self._requests.get(key)
         if request is None:
             request = self._requests[key] = Request(*key)
         return request
 
-    def requests(self, name: str, nbytes: int) -> tuple[Request, Request]:
+    def requests(self, name: str, nbytes: int, refills: bool = False) -> tuple[Request, Request]:
         """The requests to lease in forward and in backward, to be indexed by `self.backward`."""
-        return self.request(name, nbytes), self.request(name, nbytes, backward=True)
+        return self.request(name, nbytes, False, refills), self.request(name, nbytes, True, refills)
 
     def lease(self, nbytes: int, name: str = "", owner: Any = None) -> Slot:
         """`lease_for` a request that is looked up, or made, by its name and size."""
@@ -142,10 +142,10 @@ class BufferPool:
             self.reclaim()
         live = self._live
         while request in live:
-            request = self.request(request.name + "'", request.nbytes, request.backward)
+            request = self.request(request.name + "'", request.nbytes, request.backward, request.refills)
         slot = request.slot
         if slot is None or slot.request is not None or (slot.rivals and _is_taken(slot)):
-            slot = self._own_slot(request) if self.owns else self._unplanned(request)
+            slot = self._own_slot(request) if self.owns or request.refills else self._unplanned(request)
         elif self.arena.dry and slot.region.is_dry:
             self.arena.fill(slot.region)
         if request.met is None or not live <= request.met:
@@ -171,9 +171,10 @@ class BufferPool:
 
     def _own_slot(self, request: Request) -> Slot:
         """The slot of the request's name, the same in forward and backward, or a new one."""
-        slot = self._own.get((request.name, request.nbytes))
+        key = request.name, request.nbytes, request.refills
+        slot = self._own.get(key)
         if slot is None or slot.request is not None:
-            slot = self._own[request.name, request.nbytes] = self._make(request.nbytes)
+            slot = self._own[key] = self._make(request.nbytes, resizes=True)
             return slot
         slot.resize(request.nbytes, self.memory.queued())
         self._beside_bytes += slot.nbytes
@@ -181,7 +182,8 @@ class BufferPool:
         return slot
 
     def _note_met(self, request: Request) -> None:
-        self._known[request] = None
+        if not request.refills:
+            self._known[request] = None
         request.meet(self._live)
 
     def release(self, slot: Slot, after: torch.Event | None = None) -> None:
@@ -317,7 +319,7 @@ class BufferPool:
         self.reclaim()
         freed = [slot for slots in self._free.values() for slot in slots]
         self._free.clear()
-        self._own.clear()
+        self._own = {key: slot for key, slot in self._own.items() if key[2] and not self.owns}
         if self.arena.is_free():
             self._lacks |= self.arena.is_planned
             freed += self.arena.slots
@@ -341,10 +343,10 @@ class BufferPool:
             request.forget_met(self._live)
         self._lacks = True
 
-    def _make(self, nbytes: int) -> Slot:
+    def _make(self, nbytes: int, resizes: bool = False) -> Slot:
         memory = self._allocate(nbytes)
         with plainly():
-            slot = Slot(memory, self.memory.queued(), resizes=self.owns)
+            slot = Slot(memory, self.memory.queued(), resizes)
         self.addresses.add(slot)
         return slot
 

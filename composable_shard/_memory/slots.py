@@ -11,6 +11,7 @@ import torch
 from .._torch.core import address_of, plainly, to_keep
 
 Events = tuple[torch.Event, ...]
+RequestKey = tuple[str, int, bool, bool]  # the arguments of `Request`
 PlaceKey = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
 
 
@@ -65,16 +66,19 @@ class Request:
         name: the purpose, with a parameter's name.
         nbytes: size of the slot in bytes, a multiple of 512.
         backward: whether it is backward's request, of a purpose for which forward has one as well.
+        refills: whether views of its slot are to show what is gathered next, wherever that lies: the slot is the name's
+            own, and has memory only while it is leased.
         slot: its slot in the arena; None if it has none.
         met: all requests that were ever leased at the same time; None until it is leased for the first time.
     """
 
-    __slots__ = ("__weakref__", "backward", "met", "name", "nbytes", "slot")
+    __slots__ = ("__weakref__", "backward", "met", "name", "nbytes", "refills", "slot")
 
-    def __init__(self, name: str, nbytes: int, backward: bool = False) -> None:
+    def __init__(self, name: str, nbytes: int, backward: bool = False, refills: bool = False) -> None:
         self.name = name
         self.nbytes = nbytes
         self.backward = backward
+        self.refills = refills
         self.slot: Slot | None = None
         self.met: set[Request] | None = None
 

@@ -122,6 +122,12 @@ class ModuleEntries:
         self._set_places([*kept, *moved])
         self._install_anew()
 
+    def keep_carried(self) -> None:
+        """Put what packed parameters carry on the sharded ones again, which a conversion or a load has made anew."""
+        for param in self.params:
+            if param.carried is not None:
+                param.carried.keep(param.sharded)
+
     def check_kept(self) -> None:
         """Check that modules still have the tensors that were installed last.
 
@@ -157,6 +163,7 @@ class ModuleEntries:
             self.params[index].sharded = self._shards[index] = param
             if not torch.compiler.is_compiling():
                 self.params[index].fix_sizes()
+        self.keep_carried()
         self._install_anew()
         changed, self.converted = self.converted or tied or len(replaced) > 0, False
         return changed

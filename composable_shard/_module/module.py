@@ -121,6 +121,7 @@ class FSDPModule(Methods):
             return super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # past torch's own
         finally:
             for each in state.family:
+                each.entries.keep_carried()
                 each.entries.converted = True
             if state.bound is not None:
                 state.bound.engine.converted(state.groups)

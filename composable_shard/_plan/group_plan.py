@@ -36,6 +36,7 @@ class ParamPlan:
         stored, gathered, reduced: dtypes of its shard, its unsharded parameter, and its gradient in the reduction.
         trains: whether it gets a gradient.
         dim: the dim along which it is cut.
+        packed: whether its bytes are no numbers of its dtype, so that it is gathered apart from those that are.
     """
 
     fqn: str
@@ -45,6 +46,7 @@ class ParamPlan:
     reduced: torch.dtype
     trains: bool
     dim: int = 0
+    packed: bool = False
 
     @property
     def numel(self) -> int:
@@ -97,10 +99,10 @@ class GroupPlan:
         return self.fqn or ROOT_NAME
 
     def _by_dtype(self, dtypes: Iterable[torch.dtype], params: Sequence[ParamPlan]) -> list[_Members]:
-        """The shapes and the dims of the parameters of each dtype."""
-        members: dict[torch.dtype, _Members] = {}
+        """The shapes and the dims of the parameters of each dtype, packed ones apart."""
+        members: dict[tuple[torch.dtype, bool], _Members] = {}
         for dtype, param in zip(dtypes, params, strict=True):
-            of_dtype = members.setdefault(dtype, _Members(dtype, [], []))
+            of_dtype = members.setdefault((dtype, param.packed), _Members(dtype, [], []))
             of_dtype.shapes.append(param.shape)
             of_dtype.dims.append(param.dim)
         return list(members.values())
@@ -112,11 +114,11 @@ class GroupPlan:
     @functools.cached_property
     def gather_layouts(self) -> tuple[GatherLayout, ...]:
         """The layout of the gather of each dtype."""
+        kinds = dict.fromkeys((p.gathered, p.packed) for p in self.params)
+        wires = [None if packed else self.comm_policy.wire("gather", dtype) for dtype, packed in kinds]
         return tuple(
-            gather_layout(
-                shapes, self.shard_size, dtype.itemsize, dims, self.route, self.comm_policy.wire("gather", dtype)
-            )
-            for dtype, shapes, dims in self._gathered
+            gather_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route, wire)
+            for (dtype, shapes, dims), wire in zip(self._gathered, wires, strict=True)
         )
 
     @property
@@ -183,9 +185,8 @@ class GroupPlan:
     @property
     def moved(self) -> Moved:
         """Bytes that the group's collectives move."""
-        dtypes = dict.fromkeys(p.gathered for p in self.params)
-        layouts = zip(self.gather_layouts, dtypes, strict=True)
-        gather = tuple(layout.moved(dtype.itemsize) for layout, dtype in layouts) if self.route else ()
+        layouts = zip(self.gather_layouts, self._gathered, strict=True)
+        gather = tuple(layout.moved(of.dtype.itemsize) for layout, of in layouts) if self.route else ()
         reduce = tuple(layout.moved for _, layout in self._reduce_layouts)
         few = tuple(layout.total * dtype.itemsize for dtype, layout in self._resident_layouts())
         return Moved(self.shard_size, gather, reduce, self.small_size or 1, few)
@@ -274,7 +275,7 @@ def _dtype(param: ParamPlan) -> str:
     stored, gathered, reduced = (str(d).removeprefix("torch.") for d in (param.stored, param.gathered, param.reduced))
     text = stored if gathered == stored else f"{stored} as {gathered}"
     if not param.trains:
-        return f"{text} frozen"
+        return f"{text} packed" if param.packed else f"{text} frozen"
     return text if reduced == gathered else f"{text}, reduced as {reduced}"
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .._errors import CheckpointError
 from .._module.state import states_below
 from .._torch.distributed import dtensor_like
 from ._format.values import decode
@@ -80,6 +81,34 @@ def _finish(
         state.overwritten()
     if replaced or not own:
         module.load_state_dict(_spelled(module, {**tensors, **extra}), strict=False, assign=bool(replaced))
+    if not own:
+        _check_taken(module, tensors)
+
+
+def _check_taken(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """See that a module has taken what is not its own tensors, but was put into its state dict by it or by a hook.
+
+    Raises:
+        CheckpointError: it gives other values.
+    """
+    now = ModuleContent.of(module)
+    own = {plain_name(name) for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    beside = [name for name, value in tensors.items() if name not in own and name not in now.tied]
+    lost = [name for name in beside if name in now.values and not _equal(now.values[name], tensors[name])]
+    if lost:
+        raise CheckpointError(
+            f"{', '.join(lost[:20])}: the module was given these values and did not take them, so its weights are "
+            "loaded and this is not; they belong to weights that were quantized from others. Quantize the same weights "
+            "before the load, or load the adapters alone"
+        )
+
+
+def _equal(value: Any, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same bytes; not asked of those that ranks hold parts of."""
+    if isinstance(value, DTensor) or isinstance(other, DTensor):
+        return True
+    one, two = (each.detach().reshape(-1).contiguous().view(torch.uint8) for each in (value, other))
+    return value.dtype == other.dtype and torch.equal(one, two)
 
 
 def _load_extra(module: nn.Module, extra: dict[str, Any]) -> None:

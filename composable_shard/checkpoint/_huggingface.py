@@ -56,7 +56,8 @@ def export_safetensors(
     Args:
         path: a directory, which does not exist yet.
         model: sharded or not. Tied weights are written once, under their first name. Buffers are rank 0's.
-        dtype: of tensors of floating-point numbers in the files; by default they keep theirs.
+        dtype: of tensors of floating-point numbers in the files; by default they keep theirs, as packed weights always
+            do.
         max_shard_size: bytes of a file's tensors; a tensor that has more gets a file of its own.
         rename: gives for each name (FQN) the one in the files, or None to leave it out.
         adapter: name of a `peft` adapter ("default", say), to write its tensors alone, as `adapter_model.safetensors`
@@ -90,7 +91,7 @@ def export_safetensors(
         extra = {**extra, f"{stem}.safetensors.index.json": index}
     partial = ranks.first_alone(lambda: begin(directory))
     writer = _Writer(partial, parts) if held.ranks.leads else None
-    wanted = [Gathered.of(key, chosen[key].tensor, dtype) for part in parts for key in part.names]
+    wanted = [Gathered.of(key, chosen[key].tensor, chosen[key].as_kept(dtype)) for part in parts for key in part.names]
     try:
         cpu = torch.device("cpu")
         for key, full in gathered(wanted, held.ranks, limit=held.limit, lead_only=True, device=cpu):
@@ -209,7 +210,7 @@ def _chosen(held: Holdings, rename: Rename) -> dict[str, Held]:
 def _described(chosen: Mapping[str, Held], dtype: torch.dtype | None) -> list[Described]:
     described = []
     for name, each in chosen.items():
-        kept = each.tensor.dtype if dtype is None or not each.tensor.is_floating_point() else dtype
+        kept = each.as_kept(dtype)
         if kept not in SAFETENSORS:
             raise ShardConfigValueError(f"model: {each.name} has dtype {name_of(kept)}, which such files do not know")
         described.append((name, kept, tuple(each.tensor.shape)))

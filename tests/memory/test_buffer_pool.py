@@ -40,6 +40,28 @@ def make_pool(lane=None):
     return BufferPool(torch.device("cpu"), lane or Lane())
 
 
+def test_views_of_a_slot_that_refills_show_what_is_put_there_next_and_hold_no_memory_meanwhile():
+    pool = make_pool()
+    requests = pool.requests("packed", 1000, refills=True)
+    slot = pool.lease_for(requests[0])
+    view = slot.typed(torch.uint8)[:1000].view(10, 100)
+    slot.typed(torch.uint8, written=True)[:1000].fill_(1)
+    assert view.sum() == 1000
+    pool.release(slot)
+    assert view.untyped_storage().nbytes() == pool.held_bytes == pool.live_bytes == 0
+    other = pool.lease(4096, "other")
+    pool.backward = True
+    again = pool.lease_for(requests[1])
+    assert again is slot
+    again.typed(torch.uint8, written=True)[:1000].fill_(2)
+    assert view.sum() == 2000
+    pool.release(again)
+    pool.release(other)
+    pool.make_arena()
+    assert (pool.arena_bytes, pool.span_of(requests[0])) == (4096, None)
+    assert pool.lease_for(requests[0]) is slot
+
+
 def test_a_pool_tells_in_words_what_is_leased():
     pool = make_pool()
     seen = [repr(pool)]

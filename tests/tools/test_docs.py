@@ -168,6 +168,26 @@ def test_the_examples_about_optimizers_run():
     spmd(2)(body)
 
 
+def test_the_examples_about_quantized_weights_run(tmp_path, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "qlora.md"
+    examples = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert len(examples) == 3
+
+    def body(world):
+        names = {}
+        for example in examples:
+            exec(compile(example, str(page), "exec"), names)
+        first, last = names["losses"][0], names["losses"][-1]
+        model, x = names["model"], names["x"]
+        assert last < first
+        return (model(x) - x[:, :8]).square().mean().item(), last
+
+    merged, before = spmd(2)(body)[0]
+    assert abs(merged - before) < 0.5 * before
+
+
 def test_the_picture_on_the_first_page_is_made_by_the_script_beside_it():
     text = README.read_text()
     (picture,) = re.findall(r"!\[[^\]]*\]\(docs/(\w+\.png)\)", text)

@@ -37,7 +37,8 @@ def full_parameters(
             torch.nn.init.orthogonal_(model.head.weight)
 
     Entering is a collective: all ranks must enter. Within, `module.named_parameters()` gives plain `nn.Parameter`s with
-    `requires_grad` as before, whose tied weights stay tied; optimizers and `state_dict()` keep the sharded ones.
+    `requires_grad` as before, whose tied weights stay tied; optimizers and `state_dict()` keep the sharded ones. Packed
+    (quantized) ones are of their own class again, with all that belongs to them; new ones may be put in their places.
     Gradients are not handled: the full parameters have none. The memory of all these parameters is needed in full.
 
     Behind, the same sharded parameter objects are back, also after an error in the body; values are written back only
@@ -134,7 +135,10 @@ def _places(module: nn.Module, held: Holdings, recurse: bool) -> list[_Place]:
 
 
 def _shown(full: torch.Tensor, held: Held) -> nn.Parameter:
-    param = nn.Parameter(full, requires_grad=held.tensor.requires_grad)
+    if held.carried is not None:
+        param = held.carried.whole(full, held.tensor)
+    else:
+        param = nn.Parameter(full, requires_grad=held.tensor.requires_grad)
     setattr(param, _SHOWN, True)
     return param
 
@@ -161,3 +165,5 @@ def _write(values: Mapping[Held, torch.Tensor | None], states: list[ShardState])
         for each, value in values.items():
             assert value is not None
             each.local.copy_(each.piece_of(value.detach()))
+            if each.carried is not None:
+                each.carried.take(each.tensor, value)

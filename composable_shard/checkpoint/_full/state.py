@@ -30,7 +30,7 @@ def full_state_dict(
         rank0_only: whether rank 0 alone gets the tensors; the others get an empty dict and hold no copy. Where the
             model lives on some ranks only, as a pipeline's stage does, the first of these takes the part of rank 0.
         cpu_offload: whether the tensors are on the CPU; else they are on the device on which the ranks compute.
-        dtype: cast tensors of floating-point numbers; by default they keep theirs.
+        dtype: cast tensors of floating-point numbers; by default they keep theirs, as packed weights always do.
 
     Returns:
         full tensors by name (FQN), in the order of `model.state_dict()`, each with memory of its own. Names that share
@@ -43,7 +43,7 @@ def full_state_dict(
     held = Holdings(model)
     held.check_material("full_state_dict")
     device = torch.device("cpu") if cpu_offload else None
-    parts = [Part.of(each.name, each.tensor, dtype) for each in held.once()]
+    parts = [Part.of(each.name, each.tensor, each.as_kept(dtype)) for each in held.once()]
     full = dict(gathered(parts, held.ranks, limit=held.limit, lead_only=rank0_only, device=device))
     if rank0_only and not held.ranks.leads:
         return {}
@@ -62,7 +62,7 @@ def iter_full_state(model: nn.Module, *, dtype: torch.dtype | None = None) -> It
 
     Args:
         model: the model.
-        dtype: cast tensors of floating-point numbers; by default they keep theirs.
+        dtype: cast tensors of floating-point numbers; by default they keep theirs, as packed weights always do.
 
     Yields:
         name (FQN) and full tensor, in the order of `model.state_dict()`; a tied weight once, under its first name.
@@ -72,7 +72,7 @@ def iter_full_state(model: nn.Module, *, dtype: torch.dtype | None = None) -> It
     """
     held = Holdings(model)
     held.check_material("iter_full_state")
-    parts = [Part.of(each.name, each.tensor, dtype) for each in held.once()]
+    parts = [Part.of(each.name, each.tensor, each.as_kept(dtype)) for each in held.once()]
     return gathered(parts, held.ranks, limit=held.limit, lead_only=False, device=None)
 
 

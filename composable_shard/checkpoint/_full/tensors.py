@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..._comm.mesh import MeshInfo, compute_device
 from ..._errors import CheckpointError
+from ..._group.packed import Carried
 from ..._group.param import ShardedParam
 from ..._module.state_dict import states_with_parameters_in
 from ..._torch.core import storage_id
@@ -58,7 +59,7 @@ class Held:
         first: the first of its names; another one than `name` if weights are tied.
         cut: how it is cut, if one axis of a mesh cuts it.
         owner: what this library knows of it, if it has sharded it.
-        is_param: whether it is a parameter.
+        is_param, is_buffer: whether it is a parameter, or a buffer.
     """
 
     name: str
@@ -68,6 +69,21 @@ class Held:
     cut: Cut | None
     owner: Owner | None
     is_param: bool
+    is_buffer: bool = False
+
+    @property
+    def carried(self) -> Carried | None:
+        """What it carries besides its data if it is a packed parameter."""
+        return None if self.owner is None else self.owner.param.carried
+
+    def as_kept(self, dtype: torch.dtype | None) -> torch.dtype:
+        """The dtype that it has where all floating-point numbers are cast to `dtype`, which packed bytes are not.
+
+        Nor are tensors that a module has put into its state dict beside its own, such as the scales of such bytes.
+        """
+        beside = not self.is_param and not self.is_buffer
+        kept = dtype is None or not self.tensor.is_floating_point() or beside or self.carried is not None
+        return self.tensor.dtype if kept or dtype is None else dtype
 
     @property
     def local(self) -> torch.Tensor:
@@ -145,7 +161,8 @@ class Holdings:
                     self.tensors[name] = replace(param, key=key)
                 else:
                     first = firsts.setdefault(id(buffers.get(name, value)), name)
-                    self.tensors[name] = Held(name, key, value, first, cut_of(value), None, False)
+                    is_buffer = name in buffers or name in self.params  # or what a hook has made of a parameter
+                    self.tensors[name] = Held(name, key, value, first, cut_of(value), None, False, is_buffer)
         self.ranks = ModelRanks(meshes_of(held.tensor for held in self.tensors.values()))
         self.limit = limit_of(model, CPU_LIMIT if self.ranks.device.type == "cpu" else LIMIT)
 
