@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import composable_shard as cs
 from _packed import Block, Packed4Linear, Packed8Linear, Quantized, batch, bits, shard
 from _pool import distributed, more, simulated
-from _sides import assert_alike, models_of, optimizers_of
+from _sides import models_of, optimizers_of
 from _stepping import engine_of
 
 STORAGES = [torch.uint8, torch.bfloat16, torch.float16, torch.float32, more(torch.int32), more(torch.int8)]
@@ -199,7 +199,9 @@ def test_packed_weights_in_one_full_graph(rank, world, storage, backend):
             optimizers[name].step()
             optimizers[name].zero_grad()
     assert_bits(models)
-    assert_alike(models)
+    for name, param in models["plain"].named_parameters():
+        if param.requires_grad:  # as numbers, packed bits may be NaN, which is no equal of itself
+            assert torch.equal(models["ours"].get_parameter(name).full_tensor(), param), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -211,6 +213,20 @@ def test_packed_weights_in_blocks_that_are_compiled_alone(rank, world, kind):
     for block in models["ours"].blocks:
         block.compile(backend="aot_eager")
     train(models, steps=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@simulated(world=2)
+def test_packed_weights_are_not_rounded_where_others_travel_in_fewer_bits(rank, world, kind):
+    models = sides(partial(Quantized, KINDS[kind]))
+    ours = models["ours"]
+    ours.set_comm_policy(cs.CommPolicy(gather="int8"))
+    for step in range(2):
+        outputs = [model(batch(step)) for model in models.values()]
+        assert not torch.equal(*outputs)  # adapters are rounded
+        torch.testing.assert_close(*outputs, rtol=0.1, atol=0.1)
+        outputs[1].square().mean().backward()
+        assert_bits(models)
 
 
 @pytest.mark.parametrize("change", ["dtype", "assign", "copy"])
@@ -306,4 +322,3 @@ def test_layers_of_this_file_do_train():
     block = Block(Packed8Linear, 8, 8, trains=True)
     block(torch.randn(2, 8)).sum().backward()
     assert block.first.down.weight.grad is not None
-    assert_alike({"plain": block})
