@@ -169,7 +169,6 @@ def test_the_examples_about_optimizers_run():
 
 
 def test_the_examples_about_quantized_weights_run(tmp_path, monkeypatch):
-    pytest.importorskip("bitsandbytes")
     monkeypatch.chdir(tmp_path)
     page = ROOT / "docs" / "qlora.md"
     examples = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
