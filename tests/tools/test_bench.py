@@ -526,3 +526,16 @@ def test_compile_prints_its_four_tables_and_writes_json(tmp_path: Path) -> None:
     assert ",".join(memory) == engines
     assert memory["compute-whole"]["model"] >= 2 * memory["ours-whole"]["model"] > 0
     assert all(result["live"] > 0 for result in memory.values())
+
+
+@pytest.mark.timeout(360)
+@pytest.mark.matrix
+def test_adapters_over_a_base_in_four_bits_are_measured_beside_fsdp2(tmp_path: Path) -> None:
+    file = tmp_path / "qlora.json"
+    few = ["--size=tiny", "--bases=nf4", "--engines=ours,fsdp2", "--repeats=1", "--steps=1"]
+    shown = bench("qlora.py", *few, f"--json={file}", limit_s=340.0)
+    assert "received a step, MB" in shown
+    ours, fsdp2 = read(file)["results"]
+    assert ours["loss"] == fsdp2["loss"]
+    assert ours["ratios"]["received_mb"]["median"] == pytest.approx(1, rel=0.02)
+    assert fsdp2["ratios"]["peak_mb"]["median"] == 1
