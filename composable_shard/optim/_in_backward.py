@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from .._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .._module.state import states_below
+from .._torch.loss_scaling import in_scaled_backward, note_scaled_losses
 from .._torch.distributed import local_tensor, sum_over_ranks
 from ._checks import check_steps_once, check_unchanged, title_of
 from ._matrices import shard_of
@@ -22,10 +24,22 @@ from ._owned import Owned
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 GROUP, DELAYED = "group", "delayed"
+BUCKET_BYTES = 32 << 20
 _TINY = 1e-6  # as in `clip_grad_norm_`
+_SCALED = (
+    "in_backward: a GradScaler looks for infinities when all gradients are there, to leave a step out, and in_backward "
+    "steps before that, with scaled gradients; train in bfloat16 without a scaler, or use an ordinary optimizer"
+)
 
 
-def in_backward(model: nn.Module, make: Make, *, max_norm: float | None = None, norm_of: str = GROUP) -> InBackward:
+def in_backward(
+    model: nn.Module,
+    make: Make,
+    *,
+    max_norm: float | None = None,
+    norm_of: str = GROUP,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> InBackward:
     """Step each group of parameters inside of backward, as soon as its gradients are reduced, and free these at once.
 
     So the gradients of all groups never exist together::
@@ -48,16 +62,20 @@ def in_backward(model: nn.Module, make: Make, *, max_norm: float | None = None, 
         max_norm: gradients are scaled so that their norm, over all ranks, is at most this; None for no clipping.
         norm_of: which norm. ``"group"``: that of the gradients of each group. ``"delayed"``: that of all gradients of
             the step before, since that of this one is known only when all are gone; the first step is not clipped.
+        bucket_bytes: a large group is stepped in parts, each as soon as this many bytes of its gradients are there, so
+            that fewer live at once; 0 steps each parameter by itself. A group that is clipped by its own norm is
+            stepped as a whole.
 
     Raises:
         ShardConfigTypeError: `make` makes no optimizer, or one that cannot step a group at a time.
         ShardConfigValueError: an argument cannot be.
+        ShardConfigStateError: raised in backward, before any weight is changed, if a `GradScaler` has scaled the loss.
     """
-    return InBackward(model, make, max_norm=max_norm, norm_of=norm_of)
+    return InBackward(model, make, max_norm=max_norm, norm_of=norm_of, bucket_bytes=bucket_bytes)
 
 
 class _Unit:
-    """A group of parameters that are stepped together.
+    """A group of parameters that are stepped together, or in parts.
 
     Args:
         params: of the group.
@@ -69,11 +87,31 @@ class _Unit:
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self.params = params
         self.waiting: dict[torch.Tensor, None] = {}
+        self._seen: set[torch.Tensor] = set()  # those whose gradient has been there in this backward
+        self._nbytes = 0  # of the gradients that wait
 
-    def take(self, param: torch.Tensor) -> bool:
-        """A gradient is there; returns whether it was the last one."""
+    def take(self, param: torch.Tensor, bucket_bytes: float) -> bool:
+        """A gradient is there; returns whether those that wait are to be stepped now."""
         self.waiting[param] = None
-        return len(self.waiting) >= sum(map(_trains, self.params))
+        self._seen.add(param)
+        self._nbytes += shard_of(param).nbytes
+        return self._nbytes >= bucket_bytes or self.is_complete
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all gradients have been there."""
+        return len(self._seen) >= sum(map(_trains, self.params))
+
+    def give(self) -> list[torch.Tensor]:
+        """The parameters that wait and have a gradient; they wait no longer."""
+        given = [param for param in self.waiting if param.grad is not None]
+        self.waiting.clear()
+        self._nbytes = 0
+        return given
+
+    def begin(self) -> None:
+        """No more gradients will come in this backward."""
+        self._seen.clear()
 
 
 def _units_of(model: nn.Module, stepped: set[torch.Tensor]) -> list[_Unit]:
@@ -105,9 +143,18 @@ class InBackward(Optimizer):
             first step, and without ``norm_of="delayed"``.
     """
 
-    def __init__(self, model: nn.Module, make: Make, *, max_norm: float | None = None, norm_of: str = GROUP) -> None:
-        _check_arguments(max_norm, norm_of)
+    def __init__(
+        self,
+        model: nn.Module,
+        make: Make,
+        *,
+        max_norm: float | None = None,
+        norm_of: str = GROUP,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        _check_arguments(max_norm, norm_of, bucket_bytes)
         self._max_norm, self._delays = max_norm, norm_of == DELAYED
+        self._bucket_bytes = bucket_bytes if max_norm is None or self._delays else math.inf
         self.last_norm: torch.Tensor | None = None
         self._norms = _Norms()
         self._inner = _made(make, model)
@@ -118,6 +165,7 @@ class InBackward(Optimizer):
         self._open: _Unit | None = None  # in which a gradient has come last
         stepped = {param for group in self.param_groups for param in group["params"]}
         self._units = {param: unit for unit in _units_of(model, stepped) for param in unit.params}
+        note_scaled_losses()
         hooked = list(filter(_trains, _sharded_of(self._units)))
         self._handles = [param.register_post_accumulate_grad_hook(self._arrived) for param in hooked]  # type: ignore[no-untyped-call]
 
@@ -133,19 +181,26 @@ class InBackward(Optimizer):
         """The gradient of a parameter is there."""
         if self._accumulates:
             return
+        if in_scaled_backward():
+            raise ShardConfigStateError(_SCALED)
         unit = self._units[param]
         if self._open is not None and self._open is not unit:
-            self._flush(self._open)  # it lacks gradients that will not come
+            self._close(self._open)  # it lacks gradients that will not come
         self._open = unit
-        if unit.take(param):
+        if unit.take(param, self._bucket_bytes):
             self._flush(unit)
+            if unit.is_complete:
+                self._close(unit)
+
+    def _close(self, unit: _Unit) -> None:
+        """Step what still waits in a group that is over."""
+        self._open = None
+        self._flush(unit)
+        unit.begin()
 
     def _flush(self, unit: _Unit) -> None:
         """Step what has a gradient in a group, and free it."""
-        self._open = None
-        params = [param for param in unit.waiting if param.grad is not None]
-        unit.waiting.clear()
-        if params:
+        if params := unit.give():
             self._step_some(params)
 
     @torch.no_grad()
@@ -206,7 +261,7 @@ class InBackward(Optimizer):
         self._open = None
         for unit in dict.fromkeys(self._units.values()):
             unit.waiting.update(dict.fromkeys(unit.params))
-            self._flush(unit)
+            self._close(unit)
         if self._max_norm is not None and self._delays:
             self.last_norm, self._norms = self._norms.total(), _Norms()
         return loss
@@ -235,10 +290,7 @@ class InBackward(Optimizer):
         Raises:
             ShardConfigStateError: always.
         """
-        raise ShardConfigStateError(
-            "in_backward: a GradScaler looks for infinities when all gradients are there, and in_backward has stepped "
-            "with scaled ones by then; train in bfloat16 without a scaler, or use an ordinary optimizer"
-        )
+        raise ShardConfigStateError(_SCALED)
 
 
 class _Norms:
@@ -279,11 +331,13 @@ def _scale(params: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) 
         gradient.mul_(factor.to(gradient.device))
 
 
-def _check_arguments(max_norm: float | None, norm_of: str) -> None:
+def _check_arguments(max_norm: float | None, norm_of: str, bucket_bytes: int) -> None:
     if max_norm is not None and not max_norm > 0:
         raise ShardConfigValueError(f"max_norm: must be positive, or None for no clipping; got {max_norm!r}")
     if norm_of not in (GROUP, DELAYED):
         raise ShardConfigValueError(f"norm_of: must be {GROUP!r} or {DELAYED!r}, got {norm_of!r}")
+    if not bucket_bytes >= 0:
+        raise ShardConfigValueError(f"bucket_bytes: must be a number of bytes, 0 or more; got {bucket_bytes!r}")
 
 
 def _made(make: Make, model: nn.Module) -> Optimizer:
