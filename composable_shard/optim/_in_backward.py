@@ -19,12 +19,12 @@ from .._module.state import states_below
 from .._torch.loss_scaling import in_scaled_backward, note_scaled_losses
 from .._torch.distributed import local_tensor, sum_over_ranks
 from ._checks import check_steps_once, check_unchanged, title_of
+from ._layout import most_bytes
 from ._matrices import shard_of
 from ._owned import Owned
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 GROUP, DELAYED = "group", "delayed"
-BUCKET_BYTES = 32 << 20
 _TINY = 1e-6  # as in `clip_grad_norm_`
 _SCALED = (
     "in_backward: a GradScaler looks for infinities when all gradients are there, to leave a step out, and in_backward "
@@ -38,7 +38,7 @@ def in_backward(
     *,
     max_norm: float | None = None,
     norm_of: str = GROUP,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
 ) -> InBackward:
     """Step each group of parameters inside of backward, as soon as its gradients are reduced, and free these at once.
 
@@ -62,9 +62,9 @@ def in_backward(
         max_norm: gradients are scaled so that their norm, over all ranks, is at most this; None for no clipping.
         norm_of: which norm. ``"group"``: that of the gradients of each group. ``"delayed"``: that of all gradients of
             the step before, since that of this one is known only when all are gone; the first step is not clipped.
-        bucket_bytes: a large group is stepped in parts, each as soon as this many bytes of its gradients are there, so
-            that fewer live at once; 0 steps each parameter by itself. A group that is clipped by its own norm is
-            stepped as a whole.
+        bucket_bytes: so many bytes of gradients live at once on a rank, at most: a group that has more is stepped in
+            parts. Default: those of the largest parameter, which is the least; 0 steps each parameter by itself. A
+            group that is clipped by its own norm is stepped as a whole.
 
     Raises:
         ShardConfigTypeError: `make` makes no optimizer, or one that cannot step a group at a time.
@@ -82,20 +82,32 @@ class _Unit:
 
     Attributes:
         waiting: those whose gradient is there.
+        most: bytes of gradients that may wait.
     """
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self.params = params
         self.waiting: dict[torch.Tensor, None] = {}
+        self.most = math.inf
         self._seen: set[torch.Tensor] = set()  # those whose gradient has been there in this backward
         self._nbytes = 0  # of the gradients that wait
+        self._sizes = {param: most_bytes(param) for param in params}
 
-    def take(self, param: torch.Tensor, bucket_bytes: float) -> bool:
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest gradient, alike on all ranks."""
+        return max(self._sizes.values(), default=0)
+
+    def leave_room(self, bucket_bytes: int) -> None:
+        """Let so few gradients wait that they and one more have this many bytes, at most."""
+        self.most = max(bucket_bytes - self.largest, 0)
+
+    def take(self, param: torch.Tensor) -> bool:
         """A gradient is there; returns whether those that wait are to be stepped now."""
         self.waiting[param] = None
         self._seen.add(param)
-        self._nbytes += shard_of(param).nbytes
-        return self._nbytes >= bucket_bytes or self.is_complete
+        self._nbytes += self._sizes[param]
+        return self._nbytes > self.most or self.is_complete
 
     @property
     def is_complete(self) -> bool:
@@ -150,11 +162,10 @@ class InBackward(Optimizer):
         *,
         max_norm: float | None = None,
         norm_of: str = GROUP,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
     ) -> None:
         _check_arguments(max_norm, norm_of, bucket_bytes)
         self._max_norm, self._delays = max_norm, norm_of == DELAYED
-        self._bucket_bytes = bucket_bytes if max_norm is None or self._delays else math.inf
         self.last_norm: torch.Tensor | None = None
         self._norms = _Norms()
         self._inner = _made(make, model)
@@ -165,6 +176,11 @@ class InBackward(Optimizer):
         self._open: _Unit | None = None  # in which a gradient has come last
         stepped = {param for group in self.param_groups for param in group["params"]}
         self._units = {param: unit for unit in _units_of(model, stepped) for param in unit.params}
+        if max_norm is None or self._delays:
+            units = {*self._units.values()}
+            least = max([unit.largest for unit in units], default=0)
+            for unit in units:
+                unit.leave_room(least if bucket_bytes is None else bucket_bytes)
         note_scaled_losses()
         hooked = list(filter(_trains, _sharded_of(self._units)))
         self._handles = [param.register_post_accumulate_grad_hook(self._arrived) for param in hooked]  # type: ignore[no-untyped-call]
@@ -187,7 +203,7 @@ class InBackward(Optimizer):
         if self._open is not None and self._open is not unit:
             self._close(self._open)  # it lacks gradients that will not come
         self._open = unit
-        if unit.take(param, self._bucket_bytes):
+        if unit.take(param):
             self._flush(unit)
             if unit.is_complete:
                 self._close(unit)
@@ -331,13 +347,15 @@ def _scale(params: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) 
         gradient.mul_(factor.to(gradient.device))
 
 
-def _check_arguments(max_norm: float | None, norm_of: str, bucket_bytes: int) -> None:
+def _check_arguments(max_norm: float | None, norm_of: str, bucket_bytes: int | None) -> None:
     if max_norm is not None and not max_norm > 0:
         raise ShardConfigValueError(f"max_norm: must be positive, or None for no clipping; got {max_norm!r}")
     if norm_of not in (GROUP, DELAYED):
         raise ShardConfigValueError(f"norm_of: must be {GROUP!r} or {DELAYED!r}, got {norm_of!r}")
-    if not bucket_bytes >= 0:
-        raise ShardConfigValueError(f"bucket_bytes: must be a number of bytes, 0 or more; got {bucket_bytes!r}")
+    if bucket_bytes is not None and not bucket_bytes >= 0:
+        raise ShardConfigValueError(
+            f"bucket_bytes: must be a number of bytes, 0 or more, or None; got {bucket_bytes!r}"
+        )
 
 
 def _made(make: Make, model: nn.Module) -> Optimizer:

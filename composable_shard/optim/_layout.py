@@ -101,6 +101,14 @@ def whole_box(shape: Sequence[int]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
+def most_bytes(param: torch.Tensor) -> int:
+    """Bytes of the largest part of a parameter that any rank holds."""
+    if not isinstance(param, DTensor):
+        return param.nbytes
+    placed = tuple(param.placements)
+    return _box(tuple(param.shape), param.device_mesh, placed, [0] * len(placed)).numel * param.dtype.itemsize
+
+
 def layout_of(name: str, param: torch.Tensor) -> Layout:
     """How a parameter is cut. Where several axes of its mesh cut it, all ranks of the world must call this.
 
