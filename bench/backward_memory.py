@@ -4,10 +4,9 @@
     python bench/backward_memory.py --shape llama3-8b --world 8,128
 
 Rank 0 of a world of torch's fake process group trains a decoder in float32 with AdamW under fake tensors. Counted are
-the bytes of `.grad` of all shards, whenever one is set and before the step, those of the memory in which they lie, which
-the gradients of a group share, and those of all storages (`_live_bytes.py`), in the third step: at most, and behind
-backward. FSDP2 steps inside of backward by a hook and an
-optimizer for each parameter.
+the bytes of `.grad` of all shards, whenever one is set and before the step; those of the memory in which they lie,
+which the gradients of a group share; and those of all storages (`_live_bytes.py`). All are of the third step: at most,
+and behind backward. FSDP2 steps inside of backward by a hook and an optimizer for each parameter.
 """
 
 import argparse
@@ -41,7 +40,7 @@ TIMEOUT_S = 1800
 
 @dataclass(frozen=True)
 class BackwardMemoryResult:
-    """Bytes of one rank: of gradients that live at once at most, of the memory in which they lie, and of all that lives.
+    """Bytes of one rank: of gradients that live at once at most, of their memory, and of all that lives.
 
     `ratio` and `peak_ratio` are the first two over those of FSDP2's ordinary step in the same world.
     """

@@ -59,7 +59,7 @@ class Layout:
 
     Attributes:
         shapes: the unsharded shapes.
-        dims: along which dim each is cut.
+        dims, rows: along which dim each is cut, and of how many rows the cuts are multiples.
         keeps: whether each is gathered in the dtype in which it is stored.
         world: number of pieces of each parameter.
         rank: the first rank that has pieces of the shapes of this rank's: such ranks share compiled code.
@@ -70,6 +70,7 @@ class Layout:
 
     shapes: tuple[tuple[int, ...], ...]
     dims: tuple[int, ...]
+    rows: tuple[int, ...]
     keeps: tuple[bool, ...]
     world: int
     rank: int
@@ -90,7 +91,7 @@ class Layout:
     @functools.cached_property
     def params(self) -> tuple[ParamLayout, ...]:
         """Where the parameters would lie in one bucket."""
-        return bucket_layout(self.shapes, self.world, dims=self.dims).params
+        return bucket_layout(self.shapes, self.world, dims=self.dims, rows=self.rows).params
 
     def room_for_weights(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors for the unsharded parameters."""
@@ -112,7 +113,11 @@ class Layout:
         reduced = {index: self.options.reduce_dtype(dtype) for index, dtype in zip(wanted, dtypes, strict=True)}
         for bucket in {*reduced.values()}:
             members = [index for index in wanted if reduced[index] is bucket]
-            placed = bucket_layout([self.shapes[i] for i in members], self.world, dims=[self.dims[i] for i in members])
+            shapes, cuts = (
+                [self.shapes[i] for i in members],
+                [[of[i] for i in members] for of in (self.dims, self.rows)],
+            )
+            placed = bucket_layout(shapes, self.world, None, *cuts)
             offsets.update(zip(members, (param.offset for param in placed.params), strict=True))
         pieces: list[torch.Tensor] = []
         for index, dtype in zip(wanted, dtypes, strict=True):

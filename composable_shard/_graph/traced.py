@@ -29,6 +29,7 @@ from .._group.phases import SHARDED
 from .._plan.layout import first_alike
 from .._policies import Comms, Options, Settings
 from .._torch.core import GRAPHS_GIVE_NONE, any_gradient_hooks, queue_backward_callback, with_side_effects
+from .._torch.ragged import DISPATCHES
 from . import registry
 from .edits import edited, watch_edits
 from .operators import KEEP, REDUCE, TAKE, Layout
@@ -71,12 +72,14 @@ class TracedGroup:
         self._group: weakref.ref[ParamGroup] | None = None
         self._between_steps: weakref.WeakMethod[Callable[[], None]] | None = None
         self._replicated = info.replicate_size > 1
+        ranks = info.shard_size, info.shard_rank
         layout = Layout(
             shapes=tuple(param.shape for param in params),
             dims=tuple(param.dim for param in params),
+            rows=tuple(param.rows for param in params),
             keeps=tuple(param.keeps_dtype for param in params),
             world=info.shard_size,
-            rank=first_alike([p.shape[p.dim] for p in params], info.shard_size, info.shard_rank),
+            rank=first_alike([p.shape[p.dim] for p in params], *ranks, [p.rows for p in params]),
             replicates=self._replicated,
             device=str(info.device) if info.offloads else "",
             options=Options(mp_policy=settings.current.mp_policy),
@@ -154,11 +157,19 @@ class TracedGroup:
         return self._call(shards, again=False)
 
     def _call(self, shards: Sequence[torch.Tensor], again: bool) -> tuple[torch.Tensor, ...]:
+        self._check_placements()
         options = self._settings.current
         how = self.key, self._fate(), again, options.divide_factor, options.only_sums
         return tuple(
             torch.ops.composable_shard.unshard([cast(DTensor, shard).to_local() for shard in shards], self._tag, *how)
         )
+
+    def _check_placements(self) -> None:
+        if not DISPATCHES and (names := [param.fqn for param in self._params if param.rows > 1]):
+            raise ShardConfigStateError(
+                f"torch.compile: parameter {names[0]} is placed by Ragged, whose gradients compiled graphs give from "
+                f"torch 2.13 on, this is {torch.__version__}; shard it by Shard(0), or do not compile"
+            )
 
     def _fate(self) -> int:
         if not self._settings.current.requires_gradient_sync:

@@ -328,7 +328,7 @@ class GatherBucket(Bucket):
     ) -> None:
         shapes, dims = list(map(_shape, params)), list(map(_dim, params))
         route = None if transport is None else transport.route
-        layout = gather_layout(shapes, info.shard_size, dtype.itemsize, dims, route)
+        layout = gather_layout(shapes, info.shard_size, dtype.itemsize, dims, route, [p.rows for p in params])
         super().__init__(params, dtype, group, Faces(dtype, layout.places))
         offloads = info.offloads
         pieces = list(map(local_tensor, self._sharded))

@@ -41,6 +41,9 @@ class Reducible(Protocol):
     def dim(self) -> int: ...
 
     @property
+    def rows(self) -> int: ...
+
+    @property
     def dtype(self) -> torch.dtype: ...
 
 
@@ -162,7 +165,9 @@ class ReduceBucket:
         self._mean, self._divide_before, self._divide_after = _division(dtype, info, transports, options)
         shapes, dims = [p.shape for p in params], [p.dim for p in params]
         route = None if self._shard is None else self._shard.route
-        self._layout = layout = reduce_layout(shapes, info.shard_size, dtype.itemsize, dims, route, slots)
+        self._layout = layout = reduce_layout(
+            shapes, info.shard_size, dtype.itemsize, dims, route, slots, [p.rows for p in params]
+        )
         self._has_all = indices == list(range(len(indices)))
         stored = [param.dtype for param in params]
         self._copies = GradientCopies(layout, dtype, stored, info.shard_rank, info.device, lane.streams)

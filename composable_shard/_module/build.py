@@ -213,6 +213,7 @@ def _describe(fqn: str, asked: Declaration, is_root: bool, transports: Transport
                 reduced=options.reduce_dtype(p.dtype),
                 trains=p.sharded.requires_grad,
                 dim=p.dim,
+                rows=p.rows,
             )
             for p in asked.params
         ),

@@ -34,6 +34,7 @@ class ParamPlan:
         stored, gathered, reduced: dtypes of its shard, its unsharded parameter, and its gradient in the reduction.
         trains: whether it gets a gradient.
         dim: the dim along which it is cut.
+        rows: of which the cuts are multiples.
     """
 
     fqn: str
@@ -43,6 +44,7 @@ class ParamPlan:
     reduced: torch.dtype
     trains: bool
     dim: int = 0
+    rows: int = 1
 
     @property
     def numel(self) -> int:
@@ -51,11 +53,12 @@ class ParamPlan:
 
 
 class _Members(NamedTuple):
-    """The shapes of parameters of one dtype, and the dims along which they are cut."""
+    """The shapes of parameters of one dtype, along which dims they are cut, and at multiples of how many rows."""
 
     dtype: torch.dtype
     shapes: list[tuple[int, ...]]
     dims: list[int]
+    rows: list[int]
 
 
 @dataclass(frozen=True)
@@ -93,12 +96,13 @@ class GroupPlan:
         return self.fqn or ROOT_NAME
 
     def _by_dtype(self, dtypes: Iterable[torch.dtype], params: Sequence[ParamPlan]) -> list[_Members]:
-        """The shapes and the dims of the parameters of each dtype."""
+        """The parameters of each dtype."""
         members: dict[torch.dtype, _Members] = {}
         for dtype, param in zip(dtypes, params, strict=True):
-            of_dtype = members.setdefault(dtype, _Members(dtype, [], []))
+            of_dtype = members.setdefault(dtype, _Members(dtype, [], [], []))
             of_dtype.shapes.append(param.shape)
             of_dtype.dims.append(param.dim)
+            of_dtype.rows.append(param.rows)
         return list(members.values())
 
     @property
@@ -109,8 +113,8 @@ class GroupPlan:
     def gather_layouts(self) -> tuple[GatherLayout, ...]:
         """The layout of the gather of each dtype."""
         return tuple(
-            gather_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route)
-            for dtype, shapes, dims in self._gathered
+            gather_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route, rows)
+            for dtype, shapes, dims, rows in self._gathered
         )
 
     @property
@@ -132,7 +136,7 @@ class GroupPlan:
         """By dtype, the bucket in which a few ranks share the weights and gather them again; none if they do not."""
         members = self._gathered if self.small_size else ()
         return [
-            (dtype, bucket_layout(shapes, self.small_size, dtype.itemsize, dims)) for dtype, shapes, dims in members
+            (dtype, bucket_layout(shapes, self.small_size, dtype.itemsize, dims)) for dtype, shapes, dims, _ in members
         ]
 
     @property
@@ -143,8 +147,8 @@ class GroupPlan:
         slots = [layout.nbytes for layout in self.gather_layouts]
         trained = [p for p in self.params if p.trains]
         return tuple(
-            (dtype, reduce_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route, slots))
-            for dtype, shapes, dims in self._by_dtype([p.reduced for p in trained], trained)
+            (dtype, reduce_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route, slots, rows))
+            for dtype, shapes, dims, rows in self._by_dtype([p.reduced for p in trained], trained)
         )
 
     @functools.cached_property
@@ -183,7 +187,7 @@ class GroupPlan:
     def shard_bytes(self) -> int:
         """Bytes of the stored shards of a rank with full pieces."""
         shapes, dims = [p.shape for p in self.params], [p.dim for p in self.params]
-        layout = bucket_layout(shapes, self.shard_size, dims=dims)
+        layout = bucket_layout(shapes, self.shard_size, dims=dims, rows=[p.rows for p in self.params])
         return sum(at.piece * p.stored.itemsize for at, p in zip(layout.params, self.params, strict=True))
 
     @property

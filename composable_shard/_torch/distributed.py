@@ -42,6 +42,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from .._errors import MixedShardingError
+from .ragged import RaggedTensor, is_ragged, own_rows_of, ragged_tensor
 
 T = TypeVar("T")
 
@@ -216,7 +217,12 @@ new_dtensor: Callable[[torch.Tensor, Any], DTensor] = functools.partial(DTensor.
 
 def dtensor_like(reference: torch.Tensor, local: torch.Tensor) -> DTensor:
     """A DTensor over `local` with the layout of `reference`."""
-    return new_dtensor(local, spec_of(reference))
+    return (ragged_tensor if type(reference) is RaggedTensor else new_dtensor)(local, spec_of(reference))
+
+
+def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
+    """A DTensor of the class that its placements want."""
+    return (ragged_tensor if is_ragged(spec.placements) else new_dtensor)(local, spec)
 
 
 def dtensor_at(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], like: torch.Tensor) -> DTensor:
@@ -225,11 +231,14 @@ def dtensor_at(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any],
     `DTensor.from_local` would move it to the mesh's device, and so take offloaded shards back to the accelerator.
     """
     meta = TensorMeta(torch.Size(like.shape), like.stride(), local.dtype)
-    return new_dtensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta))
+    return dtensor_of(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta))
 
 
 def own_slices(tensor: DTensor) -> tuple[slice, ...]:
     """Where this rank's part of a DTensor lies in the full tensor; no axis may hold a partial sum."""
+    if is_ragged(tensor.placements):
+        begin, rows = own_rows_of(tensor.shape[0], tensor.device_mesh, tensor.placements)
+        return (slice(begin, begin + rows), *(slice(0, size) for size in tensor.shape[1:]))
     sizes, begins = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
 

@@ -39,7 +39,7 @@ def _noting(scale: Callable[..., Any]) -> Callable[..., Any]:
         if scaler.is_enabled() and not torch.compiler.is_compiling():
             for tensor in tree_tensors(scaled):
                 if tensor.requires_grad:
-                    tensor.register_hook(_begin)
+                    tensor.register_hook(_begin)  # type: ignore[no-untyped-call]
         return scaled
 
     return scale_and_note

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from .._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
 from .._module.state import states_below
-from .._torch.loss_scaling import in_scaled_backward, note_scaled_losses
 from .._torch.distributed import local_tensor, sum_over_ranks
+from .._torch.loss_scaling import in_scaled_backward, note_scaled_losses
 from ._checks import check_steps_once, check_unchanged, title_of
 from ._layout import most_bytes
 from ._matrices import shard_of

@@ -21,6 +21,7 @@ from .._errors import ShardConfigUnsupportedError
 from .._faults.ledger import Ledger
 from .._faults.watch import ledger_of
 from .._torch.distributed import flattened_mesh, is_native
+from .._torch.ragged import rows_of_chunk
 
 Placed = Sequence[Any]  # a placement for each axis of a mesh
 
@@ -169,7 +170,8 @@ def _box(shape: tuple[int, ...], mesh: DeviceMesh, placements: Placed, coordinat
     begin, sizes = [0] * len(shape), [*shape]
     for axis in _in_order(placements):
         dim = placements[axis].dim % len(shape)
-        chunk = -(-sizes[dim] // mesh.size(axis))
+        world, rows = mesh.size(axis), getattr(placements[axis], "rows", 1)
+        chunk = rows_of_chunk(sizes[dim], world, rows)
         start = min(chunk * coordinate[axis], sizes[dim])
         begin[dim] += start
         sizes[dim] = min(chunk, sizes[dim] - start)
