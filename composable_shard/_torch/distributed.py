@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch._C import _distributed_c10d as c10d
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as _collectives
@@ -40,6 +40,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .._errors import MixedShardingError
 from .ragged import RaggedTensor, is_ragged, own_rows_of, ragged_tensor
@@ -422,6 +423,13 @@ def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
 def strided_shard(dim: int, factor: int) -> Shard:
     """The placement of a mesh axis that cuts `dim` within each of the `factor` pieces of a later axis."""
     return _StridedShard(dim, split_factor=factor)  # type: ignore[return-value]
+
+
+def ranks_of(mesh: DeviceMesh) -> list[int]:
+    """The ranks of a mesh, those along its last axis side by side; as if in order where tensors have no values."""
+    with _disable_current_modes():
+        ranks = mesh.mesh
+        return list(range(mesh.size())) if isinstance(ranks, FakeTensor) else ranks.flatten().tolist()
 
 
 def flattened_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

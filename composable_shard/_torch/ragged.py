@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._errors import ShardConfigTypeError, ShardConfigUnsupportedError, ShardConfigValueError
 
-
 DISPATCHES = torch.__version__ >= "2.13"  # before, DTensor took its subclasses for its own, and asked none of them
 
 
@@ -111,6 +110,7 @@ class RaggedTensor(DTensor):
             mesh, placements, meta = context[0].mesh, context[0].placements, context[0].tensor_meta
         else:
             mesh, (placements, meta, *_) = inner["device_mesh"], context
+        assert meta is not None
         spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(size, stride, meta.dtype))
         return ragged_tensor(inner["_local_tensor"], spec, context[-1])
 

@@ -58,6 +58,7 @@ def add_command(commands: Any) -> None:
     )
     add("--tensor", type=_integers, default=(1,), metavar="N,N", help="ranks of tensor parallelism to try (default: 1)")
     add("--adapters", type=int, default=0, metavar="RANK", help="train adapters of this rank alone (LoRA)")
+    add("--optimizer", default="adamw", metavar="NAME", help="adamw (default), in_backward, or owned (Muon)")
     add("--all", action="store_true", help="show every strategy, not the first dozen")
     add("--emit", type=Path, metavar="FILE", help="write the lines that shard a model so")
     add("--plot", type=Path, metavar="FILE", help="draw memory by kind, and time against bandwidth")
@@ -86,6 +87,7 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             precision=parsed.precision,
             tensor=parsed.tensor,
             adapters=parsed.adapters,
+            optimizer=parsed.optimizer,
         )
         if parsed.emit and advice.recommended is not None:
             parsed.emit.write_text(text.script(advice, advice.recommended))

@@ -18,7 +18,7 @@ from .._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigVa
 from .._module.state import states_below
 from .._torch.distributed import local_tensor, sum_over_ranks
 from .._torch.loss_scaling import in_scaled_backward, note_scaled_losses
-from ._checks import check_steps_once, check_unchanged, title_of
+from ._checks import IN_PARTS, check_steps_once, check_unchanged, title_of
 from ._layout import most_bytes
 from ._matrices import shard_of
 from ._owned import Owned
@@ -372,4 +372,5 @@ def _made(make: Make, model: nn.Module) -> Optimizer:
             "make: `owned` steps when all gradients are there, to send those of several groups together; use it alone"
         )
     check_steps_once("make", made)
+    IN_PARTS.add(made)
     return made

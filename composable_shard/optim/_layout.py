@@ -20,7 +20,7 @@ from .._comm.own_groups import own_group
 from .._errors import ShardConfigUnsupportedError
 from .._faults.ledger import Ledger
 from .._faults.watch import ledger_of
-from .._torch.distributed import flattened_mesh, is_native
+from .._torch.distributed import flattened_mesh, is_native, ranks_of
 from .._torch.ragged import rows_of_chunk
 
 Placed = Sequence[Any]  # a placement for each axis of a mesh
@@ -162,8 +162,14 @@ def _boxes(
     """By rank of the group, what it holds."""
     if group is None:
         return (whole_box(shape),)
-    coordinates = [(mesh.mesh == rank).nonzero()[0].tolist() for rank in dist.get_process_group_ranks(group)]
-    return tuple(_box(shape, mesh, placements, at) for at in coordinates)
+    members = ranks_of(mesh)
+    places = [members.index(rank) for rank in dist.get_process_group_ranks(group)]
+    return tuple(_box(shape, mesh, placements, _coordinate(place, mesh.shape)) for place in places)
+
+
+def _coordinate(place: int, sizes: Sequence[int]) -> list[int]:
+    """Indices along the axes of a mesh of its member at a place."""
+    return [place // math.prod(sizes[axis + 1 :]) % size for axis, size in enumerate(sizes)]
 
 
 def _box(shape: tuple[int, ...], mesh: DeviceMesh, placements: Placed, coordinate: Sequence[int]) -> Box:

@@ -16,7 +16,7 @@ from .._errors import ComposableShardError, ShardConfigStateError, ShardConfigTy
 from .._faults.watch import WATCHER
 from .._group.param import SHARDED_IN
 from .._torch.core import never_trace
-from ._checks import check_steps_once, title_of
+from ._checks import IN_PARTS, check_steps_once, title_of
 from ._layout import Layout, Route
 from ._matrices import (
     Blocks,
@@ -151,6 +151,7 @@ class Owned(Optimizer):
         for many in in_buckets([*matrices.values()], self._bucket_bytes):
             wholes = [matrix.whole for matrix in many if matrix.whole is not None]
             inner = self._make([{**options, "params": wholes}], **self._options) if wholes else None
+            IN_PARTS.update([inner] if inner is not None else [])
             self._buckets.append(
                 Bucket(index, tuple(many), many[0].route.layout, many[0].stays, inner, len(self._buckets))
             )

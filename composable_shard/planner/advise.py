@@ -12,11 +12,12 @@ from .._errors import ShardConfigTypeError, ShardConfigValueError
 from .._plan.plan import ShardPlan
 from .checkpointing import CHECKPOINTING
 from .machine import KNOWN, Link, Machine
-from .memory import Memory, memory_of
+from .memory import Gradients, Memory, memory_of
 from .precision import Precision, precision_of
 from .profile import Profile
 from .shape import Shape
 from .sources import Source, source_of
+from .stepping import ADAMW, check_optimizer, is_possible, shown_groups, stepping_of
 from .strategies import (
     Strategy,
     held_bytes,
@@ -45,6 +46,7 @@ class Estimate:
         host_bytes: of the host's memory for each device, where parameters are offloaded.
         disk_bytes: on disk for each device, where the optimizer's state is.
         moved: bytes that a rank sends in a step.
+        exchanged: of these, what goes to owners of matrices and back.
         time: of a step.
         tokens_per_second: of all devices together.
         needed: bytes that a device must have.
@@ -57,6 +59,7 @@ class Estimate:
     host_bytes: int
     disk_bytes: int
     moved: int
+    exchanged: int
     time: Time
     tokens_per_second: float
     needed: int
@@ -87,6 +90,7 @@ class Advice:
         estimates: of all strategies; those that fit first, the fastest one at the beginning.
         recommended: the strategy to take; None if none fits.
         reason: why, in words; if none fits, what is missing.
+        optimizer: with which it trains.
         on: estimates the same strategies on another machine, in the same order, without tracing again.
     """
 
@@ -98,6 +102,7 @@ class Advice:
     estimates: tuple[Estimate, ...]
     recommended: Estimate | None
     reason: str
+    optimizer: str
     on: Callable[[Machine], list[Estimate]] = field(repr=False, compare=False)
 
 
@@ -115,6 +120,7 @@ def advise(
     precision: str = "bfloat16-mixed",
     tensor: Sequence[int] = (1,),
     adapters: int = 0,
+    optimizer: str = ADAMW,
 ) -> Advice:
     """Which strategy to take.
 
@@ -138,6 +144,8 @@ def advise(
             ``float16-mixed`` or ``bfloat16``.
         tensor: numbers of ranks of tensor parallelism to consider, for shapes.
         adapters: rank of low-rank adapters that train alone; 0 for a training of all parameters.
+        optimizer: ``adamw``; ``in_backward``, AdamW that steps inside of backward (`cs.optim.in_backward`); or
+            ``owned``, Muon of the matrices of blocks at their owners (`cs.optim.owned`), and AdamW of all others.
 
     Raises:
         ShardConfigTypeError, ShardConfigValueError: an argument makes no sense; it says which and what would.
@@ -150,13 +158,17 @@ def advise(
             raise ShardConfigValueError(f"{name}: {value!r} is not a number above 0")
     dtypes = precision_of(precision)
     source = source_of(model, sequence, adapters)
-    planner = Planner(source, dtypes, batch)
-    possible = list(strategies(devices, chosen.devices_per_node, tuple(tensor), chosen.host_memory))
+    check_optimizer(optimizer, tuple(tensor))
+    planner = Planner(source, dtypes, batch, optimizer)
+    known = strategies(devices, chosen.devices_per_node, tuple(tensor), chosen.host_memory)
+    possible = [each for each in known if is_possible(each, optimizer)]
     if not possible:
         raise ShardConfigValueError(f"tensor: {list(tensor)} divide no {devices} devices within a node")
     estimates = [planner.estimate(each, chosen) for each in possible]
     estimates.sort(key=lambda each: (each.short + each.host_short, -each.tokens_per_second))
     recommended, reason = _recommended(estimates, devices, chosen.memory)
+    if recommended is not None and recommended.exchanged:
+        reason += f" Of what a rank sends in a step, {_gib(recommended.exchanged)} go to owners of matrices and back."
     return Advice(
         model=source.name,
         machine=chosen,
@@ -166,6 +178,7 @@ def advise(
         estimates=tuple(estimates),
         recommended=recommended,
         reason=reason,
+        optimizer=optimizer,
         on=lambda other: [planner.estimate(each.strategy, other) for each in estimates],
     )
 
@@ -201,8 +214,8 @@ def _adjusted(machine: Machine, memory: int | None, intra: float | None, inter: 
 class Planner:
     """Estimates strategies, and traces nothing twice."""
 
-    def __init__(self, source: Source, precision: Precision, batch: int) -> None:
-        self._source, self._precision, self._batch = source, precision, batch
+    def __init__(self, source: Source, precision: Precision, batch: int, optimizer: str = ADAMW) -> None:
+        self._source, self._precision, self._batch, self._optimizer = source, precision, batch, optimizer
         self._profiles: dict[tuple[int, str], Profile] = {}
         self._plans: dict[int, ShardPlan] = {}
 
@@ -213,19 +226,21 @@ class Planner:
         plan = plan_of(base, strategy, machine)
         shards = shard_bytes(base, plan)
         pool = pooled(strategy, plan)
-        held = held_bytes(strategy, pool, shards, self._cast(base, plan))
-        gradients = {fqn: 0 if strategy.offload else trained for fqn, (_, trained) in shards.items()}
-        memory = memory_of(profile, held, pool, gradients, reducing(plan, strategy, machine))
-        trained = sum(each for _, each in shards.values())
+        stepping = stepping_of(self._optimizer, shown_groups(base, plan), strategy, machine)
+        held = held_bytes(strategy, pool, shards, stepping.state, self._cast(base, plan))
+        by_group = {fqn: 0 if strategy.offload else trained for fqn, (_, trained) in shards.items()}
+        gradients = Gradients(by_group, stepping.at_once)
+        memory = memory_of(profile, held, pool, gradients, reducing(plan, strategy, machine), stepping.beside)
         host, disk = off_device(strategy, shards)
-        time = time_of(plan, strategy, compute_seconds(profile, machine, layout), machine, trained)
+        time = time_of(plan, strategy, compute_seconds(profile, machine, layout), machine, stepping.seconds)
         needed = memory.reserved if machine.streams else memory.peak.total
         return Estimate(
             strategy=strategy,
             memory=memory,
             host_bytes=host,
             disk_bytes=disk,
-            moved=moved_bytes(plan, strategy),
+            moved=moved_bytes(plan, strategy) + stepping.sent,
+            exchanged=stepping.sent,
             time=time,
             tokens_per_second=profile.tokens * layout.shard * layout.replicas / time.seconds,
             needed=needed,
