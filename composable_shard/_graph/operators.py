@@ -51,6 +51,7 @@ from . import registry
 _FILES = *sorted(Path(__file__).parent.glob("*.py")), Path(layouts.__file__), Path(compiler.__file__)
 CODE = hashlib.sha256(b"".join(file.read_bytes() for file in _FILES)).hexdigest()  # of all that makes a graph
 REDUCE, KEEP, TAKE = 0, 1, 2  # what becomes of the gradients; the last: reduce them with those that were kept
+STEPS, ADDS = 4, 8  # with the first or the last of these: the graph gives them to `.grad`, and perhaps more are to come
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class _Use:
 
     Attributes:
         layout: of the group.
-        fate: what becomes of the gradients: `REDUCE`, `KEEP` or `TAKE`.
+        fate: what becomes of the gradients: `REDUCE`, `KEEP` or `TAKE`, or one of these with `STEPS` or `ADDS`.
         factor, only_sums: the options `divide_factor` and `only_sums`.
         stored: by index, the dtypes of the parameters that want a gradient.
     """
@@ -180,7 +181,7 @@ class _Use:
             else ops.copy_gradients
         )
         wanted, gradients, indices = list(self.stored), list(given.values()), list(given)
-        how = wanted, self.fate == TAKE, self.factor, self.only_sums
+        how = wanted, bool(self.fate & TAKE), self.factor, self.only_sums
         token = launch(gradients, anchor, layout.key, indices, *how)
         if layout.world > 1 and layout.replicates:
             token = ops.all_reduce.scattered(token, anchor)
@@ -220,6 +221,9 @@ class _Unshard(torch.autograd.Function):
             ops.keep(list(given.values()), anchor, list(given), len(gradients))
             return (None,) * (2 + len(gradients))
         reduced = use.reduce(given, anchor)
+        if use.fate & (STEPS | ADDS):
+            ops.hand_over([reduced[i] for i in given], anchor, list(given), bool(use.fate & STEPS))
+            return (None,) * (2 + len(gradients))
         return (None, None, *(reduced[i] if i in given else None for i in range(len(gradients))))
 
 
@@ -363,6 +367,13 @@ def _settle(pieces: list[torch.Tensor], marks: torch.Tensor, anchor: torch.Tenso
                 owner.settle(index, piece.clone())
 
 
+def _hand_over(pieces: list[torch.Tensor], anchor: torch.Tensor, indices: list[int], complete: bool) -> None:
+    _check_sets_gradients(anchor, "an optimizer inside of backward")
+    if (owner := registry.known(anchor).owner()) is not None:
+        for piece, index in zip(pieces, indices, strict=True):
+            owner.settle(index, piece.clone(), complete)
+
+
 # ---- the operators
 
 _library = torch.library.Library("composable_shard", "DEF")  # type: ignore[no-untyped-call]
@@ -427,6 +438,7 @@ _define(
 )
 _define("keep(Tensor[] gradients, Tensor anchor, int[] indices, int count) -> ()", _keep, _nothing)
 _define("settle(Tensor[] pieces, Tensor marks, Tensor anchor, int[] indices) -> ()", _settle, _nothing)
+_define("hand_over(Tensor[] pieces, Tensor anchor, int[] indices, bool complete) -> ()", _hand_over, _nothing)
 _define("touch(Tensor mark, Tensor gradient) -> ()", _nothing, _nothing)
-for _name in ("keep", "settle", "touch"):
+for _name in ("keep", "settle", "hand_over", "touch"):
     has_side_effect(getattr(torch.ops.composable_shard, _name).default)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -32,7 +33,7 @@ from .._torch.core import GRAPHS_GIVE_NONE, any_gradient_hooks, queue_backward_c
 from .._torch.ragged import DISPATCHES
 from . import registry
 from .edits import edited, watch_edits
-from .operators import KEEP, REDUCE, TAKE, Layout
+from .operators import ADDS, KEEP, REDUCE, STEPS, TAKE, Layout
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -53,6 +54,43 @@ class Follower(Protocol):
         """Take over parameters that users have put there."""
 
 
+class TracedSteps:
+    """An optimizer that steps inside of backward, as traced code sees it.
+
+    Graphs of the model give gradients to `.grad` themselves, group by group, where the optimizer's hooks find them. A
+    group that several uses of a graph have gathered is complete when the backward of the first use is over.
+
+    Args:
+        root: the model. Graphs of parts of it do not know whether other graphs use a group as well, and leave gradients
+            to autograd.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = weakref.ref(root)
+        self.is_open = False
+        self._groups: list[TracedGroup] = []
+
+    def take(self, group: TracedGroup) -> None:
+        """Step a group in graphs."""
+        self._groups.append(group)
+        group.stepped_by(self)
+
+    def begin(self) -> None:
+        """The root is about to be traced."""
+        self.is_open = True
+
+    def end(self) -> None:
+        """The root was traced."""
+        self.is_open = False
+        for group in self._groups:
+            group.uses = 0
+
+    def let_go(self) -> None:
+        """From now on graphs leave gradients to autograd."""
+        for group in self._groups:
+            group.stepped_by(None)
+
+
 class TracedGroup:
     """A group as traced code sees it.
 
@@ -62,6 +100,8 @@ class TracedGroup:
         is_root: whether the group is the root's own.
         compiled: whether a graph gathers it.
         watched: while its forward is traced, the number by which edits of its weights are asked for.
+        uses: in which the forward that is traced has gathered it, where an optimizer steps inside of backward.
+        steps: that optimizer; None if there is none.
     """
 
     def __init__(self, params: Sequence[ShardedParam], info: MeshInfo, settings: Settings) -> None:
@@ -87,6 +127,8 @@ class TracedGroup:
         self.key = layout.register()
         self.compiled = False
         self.watched = 0
+        self.uses = 0
+        self.steps: TracedSteps | None = None
         self._extended = False
         # Memory that stands for the group when a graph runs, if this rank holds no element of it.
         self._tag = (
@@ -109,12 +151,18 @@ class TracedGroup:
         self._group = weakref.ref(group) if group is not None else None
         self._extended = group is not None and group.layout.extended
 
+    def stepped_by(self, steps: TracedSteps | None) -> None:
+        """Have graphs give gradients to `.grad`, where an optimizer waits for them; None for no longer."""
+        self.steps = steps
+
     # ---- while tracing
 
     def unshard(self, entries: Follower) -> list[torch.Tensor]:
         """The unsharded parameters, of what stands in the modules now."""
         with_side_effects(entries.follow)
         with_side_effects(partial(setattr, self, "compiled", True))
+        if self.steps is not None and self.steps.is_open:
+            with_side_effects(partial(setattr, self, "uses", self.uses + 1))
         options = self._settings.current
         partial_sums = self._replicated and options.requires_gradient_sync and not options.requires_all_reduce
         if partial_sums or options.comms != NO_COMMS:
@@ -179,7 +227,10 @@ class TracedGroup:
                     f"{torch.__version__}; run such a micro-batch on the model that is not compiled"
                 )
             return KEEP
-        return TAKE if self._settings.accumulates else REDUCE
+        fate = TAKE if self._settings.accumulates else REDUCE
+        if not GRAPHS_GIVE_NONE or not self.uses:
+            return fate
+        return fate | (STEPS if self.uses == 1 else ADDS)
 
     # ---- when a graph runs
 
@@ -219,9 +270,12 @@ class TracedGroup:
         group = self._of_runtime()
         return list(gradients) if group is None else group.gradients.take(gradients)
 
-    def settle(self, index: int, piece: torch.Tensor) -> None:
-        """Add a reduced gradient to `.grad`, and call the hooks."""
+    def settle(self, index: int, piece: torch.Tensor, complete: bool = True) -> None:
+        """Add a reduced gradient to `.grad`, and call the hooks unless more is to come."""
         self._set_hooks_aside()
+        if not complete:
+            self._params[index].add(piece)
+            return
         group = self._of_runtime()
         if group is None:
             self._params[index].accumulate(piece)

@@ -166,13 +166,17 @@ class ShardedParam:
         sharded, hooks = self.sharded, self.hooks
         if hooks:
             gradient = local_tensor(hooks.before(dtensor_like(sharded, gradient)))
-        grad = sharded.grad
-        if grad is None:
-            self.set_gradient(dtensor_like(sharded, gradient))
-        else:
-            local_tensor(grad).add_(gradient)
+        self.add(gradient)
         if hooks:
             hooks.after(sharded, dtensor_like(sharded, gradient))
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Add this rank's piece of a part of the reduced gradient to `.grad`, of which no hook is told yet."""
+        grad = self.sharded.grad
+        if grad is None:
+            self.set_gradient(dtensor_like(self.sharded, gradient))
+        else:
+            local_tensor(grad).add_(gradient)
 
     def set_gradient(self, gradient: DTensor | None) -> None:
         """Put another `.grad` in place."""

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from torch.optim import Optimizer
 
 from .._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
+from .._graph.traced import TracedSteps
 from .._module.state import states_below
 from .._torch.distributed import local_tensor, sum_over_ranks
 from .._torch.loss_scaling import in_scaled_backward, note_scaled_losses
@@ -138,6 +139,15 @@ def _units_of(model: nn.Module, stepped: set[torch.Tensor]) -> list[_Unit]:
     return [_Unit([param for param in group if param in stepped]) for group in groups]
 
 
+def _in_graphs(model: nn.Module, stepped: set[torch.Tensor]) -> TracedSteps:
+    """Have graphs of the model step the groups of which all that train are stepped."""
+    steps = TracedSteps(model)
+    for state in states_below(model):
+        if all(param.sharded in stepped for param in state.declaration.params if _trains(param.sharded)):
+            steps.take(state.traced)
+    return steps
+
+
 def _trains(param: torch.Tensor) -> bool:
     return param.requires_grad
 
@@ -181,6 +191,7 @@ class InBackward(Optimizer):
             least = max([unit.largest for unit in units], default=0)
             for unit in units:
                 unit.leave_room(least if bucket_bytes is None else bucket_bytes)
+        self._in_graphs = _in_graphs(model, stepped)
         note_scaled_losses()
         hooked = list(filter(_trains, _sharded_of(self._units)))
         self._handles = [param.register_post_accumulate_grad_hook(self._arrived) for param in hooked]  # type: ignore[no-untyped-call]
@@ -195,7 +206,7 @@ class InBackward(Optimizer):
 
     def _arrived(self, param: torch.Tensor) -> None:
         """The gradient of a parameter is there."""
-        if self._accumulates:
+        if self._accumulates or param.grad is None:
             return
         if in_scaled_backward():
             raise ShardConfigStateError(_SCALED)
@@ -258,6 +269,7 @@ class InBackward(Optimizer):
         """From now on backward steps nothing, and `step` does what that of any optimizer does."""
         for handle in self._handles:
             handle.remove()
+        self._in_graphs.let_go()
 
     # ---- behind backward
 
