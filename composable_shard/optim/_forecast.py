@@ -87,7 +87,7 @@ def forecast(
         matrices.append(Matrix(names[index], like, route.to(owner), stays, None))
     buckets = in_buckets(matrices, bucket_bytes)
     return Forecast(
-        sent=tuple(sum(_sent(bucket, rank) for bucket in buckets) for rank in range(world)),
+        sent=tuple(sum(sent_by(rank, bucket) for bucket in buckets) for rank in range(world)),
         owned=tuple(tuple(m.route.shape for m in matrices if m.route.owner == rank) for rank in range(world)),
         owned_bytes=tuple(_held(matrices, rank) for rank in range(world)),
         buckets=sum(not bucket[0].stays for bucket in buckets),
@@ -113,7 +113,7 @@ def _held(matrices: Sequence[Matrix], rank: int) -> int:
     return sum(math.prod(m.route.shape) * m.dtype.itemsize for m in matrices if m.route.owner == rank)
 
 
-def _sent(bucket: Sequence[Matrix], rank: int) -> int:
+def sent_by(rank: int, bucket: Sequence[Matrix]) -> int:
     """Bytes that a rank sends to others for a bucket: gradients and values there, values of its own matrices back."""
     there = 2 * sum(_parts(matrix, rank) for matrix in bucket if matrix.route.owner != rank)
     back = sum(matrix.nbytes - _parts(matrix, rank) for matrix in bucket if matrix.route.owner == rank)

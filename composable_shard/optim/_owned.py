@@ -17,6 +17,7 @@ from .._faults.watch import WATCHER
 from .._group.param import SHARDED_IN
 from .._torch.core import never_trace
 from ._checks import IN_PARTS, check_steps_once, title_of
+from ._forecast import sent_by
 from ._layout import Layout, Route
 from ._matrices import (
     Blocks,
@@ -125,6 +126,11 @@ class Owned(Optimizer):
         self._number = 0
         self.sent_bytes = 0
         super().__init__(groups, _defaults(kind, options))
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Bytes that this rank will send to others in a step in which all matrices have a gradient, state left out."""
+        return sum([sent_by(bucket.layout.rank, bucket.matrices) for bucket in self._buckets])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Step other parameters, too; all ranks add the same.

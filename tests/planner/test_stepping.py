@@ -48,9 +48,10 @@ def test_what_owners_exchange_is_what_was_predicted(rank, world, ragged):
     kind = torch.optim.SGD
     optimizer = cs.optim.owned(kind, matrices(model), lr=0.1, momentum=0.9, blocks=blocks, bucket_bytes=2000)
     ahead = forecast(largest_shards(model, world), world, blocks=blocks, bucket_bytes=2000)
+    assert optimizer.exchange_bytes == ahead.sent[rank] > 0
     backward(model, rank, 0)
     optimizer.step()
-    assert optimizer.sent_bytes == ahead.sent[rank] > 0
+    assert optimizer.sent_bytes == optimizer.exchange_bytes
     inner = [bucket.inner for bucket in optimizer._buckets if bucket.inner is not None]
     state = [each["momentum_buffer"] for own in inner for each in own.state.values()]
     assert sum(tensor.nbytes for tensor in state) == ahead.owned_bytes[rank]
