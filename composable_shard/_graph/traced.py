@@ -83,7 +83,7 @@ class TracedSteps:
         """The root was traced."""
         self.is_open = False
         for group in self._groups:
-            group.uses = 0
+            group.forget_uses()
 
     def let_go(self) -> None:
         """From now on graphs leave gradients to autograd."""
@@ -112,14 +112,14 @@ class TracedGroup:
         self._group: weakref.ref[ParamGroup] | None = None
         self._between_steps: weakref.WeakMethod[Callable[[], None]] | None = None
         self._replicated = info.replicate_size > 1
-        ranks = info.shard_size, info.shard_rank
+        ranks, rows = (info.shard_size, info.shard_rank), tuple(param.rows for param in params)
         layout = Layout(
             shapes=tuple(param.shape for param in params),
             dims=tuple(param.dim for param in params),
-            rows=tuple(param.rows for param in params),
+            rows=rows,
             keeps=tuple(param.keeps_dtype for param in params),
             world=info.shard_size,
-            rank=first_alike([p.shape[p.dim] for p in params], *ranks, [p.rows for p in params]),
+            rank=first_alike([p.shape[p.dim] for p in params], *ranks, rows),
             replicates=self._replicated,
             device=str(info.device) if info.offloads else "",
             options=Options(mp_policy=settings.current.mp_policy),
@@ -155,14 +155,17 @@ class TracedGroup:
         """Have graphs give gradients to `.grad`, where an optimizer waits for them; None for no longer."""
         self.steps = steps
 
+    def forget_uses(self) -> None:
+        """Count the uses of another forward."""
+        self.uses = 0
+
     # ---- while tracing
 
     def unshard(self, entries: Follower) -> list[torch.Tensor]:
         """The unsharded parameters, of what stands in the modules now."""
         with_side_effects(entries.follow)
         with_side_effects(partial(setattr, self, "compiled", True))
-        if self.steps is not None and self.steps.is_open:
-            with_side_effects(partial(setattr, self, "uses", self.uses + 1))
+        self._count_use()
         options = self._settings.current
         partial_sums = self._replicated and options.requires_gradient_sync and not options.requires_all_reduce
         if partial_sums or options.comms != NO_COMMS:
@@ -197,6 +200,10 @@ class TracedGroup:
         with_side_effects(partial(setattr, self, "watched", 0))
         if indices:
             raise lost_edit([self._params[int(index)].fqn for index in indices.split()])
+
+    def _count_use(self) -> None:
+        if self.steps is not None and self.steps.is_open:
+            with_side_effects(partial(setattr, self, "uses", self.uses + 1))
 
     def _again(self, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self._call(shards, again=self._settings.current.unshard_in_backward)

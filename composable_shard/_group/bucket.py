@@ -25,7 +25,7 @@ from .._torch.distributed import local_tensor
 from .faces import Faces, Leaves
 from .param import ShardedParam
 
-_version, _shape, _dim, _sharded = map(attrgetter, ("_version", "shape", "dim", "sharded"))
+_version, _shape, _dim, _rows, _sharded = map(attrgetter, ("_version", "shape", "dim", "rows", "sharded"))
 
 
 class _Members(dict[Place, int]):
@@ -328,7 +328,7 @@ class GatherBucket(Bucket):
     ) -> None:
         shapes, dims = list(map(_shape, params)), list(map(_dim, params))
         route = None if transport is None else transport.route
-        layout = gather_layout(shapes, info.shard_size, dtype.itemsize, dims, route, [p.rows for p in params])
+        layout = gather_layout(shapes, info.shard_size, dtype.itemsize, dims, route, list(map(_rows, params)))
         super().__init__(params, dtype, group, Faces(dtype, layout.places))
         offloads = info.offloads
         pieces = list(map(local_tensor, self._sharded))

@@ -163,11 +163,9 @@ class ReduceBucket:
         self.dtype = dtype
         self._shard, self._replicate = transports.reduce, transports.replicate
         self._mean, self._divide_before, self._divide_after = _division(dtype, info, transports, options)
-        shapes, dims = [p.shape for p in params], [p.dim for p in params]
+        shapes, dims, rows = ([getattr(p, name) for p in params] for name in ("shape", "dim", "rows"))
         route = None if self._shard is None else self._shard.route
-        self._layout = layout = reduce_layout(
-            shapes, info.shard_size, dtype.itemsize, dims, route, slots, [p.rows for p in params]
-        )
+        self._layout = layout = reduce_layout(shapes, info.shard_size, dtype.itemsize, dims, route, slots, rows)
         self._has_all = indices == list(range(len(indices)))
         stored = [param.dtype for param in params]
         self._copies = GradientCopies(layout, dtype, stored, info.shard_rank, info.device, lane.streams)

@@ -12,8 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .._torch.ragged import rows_of_chunk
+
+T = TypeVar("T")
 
 SHARD_ALIGNMENT_BYTES = 16
 
@@ -208,9 +211,14 @@ def gather_layout(
         return GatherLayout(places, tuple(alone), tuple(packed), None, nbytes, 0)
     landing = places
     if alone:
-        blocks = None if rows is None else [rows[i] for i in packed]
-        landing = bucket_layout([shapes[i] for i in packed], world, itemsize, [dims[i] for i in packed], blocks)
+        landing = bucket_layout(
+            _some(shapes, packed), world, itemsize, _some(dims, packed), rows and _some(rows, packed)
+        )
     return GatherLayout(places, tuple(alone), tuple(packed), landing, nbytes, landing.total * itemsize)
+
+
+def _some(values: Sequence[T], indices: Sequence[int]) -> list[T]:
+    return [values[index] for index in indices]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -49,7 +50,7 @@ def _noting(scale: Callable[..., Any]) -> Callable[..., Any]:
 def note_scaled_losses() -> None:
     """From now on all scalers of this process note which losses they have scaled, at the cost of a hook on each."""
     for kind in (torch.amp.GradScaler, ShardedGradScaler):
-        setattr(kind, "scale", _noting(kind.scale))  # noqa: B010 - a method is replaced
+        mock.patch.object(kind, "scale", _noting(kind.scale)).start()
 
 
 def in_scaled_backward() -> bool:

@@ -8,8 +8,8 @@ tensors and checkpoints have methods here, and everything else is an error.
 
 from __future__ import annotations
 
-import copy
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -117,8 +117,6 @@ class RaggedTensor(DTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedTensor:
         with torch.no_grad():
             made = ragged_tensor(self._local_tensor.clone(), self._spec, self.requires_grad)
-            if self.grad is not None:
-                made.grad = copy.deepcopy(self.grad, memo)
         memo[id(self)] = made
         return made
 
@@ -277,13 +275,18 @@ def _takes_all_alike(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 def _operands(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[list[torch.Tensor]]:
     """The tensors that an operator takes together: of lists, those that have the same index."""
     values = [*args, *kwargs.values()]
-    lists = [value for value in values if isinstance(value, (list, tuple))]
-    alone = [value for value in values if isinstance(value, torch.Tensor)]
-    for index in range(max(map(len, lists), default=0)):
-        taken = [each[index] for each in lists if index < len(each)]
-        yield [value for value in taken if isinstance(value, torch.Tensor)] + (alone if not index else [])
-    if not lists:
-        yield alone
+    alone = list(filter(_is_tensor, values))
+    together = [*itertools.zip_longest(*filter(_is_list, values))] or [()]
+    for index, taken in enumerate(together):
+        yield [*filter(_is_tensor, taken), *(() if index else alone)]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
 
 
 def _check_operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -71,28 +70,37 @@ def forecast(
         blocks: by name.
         bucket_bytes, cost: as of `owned`.
     """
-    routes: dict[str, tuple[Route, torch.dtype]] = {}
+    matrices = _owned(params, world, blocks or {}, cost)
+    buckets = in_buckets(matrices, bucket_bytes)
+    travel = [bucket for bucket in buckets if not bucket[0].stays]
+    ranks = range(world)
+    return Forecast(
+        sent=tuple(sum(sent_by(rank, bucket) for bucket in travel) for rank in ranks),
+        owned=tuple(tuple(matrix.route.shape for matrix in _of(matrices, rank)) for rank in ranks),
+        owned_bytes=tuple(_held(matrices, rank) for rank in ranks),
+        buckets=len(travel),
+        beside=tuple(_beside(travel, rank) for rank in ranks),
+    )
+
+
+def _owned(params: Mapping[str, Sharded], world: int, blocks: Mapping[str, Blocks], cost: Cost) -> list[Matrix]:
+    """The matrices of the parameters with their owners, in the order of the optimizer."""
+    routes: list[tuple[str, Route, torch.dtype]] = []
     for name, param in params.items():
         layout = _layout(param, world)
-        regions = regions_of(name, param.shape, (blocks or {}).get(name))
-        for key, (region, shape) in regions.items():
-            routes[key] = Route.of(layout, region, shape, 0), param.dtype
-    chosen = Owners(cost).assign([(route, True) for route, _ in routes.values()])
-    names = list(routes)
-    matrices = []
-    for index, owner in chosen:
-        route, dtype = routes[names[index]]
-        stays = route.stays_at is not None
-        like = torch.empty(route.shape, dtype=dtype, device="meta")
-        matrices.append(Matrix(names[index], like, route.to(owner), stays, None))
-    buckets = in_buckets(matrices, bucket_bytes)
-    return Forecast(
-        sent=tuple(sum(sent_by(rank, bucket) for bucket in buckets) for rank in range(world)),
-        owned=tuple(tuple(m.route.shape for m in matrices if m.route.owner == rank) for rank in range(world)),
-        owned_bytes=tuple(_held(matrices, rank) for rank in range(world)),
-        buckets=sum(not bucket[0].stays for bucket in buckets),
-        beside=tuple(_beside([bucket for bucket in buckets if not bucket[0].stays], rank) for rank in range(world)),
-    )
+        regions = regions_of(name, param.shape, blocks.get(name))
+        routes += [(key, Route.of(layout, region, shape, 0), param.dtype) for key, (region, shape) in regions.items()]
+    chosen = Owners(cost).assign([(route, True) for _, route, _ in routes])
+    return [_matrix(*routes[index], owner) for index, owner in chosen]
+
+
+def _matrix(name: str, route: Route, dtype: torch.dtype, owner: int) -> Matrix:
+    like = torch.empty(route.shape, dtype=dtype, device="meta")
+    return Matrix(name, like, route.to(owner), route.stays_at is not None, None)
+
+
+def _of(matrices: Sequence[Matrix], rank: int) -> list[Matrix]:
+    return [matrix for matrix in matrices if matrix.route.owner == rank]
 
 
 def _layout(param: Sharded, world: int) -> Layout:
@@ -110,7 +118,7 @@ def _parts(matrix: Matrix, rank: int) -> int:
 
 
 def _held(matrices: Sequence[Matrix], rank: int) -> int:
-    return sum(math.prod(m.route.shape) * m.dtype.itemsize for m in matrices if m.route.owner == rank)
+    return sum(matrix.nbytes for matrix in _of(matrices, rank))
 
 
 def sent_by(rank: int, bucket: Sequence[Matrix]) -> int:
@@ -129,8 +137,8 @@ def _beside(buckets: Sequence[Sequence[Matrix]], rank: int) -> int:
     shards = [sum(_parts(matrix, rank) for matrix in bucket) for bucket in buckets]
     most = 0
     for index, whole in enumerate(held):
-        coming = sum(2 * shards[at] + held[at] for at in (index + 1,) if at < len(held))
-        going = sum(held[at] // 2 + shards[at] for at in (index - 1,) if at >= 0)
-        arriving = 2 * whole  # as received, and put together
-        most = max(most, arriving, whole + coming + going, whole + whole // 2 + shards[index] + coming)
+        following, before = held[index + 1 : index + 2], held[max(index - 1, 0) : index]
+        coming = 2 * sum(shards[index + 1 : index + 2]) + sum(following)
+        going = sum(before) // 2 + sum(shards[max(index - 1, 0) : index])
+        most = max(most, 2 * whole, whole + coming + going, whole + whole // 2 + shards[index] + coming)
     return most

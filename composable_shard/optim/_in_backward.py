@@ -139,6 +139,13 @@ def _units_of(model: nn.Module, stepped: set[torch.Tensor]) -> list[_Unit]:
     return [_Unit([param for param in group if param in stepped]) for group in groups]
 
 
+def _leave_room(units: set[_Unit], bucket_bytes: int | None) -> None:
+    if bucket_bytes is None:
+        bucket_bytes = max([unit.largest for unit in units], default=0)
+    for unit in units:
+        unit.leave_room(bucket_bytes)
+
+
 def _in_graphs(model: nn.Module, stepped: set[torch.Tensor]) -> TracedSteps:
     """Have graphs of the model step the groups of which all that train are stepped."""
     steps = TracedSteps(model)
@@ -187,10 +194,7 @@ class InBackward(Optimizer):
         stepped = {param for group in self.param_groups for param in group["params"]}
         self._units = {param: unit for unit in _units_of(model, stepped) for param in unit.params}
         if max_norm is None or self._delays:
-            units = {*self._units.values()}
-            least = max([unit.largest for unit in units], default=0)
-            for unit in units:
-                unit.leave_room(least if bucket_bytes is None else bucket_bytes)
+            _leave_room({*self._units.values()}, bucket_bytes)
         self._in_graphs = _in_graphs(model, stepped)
         note_scaled_losses()
         hooked = list(filter(_trains, _sharded_of(self._units)))

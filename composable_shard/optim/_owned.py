@@ -157,11 +157,11 @@ class Owned(Optimizer):
         for many in in_buckets([*matrices.values()], self._bucket_bytes):
             wholes = [matrix.whole for matrix in many if matrix.whole is not None]
             inner = self._make([{**options, "params": wholes}], **self._options) if wholes else None
-            IN_PARTS.update([inner] if inner is not None else [])
             self._buckets.append(
                 Bucket(index, tuple(many), many[0].route.layout, many[0].stays, inner, len(self._buckets))
             )
             inner_of |= dict.fromkeys(many, inner)
+        IN_PARTS.update(filter(None, inner_of.values()))
         for _, matrix in sorted(matrices.items()):
             self._kept.append(Kept(matrix, inner_of[matrix]))
             self._of.setdefault(matrix.param, []).append(self._kept[-1])

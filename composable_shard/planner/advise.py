@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,14 +162,12 @@ def advise(
     check_optimizer(optimizer, tuple(tensor))
     planner = Planner(source, dtypes, batch, optimizer)
     known = strategies(devices, chosen.devices_per_node, tuple(tensor), chosen.host_memory)
-    possible = [each for each in known if is_possible(each, optimizer)]
+    possible = list(filter(partial(is_possible, optimizer), known))
     if not possible:
         raise ShardConfigValueError(f"tensor: {list(tensor)} divide no {devices} devices within a node")
     estimates = [planner.estimate(each, chosen) for each in possible]
     estimates.sort(key=lambda each: (each.short + each.host_short, -each.tokens_per_second))
     recommended, reason = _recommended(estimates, devices, chosen.memory)
-    if recommended is not None and recommended.exchanged:
-        reason += f" Of what a rank sends in a step, {_gib(recommended.exchanged)} go to owners of matrices and back."
     return Advice(
         model=source.name,
         machine=chosen,
@@ -306,7 +305,11 @@ def _reason(chosen: Estimate, fitting: list[Estimate], estimates: list[Estimate]
         best = others[0]
         ratio = chosen.tokens_per_second / best.tokens_per_second
         text += f" The best of the others, {best.strategy}, gives {1 / ratio:.2f} of its tokens."
-    return text
+    return text + _exchange(chosen.exchanged)
+
+
+def _exchange(nbytes: int) -> str:
+    return f" Of what a rank sends in a step, {_gib(nbytes)} go to owners of matrices and back." if nbytes else ""
 
 
 def _lacking(estimate: Estimate, on: str = " on each device") -> str:

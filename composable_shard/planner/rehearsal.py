@@ -134,8 +134,10 @@ def _optimizers(model: nn.Module, name: str) -> list[Optimizer]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if name == IN_BACKWARD:
         return [in_backward(model, lambda _: torch.optim.AdamW(trained, fused=True))]
-    if name == ADAMW:
-        return [torch.optim.AdamW(trained, fused=True)]
+    return [torch.optim.AdamW(trained, fused=True)] if name == ADAMW else _muon_and_adamw(model, trained)
+
+
+def _muon_and_adamw(model: nn.Module, trained: list[nn.Parameter]) -> list[Optimizer]:
     blocks = {parameter for block in named_blocks(model).values() for parameter in block.parameters()}
     matrices = [parameter for parameter in trained if parameter.ndim in (2, 3) and parameter in blocks]
     in_muon = {*matrices}
@@ -248,8 +250,12 @@ def _parameters(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
     owners = [vars(each).get("_parameters", {}) for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     stored = [each for owner in owners for each in owner.values()]
     stored += [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
-    # In backward, gathered ones stand in modules: those are views.
-    return list({id(each): each for each in stored if each is not None and each.is_leaf}.values())
+    return list({id(each): each for each in stored if _is_leaf(each)}.values())
+
+
+def _is_leaf(parameter: nn.Parameter | None) -> bool:
+    """In backward, gathered ones stand in modules: those are views."""
+    return parameter is not None and parameter.is_leaf
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ def check_optimizer(optimizer: str, tensor: tuple[int, ...] = (1,)) -> None:
         )
 
 
-def is_possible(strategy: Strategy, optimizer: str) -> bool:
+def is_possible(optimizer: str, strategy: Strategy) -> bool:
     """Whether an optimizer can be planned with a strategy: state at owners is on devices, and on disk only AdamW's."""
     return optimizer == ADAMW or not (strategy.disk or (strategy.offload and optimizer == OWNED))
 

@@ -71,16 +71,13 @@ def cut_of(tensor: torch.Tensor) -> Cut | None:
     """How a tensor is cut; None if it is no DTensor, is placed otherwise, or has a local tensor of a subclass."""
     if not isinstance(tensor, DTensor) or type(local_tensor(tensor)) not in _PLAIN:
         return None
-    placements = [(axis, placed) for axis, placed in enumerate(tensor.placements) if type(placed) is not Replicate]
-    cuts = [
-        (axis, placed.dim, placed.rows if isinstance(placed, Ragged) else 1)
-        for axis, placed in placements
-        if isinstance(placed, (Shard, Ragged)) and type(placed) in (Shard, Ragged)
+    cuts: list[tuple[int, Any]] = [
+        (a, placed) for a, placed in enumerate(tensor.placements) if type(placed) is not Replicate
     ]
-    if len(placements) != 1 or len(cuts) != 1:
+    if len(cuts) != 1 or type(cuts[0][1]) not in (Shard, Ragged):
         return None
-    [(axis, dim, rows)] = cuts
-    return Cut(tensor.device_mesh, axis, dim % tensor.ndim, rows)
+    [(axis, placed)] = cuts
+    return Cut(tensor.device_mesh, axis, placed.dim % tensor.ndim, getattr(placed, "rows", 1))
 
 
 def _aligned(nbytes: int) -> int:
