@@ -123,9 +123,9 @@ def _held(matrices: Sequence[Matrix], rank: int) -> int:
 
 def sent_by(rank: int, bucket: Sequence[Matrix]) -> int:
     """Bytes that a rank sends to others for a bucket: gradients and values there, values of its own matrices back."""
-    there = 2 * sum(_parts(matrix, rank) for matrix in bucket if matrix.route.owner != rank)
+    going = 2 * sum(_parts(matrix, rank) for matrix in bucket if matrix.route.owner != rank)
     back = sum(matrix.nbytes - _parts(matrix, rank) for matrix in bucket if matrix.route.owner == rank)
-    return 0 if bucket[0].stays else there + back
+    return 0 if bucket[0].stays else going + back
 
 
 def _beside(buckets: Sequence[Sequence[Matrix]], rank: int) -> int:
