@@ -513,10 +513,13 @@ def compiled_uneven(rank, world, **options):
 
 @pytest.mark.skipif(not DISPATCHES, reason="DTensor takes its subclasses for its own")
 def test_compiled_whole_with_ragged_cuts_the_graph_and_the_bits_are_the_same():
-    assert_expected_inline(graphs_of(compiled_uneven), """\
+    assert_expected_inline(
+        graphs_of(compiled_uneven),
+        """\
 forward GwGmwGmmwmmm, saves 2288 bytes
 backward GmmwGmmmmRwmmmmwRmwRw
-""")
+""",
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["in_backward", "owned"])
