@@ -4,9 +4,9 @@
     python bench/backward_memory.py --shape llama3-8b --world 8,128
 
 Rank 0 of a world of torch's fake process group trains a decoder in float32 with AdamW under fake tensors. Counted are
-the bytes of `.grad` of all shards, whenever one is set and before the step, and those of all storages
-(`_live_bytes.py`), in the third step: at most, and behind backward. FSDP2 steps inside of backward by a hook and an
-optimizer for each parameter.
+the bytes of `.grad` of all shards, whenever one is set and before the step; those of the memory in which they lie,
+which the gradients of a group share; and those of all storages (`_live_bytes.py`). All are of the third step: at most,
+and behind backward. FSDP2 steps inside of backward by a hook and an optimizer for each parameter.
 """
 
 import argparse
@@ -40,7 +40,7 @@ TIMEOUT_S = 1800
 
 @dataclass(frozen=True)
 class BackwardMemoryResult:
-    """Bytes of one rank: of gradients that live at once at most; and of all that lives.
+    """Bytes of one rank: of gradients that live at once at most, of their memory, and of all that lives.
 
     `ratio` and `peak_ratio` are the first two over those of FSDP2's ordinary step in the same world.
     """
@@ -49,6 +49,7 @@ class BackwardMemoryResult:
     engine: str
     gradients: int
     ratio: float
+    memory: int
     peak: int
     peak_ratio: float
     behind_backward: int
@@ -77,7 +78,7 @@ def run_child(engine: str, world: int, shape: Shape) -> None:
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     mesh = init_device_mesh("cpu", (world,))
     live = _live_bytes.LiveBytes()
-    gradients = behind = 0
+    gradients = memory = behind = 0
     with FakeTensorMode(allow_non_fake_inputs=True), live.counting():
         model = Decoder(shape)
         shard = fsdp2 if engine.startswith("fsdp2") else cs.fully_shard
@@ -88,16 +89,18 @@ def run_child(engine: str, world: int, shape: Shape) -> None:
         params = list(model.parameters())
 
         def note(_: Any = None) -> None:
-            nonlocal gradients
-            there = [param.grad.to_local().nbytes for param in params if param.grad is not None]
-            gradients = max(gradients, sum(there))
+            nonlocal gradients, memory
+            there = [param.grad.to_local() for param in params if param.grad is not None]
+            gradients = max(gradients, sum(each.nbytes for each in there))
+            storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in there}
+            memory = max(memory, sum(storages.values()))
 
         for param in params if engine in ("ours-in-backward", "fsdp2-hooks") else ():
             param.register_post_accumulate_grad_hook(note)  # of the others all gradients live behind backward
         optimizer = stepping(engine, model, params)
         tokens = torch.zeros(1, shape.sequence + 1, dtype=torch.long)
         for _ in range(STEPS):
-            live.peak, gradients = live.now, 0
+            live.peak, gradients, memory = live.now, 0, 0
             loss_of(model, tokens).backward()
             note()
             behind = live.now
@@ -105,7 +108,8 @@ def run_child(engine: str, world: int, shape: Shape) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     dist.destroy_process_group()
-    print(json.dumps({"gradients": gradients, "peak": live.peak, "behind": behind, "between": live.now}))
+    counted = {"gradients": gradients, "memory": memory, "peak": live.peak, "behind": behind, "between": live.now}
+    print(json.dumps(counted))
 
 
 def measured(engine: str, world: int, shape: str) -> dict[str, int]:
@@ -126,6 +130,7 @@ def results_in(world: int, options: argparse.Namespace) -> list[BackwardMemoryRe
             engine,
             each["gradients"],
             each["gradients"] / base["gradients"],
+            each["memory"],
             each["peak"],
             each["peak"] / base["peak"],
             each["behind"],
@@ -136,11 +141,12 @@ def results_in(world: int, options: argparse.Namespace) -> list[BackwardMemoryRe
 
 
 def print_table(results: Sequence[BackwardMemoryResult], shape: str) -> None:
-    columns = ["world", "engine", "gradients, MB", "/ FSDP2's", "peak, MB", "/ FSDP2's", "behind backward, MB",
-               "between steps, MB"]  # fmt: skip
+    columns = ["world", "engine", "gradients, MB", "/ FSDP2's", "their memory, MB", "peak, MB", "/ FSDP2's",
+               "behind backward, MB", "between steps, MB"]  # fmt: skip
     rows = [
-        [str(each.world), each.engine, f"{each.gradients / 1e6:.2f}", f"{each.ratio:.3f}", f"{each.peak / 1e6:.1f}",
-         f"{each.peak_ratio:.3f}", f"{each.behind_backward / 1e6:.1f}", f"{each.between / 1e6:.1f}"]
+        [str(each.world), each.engine, f"{each.gradients / 1e6:.2f}", f"{each.ratio:.3f}", f"{each.memory / 1e6:.2f}",
+         f"{each.peak / 1e6:.1f}", f"{each.peak_ratio:.3f}", f"{each.behind_backward / 1e6:.1f}",
+         f"{each.between / 1e6:.1f}"]
         for each in results
     ]  # fmt: skip
     _report.table(f"Live bytes of a rank: {shape}, float32, AdamW", columns, rows, "counted under fake tensors")

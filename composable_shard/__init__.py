@@ -73,6 +73,7 @@ from ._status import empty_pool as empty_pool
 from ._status import explain_out_of_memory as explain_out_of_memory
 from ._status import stats as stats
 from ._status import watch as watch
+from ._torch.ragged import Ragged as Ragged
 from ._wrap import shard_auto as shard_auto
 from ._wrap import shard_by_class as shard_by_class
 from ._wrap import shard_by_size as shard_by_size

@@ -104,7 +104,8 @@ def fully_shard(
             A number of ranks that divides that of the shard axis keeps them cut among so many neighbouring ranks (those
             of one node, say), and backward gathers among these only.
         shard_placement_fn: called with each parameter; gives the `Shard` along whose dim it is cut, or None for dim 0.
-            Another dim than 0 must divide by the number of ranks. A `ShardPlacementResult` names a mesh as well: the
+            Another dim than 0 must divide by the number of ranks. `Ragged(rows)` cuts dim 0 at multiples of so many
+            rows. A `ShardPlacementResult` names a mesh as well: the
             parameters of each such mesh become a group of their own (those of experts, say).
         mp_policy: dtypes of the gathered parameters, of the reduction, and of inputs and outputs of forward.
         offload_policy: `CPUOffloadPolicy` keeps shards, gradients and with them the optimizer's state on the CPU, and
@@ -332,7 +333,7 @@ def _shard_all(params: list[Found], shares: dict[MeshInfo, _Share], cuts: dict[i
 def _sharded(fqn: str, param: nn.Parameter, cut: Cut) -> ShardedParam:
     whole = param if cut.parallel is None else local_tensor(param)
     try:
-        made = shard_parameter(param, cut)
+        made = shard_parameter(fqn, param, cut)
     except Exception as error:
         if not hasattr(whole, "__tensor_flatten__"):
             raise

@@ -7,6 +7,7 @@ import torch
 from composable_shard._comm.rounding import Rounding, dequantise, noise_like, quantise, rounded, to_bf16
 from composable_shard._plan.parcel import block_of, parcel
 from composable_shard._policies import Wire
+from composable_shard._torch.ragged import rows_of_chunk
 
 
 def round_weights(model, wire, dtype=None):
@@ -16,10 +17,10 @@ def round_weights(model, wire, dtype=None):
             param.copy_(rounded(param, wire, dtype=dtype))
 
 
-def by_piece(gradient, world):
-    """A gradient as (world, rows, elements of a row), with zeros behind the last rows."""
+def by_piece(gradient, world, rows=1):
+    """A gradient as (world, rows, elements of a row), with zeros behind the last rows; cut at multiples of `rows`."""
     flat = gradient.reshape(gradient.shape[0], -1)
-    chunk = -(-flat.shape[0] // world)
+    chunk = rows_of_chunk(flat.shape[0], world, rows)
     padded = flat.new_zeros(world * chunk, flat.shape[1])
     padded[: flat.shape[0]] = flat
     return padded.view(world, chunk, flat.shape[1])
@@ -52,10 +53,11 @@ class Ranks:
         wire: what gradients travel as.
         world: ranks.
         feedback: whether they feed back what rounding leaves.
+        rows: of which the cuts are multiples.
     """
 
-    def __init__(self, names: list[list[str]], wire: Wire, world: int, feedback: bool = False) -> None:
-        self.names, self.wire, self.world = names, wire, world
+    def __init__(self, names: list[list[str]], wire: Wire, world: int, feedback: bool = False, rows: int = 1) -> None:
+        self.names, self.wire, self.world, self.rows = names, wire, world, rows
         self.feedback = feedback
         self.number = 0
         self.left = {}
@@ -69,7 +71,7 @@ class Ranks:
                 rounding.put(self.number, {})
                 generator = rounding.seeded(group[0], rank, torch.device("cpu"))
                 for name in group:
-                    pieces = by_piece(own[name], self.world)
+                    pieces = by_piece(own[name], self.world, self.rows)
                     got = self._arrived(rank, name, pieces, generator)
                     sums[name] = got if rank == 0 else sums[name] + got
         self.number += 1

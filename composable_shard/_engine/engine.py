@@ -593,7 +593,8 @@ class Engine:
         if groups:
             self._iterations.end()
             if self._pass is None:
-                self._gradients.settle()  # reductions of a backward that was not the last one
+                # Reductions of a backward that was not the last one. The backward of a graph may be running.
+                self._gradients.settle(keeps_hooks=current_backward() >= 0)
             self.review.seat.stepped(optimizer, {group.fqn: group.having() for group in groups})
         for group in groups:
             group.stepped()
@@ -605,5 +606,5 @@ class Engine:
         for group in self.groups:
             if group.gradients.phase is not GradPhase.NONE and not stepped.isdisjoint(map(id, group.shards)):
                 if self._pass is None:
-                    self._gradients.settle()  # reductions of a backward that was not the last one
+                    self._gradients.settle(keeps_hooks=current_backward() >= 0)  # as above
                 group.gradients.check_reduced(stepped)

@@ -42,10 +42,14 @@ class GradientFlow:
         if group.gradients.may_have_hooks:
             group.gradients.take_hooks()
 
-    def settle(self) -> None:
-        """Wait for all reductions, set `.grad`, call the hooks, and give these back to autograd."""
+    def settle(self, keeps_hooks: bool = False) -> None:
+        """Wait for all reductions, set `.grad`, call the hooks, and give these back to autograd.
+
+        Args:
+            keeps_hooks: whether they are kept from autograd, as a backward runs that is not the engine's.
+        """
         self._do.settle()
-        for group in self._do.groups:
+        for group in () if keeps_hooks else self._do.groups:
             if group.gradients.hooks_taken:
                 group.gradients.give_hooks_back()
 

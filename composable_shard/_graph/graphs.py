@@ -35,6 +35,7 @@ _LETTERS = {
     "_c10d_functional.all_to_all_single": "X",
     "_c10d_functional.wait_tensor": "w",
     "composable_shard.keep": "k",
+    "composable_shard.hand_over": "s",
     **dict.fromkeys(("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "mkldnn._linear_pointwise"), "m"),
 }
 # What only moves or casts data: its result is still the gathered weight.

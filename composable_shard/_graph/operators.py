@@ -51,6 +51,7 @@ from . import registry
 _FILES = *sorted(Path(__file__).parent.glob("*.py")), Path(layouts.__file__), Path(compiler.__file__)
 CODE = hashlib.sha256(b"".join(file.read_bytes() for file in _FILES)).hexdigest()  # of all that makes a graph
 REDUCE, KEEP, TAKE = 0, 1, 2  # what becomes of the gradients; the last: reduce them with those that were kept
+STEPS, ADDS = 4, 8  # with the first or the last of these: the graph gives them to `.grad`, and perhaps more are to come
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Layout:
 
     Attributes:
         shapes: the unsharded shapes.
-        dims: along which dim each is cut.
+        dims, rows: along which dim each is cut, and of how many rows the cuts are multiples.
         keeps: whether each is gathered in the dtype in which it is stored.
         world: number of pieces of each parameter.
         rank: the first rank that has pieces of the shapes of this rank's: such ranks share compiled code.
@@ -70,6 +71,7 @@ class Layout:
 
     shapes: tuple[tuple[int, ...], ...]
     dims: tuple[int, ...]
+    rows: tuple[int, ...]
     keeps: tuple[bool, ...]
     world: int
     rank: int
@@ -90,7 +92,7 @@ class Layout:
     @functools.cached_property
     def params(self) -> tuple[ParamLayout, ...]:
         """Where the parameters would lie in one bucket."""
-        return bucket_layout(self.shapes, self.world, dims=self.dims).params
+        return bucket_layout(self.shapes, self.world, dims=self.dims, rows=self.rows).params
 
     def room_for_weights(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors for the unsharded parameters."""
@@ -112,7 +114,11 @@ class Layout:
         reduced = {index: self.options.reduce_dtype(dtype) for index, dtype in zip(wanted, dtypes, strict=True)}
         for bucket in {*reduced.values()}:
             members = [index for index in wanted if reduced[index] is bucket]
-            placed = bucket_layout([self.shapes[i] for i in members], self.world, dims=[self.dims[i] for i in members])
+            shapes, cuts = (
+                [self.shapes[i] for i in members],
+                [[of[i] for i in members] for of in (self.dims, self.rows)],
+            )
+            placed = bucket_layout(shapes, self.world, None, *cuts)
             offsets.update(zip(members, (param.offset for param in placed.params), strict=True))
         pieces: list[torch.Tensor] = []
         for index, dtype in zip(wanted, dtypes, strict=True):
@@ -153,7 +159,7 @@ class _Use:
 
     Attributes:
         layout: of the group.
-        fate: what becomes of the gradients: `REDUCE`, `KEEP` or `TAKE`.
+        fate: what becomes of the gradients: `REDUCE`, `KEEP` or `TAKE`, or one of these with `STEPS` or `ADDS`.
         factor, only_sums: the options `divide_factor` and `only_sums`.
         stored: by index, the dtypes of the parameters that want a gradient.
     """
@@ -175,7 +181,7 @@ class _Use:
             else ops.copy_gradients
         )
         wanted, gradients, indices = list(self.stored), list(given.values()), list(given)
-        how = wanted, self.fate == TAKE, self.factor, self.only_sums
+        how = wanted, bool(self.fate & TAKE), self.factor, self.only_sums
         token = launch(gradients, anchor, layout.key, indices, *how)
         if layout.world > 1 and layout.replicates:
             token = ops.all_reduce.scattered(token, anchor)
@@ -215,6 +221,9 @@ class _Unshard(torch.autograd.Function):
             ops.keep(list(given.values()), anchor, list(given), len(gradients))
             return (None,) * (2 + len(gradients))
         reduced = use.reduce(given, anchor)
+        if use.fate & (STEPS | ADDS):
+            ops.hand_over([reduced[i] for i in given], anchor, list(given), bool(use.fate & STEPS))
+            return (None,) * (2 + len(gradients))
         return (None, None, *(reduced[i] if i in given else None for i in range(len(gradients))))
 
 
@@ -358,6 +367,13 @@ def _settle(pieces: list[torch.Tensor], marks: torch.Tensor, anchor: torch.Tenso
                 owner.settle(index, piece.clone())
 
 
+def _hand_over(pieces: list[torch.Tensor], anchor: torch.Tensor, indices: list[int], complete: bool) -> None:
+    _check_sets_gradients(anchor, "an optimizer inside of backward")
+    if (owner := registry.known(anchor).owner()) is not None:
+        for piece, index in zip(pieces, indices, strict=True):
+            owner.settle(index, piece.clone(), complete)
+
+
 # ---- the operators
 
 _library = torch.library.Library("composable_shard", "DEF")  # type: ignore[no-untyped-call]
@@ -422,6 +438,7 @@ _define(
 )
 _define("keep(Tensor[] gradients, Tensor anchor, int[] indices, int count) -> ()", _keep, _nothing)
 _define("settle(Tensor[] pieces, Tensor marks, Tensor anchor, int[] indices) -> ()", _settle, _nothing)
+_define("hand_over(Tensor[] pieces, Tensor anchor, int[] indices, bool complete) -> ()", _hand_over, _nothing)
 _define("touch(Tensor mark, Tensor gradient) -> ()", _nothing, _nothing)
-for _name in ("keep", "settle", "touch"):
+for _name in ("keep", "settle", "hand_over", "touch"):
     has_side_effect(getattr(torch.ops.composable_shard, _name).default)

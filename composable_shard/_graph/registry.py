@@ -33,7 +33,7 @@ class Owner(Protocol):
     def take(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """These and those that were kept, added; the latter are kept no longer."""
 
-    def settle(self, index: int, piece: torch.Tensor) -> None:
+    def settle(self, index: int, piece: torch.Tensor, complete: bool = True) -> None:
         """Add a reduced gradient to `.grad`."""
 
     @property

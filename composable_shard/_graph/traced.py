@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -29,9 +30,10 @@ from .._group.phases import SHARDED
 from .._plan.layout import first_alike
 from .._policies import Comms, Options, Settings
 from .._torch.core import GRAPHS_GIVE_NONE, any_gradient_hooks, queue_backward_callback, with_side_effects
+from .._torch.ragged import DISPATCHES
 from . import registry
 from .edits import edited, watch_edits
-from .operators import KEEP, REDUCE, TAKE, Layout
+from .operators import ADDS, KEEP, REDUCE, STEPS, TAKE, Layout
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -52,6 +54,43 @@ class Follower(Protocol):
         """Take over parameters that users have put there."""
 
 
+class TracedSteps:
+    """An optimizer that steps inside of backward, as traced code sees it.
+
+    Graphs of the model give gradients to `.grad` themselves, group by group, where the optimizer's hooks find them. A
+    group that several uses of a graph have gathered is complete when the backward of the first use is over.
+
+    Args:
+        root: the model. Graphs of parts of it do not know whether other graphs use a group as well, and leave gradients
+            to autograd.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = weakref.ref(root)
+        self.is_open = False
+        self._groups: list[TracedGroup] = []
+
+    def take(self, group: TracedGroup) -> None:
+        """Step a group in graphs."""
+        self._groups.append(group)
+        group.stepped_by(self)
+
+    def begin(self) -> None:
+        """The root is about to be traced."""
+        self.is_open = True
+
+    def end(self) -> None:
+        """The root was traced."""
+        self.is_open = False
+        for group in self._groups:
+            group.forget_uses()
+
+    def let_go(self) -> None:
+        """From now on graphs leave gradients to autograd."""
+        for group in self._groups:
+            group.stepped_by(None)
+
+
 class TracedGroup:
     """A group as traced code sees it.
 
@@ -61,6 +100,8 @@ class TracedGroup:
         is_root: whether the group is the root's own.
         compiled: whether a graph gathers it.
         watched: while its forward is traced, the number by which edits of its weights are asked for.
+        uses: in which the forward that is traced has gathered it, where an optimizer steps inside of backward.
+        steps: that optimizer; None if there is none.
     """
 
     def __init__(self, params: Sequence[ShardedParam], info: MeshInfo, settings: Settings) -> None:
@@ -71,12 +112,14 @@ class TracedGroup:
         self._group: weakref.ref[ParamGroup] | None = None
         self._between_steps: weakref.WeakMethod[Callable[[], None]] | None = None
         self._replicated = info.replicate_size > 1
+        ranks, rows = (info.shard_size, info.shard_rank), tuple(param.rows for param in params)
         layout = Layout(
             shapes=tuple(param.shape for param in params),
             dims=tuple(param.dim for param in params),
+            rows=rows,
             keeps=tuple(param.keeps_dtype for param in params),
             world=info.shard_size,
-            rank=first_alike([p.shape[p.dim] for p in params], info.shard_size, info.shard_rank),
+            rank=first_alike([p.shape[p.dim] for p in params], *ranks, rows),
             replicates=self._replicated,
             device=str(info.device) if info.offloads else "",
             options=Options(mp_policy=settings.current.mp_policy),
@@ -84,6 +127,8 @@ class TracedGroup:
         self.key = layout.register()
         self.compiled = False
         self.watched = 0
+        self.uses = 0
+        self.steps: TracedSteps | None = None
         self._extended = False
         # Memory that stands for the group when a graph runs, if this rank holds no element of it.
         self._tag = (
@@ -106,12 +151,21 @@ class TracedGroup:
         self._group = weakref.ref(group) if group is not None else None
         self._extended = group is not None and group.layout.extended
 
+    def stepped_by(self, steps: TracedSteps | None) -> None:
+        """Have graphs give gradients to `.grad`, where an optimizer waits for them; None for no longer."""
+        self.steps = steps
+
+    def forget_uses(self) -> None:
+        """Count the uses of another forward."""
+        self.uses = 0
+
     # ---- while tracing
 
     def unshard(self, entries: Follower) -> list[torch.Tensor]:
         """The unsharded parameters, of what stands in the modules now."""
         with_side_effects(entries.follow)
         with_side_effects(partial(setattr, self, "compiled", True))
+        self._count_use()
         options = self._settings.current
         partial_sums = self._replicated and options.requires_gradient_sync and not options.requires_all_reduce
         if partial_sums or options.comms != NO_COMMS:
@@ -153,6 +207,10 @@ class TracedGroup:
         if indices:
             raise lost_edit([self._params[int(index)].fqn for index in indices.split()])
 
+    def _count_use(self) -> None:
+        if self.steps is not None and self.steps.is_open:
+            with_side_effects(partial(setattr, self, "uses", self.uses + 1))
+
     def _again(self, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self._call(shards, again=self._settings.current.unshard_in_backward)
 
@@ -160,11 +218,19 @@ class TracedGroup:
         return self._call(shards, again=False)
 
     def _call(self, shards: Sequence[torch.Tensor], again: bool) -> tuple[torch.Tensor, ...]:
+        self._check_placements()
         options = self._settings.current
         how = self.key, self._fate(), again, options.divide_factor, options.only_sums
         return tuple(
             torch.ops.composable_shard.unshard([cast(DTensor, shard).to_local() for shard in shards], self._tag, *how)
         )
+
+    def _check_placements(self) -> None:
+        if not DISPATCHES and (names := [param.fqn for param in self._params if param.rows > 1]):
+            raise ShardConfigStateError(
+                f"torch.compile: parameter {names[0]} is placed by Ragged, whose gradients compiled graphs give from "
+                f"torch 2.13 on, this is {torch.__version__}; shard it by Shard(0), or do not compile"
+            )
 
     def _fate(self) -> int:
         if not self._settings.current.requires_gradient_sync:
@@ -174,7 +240,10 @@ class TracedGroup:
                     f"{torch.__version__}; run such a micro-batch on the model that is not compiled"
                 )
             return KEEP
-        return TAKE if self._settings.accumulates else REDUCE
+        fate = TAKE if self._settings.accumulates else REDUCE
+        if not GRAPHS_GIVE_NONE or not self.uses:
+            return fate
+        return fate | (STEPS if self.uses == 1 else ADDS)
 
     # ---- when a graph runs
 
@@ -214,9 +283,12 @@ class TracedGroup:
         group = self._of_runtime()
         return list(gradients) if group is None else group.gradients.take(gradients)
 
-    def settle(self, index: int, piece: torch.Tensor) -> None:
-        """Add a reduced gradient to `.grad`, and call the hooks."""
+    def settle(self, index: int, piece: torch.Tensor, complete: bool = True) -> None:
+        """Add a reduced gradient to `.grad`, and call the hooks unless more is to come."""
         self._set_hooks_aside()
+        if not complete:
+            self._params[index].add(piece)
+            return
         group = self._of_runtime()
         if group is None:
             self._params[index].accumulate(piece)

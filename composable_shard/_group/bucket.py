@@ -27,7 +27,7 @@ from .._torch.distributed import local_tensor
 from .faces import Faces, Leaves
 from .param import ShardedParam
 
-_version, _shape, _dim, _sharded = map(attrgetter, ("_version", "shape", "dim", "sharded"))
+_version, _shape, _dim, _rows, _sharded = map(attrgetter, ("_version", "shape", "dim", "rows", "sharded"))
 
 
 class _Members(dict[Place, int]):
@@ -332,7 +332,8 @@ class GatherBucket(Bucket):
     ) -> None:
         shapes, dims = list(map(_shape, params)), list(map(_dim, params))
         route = None if transport is None else transport.route
-        layout = gather_layout(shapes, info.shard_size, dtype.itemsize, dims, route, wire)
+        rows = list(map(_rows, params))
+        layout = gather_layout(shapes, info.shard_size, dtype.itemsize, dims, route, rows, wire)
         super().__init__(params, dtype, group, Faces(dtype, layout.places))
         pieces = list(map(local_tensor, self._sharded))
         as_they_are = [not info.offloads and local.dtype == dtype and local.is_contiguous() for local in pieces]

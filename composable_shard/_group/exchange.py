@@ -39,6 +39,7 @@ class _Facts(NamedTuple):
     shape: tuple[int, ...]
     dim: int
     dtype: torch.dtype
+    rows: int
 
 
 class _Gathers:
@@ -227,7 +228,7 @@ class Exchange:
         rounding: Rounding,
     ) -> None:
         self._notes, self._note, self._rounding = notes, note, rounding
-        self._facts = [_Facts(p.fqn, p.shape, p.dim, p.dtype) for p in params]
+        self._facts = [_Facts(p.fqn, p.shape, p.dim, p.dtype, p.rows) for p in params]
         self._gathers = [_Gathers(bucket, members, pool, gather_lane) for bucket, members in buckets.items()]
         self._slots = [bucket.nbytes for bucket in buckets]
         self._info, self._transports, self._options = info, transports, options

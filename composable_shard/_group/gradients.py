@@ -23,7 +23,7 @@ from .._faults.seat import Notes, ReductionNotes, summary
 from .._memory.pool import BufferPool
 from .._policies import Options, Settings
 from .._torch.core import HANDLES, Hook, any_gradient_hooks, without_torch_function
-from .._torch.distributed import local_tensor, new_dtensor, spec_of
+from .._torch.distributed import dtensor_of, local_tensor, new_dtensor, spec_of
 from .accumulation import AccumulatedGradients
 from .param import ShardedParam, run_all
 from .phases import TRANSITIONS, GradPhase, illegal
@@ -54,7 +54,7 @@ class GroupGradients:
     """
 
     __slots__ = (
-        "_accumulated", "_handles_seen", "_in_flight", "_info", "_lane", "_name", "_notes", "_offloads",
+        "_accumulated", "_handles_seen", "_in_flight", "_info", "_lane", "_name", "_new", "_notes", "_offloads",
         "_on_nodes", "_params", "_pool", "_rounding", "_settings", "_shards", "_slots", "_transports", "buckets_of",
         "hooks_taken", "phase",
     )  # fmt: skip
@@ -76,6 +76,7 @@ class GroupGradients:
         self._notes, self._rounding = ReductionNotes(notes), rounding
         self._name, self._params, self._settings = name, params, settings
         self._info, self._offloads = info, info.offloads
+        self._new = new_dtensor if all(param.rows == 1 for param in params) else dtensor_of
         self._pool, self._lane = pool, lane
         self._shards, self._transports, self._slots = shards, transports, slots
         self.phase = GradPhase.NONE
@@ -165,7 +166,7 @@ class GroupGradients:
             shards = list(map(_sharded, params))
             before = list(map(_grad, shards))
             if all(map(is_, before, itertools.repeat(None))):
-                made = map(new_dtensor, pieces.values(), map(spec_of, shards))
+                made = map(self._new, pieces.values(), map(spec_of, shards))
                 run_all(map(setattr, shards, itertools.repeat("grad"), made))
                 return
             added = [

@@ -20,6 +20,7 @@ from .._plan.layout import bucket_layout
 from .._policies import Options
 from .._torch.core import fix_sizes
 from .._torch.distributed import dtensor_at, dtensor_like, local_tensor
+from .._torch.ragged import RaggedTensor
 from .hooks import ParamHooks
 from .placement import Cut
 
@@ -27,39 +28,38 @@ from .placement import Cut
 SHARDED_IN = "_sharded_in"
 
 
-def _cut(whole: torch.Tensor, info: MeshInfo, dim: int) -> torch.Tensor:
+def _cut(whole: torch.Tensor, info: MeshInfo, dim: int, rows: int = 1) -> torch.Tensor:
     """This rank's piece of a parameter, with storage of its own, on the device where shards are kept (or on meta)."""
-    layout = bucket_layout([tuple(whole.shape)], info.shard_size, whole.element_size(), [dim]).params[0]
+    layout = bucket_layout([tuple(whole.shape)], info.shard_size, whole.element_size(), [dim], [rows]).params[0]
     device = whole.device if whole.device.type == "meta" else info.home
     pins = info.pins and device.type == "cpu"
     if not hasattr(whole, "fsdp_pre_all_gather"):
         piece = own_rows(whole, layout, info.shard_rank)
         return torch.empty(piece.shape, dtype=piece.dtype, device=device, pin_memory=pins).copy_(piece)
     # A subclass must support the operations that torch's FSDP2 uses here, and no others.
-    rows = layout.rows_of(info.shard_rank)
+    own = layout.rows_of(info.shard_rank)
     chunks = torch.chunk(whole, info.shard_size, dim)
-    piece = whole.new_zeros(chunks[0].shape).narrow(dim, 0, rows)
-    if rows:
+    piece = whole.new_zeros(chunks[0].shape).narrow(dim, 0, own)
+    if own:
         piece.copy_(chunks[info.shard_rank])
     piece = piece if piece.device.type == device.type else piece.to(device)
     return piece.pin_memory() if pins else piece
 
 
-def shard_parameter(param: nn.Parameter, cut: Cut) -> nn.Parameter:
-    """This rank's piece of `param` as a DTensor parameter with storage of its own."""
-    info, dim, parallel = cut.info, cut.dim, cut.parallel
-    mesh, placements = (info.mesh, info.placements(dim)) if parallel is None else parallel.placed(info, dim)
+def shard_parameter(name: str, param: nn.Parameter, cut: Cut) -> nn.Parameter:
+    """This rank's piece of `param`, which has this name, as a DTensor parameter with storage of its own."""
+    mesh, placements = cut.placements(name)
     with torch.no_grad():
-        whole = param.detach() if parallel is None else local_tensor(param).detach()
-        dtensor = dtensor_at(_cut(whole, info, dim), mesh, placements, param)
+        whole = param.detach() if cut.parallel is None else local_tensor(param).detach()
+        dtensor = dtensor_at(_cut(whole, cut.info, cut.dim, cut.rows), mesh, placements, param)
     sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)
     lend_attributes(sharded, param)
-    for name in cut.carried.data if cut.carried is not None else ():
-        sharded.__dict__.pop(name, None)
+    for attribute in cut.carried.data if cut.carried is not None else ():
+        sharded.__dict__.pop(attribute, None)
     return sharded
 
 
-_PLAIN = (torch.Tensor, nn.Parameter, DTensor)  # classes that keep nothing of their own in `__dict__`
+_PLAIN = (torch.Tensor, nn.Parameter, DTensor, RaggedTensor)  # classes that keep nothing of their own in `__dict__`
 
 
 def lend_attributes(tensor: torch.Tensor, param: torch.Tensor) -> None:
@@ -97,7 +97,7 @@ class ShardedParam:
         sharded: the DTensor parameter. Loading with ``assign=True`` or converting a module may replace it by another,
             which the group then adopts.
         shape: the unsharded shape; that of the local tensor if the parameter was a DTensor before.
-        dim: the dim along which it is cut.
+        dim, rows: the dim along which it is cut, and of how many rows the cuts are multiples.
         parallel: how it was placed before, if it was a DTensor.
         keeps_dtype: whether it is gathered in the dtype in which it is stored, whatever the policy says of others.
         carried: what it has besides its data if it is packed (see `packed.py`); else None.
@@ -106,14 +106,14 @@ class ShardedParam:
     """
 
     __slots__ = (
-        "__weakref__", "_cut", "carried", "dim", "fqn", "hooks", "keeps_dtype", "module", "parallel", "shape",
+        "__weakref__", "_cut", "carried", "dim", "fqn", "hooks", "keeps_dtype", "module", "parallel", "rows", "shape",
         "sharded",
     )  # fmt: skip
 
     def __init__(self, fqn: str, sharded: nn.Parameter, cut: Cut, shape: tuple[int, ...]) -> None:
         self.fqn, self.sharded, self.shape = fqn, sharded, shape
         self._cut = cut
-        self.dim, self.parallel, self.keeps_dtype = cut.dim, cut.parallel, cut.keeps_dtype
+        self.dim, self.parallel, self.keeps_dtype, self.rows = cut.dim, cut.parallel, cut.keeps_dtype, cut.rows
         self.carried = None if cut.carried is None else cut.carried.of(sharded)
         self.module: weakref.ref[nn.Module] | None = None
         self.hooks = ParamHooks()
@@ -163,20 +163,24 @@ class ShardedParam:
         with torch.no_grad():
             if self.parallel is not None and tuple(whole.shape) != self.shape:
                 whole = self.parallel.local_of(whole.detach())
-            return dtensor_like(self.sharded, _cut(whole.detach(), info, self.dim))
+            return dtensor_like(self.sharded, _cut(whole.detach(), info, self.dim, self.rows))
 
     def accumulate(self, gradient: torch.Tensor) -> None:
         """Add this rank's piece of a reduced gradient to `.grad`, and call the hooks."""
         sharded, hooks = self.sharded, self.hooks
         if hooks:
             gradient = local_tensor(hooks.before(dtensor_like(sharded, gradient)))
-        grad = sharded.grad
-        if grad is None:
-            self.set_gradient(dtensor_like(sharded, gradient))
-        else:
-            local_tensor(grad).add_(gradient)
+        self.add(gradient)
         if hooks:
             hooks.after(sharded, dtensor_like(sharded, gradient))
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Add this rank's piece of a part of the reduced gradient to `.grad`, of which no hook is told yet."""
+        grad = self.sharded.grad
+        if grad is None:
+            self.set_gradient(dtensor_like(self.sharded, gradient))
+        else:
+            local_tensor(grad).add_(gradient)
 
     def set_gradient(self, gradient: DTensor | None) -> None:
         """Put another `.grad` in place."""

@@ -32,9 +32,10 @@ from .._errors import (
 )
 from .._policies import MixedPrecisionPolicy, OffloadPolicy, overrides_of
 from .._torch.distributed import ShardPlacementResult, concatenated_mesh, local_tensor, strided_shard
+from .._torch.ragged import Ragged
 from .packed import Carried, carried_by
 
-PlacementFn = Callable[[nn.Parameter], Any]  # -> Shard | ShardPlacementResult | None
+PlacementFn = Callable[[nn.Parameter], Any]  # -> Shard | Ragged | ShardPlacementResult | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,6 +219,7 @@ class Cut(NamedTuple):
         info: the mesh.
         dim: of the parameter, or of its local tensor.
         parallel: how it was placed before, if it was a DTensor.
+        rows: of which the cuts are multiples.
         keeps_dtype: whether it is gathered in the dtype in which it is stored.
         carried: what it has besides its data, if it is packed.
     """
@@ -226,7 +228,15 @@ class Cut(NamedTuple):
     dim: int
     parallel: Parallel | None
     keeps_dtype: bool = False
+    rows: int = 1
     carried: Carried | None = None
+
+    def placements(self, name: str) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        """Mesh and placements of the sharded parameter."""
+        if self.parallel is not None:
+            return self.parallel.placed(self.info, self.dim)
+        placements = self.info.placements(self.dim)
+        return self.info.mesh, placements if self.rows == 1 else (*placements[:-1], Ragged(self.rows).of(name))
 
 
 class Placements:
@@ -263,9 +273,15 @@ class Placements:
         if isinstance(wanted, ShardPlacementResult):
             info, wanted = self._info_of(name, wanted.mesh_info), wanted.placement
         _check_can_shard(name, param, info)
-        dim, parallel = _dim_of(name, param, wanted, info), _parallel_of(name, param, info)
+        parallel = _parallel_of(name, param, info)
+        if isinstance(wanted, Ragged):
+            _check_ragged(name, param, parallel, wanted)
+            dim, rows = 0, wanted.rows
+        else:
+            dim, rows = _dim_of(name, param, wanted, info), 1
         carried = carried_by(param)
-        return Cut(info, dim, parallel, carried is not None or _keeps_dtype(name, param, self._policy), carried)
+        keeps_dtype = carried is not None or _keeps_dtype(name, param, self._policy)
+        return Cut(info, dim, parallel, keeps_dtype, rows, carried)
 
     def _info_of(self, name: str, given: Any) -> MeshInfo:
         try:
@@ -331,6 +347,24 @@ def _check_can_shard(name: str, param: nn.Parameter, info: MeshInfo) -> None:
         )
 
 
+def _check_ragged(name: str, param: nn.Parameter, parallel: Parallel | None, wanted: Ragged) -> None:
+    """Refuse a parameter that cannot be cut at multiples of some rows.
+
+    Raises:
+        ShardConfigUnsupportedError: it is a DTensor already, or of a class that says how it is gathered.
+    """
+    if parallel is not None:
+        raise ShardConfigUnsupportedError(
+            f"shard_placement_fn: gave {wanted} for parameter {name}, which is a DTensor on {parallel.mesh} already; "
+            "give Shard(dim) or None for parameters of tensor and expert parallelism"
+        )
+    if hasattr(param, "fsdp_pre_all_gather"):
+        raise ShardConfigUnsupportedError(
+            f"shard_placement_fn: gave {wanted} for parameter {name}, a {type(param.data).__name__} with "
+            "fsdp_pre_all_gather; give Shard(0) or None"
+        )
+
+
 def _dim_of(name: str, param: nn.Parameter, placement: Any, info: MeshInfo) -> int:
     """The dim that a user wants a parameter cut along.
 
@@ -343,8 +377,8 @@ def _dim_of(name: str, param: nn.Parameter, placement: Any, info: MeshInfo) -> i
         return 0
     if not isinstance(placement, Shard):
         raise ShardConfigTypeValueError(
-            f"Invalid shard_placement_fn result: {placement!r} for parameter {name}; expected None, Shard(dim) or "
-            "ShardPlacementResult"
+            f"Invalid shard_placement_fn result: {placement!r} for parameter {name}; expected None, Shard(dim), "
+            "Ragged(rows) or ShardPlacementResult"
         )
     shape = tuple((local_tensor(param) if isinstance(param, DTensor) else param).shape)
     dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim

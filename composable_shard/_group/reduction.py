@@ -43,6 +43,9 @@ class Reducible(Protocol):
     def dim(self) -> int: ...
 
     @property
+    def rows(self) -> int: ...
+
+    @property
     def dtype(self) -> torch.dtype: ...
 
 
@@ -177,12 +180,12 @@ class ReduceBucket:
     ) -> None:
         self.indices = indices
         self.dtype = dtype
-        shapes, dims = [p.shape for p in params], [p.dim for p in params]
+        shapes, dims, rows = ([getattr(p, name) for p in params] for name in ("shape", "dim", "rows"))
         route, wire = (
             None if transports.reduce is None else transports.reduce.route,
             options.comm_policy.wire("reduce", dtype),
         )
-        self._layout = layout = reduce_layout(shapes, info.shard_size, dtype.itemsize, dims, route, slots, wire)
+        self._layout = layout = reduce_layout(shapes, info.shard_size, dtype.itemsize, dims, route, slots, rows, wire)
         transports = _in_few_bits(transports, info, layout, options, dtype, rounding, params)
         self._shard, self._replicate = transports.reduce, transports.replicate
         self._mean, self._divide_before, self._divide_after = _division(dtype, info, transports, options)

@@ -218,6 +218,7 @@ def _describe(fqn: str, asked: Declaration, is_root: bool, transports: Transport
                 reduced=options.reduce_dtype(p.dtype),
                 trains=p.sharded.requires_grad,
                 dim=p.dim,
+                rows=p.rows,
                 packed=p.carried is not None,
             )
             for p in asked.params

@@ -402,8 +402,13 @@ def _trace(module: nn.Module, call: _Call, args: tuple[Any, ...], kwargs: dict[s
     _find_root(state.traced.unknown)
     with_side_effects(partial(setattr, state, "compiled_as", begin_trace(state.asked.schedule)))
     with_side_effects(partial(setattr, state, "way", Way.TRACED))
+    steps = state.traced.steps
+    if steps is not None and steps.root() is module:
+        with_side_effects(steps.begin)
     output = call(module, args, kwargs)
     with_side_effects(partial(setattr, state, "way", Way.EAGER))
+    if steps is not None and steps.root() is module:
+        with_side_effects(steps.end)
     if state.lists:
         with_side_effects(state.finish_traced)
     return output

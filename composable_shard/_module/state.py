@@ -73,7 +73,7 @@ class Declaration:
     def piece_bytes(self) -> list[int]:
         """Bytes of a rank's piece of each parameter in the dtype of the gather, padding included."""
         options, world = self.settings.current, self.info.shard_size
-        return [piece_numel(p.shape, world, p.dim) * p.compute_dtype(options).itemsize for p in self.params]
+        return [piece_numel(p.shape, world, p.dim, p.rows) * p.compute_dtype(options).itemsize for p in self.params]
 
     def transports(self, made: TransportCache) -> Transports:
         """The transports that the current options choose for its parameters and gradients."""

@@ -36,6 +36,7 @@ class ParamPlan:
         stored, gathered, reduced: dtypes of its shard, its unsharded parameter, and its gradient in the reduction.
         trains: whether it gets a gradient.
         dim: the dim along which it is cut.
+        rows: of which the cuts are multiples.
         packed: whether its bytes are no numbers of its dtype, so that it is gathered apart from those that are.
     """
 
@@ -46,6 +47,7 @@ class ParamPlan:
     reduced: torch.dtype
     trains: bool
     dim: int = 0
+    rows: int = 1
     packed: bool = False
 
     @property
@@ -55,11 +57,12 @@ class ParamPlan:
 
 
 class _Members(NamedTuple):
-    """The shapes of parameters of one dtype, and the dims along which they are cut."""
+    """The shapes of parameters of one dtype, along which dims they are cut, and at multiples of how many rows."""
 
     dtype: torch.dtype
     shapes: list[tuple[int, ...]]
     dims: list[int]
+    rows: list[int]
 
 
 @dataclass(frozen=True)
@@ -99,12 +102,13 @@ class GroupPlan:
         return self.fqn or ROOT_NAME
 
     def _by_dtype(self, dtypes: Iterable[torch.dtype], params: Sequence[ParamPlan]) -> list[_Members]:
-        """The shapes and the dims of the parameters of each dtype, packed ones apart."""
+        """The parameters of each dtype, packed ones apart."""
         members: dict[tuple[torch.dtype, bool], _Members] = {}
         for dtype, param in zip(dtypes, params, strict=True):
-            of_dtype = members.setdefault((dtype, param.packed), _Members(dtype, [], []))
+            of_dtype = members.setdefault((dtype, param.packed), _Members(dtype, [], [], []))
             of_dtype.shapes.append(param.shape)
             of_dtype.dims.append(param.dim)
+            of_dtype.rows.append(param.rows)
         return list(members.values())
 
     @property
@@ -117,8 +121,8 @@ class GroupPlan:
         kinds = dict.fromkeys((p.gathered, p.packed) for p in self.params)
         wires = [None if packed else self.comm_policy.wire("gather", dtype) for dtype, packed in kinds]
         return tuple(
-            gather_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route, wire)
-            for (dtype, shapes, dims), wire in zip(self._gathered, wires, strict=True)
+            gather_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route, rows, wire)
+            for (dtype, shapes, dims, rows), wire in zip(self._gathered, wires, strict=True)
         )
 
     @property
@@ -140,8 +144,18 @@ class GroupPlan:
         """By dtype, the bucket in which a few ranks share the weights and gather them again; none if they do not."""
         members = self._gathered if self.small_size else ()
         return [
-            (dtype, bucket_layout(shapes, self.small_size, dtype.itemsize, dims)) for dtype, shapes, dims in members
+            (dtype, bucket_layout(shapes, self.small_size, dtype.itemsize, dims)) for dtype, shapes, dims, _ in members
         ]
+
+    @property
+    def _reduced(self) -> list[_Members]:
+        trained = [p for p in self.params if p.trains]
+        return self._by_dtype([p.reduced for p in trained], trained)
+
+    def _reduce_layout(self, members: _Members, slots: Sequence[int] = ()) -> ReduceLayout:
+        dtype, shapes, dims, rows = members
+        wire = self.comm_policy.wire("reduce", dtype)
+        return reduce_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route, slots, rows, wire)
 
     @property
     def _reduce_layouts(self) -> tuple[tuple[torch.dtype, ReduceLayout], ...]:
@@ -149,22 +163,7 @@ class GroupPlan:
         if self.route is None:
             return ()
         slots = [layout.nbytes for layout in self.gather_layouts]
-        trained = [p for p in self.params if p.trains]
-        return tuple(
-            (
-                dtype,
-                reduce_layout(
-                    shapes,
-                    self.shard_size,
-                    dtype.itemsize,
-                    dims,
-                    self.route,
-                    slots,
-                    self.comm_policy.wire("reduce", dtype),
-                ),
-            )
-            for dtype, shapes, dims in self._by_dtype([p.reduced for p in trained], trained)
-        )
+        return tuple((members.dtype, self._reduce_layout(members, slots)) for members in self._reduced)
 
     @functools.cached_property
     def sizes(self) -> Sizes:
@@ -196,10 +195,9 @@ class GroupPlan:
         """Bytes that a replica sends to each other one in fewer bits; None if its gradients travel as they are."""
         if self.comm_policy.replicas is None:
             return None
-        trained = [p for p in self.params if p.trains]
         nbytes = 0
-        for dtype, shapes, dims in self._by_dtype([p.reduced for p in trained], trained):
-            layout = reduce_layout(shapes, self.shard_size, dtype.itemsize, dims, self.route)
+        for members in self._reduced:
+            dtype, layout = members.dtype, self._reduce_layout(members)
             sent = layout.between_replicas(dtype.itemsize, self.comm_policy.wire("replicas", dtype))
             nbytes += layout.numel * dtype.itemsize if sent is None else sent.nbytes
         return nbytes
@@ -210,10 +208,8 @@ class GroupPlan:
         kept = sum(layout.parcel.nbytes for layout in self.gather_layouts if layout.parcel is not None)
         if not self.comm_policy.error_feedback:
             return kept
-        trained = [p for p in self.params if p.trains]
-        for dtype, shapes, dims in self._by_dtype([p.reduced for p in trained], trained):
-            how = shapes, self.shard_size, dtype.itemsize, dims, self.route, (), self.comm_policy.wire("reduce", dtype)
-            layout = reduce_layout(*how)
+        for members in self._reduced:
+            dtype, layout = members.dtype, self._reduce_layout(members)
             between = layout.between_replicas(dtype.itemsize, self.comm_policy.wire("replicas", dtype))
             for sent, ranks in ((layout.parcel, self.shard_size), (between, 1)):
                 kept += 4 * ranks * _rounded(layout, sent)
@@ -229,7 +225,7 @@ class GroupPlan:
     def shard_bytes(self) -> int:
         """Bytes of the stored shards of a rank with full pieces."""
         shapes, dims = [p.shape for p in self.params], [p.dim for p in self.params]
-        layout = bucket_layout(shapes, self.shard_size, dims=dims)
+        layout = bucket_layout(shapes, self.shard_size, dims=dims, rows=[p.rows for p in self.params])
         return sum(at.piece * p.stored.itemsize for at, p in zip(layout.params, self.params, strict=True))
 
     @property

@@ -3,7 +3,8 @@
 A *bucket* is what one collective moves: `world` chunks of `numel` elements, one per rank. Each parameter is cut along
 one dim (0 by default) into `world` pieces of `chunk` rows (as by `torch.chunk`, the last ones may be shorter or empty).
 Every rank's piece of a parameter starts at the same `offset` in that rank's chunk. Pieces are padded to `chunk` rows,
-so that all ranks send equally much. Another dim than 0 must divide evenly.
+so that all ranks send equally much. Another dim than 0 must divide evenly. Where the cuts along dim 0 have to be
+multiples of some rows (`Ragged`), a full piece has as many more of them.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .._policies import Wire
+from .._torch.ragged import rows_of_chunk
 from .parcel import SHARD_ALIGNMENT_BYTES, Parcel, parcel
+
+T = TypeVar("T")
 
 SLOT_ALIGNMENT_BYTES = 512
 
@@ -30,7 +35,7 @@ class ParamLayout:
     Attributes:
         shape: the unsharded shape, at least one dim.
         world: number of pieces.
-        chunk: rows of a full piece, ``ceil(shape[dim] / world)``.
+        chunk: rows of a full piece, ``ceil(shape[dim] / world)``, or more where cuts are multiples of some rows.
         row: elements of one row.
         offset: where the piece starts in each rank's chunk.
         dim: the dim that is cut; its indices are the rows.
@@ -96,22 +101,30 @@ class BucketLayout:
         return [self.world * param.offset for param in self.params]
 
 
-def piece_numel(shape: tuple[int, ...], world: int, dim: int) -> int:
-    """Elements of one padded piece of a parameter that is cut along `dim`."""
-    return -(-shape[dim] // world) * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
+def piece_numel(shape: tuple[int, ...], world: int, dim: int, rows: int = 1) -> int:
+    """Elements of one padded piece of a parameter that is cut along `dim`, at multiples of `rows`."""
+    return rows_of_chunk(shape[dim], world, rows) * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
 
 
-def first_alike(sizes: Sequence[int], world: int, rank: int) -> int:
-    """The first rank that holds as many rows as `rank` of each parameter, whose sizes along the cut dim these are."""
+def first_alike(sizes: Sequence[int], world: int, rank: int, rows: Sequence[int] | None = None) -> int:
+    """The first rank that holds as many rows as `rank` of each parameter, whose sizes along the cut dim these are.
 
-    def rows(of: int) -> list[int]:
-        return [max(0, min(chunk, size - of * chunk)) for size in sizes for chunk in [-(-size // world)]]
+    `rows`: of which the cuts of each are multiples; 1 if not given.
+    """
+    params = bucket_layout([(size,) for size in sizes], world, rows=rows).params
 
-    return next(other for other in range(world) if other == rank or rows(other) == rows(rank))
+    def held(by: int) -> list[int]:
+        return [param.rows_of(by) for param in params]
+
+    return next(other for other in range(world) if other == rank or held(other) == held(rank))
 
 
 def bucket_layout(
-    shapes: Sequence[tuple[int, ...]], world: int, itemsize: int | None = None, dims: Sequence[int] | None = None
+    shapes: Sequence[tuple[int, ...]],
+    world: int,
+    itemsize: int | None = None,
+    dims: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
 ) -> BucketLayout:
     """Lay parameters of the given unsharded `shapes` one after the other.
 
@@ -120,12 +133,13 @@ def bucket_layout(
         world: number of ranks that share the bucket.
         itemsize: bytes of one element, to align each piece to 16 bytes; None to leave no gaps.
         dims: the dim along which each is cut; 0 if not given.
+        rows: of which the cuts of each are multiples; 1 if not given.
     """
     align = 1 if itemsize is None else max(1, SHARD_ALIGNMENT_BYTES // itemsize)
     params, end = [], 0
-    for shape, dim in zip(shapes, dims or [0] * len(shapes), strict=True):
+    for shape, dim, block in zip(shapes, dims or [0] * len(shapes), rows or [1] * len(shapes), strict=True):
         offset = -(-end // align) * align
-        chunk, row = -(-shape[dim] // world), math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
+        chunk, row = rows_of_chunk(shape[dim], world, block), math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
         params.append(ParamLayout(tuple(shape), world, chunk, row, offset, dim))
         end = offset + chunk * row
     return BucketLayout(world, tuple(params), end)
@@ -186,6 +200,7 @@ def gather_layout(
     itemsize: int,
     dims: Sequence[int],
     route: Route | None,
+    rows: Sequence[int] | None = None,
     wire: Wire | None = None,
 ) -> GatherLayout:
     """Lay out a gather of parameters of one dtype.
@@ -195,18 +210,21 @@ def gather_layout(
         world: number of ranks.
         itemsize: bytes of an element.
         route: the transport's route; None where there is nothing to gather.
+        rows: of which the cuts of each are multiples; 1 if not given.
         wire: what they travel as, if not as they are.
     """
-    places = bucket_layout(shapes, world, itemsize, dims)
+    places = bucket_layout(shapes, world, itemsize, dims, rows)
     nbytes = world * _with_marks(places.numel, len(shapes), itemsize) * itemsize
     sent = None if route is None else parcel([(at.chunk, at.row) for at in places.params], itemsize, wire)
     if sent is None:
-        return _gather_as_it_is(places, nbytes, itemsize, route)
+        return _gather_as_it_is(places, nbytes, itemsize, route, rows)
     landing = BucketLayout(world, (), sent.nbytes)
     return GatherLayout(places, (), tuple(range(len(shapes))), landing, nbytes, landing.total, sent)
 
 
-def _gather_as_it_is(places: BucketLayout, nbytes: int, itemsize: int, route: Route | None) -> GatherLayout:
+def _gather_as_it_is(
+    places: BucketLayout, nbytes: int, itemsize: int, route: Route | None, rows: Sequence[int] | None
+) -> GatherLayout:
     least = None if route is None else route.gather_from
     alone = [i for i, param in enumerate(places.params) if _is_alone(param, itemsize, least)]
     packed = sorted({*range(len(places.params))} - {*alone})
@@ -217,8 +235,12 @@ def _gather_as_it_is(places: BucketLayout, nbytes: int, itemsize: int, route: Ro
     landing = places
     if alone:
         shapes, dims = zip(*[(places.params[i].shape, places.params[i].dim) for i in packed], strict=True)
-        landing = bucket_layout(shapes, places.world, itemsize, dims)
+        landing = bucket_layout(shapes, places.world, itemsize, dims, rows and _some(rows, packed))
     return GatherLayout(places, tuple(alone), tuple(packed), landing, nbytes, landing.total * itemsize)
+
+
+def _some(values: Sequence[T], indices: Sequence[int]) -> list[T]:
+    return [values[index] for index in indices]
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +290,7 @@ def reduce_layout(
     dims: Sequence[int],
     route: Route | None,
     slots: Sequence[int] = (),
+    rows: Sequence[int] | None = None,
     wire: Wire | None = None,
 ) -> ReduceLayout:
     """Lay out a reduction of gradients of one dtype.
@@ -279,9 +302,10 @@ def reduce_layout(
         route: the transport's route; None where there is nothing to reduce.
         slots: bytes of the gather's slots. A bucket that is up to 1/8 smaller than one of them gets its size, so that
             the two can share memory.
+        rows: of which the cuts of each are multiples; 1 if not given.
         wire: what gradients travel as, if not as they are.
     """
-    result = bucket_layout(shapes, world, dims=dims)
+    result = bucket_layout(shapes, world, dims=dims, rows=rows)
     numel = _with_marks(result.numel, len(shapes), itemsize)
     if route is None:
         return ReduceLayout(result, numel, 0, 0)

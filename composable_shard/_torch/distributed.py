@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch._C import _distributed_c10d as c10d
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as _collectives
@@ -40,8 +40,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .._errors import MixedShardingError
+from .ragged import RaggedTensor, is_ragged, own_rows_of, ragged_tensor
 
 T = TypeVar("T")
 
@@ -216,7 +218,12 @@ new_dtensor: Callable[[torch.Tensor, Any], DTensor] = functools.partial(DTensor.
 
 def dtensor_like(reference: torch.Tensor, local: torch.Tensor) -> DTensor:
     """A DTensor over `local` with the layout of `reference`."""
-    return new_dtensor(local, spec_of(reference))
+    return (ragged_tensor if type(reference) is RaggedTensor else new_dtensor)(local, spec_of(reference))
+
+
+def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
+    """A DTensor of the class that its placements want."""
+    return (ragged_tensor if is_ragged(spec.placements) else new_dtensor)(local, spec)
 
 
 def dtensor_at(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], like: torch.Tensor) -> DTensor:
@@ -225,11 +232,14 @@ def dtensor_at(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any],
     `DTensor.from_local` would move it to the mesh's device, and so take offloaded shards back to the accelerator.
     """
     meta = TensorMeta(torch.Size(like.shape), like.stride(), local.dtype)
-    return new_dtensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta))
+    return dtensor_of(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta))
 
 
 def own_slices(tensor: DTensor) -> tuple[slice, ...]:
     """Where this rank's part of a DTensor lies in the full tensor; no axis may hold a partial sum."""
+    if is_ragged(tensor.placements):
+        begin, rows = own_rows_of(tensor.shape[0], tensor.device_mesh, tensor.placements)
+        return (slice(begin, begin + rows), *(slice(0, size) for size in tensor.shape[1:]))
     sizes, begins = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
 
@@ -413,6 +423,13 @@ def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
 def strided_shard(dim: int, factor: int) -> Shard:
     """The placement of a mesh axis that cuts `dim` within each of the `factor` pieces of a later axis."""
     return _StridedShard(dim, split_factor=factor)  # type: ignore[return-value]
+
+
+def ranks_of(mesh: DeviceMesh) -> list[int]:
+    """The ranks of a mesh, those along its last axis side by side; as if in order where tensors have no values."""
+    with _disable_current_modes():
+        ranks = mesh.mesh
+        return list(range(mesh.size())) if isinstance(ranks, FakeTensor) else ranks.flatten().tolist()
 
 
 def flattened_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

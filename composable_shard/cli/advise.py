@@ -59,6 +59,7 @@ def add_command(commands: Any) -> None:
     )
     add("--tensor", type=_integers, default=(1,), metavar="N,N", help="ranks of tensor parallelism to try (default: 1)")
     add("--adapters", type=int, default=0, metavar="RANK", help="train adapters of this rank alone (LoRA)")
+    add("--optimizer", default="adamw", metavar="NAME", help="adamw (default), in_backward, or owned (Muon)")
     add_bits(parser)
     add("--all", action="store_true", help="show every strategy, not the first dozen")
     add("--emit", type=Path, metavar="FILE", help="write the lines that shard a model so")
@@ -88,6 +89,7 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             precision=parsed.precision,
             tensor=parsed.tensor,
             adapters=parsed.adapters,
+            optimizer=parsed.optimizer,
             comm_policy=bits_of(parsed),
         )
         if parsed.emit and advice.recommended is not None:

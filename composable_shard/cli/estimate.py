@@ -65,6 +65,7 @@ def add_command(commands: Any) -> None:
     add("--batch", type=int, default=1, metavar="N", help="sequences of a step for each device (default: 1)")
     add("--sequence", type=int, metavar="N", help="tokens of a sequence")
     add("--precision", default="bfloat16-mixed", metavar="NAME", help="as for `advise` (default: bfloat16-mixed)")
+    add("--optimizer", default="adamw", metavar="NAME", help="adamw (default), in_backward, or owned (Muon)")
     add_bits(models)
     add_debug(parser)
     parser.set_defaults(command=lambda parsed: _run(parsed, parser))
@@ -115,7 +116,7 @@ def _of_model(parsed: argparse.Namespace) -> Rehearsal:
     import_from_here()
     precision, source = precision_of(parsed.precision), source_of(parsed.what[0], parsed.sequence)
     strategy = strategy_named(parsed.strategy, parsed.devices, parsed.checkpointing, parsed.replicas)
-    return rehearse_source(source, strategy, precision, parsed.batch, bits_of(parsed))
+    return rehearse_source(source, strategy, precision, parsed.batch, parsed.optimizer, bits_of(parsed))
 
 
 def tables(seen: Rehearsal) -> list[Table]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 from torch.optim import Optimizer
 
 from .._errors import ShardConfigStateError, ShardConfigTypeError
+
+IN_PARTS: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that others step, a part of parameters at a time
 
 
 def title_of(kind: Any) -> str:

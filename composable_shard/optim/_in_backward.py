@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,18 +15,32 @@ from torch.distributed.tensor.placement_types import Replicate
 from torch.optim import Optimizer
 
 from .._errors import ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
+from .._graph.traced import TracedSteps
 from .._module.state import states_below
 from .._torch.distributed import local_tensor, sum_over_ranks
-from ._checks import check_steps_once, check_unchanged, title_of
+from .._torch.loss_scaling import in_scaled_backward, note_scaled_losses
+from ._checks import IN_PARTS, check_steps_once, check_unchanged, title_of
+from ._layout import most_bytes
 from ._matrices import shard_of
 from ._owned import Owned
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 GROUP, DELAYED = "group", "delayed"
 _TINY = 1e-6  # as in `clip_grad_norm_`
+_SCALED = (
+    "in_backward: a GradScaler looks for infinities when all gradients are there, to leave a step out, and in_backward "
+    "steps before that, with scaled gradients; train in bfloat16 without a scaler, or use an ordinary optimizer"
+)
 
 
-def in_backward(model: nn.Module, make: Make, *, max_norm: float | None = None, norm_of: str = GROUP) -> InBackward:
+def in_backward(
+    model: nn.Module,
+    make: Make,
+    *,
+    max_norm: float | None = None,
+    norm_of: str = GROUP,
+    bucket_bytes: int | None = None,
+) -> InBackward:
     """Step each group of parameters inside of backward, as soon as its gradients are reduced, and free these at once.
 
     So the gradients of all groups never exist together::
@@ -48,32 +63,68 @@ def in_backward(model: nn.Module, make: Make, *, max_norm: float | None = None, 
         max_norm: gradients are scaled so that their norm, over all ranks, is at most this; None for no clipping.
         norm_of: which norm. ``"group"``: that of the gradients of each group. ``"delayed"``: that of all gradients of
             the step before, since that of this one is known only when all are gone; the first step is not clipped.
+        bucket_bytes: so many bytes of gradients live at once on a rank, at most: a group that has more is stepped in
+            parts. Default: those of the largest parameter, which is the least; 0 steps each parameter by itself. A
+            group that is clipped by its own norm is stepped as a whole.
 
     Raises:
         ShardConfigTypeError: `make` makes no optimizer, or one that cannot step a group at a time.
         ShardConfigValueError: an argument cannot be.
+        ShardConfigStateError: raised in backward, before any weight is changed, if a `GradScaler` has scaled the loss.
     """
-    return InBackward(model, make, max_norm=max_norm, norm_of=norm_of)
+    return InBackward(model, make, max_norm=max_norm, norm_of=norm_of, bucket_bytes=bucket_bytes)
 
 
 class _Unit:
-    """A group of parameters that are stepped together.
+    """A group of parameters that are stepped together, or in parts.
 
     Args:
         params: of the group.
 
     Attributes:
         waiting: those whose gradient is there.
+        most: bytes of gradients that may wait.
     """
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self.params = params
         self.waiting: dict[torch.Tensor, None] = {}
+        self.most = math.inf
+        self._seen: set[torch.Tensor] = set()  # those whose gradient has been there in this backward
+        self._nbytes = 0  # of the gradients that wait
+        self._sizes = {param: most_bytes(param) for param in params}
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest gradient, alike on all ranks."""
+        return max(self._sizes.values(), default=0)
+
+    def leave_room(self, bucket_bytes: int) -> None:
+        """Let so few gradients wait that they and one more have this many bytes, at most."""
+        self.most = max(bucket_bytes - self.largest, 0)
 
     def take(self, param: torch.Tensor) -> bool:
-        """A gradient is there; returns whether it was the last one."""
+        """A gradient is there; returns whether those that wait are to be stepped now."""
         self.waiting[param] = None
-        return len(self.waiting) >= sum(map(_trains, self.params))
+        self._seen.add(param)
+        self._nbytes += self._sizes[param]
+        return self._nbytes > self.most or self.is_complete
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all gradients have been there."""
+        return len(self._seen) >= sum(map(_trains, self.params))
+
+    def give(self) -> list[torch.Tensor]:
+        """The parameters that wait and have a gradient; they wait no longer."""
+        given = [param for param in self.waiting if param.grad is not None]
+        self.waiting.clear()
+        self._nbytes = 0
+        return given
+
+    def begin(self) -> None:
+        """No more gradients will come in this backward."""
+        self._seen.clear()
 
 
 def _units_of(model: nn.Module, stepped: set[torch.Tensor]) -> list[_Unit]:
@@ -86,6 +137,22 @@ def _units_of(model: nn.Module, stepped: set[torch.Tensor]) -> list[_Unit]:
     taken = {param for group in groups for param in group}
     groups += [[param] for param in model.parameters() if param not in taken]
     return [_Unit([param for param in group if param in stepped]) for group in groups]
+
+
+def _leave_room(units: set[_Unit], bucket_bytes: int | None) -> None:
+    if bucket_bytes is None:
+        bucket_bytes = max([unit.largest for unit in units], default=0)
+    for unit in units:
+        unit.leave_room(bucket_bytes)
+
+
+def _in_graphs(model: nn.Module, stepped: set[torch.Tensor]) -> TracedSteps:
+    """Have graphs of the model step the groups of which all that train are stepped."""
+    steps = TracedSteps(model)
+    for state in states_below(model):
+        if all(param.sharded in stepped for param in state.declaration.params if _trains(param.sharded)):
+            steps.take(state.traced)
+    return steps
 
 
 def _trains(param: torch.Tensor) -> bool:
@@ -105,8 +172,16 @@ class InBackward(Optimizer):
             first step, and without ``norm_of="delayed"``.
     """
 
-    def __init__(self, model: nn.Module, make: Make, *, max_norm: float | None = None, norm_of: str = GROUP) -> None:
-        _check_arguments(max_norm, norm_of)
+    def __init__(
+        self,
+        model: nn.Module,
+        make: Make,
+        *,
+        max_norm: float | None = None,
+        norm_of: str = GROUP,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        _check_arguments(max_norm, norm_of, bucket_bytes)
         self._max_norm, self._delays = max_norm, norm_of == DELAYED
         self.last_norm: torch.Tensor | None = None
         self._norms = _Norms()
@@ -118,6 +193,10 @@ class InBackward(Optimizer):
         self._open: _Unit | None = None  # in which a gradient has come last
         stepped = {param for group in self.param_groups for param in group["params"]}
         self._units = {param: unit for unit in _units_of(model, stepped) for param in unit.params}
+        if max_norm is None or self._delays:
+            _leave_room({*self._units.values()}, bucket_bytes)
+        self._in_graphs = _in_graphs(model, stepped)
+        note_scaled_losses()
         hooked = list(filter(_trains, _sharded_of(self._units)))
         self._handles = [param.register_post_accumulate_grad_hook(self._arrived) for param in hooked]  # type: ignore[no-untyped-call]
 
@@ -131,21 +210,28 @@ class InBackward(Optimizer):
 
     def _arrived(self, param: torch.Tensor) -> None:
         """The gradient of a parameter is there."""
-        if self._accumulates:
+        if self._accumulates or param.grad is None:
             return
+        if in_scaled_backward():
+            raise ShardConfigStateError(_SCALED)
         unit = self._units[param]
         if self._open is not None and self._open is not unit:
-            self._flush(self._open)  # it lacks gradients that will not come
+            self._close(self._open)  # it lacks gradients that will not come
         self._open = unit
         if unit.take(param):
             self._flush(unit)
+            if unit.is_complete:
+                self._close(unit)
+
+    def _close(self, unit: _Unit) -> None:
+        """Step what still waits in a group that is over."""
+        self._open = None
+        self._flush(unit)
+        unit.begin()
 
     def _flush(self, unit: _Unit) -> None:
         """Step what has a gradient in a group, and free it."""
-        self._open = None
-        params = [param for param in unit.waiting if param.grad is not None]
-        unit.waiting.clear()
-        if params:
+        if params := unit.give():
             self._step_some(params)
 
     @torch.no_grad()
@@ -187,6 +273,7 @@ class InBackward(Optimizer):
         """From now on backward steps nothing, and `step` does what that of any optimizer does."""
         for handle in self._handles:
             handle.remove()
+        self._in_graphs.let_go()
 
     # ---- behind backward
 
@@ -206,7 +293,7 @@ class InBackward(Optimizer):
         self._open = None
         for unit in dict.fromkeys(self._units.values()):
             unit.waiting.update(dict.fromkeys(unit.params))
-            self._flush(unit)
+            self._close(unit)
         if self._max_norm is not None and self._delays:
             self.last_norm, self._norms = self._norms.total(), _Norms()
         return loss
@@ -235,10 +322,7 @@ class InBackward(Optimizer):
         Raises:
             ShardConfigStateError: always.
         """
-        raise ShardConfigStateError(
-            "in_backward: a GradScaler looks for infinities when all gradients are there, and in_backward has stepped "
-            "with scaled ones by then; train in bfloat16 without a scaler, or use an ordinary optimizer"
-        )
+        raise ShardConfigStateError(_SCALED)
 
 
 class _Norms:
@@ -279,11 +363,15 @@ def _scale(params: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) 
         gradient.mul_(factor.to(gradient.device))
 
 
-def _check_arguments(max_norm: float | None, norm_of: str) -> None:
+def _check_arguments(max_norm: float | None, norm_of: str, bucket_bytes: int | None) -> None:
     if max_norm is not None and not max_norm > 0:
         raise ShardConfigValueError(f"max_norm: must be positive, or None for no clipping; got {max_norm!r}")
     if norm_of not in (GROUP, DELAYED):
         raise ShardConfigValueError(f"norm_of: must be {GROUP!r} or {DELAYED!r}, got {norm_of!r}")
+    if bucket_bytes is not None and not bucket_bytes >= 0:
+        raise ShardConfigValueError(
+            f"bucket_bytes: must be a number of bytes, 0 or more, or None; got {bucket_bytes!r}"
+        )
 
 
 def _made(make: Make, model: nn.Module) -> Optimizer:
@@ -300,4 +388,5 @@ def _made(make: Make, model: nn.Module) -> Optimizer:
             "make: `owned` steps when all gradients are there, to send those of several groups together; use it alone"
         )
     check_steps_once("make", made)
+    IN_PARTS.add(made)
     return made

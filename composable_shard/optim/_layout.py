@@ -20,7 +20,8 @@ from .._comm.own_groups import own_group
 from .._errors import ShardConfigUnsupportedError
 from .._faults.ledger import Ledger
 from .._faults.watch import ledger_of
-from .._torch.distributed import flattened_mesh, is_native
+from .._torch.distributed import flattened_mesh, is_native, ranks_of
+from .._torch.ragged import rows_of_chunk
 
 Placed = Sequence[Any]  # a placement for each axis of a mesh
 
@@ -101,6 +102,14 @@ def whole_box(shape: Sequence[int]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
+def most_bytes(param: torch.Tensor) -> int:
+    """Bytes of the largest part of a parameter that any rank holds."""
+    if not isinstance(param, DTensor):
+        return param.nbytes
+    placed = tuple(param.placements)
+    return _box(tuple(param.shape), param.device_mesh, placed, [0] * len(placed)).numel * param.dtype.itemsize
+
+
 def layout_of(name: str, param: torch.Tensor) -> Layout:
     """How a parameter is cut. Where several axes of its mesh cut it, all ranks of the world must call this.
 
@@ -153,15 +162,22 @@ def _boxes(
     """By rank of the group, what it holds."""
     if group is None:
         return (whole_box(shape),)
-    coordinates = [(mesh.mesh == rank).nonzero()[0].tolist() for rank in dist.get_process_group_ranks(group)]
-    return tuple(_box(shape, mesh, placements, at) for at in coordinates)
+    members = ranks_of(mesh)
+    places = [members.index(rank) for rank in dist.get_process_group_ranks(group)]
+    return tuple(_box(shape, mesh, placements, _coordinate(place, mesh.shape)) for place in places)
+
+
+def _coordinate(place: int, sizes: Sequence[int]) -> list[int]:
+    """Indices along the axes of a mesh of its member at a place."""
+    return [place // math.prod(sizes[axis + 1 :]) % size for axis, size in enumerate(sizes)]
 
 
 def _box(shape: tuple[int, ...], mesh: DeviceMesh, placements: Placed, coordinate: Sequence[int]) -> Box:
     begin, sizes = [0] * len(shape), [*shape]
     for axis in _in_order(placements):
         dim = placements[axis].dim % len(shape)
-        chunk = -(-sizes[dim] // mesh.size(axis))
+        world, rows = mesh.size(axis), getattr(placements[axis], "rows", 1)
+        chunk = rows_of_chunk(sizes[dim], world, rows)
         start = min(chunk * coordinate[axis], sizes[dim])
         begin[dim] += start
         sizes[dim] = min(chunk, sizes[dim] - start)

@@ -193,7 +193,17 @@ def routes_of(name: str, param: torch.Tensor, blocks: Blocks | None) -> dict[str
         ShardConfigValueError: the blocks do not fit.
         ShardConfigUnsupportedError: the parameter is no tensor that is sharded or replicated.
     """
-    layout, shape = layout_of(name, param), tuple(param.shape)
+    layout = layout_of(name, param)
+    regions = regions_of(name, tuple(param.shape), blocks)
+    return {key: Route.of(layout, region, shape, 0) for key, (region, shape) in regions.items()}
+
+
+def regions_of(name: str, shape: tuple[int, ...], blocks: Blocks | None) -> dict[str, tuple[Box, tuple[int, ...]]]:
+    """The matrices of a parameter of a shape, by name: where each lies in it, and its shape.
+
+    Raises:
+        ShardConfigValueError: the blocks do not fit.
+    """
     step = _rows_of_a_matrix(name, shape, blocks)
     if len(shape) == 3:
         corners = itertools.product(range(shape[0]), range(0, shape[1], max(step, 1)))
@@ -201,8 +211,8 @@ def routes_of(name: str, param: torch.Tensor, blocks: Blocks | None) -> dict[str
     elif len(shape) == 2 and step < shape[0]:
         regions = [Box((begin, 0), (step, shape[1])) for begin in range(0, shape[0], step)]
     else:
-        return {name: Route.of(layout, whole_box(shape), shape, 0)}
-    return {f"{name}[{i}]": Route.of(layout, region, region.shape[-2:], 0) for i, region in enumerate(regions)}
+        return {name: (whole_box(shape), shape)}
+    return {f"{name}[{i}]": (region, region.shape[-2:]) for i, region in enumerate(regions)}
 
 
 def _rows_of_a_matrix(name: str, shape: tuple[int, ...], blocks: Blocks | None) -> int:

@@ -16,7 +16,8 @@ from .._errors import ComposableShardError, ShardConfigStateError, ShardConfigTy
 from .._faults.watch import WATCHER
 from .._group.param import SHARDED_IN
 from .._torch.core import never_trace
-from ._checks import check_steps_once, title_of
+from ._checks import IN_PARTS, check_steps_once, title_of
+from ._forecast import sent_by
 from ._layout import Layout, Route
 from ._matrices import (
     Blocks,
@@ -126,6 +127,11 @@ class Owned(Optimizer):
         self.sent_bytes = 0
         super().__init__(groups, _defaults(kind, options))
 
+    @property
+    def exchange_bytes(self) -> int:
+        """Bytes that this rank will send to others in a step in which all matrices have a gradient, state left out."""
+        return sum([sent_by(bucket.layout.rank, bucket.matrices) for bucket in self._buckets])
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Step other parameters, too; all ranks add the same.
 
@@ -155,6 +161,7 @@ class Owned(Optimizer):
                 Bucket(index, tuple(many), many[0].route.layout, many[0].stays, inner, len(self._buckets))
             )
             inner_of |= dict.fromkeys(many, inner)
+        IN_PARTS.update(filter(None, inner_of.values()))
         for _, matrix in sorted(matrices.items()):
             self._kept.append(Kept(matrix, inner_of[matrix]))
             self._of.setdefault(matrix.param, []).append(self._kept[-1])

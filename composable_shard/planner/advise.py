@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from .._plan.plan import ShardPlan
 from .._policies import AS_IT_IS, CommPolicy
 from .checkpointing import CHECKPOINTING
 from .machine import KNOWN, Link, Machine
-from .memory import Memory, memory_of
+from .memory import Gradients, Memory, memory_of
 from .precision import Precision, precision_of
 from .profile import Profile
 from .shape import Shape
 from .sources import Source, source_of
+from .stepping import ADAMW, check_optimizer, is_possible, shown_groups, stepping_of
 from .strategies import (
     Strategy,
     held_bytes,
@@ -46,6 +48,7 @@ class Estimate:
         host_bytes: of the host's memory for each device, where parameters are offloaded.
         disk_bytes: on disk for each device, where the optimizer's state is.
         moved: bytes that a rank sends in a step.
+        exchanged: of these, what goes to owners of matrices and back.
         time: of a step.
         tokens_per_second: of all devices together.
         needed: bytes that a device must have.
@@ -58,6 +61,7 @@ class Estimate:
     host_bytes: int
     disk_bytes: int
     moved: int
+    exchanged: int
     time: Time
     tokens_per_second: float
     needed: int
@@ -88,6 +92,7 @@ class Advice:
         estimates: of all strategies; those that fit first, the fastest one at the beginning.
         recommended: the strategy to take; None if none fits.
         reason: why, in words; if none fits, what is missing.
+        optimizer: with which it trains.
         comm_policy: in how many bits weights and gradients travel.
         on: estimates the same strategies on another machine, in the same order, without tracing again.
     """
@@ -100,6 +105,7 @@ class Advice:
     estimates: tuple[Estimate, ...]
     recommended: Estimate | None
     reason: str
+    optimizer: str
     on: Callable[[Machine], list[Estimate]] = field(repr=False, compare=False)
     comm_policy: CommPolicy = AS_IT_IS
 
@@ -118,6 +124,7 @@ def advise(
     precision: str = "bfloat16-mixed",
     tensor: Sequence[int] = (1,),
     adapters: int = 0,
+    optimizer: str = ADAMW,
     comm_policy: CommPolicy = AS_IT_IS,
 ) -> Advice:
     """Which strategy to take.
@@ -142,6 +149,8 @@ def advise(
             ``float16-mixed`` or ``bfloat16``.
         tensor: numbers of ranks of tensor parallelism to consider, for shapes.
         adapters: rank of low-rank adapters that train alone; 0 for a training of all parameters.
+        optimizer: ``adamw``; ``in_backward``, AdamW that steps inside of backward (`cs.optim.in_backward`); or
+            ``owned``, Muon of the matrices of blocks at their owners (`cs.optim.owned`), and AdamW of all others.
         comm_policy: in how many bits weights and gradients travel, of every strategy that shards.
 
     Raises:
@@ -155,8 +164,10 @@ def advise(
             raise ShardConfigValueError(f"{name}: {value!r} is not a number above 0")
     dtypes = precision_of(precision)
     source = source_of(model, sequence, adapters)
-    planner = Planner(source, dtypes, batch, comm_policy)
-    possible = list(strategies(devices, chosen.devices_per_node, tuple(tensor), chosen.host_memory))
+    check_optimizer(optimizer, tuple(tensor))
+    planner = Planner(source, dtypes, batch, optimizer, comm_policy)
+    known = strategies(devices, chosen.devices_per_node, tuple(tensor), chosen.host_memory)
+    possible = list(filter(partial(is_possible, optimizer), known))
     if not possible:
         raise ShardConfigValueError(f"tensor: {list(tensor)} divide no {devices} devices within a node")
     estimates = [planner.estimate(each, chosen) for each in possible]
@@ -171,6 +182,7 @@ def advise(
         estimates=tuple(estimates),
         recommended=recommended,
         reason=reason,
+        optimizer=optimizer,
         on=lambda other: [planner.estimate(each.strategy, other) for each in estimates],
         comm_policy=comm_policy,
     )
@@ -207,8 +219,11 @@ def _adjusted(machine: Machine, memory: int | None, intra: float | None, inter: 
 class Planner:
     """Estimates strategies, and traces nothing twice."""
 
-    def __init__(self, source: Source, precision: Precision, batch: int, comm: CommPolicy = AS_IT_IS) -> None:
-        self._source, self._precision, self._batch, self._comm = source, precision, batch, comm
+    def __init__(
+        self, source: Source, precision: Precision, batch: int, optimizer: str = ADAMW, comm: CommPolicy = AS_IT_IS
+    ) -> None:
+        self._source, self._precision, self._batch = source, precision, batch
+        self._optimizer, self._comm = optimizer, comm
         self._profiles: dict[tuple[int, str], Profile] = {}
         self._plans: dict[int, ShardPlan] = {}
 
@@ -220,19 +235,21 @@ class Planner:
         shards = shard_bytes(base, plan)
         pool = pooled(strategy, plan)
         rounding = 0 if plan is None else sum(group.rounding_bytes for group in plan.groups)
-        held = held_bytes(strategy, pool, shards, self._cast(base, plan), rounding)
-        gradients = {fqn: 0 if strategy.offload else trained for fqn, (_, trained) in shards.items()}
-        memory = memory_of(profile, held, pool, gradients, reducing(plan, strategy, machine))
-        trained = sum(each for _, each in shards.values())
+        stepping = stepping_of(self._optimizer, shown_groups(base, plan), strategy, machine)
+        held = held_bytes(strategy, pool, shards, stepping.state, self._cast(base, plan), rounding)
+        by_group = {fqn: 0 if strategy.offload else trained for fqn, (_, trained) in shards.items()}
+        gradients = Gradients(by_group, stepping.at_once)
+        memory = memory_of(profile, held, pool, gradients, reducing(plan, strategy, machine), stepping.beside)
         host, disk = off_device(strategy, shards)
-        time = time_of(plan, strategy, compute_seconds(profile, machine, layout), machine, trained)
+        time = time_of(plan, strategy, compute_seconds(profile, machine, layout), machine, stepping.seconds)
         needed = memory.reserved if machine.streams else memory.peak.total
         return Estimate(
             strategy=strategy,
             memory=memory,
             host_bytes=host,
             disk_bytes=disk,
-            moved=moved_bytes(plan, strategy),
+            moved=moved_bytes(plan, strategy) + stepping.sent,
+            exchanged=stepping.sent,
             time=time,
             tokens_per_second=profile.tokens * layout.shard * layout.replicas / time.seconds,
             needed=needed,
@@ -298,7 +315,11 @@ def _reason(chosen: Estimate, fitting: list[Estimate], estimates: list[Estimate]
         best = others[0]
         ratio = chosen.tokens_per_second / best.tokens_per_second
         text += f" The best of the others, {best.strategy}, gives {1 / ratio:.2f} of its tokens."
-    return text
+    return text + _exchange(chosen.exchanged)
+
+
+def _exchange(nbytes: int) -> str:
+    return f" Of what a rank sends in a step, {_gib(nbytes)} go to owners of matrices and back." if nbytes else ""
 
 
 def _lacking(estimate: Estimate, on: str = " on each device") -> str:

@@ -63,6 +63,19 @@ class Reducing:
 
 
 @dataclass(frozen=True, slots=True)
+class Gradients:
+    """Gradients that wait for the optimizer.
+
+    Attributes:
+        nbytes: of each group's once they are reduced, by FQN; "" for the root.
+        at_once: whether those of one group alone live at a time, as each group is stepped inside of backward.
+    """
+
+    nbytes: Mapping[str, int]
+    at_once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """The memory of a rank.
 
@@ -103,7 +116,12 @@ class Pool:
 
 
 def memory_of(
-    profile: Profile, held: Bytes, pool: Pool | None, gradients: Mapping[str, int], reducing: Reducing
+    profile: Profile,
+    held: Bytes,
+    pool: Pool | None,
+    gradients: Gradients,
+    reducing: Reducing,
+    stepping: int = 0,
 ) -> Memory:
     """The memory of a step.
 
@@ -111,10 +129,13 @@ def memory_of(
         profile: the trace of it.
         held: bytes that are there all the time, those of the pool among them.
         pool: for what the first step holds; None if nothing is sharded.
-        gradients: bytes of each group's gradients once they are reduced, by FQN; "" for the root.
+        gradients: of each group.
         reducing: what the last reductions hold beyond the pool.
+        stepping: bytes of the buffers of the optimizer's step.
     """
     steps = [[held, *_moments(profile, held, None, gradients, reducing)]]
+    behind = steps[0][-1]
+    steps[0].append(replace(behind, communication=held.communication + stepping))
     if pool is not None:
         steps.append([*_moments(profile, replace(held, optimizer=0, communication=0), pool, gradients, reducing)])
     most = [
@@ -124,15 +145,18 @@ def memory_of(
 
 
 def _moments(
-    profile: Profile, held: Bytes, first: Pool | None, gradients: Mapping[str, int], reducing: Reducing
+    profile: Profile, held: Bytes, first: Pool | None, gradients: Gradients, reducing: Reducing
 ) -> Iterator[Bytes]:
     """The bytes at each moment of a step: of the first one, if `first` is given."""
-    waiting, flying = dict.fromkeys(gradients, 0), deque([0], maxlen=reducing.at_once)
+    waiting = deque([0], maxlen=1 if gradients.at_once else None)
+    flying = deque([0], maxlen=reducing.at_once)
+
+    came: set[str] = set()
 
     def moment(activations: int) -> Bytes:
         return replace(
             held,
-            gradients=held.gradients + sum(waiting.values()),
+            gradients=held.gradients + sum(waiting),
             activations=held.activations + activations,
             communication=held.communication + sum(flying),
         )
@@ -143,9 +167,10 @@ def _moments(
             held = replace(held, communication=max(held.communication, slots - held.unsharded))
         yield moment(segment.activations)
         if segment.direction == BACKWARD and segment.begins and segment.group:
-            waiting[segment.group] = gradients[segment.group]
+            waiting.append(gradients.nbytes[segment.group])
+            came.add(segment.group)
             flying.append(reducing.nbytes[segment.group])
-    waiting.update(gradients)
+    waiting.extend([nbytes for group, nbytes in gradients.nbytes.items() if group not in came])
     if first is not None:
         held = replace(held, communication=first.first_ends - held.unsharded)
     yield moment(0)

@@ -35,12 +35,15 @@ from .._policies import AS_IT_IS, CommPolicy
 from .._torch.core import current_backward, tree_tensors
 from .._torch.tracing import Guesses, ProgramMode, is_fake, seen_as_real, with_values
 from .._wrap import shard_auto
+from ..optim import in_backward, owned
+from ..optim._checks import IN_PARTS
 from .checkpointing import checkpoint_modules
 from .live import LiveBytes
 from .memory import Bytes
 from .precision import Precision
 from .profile import materialize
 from .sources import Source, named_blocks, parallelize
+from .stepping import ADAMW, IN_BACKWARD, check_optimizer
 from .strategies import Layout, Strategy
 
 _STEPS = 3
@@ -86,9 +89,14 @@ def rehearse(program: Callable[[], object], ranks: int = 1, steps: int = 3) -> R
 
 
 def rehearse_source(
-    source: Source, strategy: Strategy, precision: Precision, sequences: int, comm: CommPolicy = AS_IT_IS
+    source: Source,
+    strategy: Strategy,
+    precision: Precision,
+    sequences: int,
+    optimizer: str = ADAMW,
+    comm: CommPolicy = AS_IT_IS,
 ) -> Rehearsal:
-    """Shard a model and train it with AdamW for some steps, and count the memory of these.
+    """Shard a model and train it for some steps, and count the memory of these.
 
     Args:
         source: of the model.
@@ -96,12 +104,14 @@ def rehearse_source(
             batches.
         precision: of its parameters.
         sequences: of the batch of a rank.
+        optimizer: as of `advise`.
         comm: in how many bits weights and gradients travel.
 
     Raises:
         ShardConfigValueError: the strategy has what cannot be rehearsed.
     """
     layout = strategy.layout
+    check_optimizer(optimizer, (layout.tensor,))
     if strategy.offload:
         raise ShardConfigValueError(f"{strategy}: offload is planned, and cannot be rehearsed")
 
@@ -113,17 +123,33 @@ def rehearse_source(
         if strategy.name != "none":
             settings: Any = {"strategy": strategy.name, "replicas": layout.replicas, "mp_policy": precision.policy}
             shard_auto(model, mesh=mesh, comm_policy=comm, **settings)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, fused=True)
+        optimizers = _optimizers(model, optimizer)
         watch.counter.note(model.parameters())
         watch.counter.reset()  # the whole model was there before, which nobody needs who makes it on meta
         while True:
             with loss_parallel():
                 step(model, sequences * layout.tensor).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
 
     return _rehearsed(program, layout.tensor * layout.shard * layout.replicas, _STEPS)
+
+
+def _optimizers(model: nn.Module, name: str) -> list[Optimizer]:
+    """The optimizers of a model, as `advise` means them."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if name == IN_BACKWARD:
+        return [in_backward(model, lambda _: torch.optim.AdamW(trained, fused=True))]
+    return [torch.optim.AdamW(trained, fused=True)] if name == ADAMW else _muon_and_adamw(model, trained)
+
+
+def _muon_and_adamw(model: nn.Module, trained: list[nn.Parameter]) -> list[Optimizer]:
+    blocks = {parameter for block in named_blocks(model).values() for parameter in block.parameters()}
+    matrices = [parameter for parameter in trained if parameter.ndim in (2, 3) and parameter in blocks]
+    in_muon = {*matrices}
+    adamw = torch.optim.AdamW([parameter for parameter in trained if parameter not in in_muon], fused=True)
+    return [owned(torch.optim.Muon, matrices), adamw]
 
 
 def _cut(model: nn.Module, layout: Layout) -> DeviceMesh | None:
@@ -197,6 +223,8 @@ class _Watch:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizers.add(optimizer)
         self._look()
+        if optimizer in IN_PARTS:  # the step is that of whoever steps it
+            return
         if self._first is None or self._first() is None:
             self._first = weakref.ref(optimizer)
         if self._first() is optimizer:
@@ -206,7 +234,7 @@ class _Watch:
         self._is_stepping = True
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._is_stepping = False
+        self._is_stepping &= optimizer in IN_PARTS
         self._look()
 
     def _look(self) -> None:
@@ -229,7 +257,12 @@ def _parameters(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
     owners = [vars(each).get("_parameters", {}) for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     stored = [each for owner in owners for each in owner.values()]
     stored += [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
-    return list({id(each): each for each in stored if each is not None}.values())
+    return list({id(each): each for each in stored if _is_leaf(each)}.values())
+
+
+def _is_leaf(parameter: nn.Parameter | None) -> bool:
+    """In backward, gathered ones stand in modules: those are views."""
+    return parameter is not None and parameter.is_leaf
 
 
 @contextlib.contextmanager

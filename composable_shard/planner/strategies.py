@@ -19,7 +19,7 @@ from .memory import Bytes, Pool, Reducing, pool_of
 
 _KEEPS_AFTER_FORWARD = ("ddp", "zero1", "zero2")
 _STAYS = ("ddp", "zero1")
-_MOMENTS = 2  # of Adam, as large as the parameters
+MOMENTS = 2  # of Adam, as large as the parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,12 @@ def pooled(strategy: Strategy, plan: ShardPlan | None) -> Pool | None:
 
 
 def held_bytes(
-    strategy: Strategy, pool: Pool | None, shards: Mapping[str, tuple[int, int]], cast: int = 0, rounding: int = 0
+    strategy: Strategy,
+    pool: Pool | None,
+    shards: Mapping[str, tuple[int, int]],
+    state: int,
+    cast: int = 0,
+    rounding: int = 0,
 ) -> Bytes:
     """The bytes of a device that are there all the time.
 
@@ -174,14 +179,15 @@ def held_bytes(
         strategy: which.
         pool: of `pooled`.
         shards: of `shard_bytes`.
+        state: bytes of the optimizer's.
         cast: bytes of unsharded parameters in the dtype of compute, where there is no plan.
         rounding: bytes that stay for what travels in fewer bits.
     """
-    parameters, trained = (sum(each[index] for each in shards.values()) for index in (0, 1))
+    parameters = sum(stored for stored, _ in shards.values())
     unsharded, communication = (pool.unsharded, pool.communication + rounding) if pool is not None else (cast, 0)
     if strategy.offload:
-        parameters = trained = 0
-    return Bytes(parameters, _MOMENTS * trained, unsharded=unsharded, communication=communication)
+        parameters = state = 0
+    return Bytes(parameters, state, unsharded=unsharded, communication=communication)
 
 
 def off_device(strategy: Strategy, shards: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
@@ -189,7 +195,7 @@ def off_device(strategy: Strategy, shards: Mapping[str, tuple[int, int]]) -> tup
     if not strategy.offload:
         return 0, 0
     stored, trained = (sum(each[index] for each in shards.values()) for index in (0, 1))
-    moments = _MOMENTS * trained
+    moments = MOMENTS * trained
     return (stored + trained, moments) if strategy.disk else (stored + trained + moments, 0)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from .._plan.text import table
 from .._policies import AS_IT_IS, CommPolicy
 from .advise import Advice, Estimate
+from .stepping import ADAMW, IN_BACKWARD, OWNED
 from .strategies import Strategy
 
 HEAD = ("strategy", "fits", "memory", "params", "optimizer", "grads", "activ.", "gathered", "step", "tokens/s", "waits")
@@ -112,10 +113,26 @@ def script(advice: Advice, estimate: Estimate) -> str:
         lines += ["from composable_shard.planner import checkpoint_modules, repeated_blocks", ""]
         lines += [f'checkpoint_modules(repeated_blocks(model), "{strategy.checkpointing}")']
     lines += _sharding(strategy, _POLICIES[advice.precision], advice.comm_policy)
-    lines += ["optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)"]
+    lines += _OPTIMIZERS[advice.optimizer]
     lines += ["cs.offload_optimizer(optimizer)"] if strategy.disk else []
     lines += [""]
     return "\n".join(lines)
+
+
+_ADAMW = "torch.optim.AdamW({params}, lr=3e-4, fused=True)"
+_OPTIMIZERS = {
+    ADAMW: [f"optimizer = {_ADAMW.format(params='model.parameters()')}"],
+    IN_BACKWARD: [f"optimizer = cs.optim.in_backward(model, lambda params: {_ADAMW.format(params='params')})"],
+    OWNED: [
+        "from composable_shard.planner import repeated_blocks",
+        "",
+        "blocks = {p for block in repeated_blocks(model) for p in block.parameters()}",
+        "matrices = [(n, p) for n, p in model.named_parameters() if p.ndim in (2, 3) and p in blocks]",
+        "muon = cs.optim.owned(torch.optim.Muon, matrices, lr=0.02)",
+        "others = {*model.parameters()} - {p for _, p in matrices}",
+        f"adamw = {_ADAMW.format(params='[p for p in model.parameters() if p in others]')}",
+    ],
+}  # fmt: skip
 
 
 def _sharding(strategy: Strategy, policy: str, comm: CommPolicy) -> list[str]:

@@ -19,9 +19,9 @@ from .machine import Link, Machine
 from .profile import FORWARD, Profile, Segment, Work
 from .strategies import Layout, Strategy, between_replicas, replicated_bytes
 
-_ADAM_ACCESSES = 7  # reads of parameter, gradient and two moments, writes of all but the gradient
+ADAM_ACCESSES = 7  # reads of parameter, gradient and two moments, writes of all but the gradient
+ADAM_ON_DISK = 4  # of these, what is on disk: two moments, read and written
 ROUNDED, ADDED = 20, 60  # bytes of memory for each element that is gathered, or reduced, in fewer bits
-_ADAM_ON_DISK = 4  # of these, what is on disk: two moments, read and written
 
 
 def ring(machine: Machine, ranks: int, stride: int) -> Link:
@@ -87,7 +87,7 @@ def time_of(
     strategy: Strategy,
     computed: Mapping[tuple[str, str], float],
     machine: Machine,
-    trained: int,
+    optimizer: float,
 ) -> Time:
     """Seconds of a step.
 
@@ -96,13 +96,9 @@ def time_of(
         strategy: that the plan follows.
         computed: of `compute_seconds`.
         machine: on which it runs.
-        trained: bytes of the parameters that this rank's optimizer updates.
+        optimizer: seconds of the optimizer's step.
     """
     compute = sum(computed.values())
-    bandwidth = machine.host_memory_bandwidth if strategy.offload else machine.memory_bandwidth
-    optimizer = _ADAM_ACCESSES * trained / bandwidth
-    if strategy.disk:  # it reads and writes both moments meanwhile
-        optimizer = max(optimizer, _ADAM_ON_DISK * trained / machine.disk_bandwidth)
     if plan is None:
         return Time(compute + optimizer, compute, 0.0, optimizer)
     predicted = plan.with_policies(costs=costs_of(plan, strategy, computed, machine)).predicted()

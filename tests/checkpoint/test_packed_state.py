@@ -15,11 +15,11 @@ from composable_shard import CheckpointError, checkpoint
 FLOATS = [torch.bfloat16, torch.float32]
 
 
-def made(storage=torch.bfloat16, seed=3, sharded=True):
+def made(storage=torch.bfloat16, seed=3, sharded=True, choose=None):
     torch.manual_seed(seed)
     model = Quantized(partial(Packed4Linear, storage=storage))
     if sharded:
-        shard(model, cs.fully_shard)
+        shard(model, cs.fully_shard, shard_placement_fn=choose)
     return model
 
 
@@ -32,12 +32,16 @@ def folder(tmp_path):
     return str(tmp_path / "run")
 
 
-@pytest.mark.parametrize("storage", FLOATS)
+def ragged(param):
+    return cs.Ragged(5)
+
+
+@pytest.mark.parametrize(("storage", "choose"), [*((storage, None) for storage in FLOATS), (torch.bfloat16, ragged)])
 @distributed(world=2)
-def test_a_checkpoint_keeps_the_bits_of_packed_weights_and_their_scales(rank, world, storage, folder):
-    model = made(storage)
+def test_a_checkpoint_keeps_the_bits_of_packed_weights_and_their_scales(rank, world, storage, choose, folder):
+    model = made(storage, choose=choose)
     checkpoint.save(folder, {"model": model}, step=1)
-    other = made(storage, seed=4)
+    other = made(storage, seed=4, choose=choose)
     with torch.no_grad():
         for weight in weights(other).values():
             weight.to_local().view(torch.uint8).zero_()
@@ -57,10 +61,10 @@ def test_a_load_says_what_of_a_packed_weight_it_cannot_put_in_place(rank, world,
         checkpoint.load(folder, {"model": made()})
 
 
-@pytest.mark.parametrize("storage", FLOATS)
+@pytest.mark.parametrize(("storage", "choose"), [*((storage, None) for storage in FLOATS), (torch.bfloat16, ragged)])
 @simulated(world=2)
-def test_a_cast_of_the_full_state_leaves_packed_weights_and_scales_out(rank, world, storage):
-    model, plain = made(storage), made(storage, sharded=False).state_dict()
+def test_a_cast_of_the_full_state_leaves_packed_weights_and_scales_out(rank, world, storage, choose):
+    model, plain = made(storage, choose=choose), made(storage, sharded=False).state_dict()
     full = cs.full_state_dict(model, rank0_only=False, dtype=torch.float16)
     streamed = dict(cs.iter_full_state(model, dtype=torch.float16))
     assert full.keys() == plain.keys() == streamed.keys()
@@ -84,9 +88,10 @@ def test_an_export_in_another_dtype_keeps_the_bits_of_packed_weights(rank, world
     checkpoint.import_safetensors(folder, other, cast=True)
 
 
+@pytest.mark.parametrize("choose", [None, ragged])
 @simulated(world=2)
-def test_full_parameters_are_of_their_class_and_can_be_quantized_anew(rank, world):
-    model, plain = made(torch.uint8), made(torch.uint8, sharded=False)
+def test_full_parameters_are_of_their_class_and_can_be_quantized_anew(rank, world, choose):
+    model, plain = made(torch.uint8, choose=choose), made(torch.uint8, sharded=False)
 
     def merge(weight):
         return Packed4(*packed(numbers(weight, weight.scales) * 1.5 + 0.01, torch.uint8))

@@ -5,17 +5,16 @@ import torch
 
 from _blocks import Transformer, next_token_loss, token_batch
 from _pool import simulated
-from composable_shard import CommPolicy, checkpoint, fully_shard
+from composable_shard import CommPolicy, Ragged, checkpoint, fully_shard
 from composable_shard.testing import spmd
 
 
 class Run:
-    def __init__(self, rank, feedback):
+    def __init__(self, rank, feedback, choose=None):
         torch.manual_seed(0)
         self.rank, self.model = rank, Transformer()
-        for block in self.model.blocks:
-            fully_shard(block)
-        fully_shard(self.model)
+        for module in (*self.model.blocks, self.model):
+            fully_shard(module, shard_placement_fn=choose)
         self.model.set_comm_policy(CommPolicy("fp8", "int8", block=16, error_feedback=feedback))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.state = {
@@ -36,19 +35,23 @@ class Run:
         return [module._own_state().declaration.rounding for module in (*self.model.blocks, self.model)]
 
 
-@pytest.mark.parametrize("feedback", [False, True])
-def test_a_run_goes_on_bit_by_bit(feedback, tmp_path):
+def ragged(param):
+    return Ragged(5) if param.ndim == 2 else None
+
+
+@pytest.mark.parametrize(("feedback", "choose"), [(False, None), (True, None), (True, ragged)])
+def test_a_run_goes_on_bit_by_bit(feedback, choose, tmp_path):
     @simulated(world=2)
     def run(rank, world):
-        first = Run(rank, feedback)
+        first = Run(rank, feedback, choose)
         first.train(range(2))
         checkpoint.save(tmp_path, first.state, step=2)
         expected = first.train(range(2, 4))
-        second = Run(rank, feedback)
+        second = Run(rank, feedback, choose)
         checkpoint.load(tmp_path, second.state)
         for name, param in second.train(range(2, 4)).items():
             assert torch.equal(param, expected[name]), name
-        third = Run(rank, feedback)
+        third = Run(rank, feedback, choose)
         checkpoint.load(tmp_path, {name: third.state[name] for name in ("model", "optimizer")}, strict=False)
         others = third.train(range(2, 4))
         assert any(not torch.equal(param, expected[name]) for name, param in others.items())
@@ -56,15 +59,16 @@ def test_a_run_goes_on_bit_by_bit(feedback, tmp_path):
     run()
 
 
-def test_at_another_number_of_ranks_the_sum_of_what_is_left_stays(tmp_path):
+@pytest.mark.parametrize("choose", [None, ragged])
+def test_at_another_number_of_ranks_the_sum_of_what_is_left_stays(choose, tmp_path):
     def saved(here):
-        run = Run(here.rank, feedback=True)
+        run = Run(here.rank, True, choose)
         run.train(range(2))
         checkpoint.save(tmp_path, run.state, step=2)
         return [each.left for each in run.roundings]
 
     def loaded(here):
-        run = Run(here.rank, feedback=True)
+        run = Run(here.rank, True, choose)
         checkpoint.load(tmp_path, run.state)
         left = [{name: tensor.clone() for name, tensor in each.left.items()} for each in run.roundings]
         run.train(range(2, 3))

@@ -102,6 +102,17 @@ def test_packed_weights_on_a_mesh_of_replicas(rank, world):
         train(sides(make, {"mesh": mesh}))
 
 
+@simulated(world=4)
+def test_packed_weights_are_cut_at_multiples_of_rows(rank, world):
+    placed = {"shard_placement_fn": lambda param: cs.Ragged(5)}
+    for make in (of(torch.bfloat16), partial(Quantized, Packed8Linear)):
+        models = sides(make, placed)
+        weights = [layer.weight for layer in packed_of(models["ours"]).values()]
+        assert all(weight.placements == (cs.Ragged(5),) for weight in weights)
+        assert all(weight.to_local().shape[0] % 5 == 0 for weight in weights if rank == 0)
+        train(models)
+
+
 def in_bfloat16(model, step):
     """The unsharded model as mixed precision has it: all but packed weights in bfloat16."""
     packed = {id(layer.weight) for layer in packed_of(model).values()}
@@ -259,13 +270,28 @@ def test_a_plan_shows_packed_parameters_and_counts_their_gathers_apart(rank, wor
     assert cs.ShardPlan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.parametrize("options", [{}, {"shard_placement_fn": lambda param: cs.Ragged(5)}])
 @simulated(world=2)
-def test_an_engine_gathers_what_the_plan_says_of_packed_parameters(rank, world):
-    model = sides(of(torch.bfloat16))["ours"]
+def test_an_engine_gathers_what_the_plan_says_of_packed_parameters(rank, world, options):
+    model = sides(of(torch.bfloat16), options)["ours"]
     model(batch(0)).sum().backward()
     engine = engine_of(model)
     sizes = {group.fqn: group.sizes.weights for group in engine.order.plan.groups}
     assert {group.fqn: group.layout.weight_bytes for group in engine.groups} == sizes
+
+
+@simulated(world=2)
+def test_packed_weights_beside_others_in_fewer_bits_stay_what_they_are(rank, world):
+    model = sides(of(torch.bfloat16), {"shard_placement_fn": lambda param: cs.Ragged(5)})["ours"]
+    model.set_comm_policy(cs.CommPolicy("fp8", "int8", block=8))
+    model(batch(0)).sum().backward()
+    group = cs.make_plan(model).group("blocks.0")
+    assert [layout.parcel is not None for layout in group.gather_layouts] == [True, False]
+    plain = packed_of(of(torch.bfloat16)())
+    for name, layer in packed_of(model).items():
+        assert layer.seen, name
+        assert all(seen.numel() == bits(plain[name].weight).numel() for seen in layer.seen)
+        assert all(torch.equal(seen.flatten(), bits(layer.weight.full_tensor()).flatten()) for seen in layer.seen)
 
 
 class CastsBias(nn.Linear):

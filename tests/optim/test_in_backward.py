@@ -84,7 +84,7 @@ def test_the_gradients_of_one_group_live_at_a_time(rank, world):
         seen, params = peaks.setdefault(name, []), list(net.parameters())
         for param in params:
             param.register_post_accumulate_grad_hook(lambda _, all_=params, seen=seen: seen.append(live(all_)))
-    cs.optim.in_backward(model, KINDS["sgd"])
+    cs.optim.in_backward(model, KINDS["sgd"], bucket_bytes=1 << 30)
     for net in (ordinary, model):
         loss_of(net, rank, 0).backward()
     groups = [sum(p.to_local().nbytes for p in block.parameters()) for block in model.blocks]
@@ -92,6 +92,27 @@ def test_the_gradients_of_one_group_live_at_a_time(rank, world):
     assert max(peaks["ordinary"]) == sum(groups) + root
     assert 0 < max(peaks["in backward"]) <= max(*groups, root)
     assert live(model.parameters()) == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{}, more({"bucket_bytes": 0}), {"bucket_bytes": 1500, "max_norm": 9.0, "norm_of": "delayed"}]
+)
+@simulated(world=2)
+def test_a_large_group_is_stepped_in_parts(rank, world, options):
+    ordinary, model = models()
+    params, seen = list(model.parameters()), []
+    largest = max(p.to_local().nbytes for p in params)
+    for param in params:
+        param.register_post_accumulate_grad_hook(lambda _: seen.append(live(params)))
+    optimizers = [KINDS["adamw"](list(ordinary.parameters())), cs.optim.in_backward(model, KINDS["adamw"], **options)]
+    for step in range(3):
+        for net, optimizer in zip((ordinary, model), optimizers, strict=True):
+            loss_of(net, rank, step).backward()
+            assert net is ordinary or live(params) == 0
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_alike(model, ordinary)
+    assert 0 < max(seen) <= max(largest, options.get("bucket_bytes", 0))
 
 
 @simulated(world=2)
@@ -291,14 +312,40 @@ def test_a_model_that_is_not_sharded_steps_parameter_by_parameter():
     assert_alike(model, ordinary)
 
 
+@pytest.mark.parametrize("form", [lambda loss: loss, more(lambda loss: [loss])])
 @simulated(world=2)
-def test_a_grad_scaler_is_refused_with_the_reason(rank, world):
-    _, model = models()
+def test_a_grad_scaler_is_refused_with_the_reason_before_a_weight_changes(rank, world, form):
+    untouched, model = models()
     optimizer = cs.optim.in_backward(model, KINDS["sgd"])
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-    scaler.scale(loss_of(model, rank, 0)).backward()
-    with pytest.raises(ShardConfigStateError, match="in_backward has stepped with scaled ones"):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaled = scaler.scale(form(loss_of(model, rank, 0)))
+    with pytest.raises(ShardConfigStateError, match="in_backward steps before that, with scaled gradients"):
+        torch.autograd.backward(scaled)
+    assert_alike(model, untouched)
+    optimizer.zero_grad()
+    with pytest.raises(ShardConfigStateError, match="train in bfloat16 without a scaler"):
         scaler.step(optimizer)
+    ordinary = KINDS["sgd"](list(untouched.parameters()))
+    for net, each in ((model, optimizer), (untouched, ordinary)):  # without a scaler it goes on
+        loss_of(net, rank, 1).backward()
+        each.step()
+        each.zero_grad()
+    assert_alike(model, untouched)
+
+
+@simulated(world=2)
+def test_scalers_of_other_models_and_those_that_are_disabled_are_left_alone(rank, world):
+    other, model = models()
+    cs.optim.in_backward(model, KINDS["sgd"])
+    scaler, off = torch.amp.GradScaler("cpu", init_scale=4.0), torch.amp.GradScaler("cpu", enabled=False)
+    plain = KINDS["sgd"](list(other.parameters()))
+    for step in range(2):
+        scaler.scale(loss_of(other, rank, step)).backward()
+        off.scale(loss_of(model, rank, step)).backward()
+        scaler.step(plain)
+        scaler.update()
+        plain.zero_grad()
+    assert_alike(model, other, exact=False)
 
 
 class Counting(torch.optim.SGD):
@@ -313,6 +360,7 @@ class Counting(torch.optim.SGD):
     (lambda params: params, {}, ShardConfigTypeError, "make: must make a torch.optim.Optimizer, and has made list"),
     (KINDS["sgd"], {"max_norm": -1.0}, ShardConfigValueError, "max_norm: must be positive"),
     (KINDS["sgd"], {"max_norm": float("nan")}, ShardConfigValueError, "max_norm: must be positive"),
+    (KINDS["sgd"], {"bucket_bytes": -1}, ShardConfigValueError, "bucket_bytes: must be a number of bytes, 0 or more"),
     (KINDS["sgd"], {"max_norm": 1.0, "norm_of": "all"}, ShardConfigValueError, "norm_of: must be 'group' or 'delayed'"),
 ])  # fmt: skip
 def test_arguments_that_cannot_be_are_refused(make, options, error, match):

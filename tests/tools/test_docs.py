@@ -158,7 +158,7 @@ def test_the_examples_about_training_run(tmp_path, monkeypatch):
 def test_the_examples_about_optimizers_run():
     page = ROOT / "docs" / "optimizers.md"
     examples = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert len(examples) == 4
+    assert len(examples) == 6
 
     def body(world):
         names = {}

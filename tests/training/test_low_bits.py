@@ -21,10 +21,11 @@ from _low_bits import Ranks, round_weights
 from _models import shard_blocks, vectors
 from _pool import distributed, more, simulated
 from _stepping import engine_of
-from composable_shard import CommPolicy, MixedPrecisionPolicy, fully_shard, make_plan, testing
+from composable_shard import CommPolicy, MixedPrecisionPolicy, Ragged, fully_shard, make_plan, testing
 from composable_shard._comm.rounding import Numbers, rounded
 from composable_shard._policies import Wire
 from composable_shard._torch.distributed import local_tensor
+from composable_shard._torch.ragged import DISPATCHES
 
 BLOCK = 16
 
@@ -58,21 +59,25 @@ def gradients_of(model, rank, step):
 
 @distributed(world=(2, more(3)))
 @pytest.mark.parametrize(
-    ("gather", "reduce", "feedback"),
+    ("gather", "reduce", "feedback", "rows"),
     [
-        ("fp8", "int8", False),
-        more("int8", "fp8", False),
-        more("bf16", "bf16", False),
-        more(None, "fp8", True),
-        more("fp8", None, False),
-        ("int8", "bf16", True),
+        ("fp8", "int8", False, 1),
+        more("int8", "fp8", False, 1),
+        more("bf16", "bf16", False, 1),
+        more(None, "fp8", True, 1),
+        more("fp8", None, False, 1),
+        ("int8", "bf16", True, 1),
+        ("fp8", "int8", False, 5),
+        more("int8", "fp8", True, 5),
     ],
 )
-def test_a_step_has_the_bits_of_a_model_that_rounds_by_itself(rank, world, gather, reduce, feedback):
-    model = sharded(CommPolicy(gather, reduce, block=BLOCK, error_feedback=feedback))
+def test_a_step_has_the_bits_of_a_model_that_rounds_by_itself(rank, world, gather, reduce, feedback, rows):
+    placed = (lambda param: Ragged(rows)) if rows > 1 else None
+    policy = CommPolicy(gather, reduce, block=BLOCK, error_feedback=feedback)
+    model = sharded(policy, shard_placement_fn=placed)
     masters, reference = plain(), plain()
     names, wire = groups_of(model), reduce and Wire(reduce, BLOCK)
-    ranks = Ranks(names, wire or Wire("bf16", 8), world, feedback)
+    ranks = Ranks(names, wire or Wire("bf16", 8), world, feedback, rows)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, masters)]
     for step in range(3):
         reference.load_state_dict(masters.state_dict())
@@ -244,6 +249,21 @@ def test_parameters_that_are_cut_along_another_dim_are_rounded_by_its_rows(rank,
         assert torch.equal(grad, sum([rounded(each[name], Wire("int8", BLOCK), dim) for _, each in own]) / world), name
 
 
+def ragged(param):
+    return Ragged(5) if param.ndim == 2 else None
+
+
+@simulated(world=4)
+def test_ragged_cuts_have_the_bits_of_even_ones_where_rounding_is_to_nearest(rank, world):
+    policy = CommPolicy("fp8", "int8", "int8", BLOCK, error_feedback=True)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for options in ({"mesh": mesh}, {"reshard_after_forward": 2}):
+        even = sharded(policy, **options)
+        model = sharded(policy, shard_placement_fn=ragged, **options)
+        assert len({param.to_local().shape for param in model.parameters()}) > 1
+        same(stepped(model, rank, steps=3), stepped(even, rank, steps=3))
+
+
 @simulated(world=2)
 def test_optimizers_by_hand_that_leave_no_trace_are_seen_by_the_next_forward(rank, world):
     model = sharded(CommPolicy(gather="fp8", block=BLOCK))
@@ -353,10 +373,11 @@ def test_the_demo_learns_as_it_does_in_float32(rank, world, feedback):
     assert abs(sum(apart[-10:]) / 10) < 0.02
 
 
+@pytest.mark.parametrize("choose", [None, ragged])
 @pytest.mark.parametrize("policy", [BOTH, CommPolicy("int8", "bf16"), CommPolicy("bf16", "fp8", error_feedback=True)])
-def test_the_plan_predicts_to_the_byte_what_is_moved(policy):
+def test_the_plan_predicts_to_the_byte_what_is_moved(policy, choose):
     with testing.fabric(4, latency_s=1e-6, bandwidth_Bps=1e9, clock="virtual") as net:
-        model = sharded(policy, reshard_after_forward=True)
+        model = sharded(policy, reshard_after_forward=True, shard_placement_fn=choose)
         plan = make_plan(model)
         for _ in range(2):
             net.reset()
@@ -365,18 +386,20 @@ def test_the_plan_predicts_to_the_byte_what_is_moved(policy):
         for event in net.events:
             moved[event.kind] += event.nbytes
         groups = [plan.group(fqn).moved for fqn in plan.order]
-        uncompressed = [make_plan(sharded(CommPolicy(), reshard_after_forward=True)).group(fqn) for fqn in plan.order]
+        exact = make_plan(sharded(CommPolicy(), reshard_after_forward=True, shard_placement_fn=choose))
+        uncompressed = [exact.group(fqn) for fqn in plan.order]
     assert moved["all_gather"] == 2 * sum(sum(each.gather) for each in groups)
     assert moved["all_to_all"] == sum(sum(each.reduce) for each in groups)
     assert moved["reduce_scatter"] == 0
     assert sum(sum(each.gather) for each in groups) < 0.6 * sum(sum(each.moved.gather) for each in uncompressed)
 
 
+@pytest.mark.parametrize("choose", [None, ragged])
 @pytest.mark.parametrize("policy", [BOTH, CommPolicy("fp8", "int8", "int8", BLOCK, error_feedback=True)])
 @simulated(world=4)
-def test_the_plan_predicts_what_is_kept_for_rounding(rank, world, policy):
+def test_the_plan_predicts_what_is_kept_for_rounding(rank, world, policy, choose):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = sharded(policy, mesh=mesh)
+    model = sharded(policy, mesh=mesh, shard_placement_fn=choose)
     next_token_loss(model, *token_batch(rank, 0)).backward()
     groups = engine_of(model).groups
     parcels = [bucket._low._sent.nbytes for group in groups for bucket in group.buckets]
@@ -482,3 +505,38 @@ forward GwGmwGmmwmmm, saves 2288 bytes
 backward GmmwGmmmmRwmmmmwRmwRw
 """,
     )
+
+
+def compiled_uneven(rank, world, **options):
+    return three_steps(rank, even(), low_bits, vectors, shard_placement_fn=lambda param: Ragged(5), **options)
+
+
+@pytest.mark.skipif(not DISPATCHES, reason="DTensor takes its subclasses for its own")
+def test_compiled_whole_with_ragged_cuts_the_graph_and_the_bits_are_the_same():
+    assert_expected_inline(
+        graphs_of(compiled_uneven),
+        """\
+forward GwGmwGmmwmmm, saves 2288 bytes
+backward GmmwGmmmmRwmmmmwRmwRw
+""",
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["in_backward", "owned"])
+@simulated(world=2)
+def test_optimizers_that_step_elsewhere_step_by_what_arrives(rank, world, optimizer):
+    def sgd(params):
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+    ordinary, model = (sharded(BOTH, shard_placement_fn=ragged) for _ in range(2))
+    if optimizer == "in_backward":
+        other = cs.optim.in_backward(model, sgd)
+    else:
+        other = cs.optim.owned(torch.optim.SGD, model.named_parameters(), lr=0.1, momentum=0.9)
+    losses = [
+        stepped(net, rank, steps=3, optimizer=how)[0]
+        for net, how in ((ordinary, sgd(ordinary.parameters())), (model, other))
+    ]
+    assert [*map(float, losses[0])] == [*map(float, losses[1])]
+    for one, two in zip(ordinary.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), two.full_tensor())

@@ -21,6 +21,7 @@ from ..._comm.collectives import transports_of
 from ..._comm.mesh import compute_device
 from ..._torch.core import storage_id
 from ..._torch.distributed import local_tensor
+from ..._torch.ragged import Ragged, rows_of_chunk
 from .ranks import ModelRanks, along, wire_device
 
 LIMIT = 64 * 2**20  # bytes of a buffer, unless one tensor alone needs more
@@ -36,6 +37,7 @@ class Cut(NamedTuple):
     mesh: DeviceMesh
     axis: int
     dim: int
+    rows: int = 1  # of which the cuts are multiples
 
     @property
     def world(self) -> int:
@@ -50,7 +52,7 @@ class Cut(NamedTuple):
 
     def most(self, shape: Sequence[int]) -> int:
         """Size of the largest piece along the dim."""
-        return -(-shape[self.dim] // self.world)
+        return rows_of_chunk(shape[self.dim], self.world, self.rows)
 
     def piece(self, whole: torch.Tensor, index: int) -> torch.Tensor:
         """A view of one of the pieces."""
@@ -69,12 +71,13 @@ def cut_of(tensor: torch.Tensor) -> Cut | None:
     """How a tensor is cut; None if it is no DTensor, is placed otherwise, or has a local tensor of a subclass."""
     if not isinstance(tensor, DTensor) or type(local_tensor(tensor)) not in _PLAIN:
         return None
-    placements = [(axis, placed) for axis, placed in enumerate(tensor.placements) if type(placed) is not Replicate]
-    cuts = [(axis, placed.dim) for axis, placed in placements if isinstance(placed, Shard) and type(placed) is Shard]
-    if len(placements) != 1 or len(cuts) != 1:
+    cuts: list[tuple[int, Any]] = [
+        (a, placed) for a, placed in enumerate(tensor.placements) if type(placed) is not Replicate
+    ]
+    if len(cuts) != 1 or type(cuts[0][1]) not in (Shard, Ragged):
         return None
-    [(axis, dim)] = cuts
-    return Cut(tensor.device_mesh, axis, dim % tensor.ndim)
+    [(axis, placed)] = cuts
+    return Cut(tensor.device_mesh, axis, placed.dim % tensor.ndim, getattr(placed, "rows", 1))
 
 
 def _aligned(nbytes: int) -> int:
@@ -219,7 +222,7 @@ def _direct(parts: list[Part], wire: torch.device, home: torch.device) -> torch.
     [part, *others] = parts
     assert part.cut is not None
     shape = part.tensor.shape
-    even = part.cut.dim == 0 and shape[0] % part.cut.world == 0 and math.prod(shape) > 0
+    even = part.cut.dim == 0 and part.cut.most(shape) * part.cut.world == shape[0] and math.prod(shape) > 0
     if others or not even or wire != home or part.sent_as != part.dtype:
         return None
     local = local_tensor(part.tensor)
@@ -328,7 +331,7 @@ def _scatter(
     alike: list[Expected], ranks: ModelRanks, look_up: Callable[[Any], torch.Tensor]
 ) -> Iterator[tuple[Any, torch.Tensor]]:
     cuts = [each.cut for each in alike if each.cut is not None]
-    mesh, axis, _ = cuts[0]
+    mesh, axis = cuts[0].mesh, cuts[0].axis
     wire = ranks.wire(mesh.get_group(axis))
     begins = [0, *accumulate(cut.nbytes(each.shape, each.dtype) for cut, each in zip(cuts, alike, strict=True))]
     own = torch.empty(begins[-1], dtype=torch.uint8, device=wire)

@@ -1,0 +1,58 @@
+"""Whether the backward that runs is that of a loss which a `GradScaler` has scaled; nobody else tells of it."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from .core import queue_backward_callback, tree_tensors
+
+
+class _Running:
+    """Held by a callback that autograd drops when a backward ends, well or not."""
+
+    __slots__ = ("__weakref__",)
+
+
+_running: weakref.WeakSet[_Running] = weakref.WeakSet()
+
+
+def _end(running: _Running) -> None:
+    """Does nothing; autograd holds its argument through it until the backward ends."""
+
+
+def _begin(_: torch.Tensor) -> None:
+    running = _Running()
+    _running.add(running)
+    queue_backward_callback(functools.partial(_end, running))
+
+
+def _noting(scale: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(scale)
+    def scale_and_note(scaler: Any, outputs: Any) -> Any:
+        scaled = scale(scaler, outputs)
+        if scaler.is_enabled() and not torch.compiler.is_compiling():
+            for tensor in tree_tensors(scaled):
+                if tensor.requires_grad:
+                    tensor.register_hook(_begin)  # type: ignore[no-untyped-call]
+        return scaled
+
+    return scale_and_note
+
+
+@functools.cache
+def note_scaled_losses() -> None:
+    """From now on all scalers of this process note which losses they have scaled, at the cost of a hook on each."""
+    for kind in (torch.amp.GradScaler, ShardedGradScaler):
+        mock.patch.object(kind, "scale", _noting(kind.scale)).start()
+
+
+def in_scaled_backward() -> bool:
+    """Whether a backward of such a loss runs."""
+    return bool(_running)

@@ -1,0 +1,133 @@
+"""What optimizers hold and send, and how long a step of them takes: AdamW, AdamW inside of backward, Muon at owners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from .._errors import ShardConfigValueError
+from .._plan.group_plan import GroupPlan, ParamPlan
+from .._plan.layout import bucket_layout
+from .._plan.plan import ShardPlan
+from ..optim._forecast import Forecast, Sharded, forecast
+from .machine import Machine
+from .strategies import MOMENTS, Layout, Strategy
+from .timing import ADAM_ACCESSES, ADAM_ON_DISK, ring
+
+ADAMW, IN_BACKWARD, OWNED = "adamw", "in_backward", "owned"
+OPTIMIZERS = (ADAMW, IN_BACKWARD, OWNED)
+_MUON_ACCESSES = 6  # reads of value, gradient and momentum, writes of value and momentum, and the update
+_NEWTON_SCHULZ = 5  # iterations of Muon
+
+
+def check_optimizer(optimizer: str, tensor: tuple[int, ...] = (1,)) -> None:
+    """Refuse what cannot be planned.
+
+    Raises:
+        ShardConfigValueError: there is no such optimizer, or matrices are cut over ranks of tensor parallelism as well.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise ShardConfigValueError(f"optimizer: {optimizer!r} is none of {', '.join(OPTIMIZERS)}")
+    if optimizer == OWNED and max(tensor) > 1:
+        raise ShardConfigValueError(
+            "optimizer: owners of matrices that are cut over ranks of tensor parallelism, too, are not planned; leave "
+            "`tensor` at 1, or plan with 'adamw'"
+        )
+
+
+def is_possible(optimizer: str, strategy: Strategy) -> bool:
+    """Whether an optimizer can be planned with a strategy: state at owners is on devices, and on disk only AdamW's."""
+    return optimizer == ADAMW or not (strategy.disk or (strategy.offload and optimizer == OWNED))
+
+
+@dataclass(frozen=True, slots=True)
+class Stepping:
+    """An optimizer with a strategy.
+
+    Attributes:
+        state: bytes of its state on the rank that has most.
+        at_once: whether the gradients of one group live at a time.
+        beside: most bytes of buffers in its step.
+        sent: bytes that the rank that sends most sends in its step.
+        seconds: of its step.
+    """
+
+    state: int
+    at_once: bool
+    beside: int
+    sent: int
+    seconds: float
+
+
+def stepping_of(optimizer: str, groups: tuple[GroupPlan, ...], strategy: Strategy, machine: Machine) -> Stepping:
+    """An optimizer of the parameters of some groups that are sharded by a strategy."""
+    trained = {p.fqn: p for group in groups for p in group.params if p.trains}
+    world = max([group.shard_size for group in groups], default=1)
+    taken = dict(_matrices(groups)) if optimizer == OWNED else {}
+    others = sum(_shard_bytes(p, world) for name, p in trained.items() if name not in taken)
+    seconds = _adam_seconds(others, strategy, machine)
+    if not taken:
+        return Stepping(MOMENTS * others, optimizer == IN_BACKWARD, 0, 0, seconds)
+    ahead = forecast_of(taken, world)
+    state = MOMENTS * others + max(ahead.owned_bytes)
+    return Stepping(
+        state, False, max(ahead.beside), max(ahead.sent), seconds + _owned_seconds(ahead, strategy.layout, machine)
+    )
+
+
+def forecast_of(params: Mapping[str, ParamPlan], world: int) -> Forecast:
+    """What `owned` does with parameters of a plan."""
+    return forecast({name: Sharded(p.shape, p.stored, _rows(p, world)) for name, p in params.items()}, world)
+
+
+def _matrices(groups: tuple[GroupPlan, ...]) -> Iterator[tuple[str, ParamPlan]]:
+    """The matrices of blocks, and stacks of such, which Muon is for; embeddings and heads lie in the root."""
+    for group in groups:
+        for param in () if group.is_root else group.params:
+            if param.trains and len(param.shape) in (2, 3):
+                yield param.fqn, param
+
+
+def _rows(param: ParamPlan, world: int) -> int:
+    return bucket_layout([param.shape], world, dims=[param.dim], rows=[param.rows]).params[0].chunk
+
+
+def _shard_bytes(param: ParamPlan, world: int) -> int:
+    layout = bucket_layout([param.shape], world, dims=[param.dim], rows=[param.rows])
+    return layout.params[0].piece * param.stored.itemsize
+
+
+def _adam_seconds(trained: int, strategy: Strategy, machine: Machine) -> float:
+    bandwidth = machine.host_memory_bandwidth if strategy.offload else machine.memory_bandwidth
+    seconds = ADAM_ACCESSES * trained / bandwidth
+    # It reads and writes both moments meanwhile.
+    return max(seconds, ADAM_ON_DISK * trained / machine.disk_bandwidth) if strategy.disk else seconds
+
+
+def _owned_seconds(ahead: Forecast, layout: Layout, machine: Machine) -> float:
+    """Buckets travel while others are stepped: what takes longer counts, and the first and the last journey."""
+    steps = [
+        _MUON_ACCESSES * nbytes / machine.memory_bandwidth
+        + sum(map(_newton_schulz, shapes)) / machine.flops_of("bfloat16")
+        for nbytes, shapes in zip(ahead.owned_bytes, ahead.owned, strict=True)
+    ]
+    if not ahead.buckets:
+        return max(steps)
+    link = ring(machine, layout.shard, layout.tensor)
+    journeys = 2 * ahead.buckets * link.latency + max(ahead.sent) / link.bandwidth
+    return max(max(steps), journeys) + min(max(steps), journeys) / ahead.buckets
+
+
+def _newton_schulz(shape: tuple[int, ...]) -> float:
+    """Floating-point operations of Muon's iterations: of X (m, n), products X X', (X X')² and one of these with X."""
+    if len(shape) < 2:
+        return 0.0
+    short, long = sorted(shape[-2:])
+    return float(_NEWTON_SCHULZ * (4 * short * short * long + 2 * short**3))
+
+
+def shown_groups(base: ShardPlan, plan: ShardPlan | None) -> tuple[GroupPlan, ...]:
+    """The groups whose shards an optimizer has: of one rank where nothing is sharded."""
+    if plan is not None:
+        return plan.groups
+    return tuple(replace(group, shard_size=1, route=None) for group in base.groups)
