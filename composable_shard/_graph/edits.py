@@ -39,6 +39,10 @@ def watch_edits(count: int) -> int:
 
 @run_while_tracing
 def edited(number: int) -> str:
-    """Indices, with blanks between them, of the weights that were edited in place since `watch_edits` gave a number."""
-    weights = _watched.get(compilation(), {}).pop(number, ())
+    """Indices, with blanks between them, of the weights that were edited in place since `watch_edits` gave a number.
+
+    Empty where the graph was broken since: the weights have left it.
+    """
+    now = compilation()
+    weights = () if now is None else _watched.get(now, {}).pop(number, ())
     return " ".join(str(index) for index, (weight, version) in enumerate(weights) if weight._version != version)

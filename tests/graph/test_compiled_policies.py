@@ -54,6 +54,7 @@ backward GmmwmmmmRwGwmmmmRwGwmmmmRmRww
         )
 
 
+@pytest.mark.matrix
 @distributed(world=2, limit_s=LIMIT_S)
 def test_another_policy_is_another_graph(rank, world):
     sides = Sides(*make_twins(Stack(2, dim=8, hidden=16), shard_blocks))

@@ -193,6 +193,7 @@ def test_evaluation_between_steps_changes_nothing(rank, world, kind):
     train(models, optimizers=optimizers)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("storage", [torch.bfloat16, more(torch.float32), more(torch.uint8)], ids=str)
 @pytest.mark.parametrize("backend", ["aot_eager", more("inductor")])
 @distributed(world=2, limit_s=200)

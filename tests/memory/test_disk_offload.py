@@ -737,6 +737,7 @@ def test_a_policy_that_cannot_be_is_refused(arguments, kind, message):
     assert isinstance(error.value, cs.ShardConfigError)
 
 
+@pytest.mark.matrix
 def test_a_script_that_runs_with_fake_tensors_writes_nothing(tmp_path):
     with testing.fake(2, 0), FakeTensorMode(allow_non_fake_inputs=True):
         model = decoder(cs.DiskOffloadPolicy(tmp_path, LEAST))

@@ -179,6 +179,7 @@ def test_a_view_of_a_weight_that_is_kept_keeps_its_memory(rank, world, moving):
     assert held(model) == 0
 
 
+@pytest.mark.matrix
 @simulated(world=2)
 def test_compiled_blocks_in_an_eager_root_are_exact(rank, world, moving):
     plain = decoder()

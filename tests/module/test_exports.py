@@ -78,6 +78,7 @@ assert [getattr(of, name) for of, name in names] == before
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
 
 
+@pytest.mark.matrix
 def test_what_takes_full_tensors_is_loaded_when_it_is_used():
     code = """
 import sys, composable_shard
