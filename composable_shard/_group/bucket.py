@@ -340,8 +340,7 @@ class GatherBucket(Bucket):
         converted = [index for index, as_it_is in enumerate(as_they_are) if not as_it_is]
         like = torch.empty(0, dtype=dtype, device=info.device)
         self.copies = copies = self._copies(layout, info, transport, converted, like, lane)
-        packed = all(p.carried is not None for p in params)
-        self.for_weights = pool.requests(f"weights {self.fqns[0]}", layout.nbytes, refills=packed)
+        self.for_weights = pool.requests(f"weights {self.fqns[0]}", layout.nbytes, refills=_are_packed(params))
         landing = f"landing {self.fqns[0]}"
         self.for_landing = None if layout.landing is None else pool.requests(landing, layout.landing_bytes)
         self._gatherer = Gatherer(copies, dtype, self.for_landing, pool, lane)
@@ -470,6 +469,10 @@ class LowBitBucket(GatherBucket):
         if self._low is not None and self._pool.backward and self._sent == self.generation:
             self._low.send_again()
         self._sent = self.generation
+
+
+def _are_packed(params: Sequence[ShardedParam]) -> bool:
+    return all(param.carried is not None for param in params)
 
 
 def gather_bucket(*contents: Any) -> GatherBucket:

@@ -7,6 +7,7 @@ of the storages of a face tell whether such views exist.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +18,7 @@ import torch
 from .._memory.slots import Slot
 from .._plan.layout import BucketLayout
 from .._torch.core import alias, has_memory, plainly, storage_id, storage_uses
-from .param import ShardedParam
+from .param import ShardedParam, run_all
 
 # Attribute of a leaf: the name of its parameter. It shows, and lets errors name, a leaf that was taken for a parameter.
 LEAF_OF = "_unsharded_copy_of"
@@ -122,9 +123,9 @@ class Leaves:
         if self._plain and list(map(storage_id, self._plain)) != self._storages:
             assert self.face is not None
             with plainly():
-                for leaf, weight in zip(self.params, self.face.weights, strict=True):
-                    if type(leaf) is torch.nn.Parameter:
-                        leaf.data = weight.data
+                pairs = zip(self.params, self.face.weights, strict=True)
+                weights = [weight.data for leaf, weight in pairs if type(leaf) is torch.nn.Parameter]
+                run_all(map(setattr, self._plain, itertools.repeat("data"), weights))
 
     def edited(self) -> set[int]:
         """Indices of the leaves that were edited in place since their weights were gathered."""

@@ -54,7 +54,7 @@ class GroupGradients:
     """
 
     __slots__ = (
-        "_accumulated", "_handles_seen", "_in_flight", "_info", "_lane", "_name", "_new", "_notes", "_offloads",
+        "_accumulated", "_handles_seen", "_in_flight", "_info", "_lane", "_name", "_new", "_notes",
         "_on_nodes", "_params", "_pool", "_rounding", "_settings", "_shards", "_slots", "_transports", "buckets_of",
         "hooks_taken", "phase",
     )  # fmt: skip
@@ -75,7 +75,7 @@ class GroupGradients:
     ) -> None:
         self._notes, self._rounding = ReductionNotes(notes), rounding
         self._name, self._params, self._settings = name, params, settings
-        self._info, self._offloads = info, info.offloads
+        self._info = info
         self._new = new_dtensor if all(param.rows == 1 for param in params) else dtensor_of
         self._pool, self._lane = pool, lane
         self._shards, self._transports, self._slots = shards, transports, slots
@@ -321,7 +321,7 @@ class GroupGradients:
 
     def _to_await(self, reduction: Reduction) -> list[Job[Reduced]]:
         """The jobs that copy something to the host, which must wait for them before it reads it."""
-        copied = self._lane.streams and reduction.whole and (self._offloads or reduction.asked)
+        copied = self._lane.streams and reduction.whole and (self._info.offloads or reduction.asked)
         return [job for _, job in reduction.jobs] if copied else []
 
     def _accumulate_pieces(self, done: Sequence[tuple[list[int], Reduced]]) -> None:

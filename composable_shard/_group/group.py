@@ -167,19 +167,8 @@ class ParamGroup:
 
     def _laid_out(self) -> tuple[list[Bucket], GroupLayout]:
         """The gather buckets for the parameters as they are now, and their layout."""
-        options, info, run = self.options, self._comm.info, self._runtime
-        by_kind: dict[tuple[bool, bool, torch.dtype], list[int]] = {}
-        for index, p in enumerate(self.params):
-            kind = is_extended(p), p.carried is not None, p.compute_dtype(options)
-            by_kind.setdefault(kind, []).append(index)
-        how = weakref.ref(self), info, self._comm.transports.gather, run.pool, run.gather_lane
-        buckets: list[Bucket] = []
-        for (extended, packed, dtype), members in by_kind.items():
-            contents = [self.params[i] for i in members], dtype, *how
-            if extended:
-                buckets.append(ExtensionBucket(*contents, options.mp_policy))
-            else:
-                buckets.append(gather_bucket(*contents, None if packed else options.comm_policy.wire("gather", dtype)))
+        by_kind = self._by_kind()
+        buckets = [self._bucket([self.params[i] for i in members], *kind) for kind, members in by_kind.items()]
         layout = GroupLayout(
             members=list(by_kind.values()),
             wraps=any(p.parallel for p in self.params),
@@ -190,6 +179,22 @@ class ParamGroup:
             note=self._gather_note(),
         )
         return buckets, layout
+
+    def _by_kind(self) -> dict[tuple[bool, bool, torch.dtype], list[int]]:
+        """Indices of the parameters, by whether they say themselves what is gathered, are packed, and by dtype."""
+        options = self.options
+        by_kind: dict[tuple[bool, bool, torch.dtype], list[int]] = {}
+        for index, p in enumerate(self.params):
+            kind = is_extended(p), p.carried is not None, p.compute_dtype(options)
+            by_kind.setdefault(kind, []).append(index)
+        return by_kind
+
+    def _bucket(self, params: list[ShardedParam], extended: bool, packed: bool, dtype: torch.dtype) -> Bucket:
+        options, run = self.options, self._runtime
+        how = weakref.ref(self), self._comm.info, self._comm.transports.gather, run.pool, run.gather_lane
+        if extended:
+            return ExtensionBucket(params, dtype, *how, options.mp_policy)
+        return gather_bucket(params, dtype, *how, None if packed else options.comm_policy.wire("gather", dtype))
 
     def _gather_note(self) -> str:
         dtypes = [p.compute_dtype(self.options) for p in self.params]

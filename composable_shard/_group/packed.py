@@ -14,7 +14,7 @@ frozen, each gather brings the same bytes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,11 +71,9 @@ class Carried:
 
     def lend_in_graph(self, whole: torch.Tensor) -> None:
         """The same while Dynamo traces, for a tensor that has no attributes yet."""
-        for name, value in self.attributes.items():
-            if not name.startswith("_"):  # torch's own, and ours
-                setattr(whole, name, value)
-        for name in self.data:
-            setattr(whole, name, whole.view(whole.shape))
+        public = {name: value for name, value in self.attributes.items() if not name.startswith("_")}
+        for name, value in {**public, **{name: whole.view(whole.shape) for name in self.data}}.items():
+            setattr(whole, name, value)
 
 
 def carried_by(param: nn.Parameter) -> Carried | None:
@@ -84,20 +82,32 @@ def carried_by(param: nn.Parameter) -> Carried | None:
     Packed are frozen parameters that have no gradient by their dtype (integers), and those of a class of their own that
     carry tensors. Tensor subclasses that are made of other tensors say themselves how they are gathered.
     """
-    if param.requires_grad or hasattr(param, "__tensor_flatten__") or hasattr(param, "fsdp_pre_all_gather"):
+    holding = [name for name, value in param.__dict__.items() if _holds_tensors(value)]
+    if param.requires_grad or _gathers_itself(param) or not (_is_no_number(param.dtype) or _is_own(param, holding)):
         return None
-    numbers = param.dtype.is_floating_point or param.dtype.is_complex
+    return _carried(param, holding)
+
+
+def _carried(param: nn.Parameter, holding: Sequence[str]) -> Carried:
+    """What it carries; `holding` are the names of the attributes that are, or hold, tensors."""
     attributes = param.__dict__
-    holding = [name for name, value in attributes.items() if _holds_tensors(value)]
-    if numbers and (type(param) is nn.Parameter or not holding):
-        return None
     data = tuple(name for name in holding if _is_data_of(param, attributes[name]))
-    return Carried(
-        type(param),
-        {name: value for name, value in attributes.items() if name not in data},
-        data,
-        tuple(name for name in holding if not isinstance(attributes[name], torch.Tensor)),
-    )
+    kept = {name: value for name, value in attributes.items() if name not in data}
+    states = tuple(name for name in holding if not isinstance(attributes[name], torch.Tensor))
+    return Carried(type(param), kept, data, states)
+
+
+def _gathers_itself(param: nn.Parameter) -> bool:
+    return hasattr(param, "__tensor_flatten__") or hasattr(param, "fsdp_pre_all_gather")
+
+
+def _is_no_number(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _is_own(param: nn.Parameter, holding: Sequence[str]) -> bool:
+    """Whether its class is its own, and it carries tensors under these names."""
+    return type(param) is not nn.Parameter and bool(holding)
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -93,11 +93,12 @@ def saved_weights(owner: WeightOwner) -> AbstractContextManager[Any] | None:
     """A context with these hooks for one forward; None if hooks of this owner are the innermost ones already."""
     outer = active_saved_tensors_hooks()
     ours = _ours(outer)
-    if ours is not None and ours.owner() is owner:
-        owner.under_hooks = ours.has_outer
+    if ours is not None and ours.owner() is not owner:
+        ours = None
+    owner.under_hooks = outer is not None if ours is None else ours.has_outer
+    if ours is not None:
         return None
     hooks = _Hooks(owner, outer)
-    owner.under_hooks = outer is not None
     return saved_tensors_hooks(passed_by_checkpoints(hooks.pack, outer), hooks.unpack)
 
 

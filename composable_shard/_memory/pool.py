@@ -319,7 +319,7 @@ class BufferPool:
         self.reclaim()
         freed = [slot for slots in self._free.values() for slot in slots]
         self._free.clear()
-        self._own = {key: slot for key, slot in self._own.items() if key[2] and not self.owns}
+        self._forget_own()
         if self.arena.is_free():
             self._lacks |= self.arena.is_planned
             freed += self.arena.slots
@@ -331,6 +331,10 @@ class BufferPool:
         remaining = set(self.addresses).difference(freed)
         self.addresses.replace(remaining)
         self._beside_bytes = sum([slot.nbytes for slot in remaining.difference(self.arena.slots)])
+
+    def _forget_own(self) -> None:
+        """Forget the slots of requests' own, except those that are filled again while views of them stay."""
+        self._own = {key: slot for key, slot in self._own.items() if key[2] and not self.owns}
 
     def forget(self) -> None:
         """Free all memory that is not leased, and forget which requests have met: sizes are about to change."""
