@@ -123,6 +123,8 @@ class Received(TorchDispatchMode):
             self.nbytes += int(self._share * _nbytes(args[0]))
         elif name.startswith(("c10d::_reduce_scatter", "c10d::reduce_scatter", "c10d::alltoall")):
             self.nbytes += int(self._share * _nbytes(args[1]))
+        elif name.startswith("c10d::broadcast") and args[2] != dist.get_rank():  # its root
+            self.nbytes += _nbytes(args[0])
         elif name.startswith("c10d::allreduce"):
             self.nbytes += int(2 * self._share * _nbytes(args[0]))
         return func(*args, **(kwargs or {}))
