@@ -77,14 +77,9 @@ class LowBitGather(GatherCopies):
         if self._sent is None:
             with torch.inference_mode(False):
                 self._sent = self._like.new_zeros(self._parcel.nbytes, dtype=torch.uint8)
-                params, all_numbers = (
-                    self.layout.places.params,
-                    numbers_in(self._sent, self._parcel.parts, self._like.dtype),
-                )
-                self._own = [
-                    numbers.narrowed(at.rows_of(self._rank) * at.row)
-                    for numbers, at in zip(all_numbers, params, strict=True)
-                ]
+                whole = numbers_in(self._sent, self._parcel.parts, self._like.dtype)
+                pairs = zip(whole, self.layout.places.params, strict=True)
+                self._own = [numbers.narrowed(at.rows_of(self._rank) * at.row) for numbers, at in pairs]
         for numbers, shard, at in zip(self._own, shards, self.layout.places.params, strict=True):
             if shard.numel():
                 at_hand = shard.to(self._like.device, non_blocking=self._non_blocking)

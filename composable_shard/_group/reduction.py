@@ -181,10 +181,8 @@ class ReduceBucket:
         self.indices = indices
         self.dtype = dtype
         shapes, dims, rows = ([getattr(p, name) for p in params] for name in ("shape", "dim", "rows"))
-        route, wire = (
-            None if transports.reduce is None else transports.reduce.route,
-            options.comm_policy.wire("reduce", dtype),
-        )
+        route = None if transports.reduce is None else transports.reduce.route
+        wire = options.comm_policy.wire("reduce", dtype)
         self._layout = layout = reduce_layout(shapes, info.shard_size, dtype.itemsize, dims, route, slots, rows, wire)
         transports = _in_few_bits(transports, info, layout, options, dtype, rounding, params)
         self._shard, self._replicate = transports.reduce, transports.replicate
