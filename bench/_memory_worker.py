@@ -177,7 +177,8 @@ def card(settings: dict[str, Any]) -> dict[str, Any]:
         model.zero_grad(set_to_none=True)
         between = _device.forget_peak() - before if step == WARM_STEPS else 0
         F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
-    found = {"peak": _device.peak() - before, "between": between, "own": own, "pool": None, "planned": None}
+    found = {"peak": _device.peak() - before, "reserved": torch.cuda.max_memory_reserved(), "between": between}
+    found |= {"own": own, "pool": None, "planned": None}
     if settings["engine"].startswith("ours"):
         import composable_shard
 

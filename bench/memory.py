@@ -53,9 +53,10 @@ class LiveResult:
 
 @dataclass(frozen=True)
 class CardResult:
-    """Bytes of one rank on a card: at most in a step (`peak`), and between steps; the ratio is over FSDP2's peak.
+    """Bytes of one rank on a card: at most in a step (`peak`), and between steps; the ratios are over FSDP2's.
 
-    `own` are its parameters; `pool` and `planned` are what ours counts itself: held, and foretold at most.
+    `reserved` is what torch's allocator held of the card at most in that step, gaps between tensors included; `own` are
+    its parameters; `pool` and `planned` are what ours counts itself: held, and foretold at most.
     """
 
     size: str
@@ -63,11 +64,13 @@ class CardResult:
     world: int
     engine: str
     peak: int
+    reserved: int
     between: int
     own: int
     pool: int | None
     planned: int | None
     total_ratio: float | None
+    reserved_ratio: float | None
 
 
 @dataclass(frozen=True)
@@ -180,13 +183,14 @@ def living_on_card(size: str, options: argparse.Namespace) -> list[CardResult]:
         found = {
             name: launched(options, 1, part="card", size=size, simulated=world, engine=name) for name in options.engines
         }
-        reference = found[REFERENCE]["peak"] if REFERENCE in found else None
+        reference = found.get(REFERENCE)
         of_world = [
             CardResult(
                 size=size,
                 world=world,
                 engine=name,
-                total_ratio=figures["peak"] / reference if reference else None,
+                total_ratio=figures["peak"] / reference["peak"] if reference else None,
+                reserved_ratio=figures["reserved"] / reference["reserved"] if reference else None,
                 **figures,
             )
             for name, figures in found.items()
@@ -194,12 +198,14 @@ def living_on_card(size: str, options: argparse.Namespace) -> list[CardResult]:
         _report.table(
             f"All bytes on the card at their peak, MB: {size} ({of_world[0].parameters:,} parameters), world {world} "
             "simulated",
-            ("engine", "peak", "/ FSDP2's", "between steps", "own parameters", "our pool", "planned"),
+            ("engine", "peak", "/ FSDP2's", "reserved", "/ FSDP2's", "between steps", "own", "our pool", "planned"),
             [
                 (
                     r.engine,
                     _megabytes(r.peak),
                     _ratio(r.total_ratio),
+                    _megabytes(r.reserved),
+                    _ratio(r.reserved_ratio),
                     *map(_megabytes, (r.between, r.own, r.pool, r.planned)),
                 )
                 for r in of_world

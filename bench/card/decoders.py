@@ -6,8 +6,9 @@
 
 Two ranks share a card when NCCL is told that they are on two hosts (NCCL_HOSTID): it then sends through sockets. So all
 collectives are real, and slow. The decoder has grouped attention, rotary embeddings, RMSNorm, SwiGLU and dropout
-(`tests/_blocks.py`); the unsharded one averages its gradients over the ranks. Without a card the ranks use gloo. The
-exit status is 1 if losses differ by more than rounding.
+(`tests/_blocks.py`); the unsharded one averages its gradients over the ranks. Some cases need bitsandbytes. Without a
+card the ranks use gloo. The exit status is 1 if losses differ by more than rounding. WIDTH, a variable, sets the size
+of the model (default: 256).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import contextlib
 import faulthandler
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -32,16 +34,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import composable_shard
 from _blocks import Transformer
+from composable_shard._policies import keeps_shards_on_host
 
 CARD = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CARD else torch.device("cpu")
@@ -49,7 +53,12 @@ WORLD = 2
 STEPS = 4
 LIMIT_S = 20.0  # of collectives, where ranks fail
 VOCABULARY, LENGTH, BATCH = 512, 64, 4
+WIDTH = int(os.environ.get("WIDTH", "256"))
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+SCALED = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+STATE_ON_HOST = composable_shard.HostOffloadPolicy(parameters=False, gradients=False)
+ON_DISK = composable_shard.DiskOffloadPolicy(tempfile.gettempdir(), memory=64 << 20)
+FEW_BITS = composable_shard.CommPolicy(gather="fp8", reduce="int8")
 MESH = (WORLD,)
 
 
@@ -72,6 +81,10 @@ class Case:
         freeze: parameters of these ending names are frozen.
         unused: the last block is left out in every other step.
         meta: the model is made on the meta device.
+        make: the optimizer of a model, and whether it is ours.
+        bits: a policy of communication, for ours.
+        base: "nf4" or "int8": blocks have frozen layers of bitsandbytes, with trained ones of low rank beside them.
+        scale: at which a GradScaler begins; 0 for none.
         tolerance: of the losses, beside the unsharded model's.
         torch_has_it: whether FSDP2 is asked too.
     """
@@ -91,8 +104,104 @@ class Case:
     freeze: tuple[str, ...] = ()
     unused: bool = False
     meta: bool = False
+    make: Callable[[nn.Module, bool], Any] = lambda model, _ours: adamw(model)
+    bits: composable_shard.CommPolicy | None = None
+    base: str = ""
+    scale: float = 0.0
     tolerance: float = 1e-4
     torch_has_it: bool = True
+
+
+def adamw(model: nn.Module) -> AdamW:
+    return AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+
+def in_backward(model: nn.Module, ours: bool) -> Any:
+    if not ours:
+        return adamw(model)
+    return composable_shard.optim.in_backward(model, lambda params: AdamW(params, lr=1e-3))
+
+
+def offloaded(model: nn.Module, ours: bool) -> AdamW:
+    optimizer = adamw(model)
+    if ours:
+        composable_shard.offload_optimizer(optimizer)
+    return optimizer
+
+
+class Two:
+    """Muon for the matrices of blocks, at owners in ours, and AdamW for the rest."""
+
+    def __init__(self, model: Any, ours: bool, state: str = "owner") -> None:
+        matrices = [(name, p) for name, p in model.blocks.named_parameters() if p.ndim == 2]
+        taken = {p for _, p in matrices}
+        if ours:
+            muon: Any = composable_shard.optim.owned(torch.optim.Muon, matrices, lr=0.01, state=state)
+        else:
+            muon = torch.optim.Muon([p for _, p in matrices], lr=0.01)
+        self.both = muon, AdamW([p for p in model.parameters() if p not in taken], lr=1e-3)
+
+    def step(self) -> None:
+        for each in self.both:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self.both:
+            each.zero_grad()
+
+
+class EightBits:
+    """AdamW8bit of bitsandbytes on this rank's parts of parameters."""
+
+    def __init__(self, model: nn.Module, _ours: bool) -> None:
+        import bitsandbytes
+
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.parts = [nn.Parameter(_local(p.detach())) for p in self.params]
+        held = [part for part in self.parts if part.numel()]
+        self.inner = bitsandbytes.optim.AdamW8bit(held, lr=1e-3, min_8bit_size=1)
+
+    def step(self) -> None:
+        for param, part in zip(self.params, self.parts, strict=True):
+            part.grad = None if param.grad is None else _local(param.grad)
+        self.inner.step()
+
+    def zero_grad(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+class Adapted(nn.Module):
+    """A frozen layer in 4 or 8 bits, and a trained one of rank 4 beside it."""
+
+    def __init__(self, layer: nn.Linear, base: str) -> None:
+        super().__init__()
+        import bitsandbytes.nn as quantized
+
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it speaks of every cast
+        if base == "nf4":
+            made = quantized.Linear4bit(layer.in_features, layer.out_features, bias=False, quant_type="nf4")
+        else:
+            made = quantized.Linear8bitLt(layer.in_features, layer.out_features, bias=False, has_fp16_weights=False)
+        made.load_state_dict(layer.cpu().state_dict())
+        self.base = made.to(DEVICE).requires_grad_(False)
+        self.down = nn.Linear(layer.in_features, 4, bias=False, device=DEVICE)
+        self.up = nn.Linear(4, layer.out_features, bias=False, device=DEVICE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapt(model: Any, base: str) -> None:
+    model.requires_grad_(False)
+    for block in model.blocks:
+        for part in (block.attention, block.feed_forward):
+            for name, layer in list(part.named_children()):
+                setattr(part, name, Adapted(layer, base))
 
 
 CASES = {
@@ -113,7 +222,31 @@ CASES = {
     "frozen": Case(freeze=("q.weight", "k.weight")),
     "unused": Case(unused=True),
     "meta": Case(meta=True),
+    "offload host": Case({"offload_policy": composable_shard.HostOffloadPolicy()}, torch_has_it=False),
+    "offload state": Case({"offload_policy": STATE_ON_HOST}, make=offloaded, torch_has_it=False),
+    "offload disk": Case({"offload_policy": ON_DISK}, make=offloaded, torch_has_it=False),
+    "few bits": Case(bits=FEW_BITS, tolerance=3e-2, torch_has_it=False),
+    "few bits bf16": Case({"mp_policy": HALF}, bits=FEW_BITS, passes=2, tolerance=3e-2, torch_has_it=False),
+    "in backward": Case(make=in_backward),
+    "in backward accumulated": Case(make=in_backward, passes=3, no_sync=True),
+    "owned": Case(make=Two, tolerance=1e-3, torch_has_it=False),
+    "owned bf16": Case(
+        {"mp_policy": HALF}, make=lambda *of: Two(*of, state="shards"), tolerance=2e-2, torch_has_it=False
+    ),
+    "ragged": Case({"shard_placement_fn": lambda p: composable_shard.Ragged(48)}, torch_has_it=False),
+    "eight bits": Case(
+        {"shard_placement_fn": lambda p: composable_shard.Ragged(1 if p.ndim == 2 else 256)},
+        make=EightBits,
+        tolerance=1e-3,
+        torch_has_it=False,
+    ),
+    "scaler": Case({"mp_policy": SCALED}, scale=2.0**12, tolerance=2e-2),
+    "nf4": Case(base="nf4"),
+    "nf4 checkpoint bf16": Case({"mp_policy": HALF}, base="nf4", recompute=True, tolerance=2e-2),
+    "int8": Case(base="int8", tolerance=2e-2, torch_has_it=False),
     "compiled": Case(compiled="default", torch_has_it=False),
+    "compiled few bits": Case(bits=FEW_BITS, compiled="default", tolerance=3e-2, torch_has_it=False),
+    "compiled in backward": Case(make=in_backward, compiled="default", torch_has_it=False),
     "compiled bf16": Case({"mp_policy": HALF}, compiled="default", tolerance=2e-2, torch_has_it=False),
     "compiled placed": Case(compiled="default", placed=True, torch_has_it=False),
     "compiled checkpoint": Case(compiled="default", recompute=True, torch_has_it=False),
@@ -129,9 +262,11 @@ class Side:
         self.case, self.engine = case, engine
         self.blocks = 3
         torch.manual_seed(0)
-        offloads = engine != "plain" and "offload_policy" in case.options
+        offloads = engine != "plain" and keeps_shards_on_host(case.options.get("offload_policy"))
         with torch.device("meta" if case.meta and engine != "plain" else "cpu" if offloads else DEVICE):
-            self.model: Any = Transformer(VOCABULARY, 256, self.blocks, 8, 4, 512, LENGTH, case.dropout)
+            self.model: Any = Transformer(VOCABULARY, WIDTH, self.blocks, 8, 4, 2 * WIDTH, LENGTH, case.dropout)
+        if case.base:
+            adapt(self.model, case.base)
         for name, parameter in self.model.named_parameters():
             if name.endswith(case.freeze or ("none",)):
                 parameter.requires_grad_(False)
@@ -145,9 +280,12 @@ class Side:
             shard(self.model, mesh=mesh, **case.options)
         if case.meta and engine != "plain":
             self._fill()
-        if engine != "plain" and "offload_policy" in case.options:
+        if case.bits is not None and engine == "ours":
+            self.model.set_comm_policy(case.bits)
+        if offloads:
             self.model.cos, self.model.sin = self.model.cos.to(DEVICE), self.model.sin.to(DEVICE)
-        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-3)
+        self.optimizer = case.make(self.model, engine == "ours")
+        self.scaler = torch.amp.GradScaler(DEVICE.type, init_scale=case.scale or 1.0, enabled=bool(case.scale))
         self.call = self.model
         if case.compiled and engine == "ours":
             make = composable_shard.compile if case.placed else torch.compile
@@ -156,7 +294,7 @@ class Side:
     def _fill(self) -> None:
         torch.manual_seed(0)
         with torch.device(DEVICE):
-            whole = Transformer(VOCABULARY, 256, self.blocks, 8, 4, 512, LENGTH, self.case.dropout)
+            whole = Transformer(VOCABULARY, WIDTH, self.blocks, 8, 4, 2 * WIDTH, LENGTH, self.case.dropout)
         self.model.to_empty(device=DEVICE)
         wanted = dict(whole.named_parameters())
         with torch.no_grad():
@@ -209,7 +347,7 @@ class Side:
             if case.no_sync and self.engine != "plain":
                 self.model.set_requires_gradient_sync(micro == case.passes - 1)
             loss = self.loss(tokens(number, micro)) / case.passes
-            self.backward(loss)
+            self.backward(self.scaler.scale(loss))
             total += loss.item()
         self.model.blocks = full
         if self.engine == "plain":
@@ -221,7 +359,11 @@ class Side:
             parameters = [p for p in self.model.parameters() if p.grad is not None]
             norm = torch.nn.utils.clip_grad_norm_(parameters, 0.1)
             total += (norm.full_tensor() if self.engine == "fsdp2" else norm).item()
-        self.optimizer.step()
+        if case.scale:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
         self.optimizer.zero_grad()
         return total
 
