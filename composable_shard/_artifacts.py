@@ -143,4 +143,5 @@ def _differences(here: dict[str, Any], saved: dict[str, Any]) -> Iterator[str]:
 
 def _groups(plan: str) -> list[GroupPlan]:
     """The groups of a plan without how their transports take them, which graphs do not know."""
-    return [replace(group, route=None, reduces_first=False) for group in ShardPlan.from_json(plan).groups]
+    groups = ShardPlan.from_json(plan).groups
+    return [replace(group, route=None, reduces_first=False, frees_queued=False) for group in groups]

@@ -184,7 +184,8 @@ class Adapted(nn.Module):
 
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it speaks of every cast
         if base == "nf4":
-            made = quantized.Linear4bit(layer.in_features, layer.out_features, bias=False, quant_type="nf4")
+            kind = {"quant_type": "nf4", "quant_storage": torch.bfloat16}  # FSDP2 takes no integers before torch 2.13
+            made = quantized.Linear4bit(layer.in_features, layer.out_features, bias=False, **kind)
         else:
             made = quantized.Linear8bitLt(layer.in_features, layer.out_features, bias=False, has_fp16_weights=False)
         made.load_state_dict(layer.cpu().state_dict())
@@ -263,8 +264,10 @@ class Side:
         self.blocks = 3
         torch.manual_seed(0)
         offloads = engine != "plain" and keeps_shards_on_host(case.options.get("offload_policy"))
-        with torch.device("meta" if case.meta and engine != "plain" else "cpu" if offloads else DEVICE):
+        with torch.device("meta" if case.meta and engine != "plain" else "cpu"):
             self.model: Any = Transformer(VOCABULARY, WIDTH, self.blocks, 8, 4, 2 * WIDTH, LENGTH, case.dropout)
+        if not offloads and not self.model.head.weight.is_meta:
+            self.model.to(DEVICE)
         if case.base:
             adapt(self.model, case.base)
         for name, parameter in self.model.named_parameters():
@@ -293,8 +296,7 @@ class Side:
 
     def _fill(self) -> None:
         torch.manual_seed(0)
-        with torch.device(DEVICE):
-            whole = Transformer(VOCABULARY, WIDTH, self.blocks, 8, 4, 2 * WIDTH, LENGTH, self.case.dropout)
+        whole = Transformer(VOCABULARY, WIDTH, self.blocks, 8, 4, 2 * WIDTH, LENGTH, self.case.dropout).to(DEVICE)
         self.model.to_empty(device=DEVICE)
         wanted = dict(whole.named_parameters())
         with torch.no_grad():

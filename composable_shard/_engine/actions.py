@@ -374,7 +374,9 @@ class Actions:
             self._ask_first()
             self._ask_first = None
         start = partial(group.gradients.start_reduce, alone=True) if alone else group.gradients.start_reduce
-        self._reductions.append((group, self._act(REDUCE, group, start, gradients)))
+        reduction = self._act(REDUCE, group, start, gradients)
+        self._reductions.append((group, reduction))
+        self.history.lasted(reduction.queued_bytes)
 
     def reduce_now(self, group: ParamGroup, gradients: Gradients) -> dict[int, torch.Tensor]:
         """Reduce and wait; returns this rank's piece of each gradient, by parameter index, and sets no `.grad`."""

@@ -274,6 +274,9 @@ class Exchange:
         except BaseException:
             reduction.abandon()
             raise
+        finally:
+            for bucket, _ in jobs:
+                bucket.free_queued()
         return reduction
 
     def _reduce_buckets(self, wanted: tuple[int, ...], factor: float | None, only_sums: bool) -> list[ReduceBucket]:

@@ -286,6 +286,9 @@ class GroupGradients:
             self._notes.take_back()
             _give_up(job for _, job in jobs)
             raise
+        finally:
+            for bucket, _ in jobs:
+                bucket.free_queued()
         self._set_phase(GradPhase.REDUCING)
         self._in_flight += 1
         return Reduction(jobs, asked, whole)

@@ -142,12 +142,6 @@ def _divisor(factor: float) -> torch.Tensor | None:
     return torch.tensor(factor, dtype=torch.float64) if factor != 1 else None
 
 
-def _at(when_done: WhenDone, events: Events, _: torch.Event | None) -> None:
-    """Call `when_done` with these events in place of the one behind a whole job."""
-    (event,) = events
-    when_done(event)
-
-
 class ReduceBucket:
     """Gradients of one group that are reduced in one dtype. Frozen parameters are not members.
 
@@ -163,6 +157,7 @@ class ReduceBucket:
         indices: as given.
         requests: the pool's requests of a reduction: for the bucket, and for scratch memory if the transport needs any.
         nbytes: bytes of all requests.
+        queued_bytes: those of them that are leased only until a reduction is queued.
     """
 
     def __init__(
@@ -204,7 +199,9 @@ class ReduceBucket:
         wanted = (("reduction", whole), ("scratch", layout.scratch * dtype.itemsize))
         self.requests = [pool.request(f"{purpose} {params[0].fqn}", nbytes) for purpose, nbytes in wanted if nbytes]
         self.nbytes = sum(request.nbytes for request in self.requests)
+        self.queued_bytes = self.nbytes if lane.streams else 0
         self._pool, self._lane, self._info = pool, lane, info
+        self._queued_in: list[tuple[Slot, torch.Event | None]] = []
         self._seen: dict[Slot, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def start(
@@ -214,7 +211,7 @@ class ReduceBucket:
         whole: bool = True,
         asks: bool = False,
     ) -> Job[Reduced]:
-        """Begin to average unsharded gradients over the ranks.
+        """Begin to average unsharded gradients over the ranks; `free_queued` is to follow.
 
         Args:
             gradients: of all parameters of the group; None counts as zeros.
@@ -232,6 +229,7 @@ class ReduceBucket:
                 self._pack(gradients, out, slots)
             return self._queued(out, slots, partial, whole, asks)
         except BaseException:
+            self._queued_in.clear()
             self._pool.give_up(slots)
             raise
 
@@ -241,16 +239,32 @@ class ReduceBucket:
         after = [self._lane.mark()]
         for slot in slots[1:]:
             after += slot.free_after
-        when_done = functools.partial(self._pool.release_all, slots)
+        pool = self._pool
+        when_done = functools.partial(pool.give_back if self._lane.streams else pool.release_all, slots)
         if self._is_launched and whole and not (partial or asks):
             assert self._shard is not None
             result = Reduced(self._copies, out, self._divide_after)
-            return self._lane.launch(self._shard.reduce_scatter, self._scattered(out, slots), after, result, when_done)
-        others = {dtype: torch.empty_like(out, dtype=dtype) for dtype in self._others}
-        held, steps = (out, others, partial), self._steps(partial, whole, out, others, asks)
-        if whole and self._is_apart:
-            return self._start_apart(out, slots, after, steps, held, when_done)
-        return self._lane.start(self._after_scatter(out, slots, steps), after, held, when_done)
+            arguments = self._scattered(out, slots)
+            job = self._lane.launch(self._shard.reduce_scatter, arguments, after, result, when_done)
+        else:
+            others = {dtype: torch.empty_like(out, dtype=dtype) for dtype in self._others}
+            held, steps = (out, others, partial), self._steps(partial, whole, out, others, asks)
+            if whole and self._is_apart:
+                return self._start_apart(out, slots, after, steps, held, when_done)
+            job = self._lane.start(self._after_scatter(out, slots, steps), after, held, when_done)
+        self._note_queued(slots, job)
+        return job
+
+    def _note_queued(self, slots: Sequence[Slot], job: Job[Any]) -> None:
+        if self._lane.streams:
+            (after,) = job.ended()
+            self._queued_in += [(slot, after) for slot in slots]
+
+    def free_queued(self) -> None:
+        """On a stream, what is queued behind a reduce-scatter may use its memory: so the next gather needs no more."""
+        queued, self._queued_in = self._queued_in, []
+        for slot, after in queued:
+            self._pool.release_queued(slot, after)
 
     def _start_apart(
         self,
@@ -263,11 +277,11 @@ class ReduceBucket:
     ) -> Job[Reduced]:
         """Queue the reduce-scatter on the lane, and the steps that follow on the lane behind it."""
         scattered = self._lane.start(self._scatter(out, slots), after, out)
-        free = functools.partial(_at, when_done, scattered.ended())
+        self._note_queued(slots, scattered)
         try:
-            return self._lane.behind().start(steps, scattered.ended(), (*held, scattered), free)
+            return self._lane.behind().start(steps, scattered.ended(), (*held, scattered), when_done)
         except BaseException:
-            scattered.finish()  # what is leased goes back
+            scattered.finish()
             raise
 
     def _pack(self, gradients: Sequence[torch.Tensor | None], out: torch.Tensor, slots: Sequence[Slot]) -> None:
@@ -371,6 +385,11 @@ class Reduction:
     jobs: list[tuple[ReduceBucket, Job[Reduced]]]
     asked: list[int]
     whole: bool
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of the pool that were leased while it was queued, and no longer."""
+        return sum(bucket.queued_bytes for bucket, _ in self.jobs)
 
 
 class GroupReduced:

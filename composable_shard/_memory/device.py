@@ -43,10 +43,16 @@ class DeviceMemory:
         self._mem_pool = torch.cuda.MemPool() if wanted else None
         return True
 
-    def leave_mem_pool(self) -> None:
-        """All memory has gone back: take what comes from a new MemPool, so that CUDA gets the old one's segments."""
+    def leave_segments(self) -> None:
+        """All memory has gone back, and comes again in other pieces: the device gets the segments that it lay in.
+
+        Otherwise the allocator would keep them, and take new ones for the larger pieces.
+        """
         if self._mem_pool is not None:
             self._mem_pool = torch.cuda.MemPool()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is not None and accelerator.type == self.device.type:
+            torch.accelerator.empty_cache()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """New memory as a 1D tensor of bytes, with undefined content."""

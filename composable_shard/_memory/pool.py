@@ -175,10 +175,10 @@ class BufferPool:
         slot = self._own.get(key)
         if slot is None or slot.request is not None:
             slot = self._own[key] = self._make(request.nbytes, resizes=True)
-            return slot
-        slot.resize(request.nbytes, self.memory.queued())
-        self._beside_bytes += slot.nbytes
-        self.addresses.add(slot)
+        elif not slot.has_memory:
+            slot.resize(request.nbytes, self.memory.queued())
+            self._beside_bytes += slot.nbytes
+            self.addresses.add(slot)
         return slot
 
     def _note_met(self, request: Request) -> None:
@@ -188,6 +188,14 @@ class BufferPool:
 
     def release(self, slot: Slot, after: torch.Event | None = None) -> None:
         """Give a slot back; the next lease may write to it once the event `after` has happened."""
+        self.release_queued(slot, after)
+        self.give_back((slot,))
+
+    def release_queued(self, slot: Slot, after: torch.Event | None) -> None:
+        """`release`, but memory that would go back to the allocator stays, until `give_back` or the next lease.
+
+        For work that is only queued: the stream of whoever frees memory waits for the last work on it.
+        """
         request = slot.request
         assert request is not None
         self._live.remove(request)
@@ -196,15 +204,25 @@ class BufferPool:
         slot.request = slot.owner = None
         slot.free_after = () if after is None else (after,)
         self.live_bytes -= slot.nbytes
-        if slot.resizes:
-            self.memory.give_back((after,))
-            self.addresses.remove(slot)
-            self._beside_bytes -= slot.nbytes
-            slot.resize(0)
-        elif request.slot is not slot:
+        if request.slot is not slot and not slot.resizes:
             self._free.setdefault(slot.nbytes, []).append(slot)
-        elif slot.region.is_large:
-            self.arena.drain(slot.region)
+
+    def give_back(self, slots: Sequence[Slot], _after: torch.Event | None = None) -> None:
+        """Memory of these slots goes back to the allocator if they have it only while leased, and are not leased anew.
+
+        What the events say behind which they were released is known already.
+        """
+        for slot in slots:
+            if slot.request is not None:
+                continue
+            if slot.region is not None:
+                if slot.region.is_large and not slot.region.is_dry:
+                    self.arena.drain(slot.region)
+            elif slot.resizes and slot.has_memory:
+                self.memory.give_back(slot.drained())
+                self.addresses.remove(slot)
+                self._beside_bytes -= slot.nbytes
+                slot.resize(0)
 
     def suspend(self, slot: Slot, after: torch.Event | None, lent: bool) -> None:
         """Take the weights' owner from a slot that stays leased, as handles must no longer find weights there.
@@ -280,7 +298,7 @@ class BufferPool:
     def make_arena(self) -> None:
         """Replace all slots by those of a new arena. Nobody may hold any of them."""
         self.empty()
-        self.memory.leave_mem_pool()
+        self.memory.leave_segments()
         self.arena.make(list(self._known))
         self._lacks = False
 

@@ -155,6 +155,11 @@ class Slot:
         self.resizes = resizes
 
     @property
+    def has_memory(self) -> bool:
+        """Whether it has memory, which one that `resizes` has not always."""
+        return self.end > self.begin
+
+    @property
     def offset(self) -> int:
         """Bytes from the start of its allocation."""
         return int(self._bytes[0].storage_offset())

@@ -229,6 +229,7 @@ def _describe(fqn: str, asked: Declaration, is_root: bool, transports: Transport
         reshard_after_forward=options.reshards(is_root),
         route=None if transports.gather is None else transports.gather.route,
         reduces_first=not streams and transports.replicate is None and options.max_reductions is None,
+        frees_queued=streams,
         reduces_last=options.reduce_unused,
         comm_policy=options.comm_policy,
         small_size=0 if options.few_ranks == 0 or any(map(is_extended, asked.params)) else options.few_ranks,

@@ -21,6 +21,8 @@ class Sizes:
         reduction: the buffers of a reduction, until it is waited for.
         small: this rank's pieces of weights that a few ranks share between forward and backward.
         small_landing: further buffers of a gather among these ranks.
+        frees_queued: whether the buffers of a reduction are leased only until it is queued, as on a stream: what is
+            queued behind it may use them.
     """
 
     weights: int
@@ -28,6 +30,7 @@ class Sizes:
     reduction: int = 0
     small: int = 0
     small_landing: int = 0
+    frees_queued: bool = False
 
 
 class Moved(NamedTuple):

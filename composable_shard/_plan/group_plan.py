@@ -79,6 +79,8 @@ class GroupPlan:
         route: how its transport takes parameters; None if the shard axis has one rank only.
         small_size: how many ranks share the weights between forward and backward; 0 if they are resharded fully.
         reduces_first: whether its backward waits for reductions before it gathers.
+        frees_queued: whether the memory of its reductions is free for what is queued behind them, as on a stream, and
+            not only once the host has waited for them.
         reduces_last: whether its gradients are reduced only when backward is over, because not all ranks may have
             gradients.
         comm_policy: in how many bits it travels.
@@ -93,6 +95,7 @@ class GroupPlan:
     route: Route | None
     small_size: int = 0
     reduces_first: bool = False
+    frees_queued: bool = False
     reduces_last: bool = False
     comm_policy: CommPolicy = AS_IT_IS
 
@@ -179,6 +182,7 @@ class GroupPlan:
             reduction=reductions,
             small=sum(slot_bytes(layout.numel * dtype.itemsize) for dtype, layout in few),
             small_landing=sum(slot_bytes(layout.total * dtype.itemsize) for dtype, layout in few),
+            frees_queued=self.frees_queued,
         )
 
     @property

@@ -60,6 +60,7 @@ class _Reduction(NamedTuple):
     event: int
     fqn: str
     seconds: float
+    queued: int  # bytes that it takes only until it is queued
 
 
 class Found(NamedTuple):
@@ -147,8 +148,9 @@ class Optimum:
             self._landing_up_to.append(self._landing_up_to[-1] + size.landing)
         if backward and step.trains and not step.is_root:
             reduction = len(self._reductions)
-            self._reductions.append(_Reduction(at, step.fqn, time.reduce))
-            self._reduced_up_to.append(self._reduced_up_to[-1] + size.reduction)
+            queued = size.reduction if size.frees_queued else 0
+            self._reductions.append(_Reduction(at, step.fqn, time.reduce, queued))
+            self._reduced_up_to.append(self._reduced_up_to[-1] + size.reduction - queued)
         seconds = time.backward if backward else time.forward
         gives_up = 0 if step.is_root or (stays and not backward) else size.weights
         self._events.append(_Event(seconds, gather, len(self._gathers), reduction, gives_up))
@@ -239,8 +241,9 @@ class Optimum:
                     yield start, state
                     continue
                 for progress, last in self._before_reduction(start, state, at, freed, turn):
-                    if self._live(progress, event.arrived, freed, turn + 1) <= self._budget:
-                        link = max(last.now, last.link) + self._reductions[turn].seconds
+                    reduction = self._reductions[turn]
+                    if self._live(progress, event.arrived, freed, turn + 1) + reduction.queued <= self._budget:
+                        link = max(last.now, last.link) + reduction.seconds
                         flying = (*last.reductions, link)
                         path = last.path, ("reduce", turn + 1 - progress[1])
                         yield progress, _State(last.now, link, last.gathers, flying, path)

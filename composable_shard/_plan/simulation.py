@@ -54,9 +54,11 @@ def lifetimes(actions: Sequence[Action], sizes: Mapping[str, Sizes]) -> list[Lif
                 close("small", fqn, size.small, step)
             case Kind.RESHARD:
                 close("weights", fqn, size.weights, step)
+            case Kind.REDUCE if size.frees_queued:
+                lives.append(Lifetime(f"reduction {fqn}", size.reduction, step, step + 1))
             case Kind.REDUCE:
                 opened.setdefault(("reduction", fqn), []).append(step)
-            case Kind.REDUCED:
+            case Kind.REDUCED if not size.frees_queued:
                 close("reduction", fqn, size.reduction, step)
     return lives
 

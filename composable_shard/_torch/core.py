@@ -314,8 +314,19 @@ modes_in_force: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _pre_dispatch_modes_in_force: Callable[[], int] = torch._ops._len_torch_dispatch_stack_pre_dispatch
 
 
-# Whether a tensor lies where the next replay of a CUDA graph writes.
-is_of_cuda_graph: Callable[[torch.Tensor], bool] = torch._C._is_cached_tensor  # type: ignore[attr-defined]
+_is_cached: Callable[[torch.Tensor], bool] = torch._C._is_cached_tensor  # type: ignore[attr-defined]
+
+
+def is_of_cuda_graph(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may lie where the next replay of a CUDA graph of `torch.compile` writes.
+
+    Outputs of a replay are marked. Those of a graph's first runs, which warm up and record, are not, but later runs
+    take their memory, too. So where there are such graphs, every tensor on their device may be one of these.
+    """
+    if _is_cached(tensor):
+        return True
+    trees = sys.modules.get("torch._inductor.cudagraph_trees") if tensor.is_cuda else None
+    return trees is not None and trees.get_manager(tensor.get_device(), create_if_none_exists=False) is not None
 
 
 def captures(device: torch.device) -> bool:

@@ -140,6 +140,7 @@ def _group(group: GroupPlan, strategy: Strategy, machine: Machine) -> GroupPlan:
         reshard_after_forward=strategy.name not in _KEEPS_AFTER_FORWARD and not group.is_root,
         route=_route(group, machine) if shard > 1 else None,
         reduces_first=not machine.streams and strategy.layout.replicas == 1,
+        frees_queued=machine.streams,
     )
 
 

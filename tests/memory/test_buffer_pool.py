@@ -385,10 +385,10 @@ def test_each_arena_has_a_mem_pool_of_its_own(monkeypatch):
     memory.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "MemPool", MemPool)
     assert memory.use_mem_pool(True)
-    memory.leave_mem_pool()
+    memory.leave_segments()
     assert [pool() is None for pool in made] == [True, False]
     assert memory.use_mem_pool(False)
-    memory.leave_mem_pool()
+    memory.leave_segments()
     assert [pool() is None for pool in made] == [True, True]
 
 

@@ -16,6 +16,7 @@ from _race_plants import (
     back_to_current,
     behind_at_once,
     forget_optimizer,
+    free_at_once,
     gather_whatever_was,
     hook_at_once,
     instead,
@@ -29,7 +30,6 @@ from _race_plants import (
 from composable_shard._comm.collectives import All
 from composable_shard._comm.lanes import Job, StreamLane, Waiting
 from composable_shard._engine.actions import Actions
-from composable_shard._group import reduction
 from composable_shard._group.bucket import Gatherer
 from composable_shard._group.exchange import _Gathers
 from composable_shard._group.extension import ExtensionBucket
@@ -125,9 +125,9 @@ MUTANTS = {
         "replicas",
     ),
     "slots-freed-before-scatters": Mutant(
-        "ReduceBucket._start_apart",
+        "ReduceBucket._note_queued",
         "slots are free when their reduce-scatter has ended",
-        instead(reduction, "_at", lambda real, when_done, events, _: when_done(None)),
+        instead(ReduceBucket, "_note_queued", free_at_once),
         "replicas-two-streams",
     ),
     "hooks-run-early": Mutant(
@@ -189,9 +189,9 @@ MUTANTS = {
         "own-memory",
     ),
     "given-back-after-reading": Mutant(
-        "BufferPool.release",
+        "BufferPool.give_back",
         "memory that a slot gives back waits for its last user",
-        within(BufferPool, "release", (DeviceMemory, "give_back", _nothing)),
+        within(BufferPool, "give_back", (DeviceMemory, "give_back", _nothing)),
         "branches-counted",
     ),
     "poisoned-early": Mutant(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -112,6 +112,11 @@ def release_job_early(real: Any, lane: StreamLane, job: Job[Any]) -> Any:
         when_done = job._when_done
         job._when_done = lambda event: when_done(None)
     return ended
+
+
+def free_at_once(real: Any, bucket: ReduceBucket, slots: Sequence[Slot], job: Job[Any]) -> None:
+    """Slots of a reduction that is queued look free at once."""
+    bucket._queued_in += [(slot, None) for slot in slots]
 
 
 def hook_at_once(wait: str) -> Plant:

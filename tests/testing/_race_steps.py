@@ -224,6 +224,13 @@ def reshard_between(model: Any, checked: testing.Checked) -> None:
         later.attention.register_forward_pre_hook(lambda *_, block=block: block.reshard())
 
 
+def reduce_by(bucket: Any, gradients: list[torch.Tensor]) -> None:
+    """Reduce gradients by a bucket, and wait."""
+    job = bucket.start(gradients)
+    bucket.free_queued()
+    job.finish()
+
+
 def reduce_on_two_streams(training: Training) -> None:
     """Two reductions by one bucket, and other uses of its slots, on streams of which neither waits for the other."""
     plain_step(training)
@@ -234,20 +241,20 @@ def reduce_on_two_streams(training: Training) -> None:
     side = training.checked.stream("other")
     side.wait_stream(compute)
     with side, torch.no_grad():
-        bucket.start(gradients).finish()
+        reduce_by(bucket, gradients)
         for request in bucket.requests[1:]:  # scratch memory
             scratch = pool.lease_for(request)
             scratch.typed(torch.uint8, written=True).zero_()
             pool.release(scratch, side.record_event())
     with torch.no_grad():
-        bucket.start(gradients).finish()
+        reduce_by(bucket, gradients)
     side.wait_stream(compute)
     with side:
         slot = pool.lease_for(bucket.requests[0])
         slot.typed(torch.uint8, written=True).zero_()
     pool.release(slot, side.record_event())
     with torch.no_grad():
-        bucket.start(gradients).finish()
+        reduce_by(bucket, gradients)
     compute.wait_stream(side)
 
 

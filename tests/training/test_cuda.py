@@ -251,7 +251,7 @@ def test_the_arena_can_lie_in_a_mem_pool_and_training_is_the_same():
 made = []
 for wanted in (False, True):
     model = build()
-    model.set_pool_policy(composable_shard.PoolPolicy(mem_pool=wanted))
+    model.set_pool_policy(composable_shard.PoolPolicy(mem_pool=wanted, keep_idle=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1)
     for _ in range(5):
