@@ -80,6 +80,11 @@ class Packed4Linear(nn.Module):
         destination[f"{prefix}weight.scales"] = scales.scales
         destination[f"{prefix}weight.offset"] = torch.tensor([scales.offset])
 
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        for name in ("scales", "offset"):
+            state_dict.pop(f"{prefix}weight.{name}", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def forward(self, x):
         assert self.weight.kind == "four bits"
         self.seen.append(self.weight.detach().clone().view(torch.uint8))

@@ -35,7 +35,7 @@ def models_of(make, shard=shard_children, fsdp2=True, **options):
     # what FSDP2 says of modules whose output is a view, and torch of its own fast path
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors")
-    warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")
+    warnings.filterwarnings("ignore", message="`torch.jit.script")
     found = {}
     for name in ("plain", *ENGINES) if fsdp2 else ("plain", "ours"):
         torch.manual_seed(3)
