@@ -29,7 +29,7 @@ from .._torch.core import alias, plainly
 from .bucket import GatherBucket, Gatherer
 from .faces import Face, weights_in
 from .param import ShardedParam
-from .reduction import ReduceBucket, Reduced
+from .reduction import ReduceBucket, Reduced, free_queued
 
 
 class _Facts(NamedTuple):
@@ -275,8 +275,7 @@ class Exchange:
             reduction.abandon()
             raise
         finally:
-            for bucket, _ in jobs:
-                bucket.free_queued()
+            free_queued(self.pool, jobs)
         return reduction
 
     def _reduce_buckets(self, wanted: tuple[int, ...], factor: float | None, only_sums: bool) -> list[ReduceBucket]:

@@ -27,7 +27,7 @@ from .._torch.distributed import dtensor_of, local_tensor, new_dtensor, spec_of
 from .accumulation import AccumulatedGradients
 from .param import ShardedParam, run_all
 from .phases import TRANSITIONS, GradPhase, illegal
-from .reduction import GroupReduced, ReduceBucket, Reduced, Reduction, reduce_buckets
+from .reduction import GroupReduced, ReduceBucket, Reduced, Reduction, free_queued, reduce_buckets
 
 _requires_grad, _sharded, _grad = map(attrgetter, ("requires_grad", "sharded", "grad"))
 
@@ -287,8 +287,7 @@ class GroupGradients:
             _give_up(job for _, job in jobs)
             raise
         finally:
-            for bucket, _ in jobs:
-                bucket.free_queued()
+            free_queued(self._pool, jobs)
         self._set_phase(GradPhase.REDUCING)
         self._in_flight += 1
         return Reduction(jobs, asked, whole)

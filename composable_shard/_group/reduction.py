@@ -260,11 +260,10 @@ class ReduceBucket:
             (after,) = job.ended()
             self._queued_in += [(slot, after) for slot in slots]
 
-    def free_queued(self) -> None:
-        """On a stream, what is queued behind a reduce-scatter may use its memory: so the next gather needs no more."""
+    def take_queued(self) -> list[tuple[Slot, torch.Event | None]]:
+        """The slots that `start` has leased on a stream, each with the event behind the reduce-scatter."""
         queued, self._queued_in = self._queued_in, []
-        for slot, after in queued:
-            self._pool.release_queued(slot, after)
+        return queued
 
     def _start_apart(
         self,
@@ -370,6 +369,16 @@ class ReduceBucket:
     def _scratch_in(self, slot: Slot) -> torch.Tensor:
         with torch.inference_mode(False), torch.no_grad():
             return slot.typed(self.dtype, written=True)[: self._layout.scratch]
+
+
+def free_queued(pool: BufferPool, jobs: Sequence[tuple[ReduceBucket, Job[Reduced]]]) -> None:
+    """On a stream, what is queued behind these reduce-scatters may use their memory, so the next gather needs no more.
+
+    It is free behind the last of them, for a plan counts the reductions of a group as one.
+    """
+    queued = [each for bucket, _ in jobs for each in bucket.take_queued()]
+    for slot, _ in queued:
+        pool.release_queued(slot, queued[-1][1])
 
 
 @dataclass

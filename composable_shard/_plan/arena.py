@@ -31,6 +31,7 @@ class Lifetime:
     Attributes:
         name: names its content; lifetimes of one name get one offset where that costs (almost) nothing.
         lane: the stream that orders its uses; buffers of different lanes share no memory.
+        queued: whether it is live only until its use is queued on a stream.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Lifetime:
     opened: int
     closed: int
     lane: str = ""
+    queued: bool = False
 
 
 @dataclass(frozen=True, slots=True)

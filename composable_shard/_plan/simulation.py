@@ -55,7 +55,7 @@ def lifetimes(actions: Sequence[Action], sizes: Mapping[str, Sizes]) -> list[Lif
             case Kind.RESHARD:
                 close("weights", fqn, size.weights, step)
             case Kind.REDUCE if size.frees_queued:
-                lives.append(Lifetime(f"reduction {fqn}", size.reduction, step, step + 1))
+                lives.append(Lifetime(f"reduction {fqn}", size.reduction, step, step + 1, queued=True))
             case Kind.REDUCE:
                 opened.setdefault(("reduction", fqn), []).append(step)
             case Kind.REDUCED if not size.frees_queued:
@@ -169,13 +169,16 @@ class _Clock:
         self.wait(Kind.REDUCE, action.fqn, action)
 
     def send(self, what: Kind, fqn: str, seconds: float) -> None:
-        issued = self.now
+        parts = [(self.now, 1.0)]
         if self.memory is not None:
-            issued = self.memory.taken()
+            parts = self.memory.parts()
             if what is Kind.REDUCE:
-                self.wait_until(issued, Action(what, fqn))
-                issued = self.now
-        self.link_free = max(issued, self.link_free) + seconds
+                self.wait_until(max(free_at for free_at, _ in parts), Action(what, fqn))
+                parts = [(self.now, 1.0)]
+        for free_at, share in parts:
+            self.link_free = max(free_at, self.link_free) + share * seconds
+        if self.memory is not None:
+            self.memory.used(self.link_free)
         self.arrives.setdefault((what, fqn), deque()).append(self.link_free)
 
     def wait(self, what: Kind, fqn: str, on: Action) -> None:
@@ -219,20 +222,37 @@ class _Memory:
         self._index = -1  # index of the current action
         self._free_at = [0.0] * len(arena.lifetimes)
         self._before = followers(arena)
+        self._lives = arena.lifetimes
         self._opened: dict[int, list[int]] = {}
         self._closed: dict[int, list[int]] = {}
+        self._queued = {at for at, life in enumerate(arena.lifetimes) if life.queued}
         for at, life in enumerate(arena.lifetimes):
             self._opened.setdefault(life.opened, []).append(at)
-            self._closed.setdefault(life.closed, []).append(at)
+            if not life.queued:
+                self._closed.setdefault(life.closed, []).append(at)
 
     def advance(self) -> None:
         """The next action begins."""
         self._index += 1
 
-    def taken(self) -> float:
-        """The time from which all memory that this action takes is free."""
-        taken = self._opened.get(self._index, ())
-        return max((self._free_at[other] for at in taken for other in self._before[at]), default=0.0)
+    def parts(self) -> list[tuple[float, float]]:
+        """The time from which memory that this action takes is free, for each of its collectives, and their shares.
+
+        A gather has one for each slot of its weights. What else an action takes must be free for all.
+        """
+        taken = self._opened.get(self._index, [])
+        free = {at: max([self._free_at[other] for other in self._before[at]], default=0.0) for at in taken}
+        weights = [at for at in taken if self._lives[at].name.startswith("weights ")]
+        nbytes = sum(self._lives[at].nbytes for at in weights)
+        if not nbytes:
+            return [(max(free.values(), default=0.0), 1.0)]
+        others = max((free[at] for at in taken if at not in weights), default=0.0)
+        return [(max(free[at], others), self._lives[at].nbytes / nbytes) for at in weights]
+
+    def used(self, time: float) -> None:
+        """Memory that this action takes only until its work is queued is free from `time` on, when that is done."""
+        for at in self._queued.intersection(self._opened.get(self._index, ())):
+            self._free_at[at] = time
 
     def left(self, time: float, lasts: bool = False) -> None:
         """Memory that this action gives up, or with `lasts` gives up at its end, is free from `time` on."""

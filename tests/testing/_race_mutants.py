@@ -23,7 +23,6 @@ from _race_plants import (
     job_without_end,
     not_awaited,
     pack_into_used,
-    release_job_early,
     unfenced,
     within,
 )
@@ -80,7 +79,7 @@ MUTANTS = {
         "Gatherer.start_into",
         "gathers wait for what their landing buffer was used for",
         unfenced(Gatherer, "start_into"),
-        "deep-packed",
+        "few-ranks",
     ),
     "weights-given-up-without-event": Mutant(
         "ParamGroup.reshard", "weights are given up behind their last reader", within(ParamGroup, "reshard", NO_MARK)
@@ -111,12 +110,6 @@ MUTANTS = {
         "reductions wait for what their scratch memory was used for",
         unfenced(ReduceBucket, "start"),
         "two-streams-sums",
-    ),
-    "slots-freed-before-reductions": Mutant(
-        "StreamLane._ended",
-        "slots are free when their job has ended",
-        instead(StreamLane, "_ended", release_job_early),
-        "two-streams",
     ),
     "all-reduces-start-early": Mutant(
         "ReduceBucket._start_apart",
@@ -306,6 +299,8 @@ PASSED_ON = {
     "DeviceMemory.queued": "records for others",
     "GatherBucket.forget": "BufferPool.release",
     "BufferPool.give_up": "StreamLane._give_up",
+    "BufferPool.release": "BufferPool.give_back",
+    "BufferPool.release_queued": "holds events",
     "Slot.__init__": "holds events",
     "Slot.drained": "Arena.drain",
     "Slot.moved": "Arena.fill",

@@ -106,14 +106,6 @@ def gather_whatever_was(real: Any, gatherer: Gatherer, slot: Slot, shards: Any, 
     return real(gatherer, slot, shards, tuple(after)[:1], read)
 
 
-def release_job_early(real: Any, lane: StreamLane, job: Job[Any]) -> Any:
-    ended = real(lane, job)
-    if job._when_done is not None:
-        when_done = job._when_done
-        job._when_done = lambda event: when_done(None)
-    return ended
-
-
 def free_at_once(real: Any, bucket: ReduceBucket, slots: Sequence[Slot], job: Job[Any]) -> None:
     """Slots of a reduction that is queued look free at once."""
     bucket._queued_in += [(slot, None) for slot in slots]

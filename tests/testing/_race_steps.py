@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from _race_settings import Gathers, Halved
 from _race_training import Training, plain_step
 from composable_shard import PoolPolicy, testing
+from composable_shard._group.reduction import free_queued
 from composable_shard._module.state import state_of
 from composable_shard._torch.distributed import local_tensor
 
@@ -219,15 +220,27 @@ def branches(model: Any, checked: testing.Checked) -> None:
 
 
 def reshard_between(model: Any, checked: testing.Checked) -> None:
-    """What few ranks keep of a block is given up while later blocks run."""
+    """What few ranks keep of a block is given up while later blocks run, and its memory used on another stream."""
+
+    def give_up(block: Any) -> None:
+        block.reshard()
+        side, pool = checked.stream("other"), state_of(model).bound.engine.pool
+        [resident] = state_of(block).bound.group.residents
+        slot = pool.lease_for(resident.for_pieces)
+        with side:
+            for event in slot.free_after:
+                side.wait_event(event)
+            slot.typed(torch.uint8, written=True).zero_()
+        pool.release(slot, side.record_event())
+
     for block, later in zip(model.blocks, model.blocks[1:], strict=False):
-        later.attention.register_forward_pre_hook(lambda *_, block=block: block.reshard())
+        later.attention.register_forward_pre_hook(lambda *_, block=block: give_up(block))
 
 
 def reduce_by(bucket: Any, gradients: list[torch.Tensor]) -> None:
     """Reduce gradients by a bucket, and wait."""
     job = bucket.start(gradients)
-    bucket.free_queued()
+    free_queued(bucket._pool, [(bucket, job)])
     job.finish()
 
 
