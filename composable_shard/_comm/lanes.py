@@ -11,7 +11,7 @@ shared by the order of the plan, and that order counts a job as over only in `fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
@@ -100,12 +100,16 @@ class Job(Generic[T]):
             soon as the work is queued.
         drain: whether to run all of the work at once, as on a stream.
         when_done: called once, in `finish`, with the event behind the end of the work (None on a CPU).
+
+    Attributes:
+        leased: what whoever queued it has leased for it on a stream, with the events behind which that is free.
     """
 
-    __slots__ = ("_event", "_handle", "_held", "_result", "_steps", "_when_done")
+    __slots__ = ("_event", "_handle", "_held", "_result", "_steps", "_when_done", "leased")
 
     def __init__(self, steps: Steps[T], held: object, drain: bool, when_done: WhenDone | None = None) -> None:
         self._steps: Steps[T] | None = steps
+        self.leased: Sequence[tuple[Any, torch.Event | None]] = ()
         self._held = held
         self._when_done = when_done
         self._handle: Awaitable | None = None
@@ -178,6 +182,7 @@ class Launched(Job[T]):
     __slots__ = ()
 
     def __init__(self, handle: Awaitable, held: object, result: T, when_done: WhenDone | None = None) -> None:
+        self.leased = ()
         self._handle = handle
         self._held = held
         self._event = None

@@ -275,7 +275,7 @@ class Exchange:
             reduction.abandon()
             raise
         finally:
-            free_queued(self.pool, jobs)
+            free_queued(self.pool, (job for _, job in jobs))
         return reduction
 
     def _reduce_buckets(self, wanted: tuple[int, ...], factor: float | None, only_sums: bool) -> list[ReduceBucket]:

@@ -287,10 +287,10 @@ class GroupGradients:
             _give_up(job for _, job in jobs)
             raise
         finally:
-            free_queued(self._pool, jobs)
+            queued = free_queued(self._pool, (job for _, job in jobs))
         self._set_phase(GradPhase.REDUCING)
         self._in_flight += 1
-        return Reduction(jobs, asked, whole)
+        return Reduction(jobs, asked, whole, queued)
 
     def _asked(self, gradients: Gradients, buckets: Sequence[ReduceBucket]) -> list[int]:
         """The parameters whose `.grad` stays None if no rank has a gradient of them; not those that are frozen."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -157,7 +157,6 @@ class ReduceBucket:
         indices: as given.
         requests: the pool's requests of a reduction: for the bucket, and for scratch memory if the transport needs any.
         nbytes: bytes of all requests.
-        queued_bytes: those of them that are leased only until a reduction is queued.
     """
 
     def __init__(
@@ -199,9 +198,7 @@ class ReduceBucket:
         wanted = (("reduction", whole), ("scratch", layout.scratch * dtype.itemsize))
         self.requests = [pool.request(f"{purpose} {params[0].fqn}", nbytes) for purpose, nbytes in wanted if nbytes]
         self.nbytes = sum(request.nbytes for request in self.requests)
-        self.queued_bytes = self.nbytes if lane.streams else 0
         self._pool, self._lane, self._info = pool, lane, info
-        self._queued_in: list[tuple[Slot, torch.Event | None]] = []
         self._seen: dict[Slot, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def start(
@@ -229,7 +226,6 @@ class ReduceBucket:
                 self._pack(gradients, out, slots)
             return self._queued(out, slots, partial, whole, asks)
         except BaseException:
-            self._queued_in.clear()
             self._pool.give_up(slots)
             raise
 
@@ -239,31 +235,29 @@ class ReduceBucket:
         after = [self._lane.mark()]
         for slot in slots[1:]:
             after += slot.free_after
-        pool = self._pool
-        when_done = functools.partial(pool.give_back if self._lane.streams else pool.release_all, slots)
+        when_done = self._ending(slots)
         if self._is_launched and whole and not (partial or asks):
             assert self._shard is not None
-            result = Reduced(self._copies, out, self._divide_after)
-            arguments = self._scattered(out, slots)
+            result, arguments = Reduced(self._copies, out, self._divide_after), self._scattered(out, slots)
             job = self._lane.launch(self._shard.reduce_scatter, arguments, after, result, when_done)
-        else:
-            others = {dtype: torch.empty_like(out, dtype=dtype) for dtype in self._others}
-            held, steps = (out, others, partial), self._steps(partial, whole, out, others, asks)
-            if whole and self._is_apart:
-                return self._start_apart(out, slots, after, steps, held, when_done)
-            job = self._lane.start(self._after_scatter(out, slots, steps), after, held, when_done)
-        self._note_queued(slots, job)
-        return job
+            return self._leasing(job, slots, job)
+        others = {dtype: torch.empty_like(out, dtype=dtype) for dtype in self._others}
+        held, steps = (out, others, partial), self._steps(partial, whole, out, others, asks)
+        if whole and self._is_apart:
+            return self._start_apart(out, slots, after, steps, held, when_done)
+        job = self._lane.start(self._after_scatter(out, slots, steps), after, held, when_done)
+        return self._leasing(job, slots, job)
 
-    def _note_queued(self, slots: Sequence[Slot], job: Job[Any]) -> None:
+    def _ending(self, slots: Sequence[Slot]) -> WhenDone:
+        """What to do with slots when their job is waited for: on a stream they were free before."""
+        return functools.partial(self._pool.give_back if self._lane.streams else self._pool.release_all, slots)
+
+    def _leasing(self, job: Job[Reduced], slots: Sequence[Slot], scattered: Job[Any]) -> Job[Reduced]:
+        """A job whose slots are free behind another one, if that is on a stream."""
         if self._lane.streams:
-            (after,) = job.ended()
-            self._queued_in += [(slot, after) for slot in slots]
-
-    def take_queued(self) -> list[tuple[Slot, torch.Event | None]]:
-        """The slots that `start` has leased on a stream, each with the event behind the reduce-scatter."""
-        queued, self._queued_in = self._queued_in, []
-        return queued
+            (after,) = scattered.ended()
+            job.leased = [(slot, after) for slot in slots]
+        return job
 
     def _start_apart(
         self,
@@ -276,12 +270,12 @@ class ReduceBucket:
     ) -> Job[Reduced]:
         """Queue the reduce-scatter on the lane, and the steps that follow on the lane behind it."""
         scattered = self._lane.start(self._scatter(out, slots), after, out)
-        self._note_queued(slots, scattered)
         try:
-            return self._lane.behind().start(steps, scattered.ended(), (*held, scattered), when_done)
+            job = self._lane.behind().start(steps, scattered.ended(), (*held, scattered), when_done)
         except BaseException:
             scattered.finish()
             raise
+        return self._leasing(job, slots, scattered)
 
     def _pack(self, gradients: Sequence[torch.Tensor | None], out: torch.Tensor, slots: Sequence[Slot]) -> None:
         """Copy the gradients into the bucket, or right into the result if there is nobody on the shard axis but us."""
@@ -371,14 +365,18 @@ class ReduceBucket:
             return slot.typed(self.dtype, written=True)[: self._layout.scratch]
 
 
-def free_queued(pool: BufferPool, jobs: Sequence[tuple[ReduceBucket, Job[Reduced]]]) -> None:
-    """On a stream, what is queued behind these reduce-scatters may use their memory, so the next gather needs no more.
+def free_queued(pool: BufferPool, jobs: Iterable[Job[Any]]) -> int:
+    """On a stream, what is queued behind these reductions may use their memory, so the next gather needs no more.
 
     It is free behind the last of them, for a plan counts the reductions of a group as one.
+
+    Returns:
+        bytes of this memory.
     """
-    queued = [each for bucket, _ in jobs for each in bucket.take_queued()]
-    for slot, _ in queued:
-        pool.release_queued(slot, queued[-1][1])
+    leased = [each for job in jobs for each in job.leased]
+    for slot, _ in leased:
+        pool.release_queued(slot, leased[-1][1])
+    return sum(slot.nbytes for slot, _ in leased)
 
 
 @dataclass
@@ -389,16 +387,13 @@ class Reduction:
         jobs: the job of each bucket.
         asked: indices of the parameters that had no gradient on this rank, if `.grad` stays None where none had one.
         whole: whether it includes the all-reduce over replicas, if any, so that its result belongs into `.grad`.
+        queued_bytes: of the pool, that were leased while it was queued, and no longer.
     """
 
     jobs: list[tuple[ReduceBucket, Job[Reduced]]]
     asked: list[int]
     whole: bool
-
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes of the pool that were leased while it was queued, and no longer."""
-        return sum(bucket.queued_bytes for bucket, _ in self.jobs)
+    queued_bytes: int
 
 
 class GroupReduced:

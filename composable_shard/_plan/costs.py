@@ -32,6 +32,11 @@ class Sizes:
     small_landing: int = 0
     frees_queued: bool = False
 
+    @property
+    def queued(self) -> int:
+        """Bytes of a reduction that are leased only until it is queued."""
+        return self.reduction if self.frees_queued else 0
+
 
 class Moved(NamedTuple):
     """Bytes that the collectives of a group move, all ranks' parts together; each dtype has a collective of its own.

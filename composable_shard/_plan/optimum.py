@@ -148,9 +148,8 @@ class Optimum:
             self._landing_up_to.append(self._landing_up_to[-1] + size.landing)
         if backward and step.trains and not step.is_root:
             reduction = len(self._reductions)
-            queued = size.reduction if size.frees_queued else 0
-            self._reductions.append(_Reduction(at, step.fqn, time.reduce, queued))
-            self._reduced_up_to.append(self._reduced_up_to[-1] + size.reduction - queued)
+            self._reductions.append(_Reduction(at, step.fqn, time.reduce, size.queued))
+            self._reduced_up_to.append(self._reduced_up_to[-1] + size.reduction - size.queued)
         seconds = time.backward if backward else time.forward
         gives_up = 0 if step.is_root or (stays and not backward) else size.weights
         self._events.append(_Event(seconds, gather, len(self._gathers), reduction, gives_up))

@@ -28,13 +28,18 @@ from .costs import Times as Times
 from .schedule import MARKS, Action, Kind
 
 
+def _lifetime(what: str, fqn: str, nbytes: int, opened: int, closed: int, size: Sizes) -> Lifetime:
+    queued = what == "reduction" and size.frees_queued
+    return Lifetime(f"{what} {fqn}", nbytes, opened, opened + 1 if queued else closed, queued=queued)
+
+
 def lifetimes(actions: Sequence[Action], sizes: Mapping[str, Sizes]) -> list[Lifetime]:
     """The buffers that these actions lease, by index in the list; named ``weights layers.3`` and so on."""
     opened: dict[tuple[str, str], list[int]] = {}
     lives: list[Lifetime] = []
 
     def close(what: str, fqn: str, nbytes: int, step: int) -> None:
-        lives.append(Lifetime(f"{what} {fqn}", nbytes, opened[what, fqn].pop(0), step))
+        lives.append(_lifetime(what, fqn, nbytes, opened[what, fqn].pop(0), step, sizes[fqn]))
 
     for step, action in enumerate(actions):
         fqn, size = action.fqn, sizes[action.fqn]
@@ -54,11 +59,9 @@ def lifetimes(actions: Sequence[Action], sizes: Mapping[str, Sizes]) -> list[Lif
                 close("small", fqn, size.small, step)
             case Kind.RESHARD:
                 close("weights", fqn, size.weights, step)
-            case Kind.REDUCE if size.frees_queued:
-                lives.append(Lifetime(f"reduction {fqn}", size.reduction, step, step + 1, queued=True))
             case Kind.REDUCE:
                 opened.setdefault(("reduction", fqn), []).append(step)
-            case Kind.REDUCED if not size.frees_queued:
+            case Kind.REDUCED:
                 close("reduction", fqn, size.reduction, step)
     return lives
 

@@ -118,9 +118,9 @@ MUTANTS = {
         "replicas",
     ),
     "slots-freed-before-scatters": Mutant(
-        "ReduceBucket._note_queued",
+        "ReduceBucket._leasing",
         "slots are free when their reduce-scatter has ended",
-        instead(ReduceBucket, "_note_queued", free_at_once),
+        instead(ReduceBucket, "_leasing", free_at_once),
         "replicas-two-streams",
     ),
     "hooks-run-early": Mutant(
@@ -301,6 +301,10 @@ PASSED_ON = {
     "BufferPool.give_up": "StreamLane._give_up",
     "BufferPool.release": "BufferPool.give_back",
     "BufferPool.release_queued": "holds events",
+    "Job.__init__": "holds events",
+    "Launched.__init__": "holds events",
+    "ReduceBucket._ending": "BufferPool.give_back",
+    "free_queued": "ReduceBucket._leasing",
     "Slot.__init__": "holds events",
     "Slot.drained": "Arena.drain",
     "Slot.moved": "Arena.fill",

@@ -106,9 +106,10 @@ def gather_whatever_was(real: Any, gatherer: Gatherer, slot: Slot, shards: Any, 
     return real(gatherer, slot, shards, tuple(after)[:1], read)
 
 
-def free_at_once(real: Any, bucket: ReduceBucket, slots: Sequence[Slot], job: Job[Any]) -> None:
+def free_at_once(real: Any, bucket: ReduceBucket, job: Job[Any], slots: Sequence[Slot], scattered: Job[Any]) -> Any:
     """Slots of a reduction that is queued look free at once."""
-    bucket._queued_in += [(slot, None) for slot in slots]
+    job.leased = [(slot, None) for slot in slots]
+    return job
 
 
 def hook_at_once(wait: str) -> Plant:

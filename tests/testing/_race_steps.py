@@ -240,7 +240,7 @@ def reshard_between(model: Any, checked: testing.Checked) -> None:
 def reduce_by(bucket: Any, gradients: list[torch.Tensor]) -> None:
     """Reduce gradients by a bucket, and wait."""
     job = bucket.start(gradients)
-    free_queued(bucket._pool, [(bucket, job)])
+    free_queued(bucket._pool, [job])
     job.finish()
 
 
