@@ -102,14 +102,14 @@ class Job(Generic[T]):
         when_done: called once, in `finish`, with the event behind the end of the work (None on a CPU).
 
     Attributes:
-        leased: what whoever queued it has leased for it on a stream, with the events behind which that is free.
+        occupied: the memory that whoever queued it has leased for it on a stream, with the events behind which it is free.
     """
 
-    __slots__ = ("_event", "_handle", "_held", "_result", "_steps", "_when_done", "leased")
+    __slots__ = ("_event", "_handle", "_held", "_result", "_steps", "_when_done", "occupied")
 
     def __init__(self, steps: Steps[T], held: object, drain: bool, when_done: WhenDone | None = None) -> None:
         self._steps: Steps[T] | None = steps
-        self.leased: Sequence[tuple[Any, torch.Event | None]] = ()
+        self.occupied: Sequence[tuple[Any, torch.Event | None]] = ()
         self._held = held
         self._when_done = when_done
         self._handle: Awaitable | None = None
@@ -182,7 +182,7 @@ class Launched(Job[T]):
     __slots__ = ()
 
     def __init__(self, handle: Awaitable, held: object, result: T, when_done: WhenDone | None = None) -> None:
-        self.leased = ()
+        self.occupied = ()
         self._handle = handle
         self._held = held
         self._event = None

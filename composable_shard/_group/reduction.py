@@ -256,7 +256,7 @@ class ReduceBucket:
         """A job whose slots are free behind another one, if that is on a stream."""
         if self._lane.streams:
             (after,) = scattered.ended()
-            job.leased = [(slot, after) for slot in slots]
+            job.occupied = [(slot, after) for slot in slots]
         return job
 
     def _start_apart(
@@ -373,7 +373,7 @@ def free_queued(pool: BufferPool, jobs: Iterable[Job[Any]]) -> int:
     Returns:
         bytes of this memory.
     """
-    leased = [each for job in jobs for each in job.leased]
+    leased = [each for job in jobs for each in job.occupied]
     for slot, _ in leased:
         pool.release_queued(slot, leased[-1][1])
     return sum(slot.nbytes for slot, _ in leased)

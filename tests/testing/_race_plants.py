@@ -108,7 +108,7 @@ def gather_whatever_was(real: Any, gatherer: Gatherer, slot: Slot, shards: Any, 
 
 def free_at_once(real: Any, bucket: ReduceBucket, job: Job[Any], slots: Sequence[Slot], scattered: Job[Any]) -> Any:
     """Slots of a reduction that is queued look free at once."""
-    job.leased = [(slot, None) for slot in slots]
+    job.occupied = [(slot, None) for slot in slots]
     return job
 
 
