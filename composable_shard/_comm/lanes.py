@@ -102,7 +102,7 @@ class Job(Generic[T]):
         when_done: called once, in `finish`, with the event behind the end of the work (None on a CPU).
 
     Attributes:
-        occupied: the memory that whoever queued it has leased for it on a stream, with the events behind which it is free.
+        occupied: memory that whoever queued it has leased for it on a stream, with the events behind which it is free.
     """
 
     __slots__ = ("_event", "_handle", "_held", "_result", "_steps", "_when_done", "occupied")
