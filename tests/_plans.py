@@ -40,15 +40,20 @@ def costs_of(plan, forward=2e-4, backward=4e-4, latency=1e-5, bandwidth=2e9, **k
 
 
 def random_model(rng, blocks):
-    """Steps, sizes and times of a root with so many blocks of uneven sizes; a few freeze, stay, or reduce first."""
-    first = rng.random() < 0.3
+    """Steps, sizes and times of a root with so many blocks of uneven sizes; a few freeze, stay, or reduce first.
+
+    Where the number of blocks is odd, reductions take memory only until they are queued, and nothing waits for them.
+    """
+    queued = bool(blocks % 2)
+    first = rng.random() < 0.3 and not queued
     steps = [Step("", True, False, True)]
     steps += [Step(f"b{i}", False, rng.random() < 0.9, rng.random() < 0.95, False, first) for i in range(blocks)]
     speed = 2 ** rng.uniform(-2, 2)
     sizes, times = {}, {}
     for step in steps:
         weights = 512 * rng.randint(1, 40)
-        sizes[step.fqn] = Sizes(weights, rng.choice([weights, weights, 0]), weights * rng.choice([1, 1, 2]))
+        landing, reduction = rng.choice([weights, weights, 0]), weights * rng.choice([1, 1, 2])
+        sizes[step.fqn] = Sizes(weights, landing, reduction, frees_queued=queued)
         forward, moved = weights * speed * 2 ** rng.uniform(-1, 1) * 1e-6, 1e-4 + weights * 1e-6
         times[step.fqn] = Times(forward, 2 * forward, moved, moved)
     return steps, sizes, times

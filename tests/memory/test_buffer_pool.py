@@ -145,6 +145,39 @@ def test_the_next_writer_of_a_slot_gets_the_event_behind_its_last_use():
     assert pool.lease(512).free_after == (event,)
 
 
+class Waited:
+    """An event that knows whether somebody waits for it."""
+
+    waited = False
+
+    def wait(self):
+        self.waited = True
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("owns", [False, True])
+def test_memory_of_queued_work_stays_until_it_is_waited_for_or_leased_anew(owns, again):
+    """For whoever frees it would wait for that work."""
+    pool, event = make_pool(), Waited()
+    pool.keep_idle(False)
+    pool.own(owns)
+    request = pool.request("reduction", 4096)
+    slot = pool.lease_for(request)
+    pool.release_queued(slot, event)
+    assert (pool.live_bytes, pool.held_bytes, slot.free_after, event.waited) == (0, 4096, (event,), False)
+    if again:
+        assert pool.lease_for(request) is slot
+        assert slot.free_after == (event,)
+    pool.give_back([slot])
+    assert (pool.held_bytes, event.waited) == ((4096, False) if again else (0, True))
+    pool.give_back([slot])  # once is enough
+    if not again:
+        assert pool.lease_for(request) is slot
+    assert (pool.live_bytes, pool.held_bytes, slot.has_memory) == (4096, 4096, True)
+    pool.release(slot)
+    assert (pool.live_bytes, pool.held_bytes) == (0, 0)
+
+
 # ---- find
 
 

@@ -304,3 +304,16 @@ def test_a_record_comes_back_from_json_equal():
 def test_a_text_that_is_no_record_says_where_it_is_not(text, message):
     with pytest.raises(ShardConfigValueError, match=message):
         Record.from_json(text)
+
+
+def test_where_streams_order_memory_a_reduction_takes_none_beside_the_next_gather():
+    host, streams = (
+        block_plan((256, 256, 256), frees_queued=queued).with_policies(PrefetchPolicy.depth(1))
+        for queued in (False, True)
+    )
+    assert host.actions() == streams.actions()
+    assert host.peak_bytes - streams.peak_bytes >= host.group("blocks.0").sizes.weights
+    queued = [life for life in streams.lifetimes() if life.queued]
+    assert sorted(life.name for life in queued) == [f"reduction blocks.{i}" for i in range(3)]
+    assert {life.closed - life.opened for life in queued} == {1}
+    assert not any(life.queued for life in host.lifetimes())

@@ -15,7 +15,7 @@ DEPTH, AUTO = cs.PrefetchPolicy.depth, cs.PrefetchPolicy.auto()
 
 
 def planned(rows=(256, 256, 256), prefetch=None, budget=None, reduces_first=False, **costs):
-    plan = block_plan(rows, reduces_first=reduces_first)
+    plan = block_plan(rows, reduces_first=reduces_first, frees_queued=costs.get("streams", False))
     return plan.with_policies(prefetch or DEPTH(1), cs.PoolPolicy(budget=budget), costs_of(plan, **costs))
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 
 import pytest
 import torch
 import torch.nn as nn
+from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -282,6 +284,27 @@ def test_the_streams_of_the_cpu_can_be_others_for_a_while():
             assert torch.cpu.current_stream() == "another"
         assert torch.cpu.current_stream() == "default"
     assert (torch.cpu.Stream, torch.cpu.Event, torch.cpu.current_stream()) == was
+
+
+@pytest.mark.parametrize("has_graphs", [True, False])
+def test_where_there_are_cuda_graphs_a_tensor_on_their_device_may_be_of_one(monkeypatch, has_graphs):
+    asked = []
+
+    class Trees:
+        @staticmethod
+        def get_manager(index, create_if_none_exists):
+            assert not create_if_none_exists
+            asked.append(index)
+            return "a manager" if has_graphs else None
+
+    with FakeTensorMode():
+        of_host, of_device = torch.ones(2), torch.ones(2, device="cuda:0")
+    monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)
+    assert not core.is_of_cuda_graph(of_device)
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", Trees)
+    assert core.is_of_cuda_graph(of_device) == has_graphs
+    assert not core.is_of_cuda_graph(of_host)
+    assert asked == [0]
 
 
 def test_an_output_of_a_cuda_graph_is_known_by_its_mark():
