@@ -5,8 +5,8 @@ Work is written once for both, as a generator that yields each handle that it mu
 stream, `start` queues all of the work and `finish` lets the current stream wait for an event. On a CPU, `start` runs
 the work up to its first handle, and `finish` blocks and runs the rest.
 
-On all lanes, `finish` gives back the memory that a job has leased. A stream may be done with it earlier, but memory is
-shared by the order of the plan, and that order counts a job as over only in `finish`.
+On a CPU, `finish` gives back the memory that a job has leased. On a stream, that of a gather stays leased until then, for
+compute reads it next; that of a reduction is free as soon as it is queued, behind an event (`Job.occupied`).
 """
 
 from __future__ import annotations
