@@ -124,6 +124,8 @@ def _differences(here: dict[str, Any], saved: dict[str, Any]) -> Iterator[str]:
     for name in ("torch", "Python", "composable_shard", "device"):
         if here[name] != saved[name]:
             yield f"{name}: {here[name]} here, {saved[name]} there"
+    if here["composable_shard"] != saved["composable_shard"]:
+        return  # plans of another version may be unreadable, and keys of pieces are those of the code
     if changes := group_changes(*(_groups(each["plan"]) for each in (saved, here))):
         yield f"plan, from there to here: {changes[0]}"
     elif here["schedule"] != saved["schedule"]:
@@ -132,8 +134,6 @@ def _differences(here: dict[str, Any], saved: dict[str, Any]) -> Iterator[str]:
         lines = (each["modules"].splitlines() for each in (here, saved))
         one, two = next((one, two) for one, two in itertools.zip_longest(*lines, fillvalue="nothing") if one != two)
         yield f"modules: {one.strip()} here, {two.strip()} there"
-    elif here["composable_shard"] != saved["composable_shard"]:
-        return  # keys of pieces are those of the code, too
     elif strange := [names for names, key in here["pieces"].items() if saved["pieces"].get(names) != key]:
         yield (
             f"pieces of {strange[0]}: those of rank {here['rank']} here have other shapes or dtypes than those of rank "

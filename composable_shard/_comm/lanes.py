@@ -5,8 +5,8 @@ Work is written once for both, as a generator that yields each handle that it mu
 stream, `start` queues all of the work and `finish` lets the current stream wait for an event. On a CPU, `start` runs
 the work up to its first handle, and `finish` blocks and runs the rest.
 
-On a CPU, `finish` gives back the memory that a job has leased. On a stream, that of a gather stays leased until then, for
-compute reads it next; that of a reduction is free as soon as it is queued, behind an event (`Job.occupied`).
+On a CPU, `finish` gives back the memory that a job has leased. On a stream, that of a gather stays leased until then,
+for compute reads it next; that of a reduction is free as soon as it is queued, behind an event (`Job.occupied`).
 """
 
 from __future__ import annotations
@@ -158,6 +158,10 @@ class Job(Generic[T]):
             if when_done is not None:
                 when_done(self._event)
         return self._result  # type: ignore[return-value]
+
+    def occupy(self, memory: Sequence[tuple[Any, torch.Event | None]]) -> None:
+        """Set `occupied`."""
+        self.occupied = memory
 
     def ended(self) -> Events:
         """The event behind the end of the work, as far as it is queued; none on a CPU."""

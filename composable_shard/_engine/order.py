@@ -200,7 +200,8 @@ class Order:
         kept: Counter[str] = Counter()
         for fqn in edges.kept if budget is not None else ():
             kept[module_of(fqn)] += plan.group(fqn).unsharded_bytes
-        return GraphSchedule(*ahead, self._in_flight(edges), first, budget, dict(kept))
+        queued = budget is not None and any(group.frees_queued for group in plan.groups)
+        return GraphSchedule(*ahead, self._in_flight(edges), first, budget, dict(kept), queued)
 
     def _in_flight(self, edges: Schedule) -> dict[str, int]:
         """By module, how many reductions may be in flight."""

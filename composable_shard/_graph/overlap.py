@@ -47,7 +47,7 @@ def place(graph: fx.Graph, schedule: GraphSchedule = NOTHING_SAID) -> None:
     waits = _follow(order, launches, schedule).waits
     indices = [launch.at for launch in launches]
     if schedule.budget is not None:
-        indices = _within(schedule.budget, order, indices, waits, schedule.kept)
+        indices = _within(schedule.budget, order, indices, waits, schedule)
     for reduction, at in waits.items():
         _finish_later(reduction.ends, order.fixed(at))
     for gather, at in zip(order.gathers, indices, strict=True):
@@ -250,7 +250,7 @@ def _follow(order: _Order, launches: list[_Launch], schedule: GraphSchedule) -> 
 
 
 def _within(
-    budget: int, order: _Order, launches: Sequence[int], waits: Mapping[_Reduction, int], kept: Mapping[str, int]
+    budget: int, order: _Order, launches: Sequence[int], waits: Mapping[_Reduction, int], schedule: GraphSchedule
 ) -> list[int]:
     """The same launches, but for those ahead that would exceed the budget, which come where they are needed.
 
@@ -265,8 +265,9 @@ def _within(
     for gather in order.gathers:
         hold(order.at[gather.launch], order.last_use(gather) + 1, gather.nbytes)
     for reduction, at in waits.items():
-        hold(order.at[reduction.launch], at, reduction.nbytes)
-    for module, nbytes in kept.items() if order.backward else ():
+        launch = order.at[reduction.launch]
+        hold(launch, launch + 1 if schedule.frees_queued else at, reduction.nbytes)
+    for module, nbytes in schedule.kept.items() if order.backward else ():
         hold(0, order.end(module), nbytes)
     bounded: list[int] = []
     for gather, wanted in zip(order.gathers, launches, strict=True):

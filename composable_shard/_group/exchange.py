@@ -272,10 +272,10 @@ class Exchange:
             for bucket in self._reduce_buckets(tuple(wanted), factor, only_sums):
                 jobs.append((bucket, bucket.start(gradients)))
         except BaseException:
+            free_queued(self.pool, jobs)
             reduction.abandon()
             raise
-        finally:
-            free_queued(self.pool, (job for _, job in jobs))
+        free_queued(self.pool, jobs)
         return reduction
 
     def _reduce_buckets(self, wanted: tuple[int, ...], factor: float | None, only_sums: bool) -> list[ReduceBucket]:

@@ -284,10 +284,10 @@ class GroupGradients:
                 jobs.append((bucket, bucket.start(gradients, partial, whole, bool(asked) and self._lane.streams)))
         except BaseException:
             self._notes.take_back()
+            free_queued(self._pool, jobs)
             _give_up(job for _, job in jobs)
             raise
-        finally:
-            queued = free_queued(self._pool, (job for _, job in jobs))
+        queued = free_queued(self._pool, jobs)
         self._set_phase(GradPhase.REDUCING)
         self._in_flight += 1
         return Reduction(jobs, asked, whole, queued)

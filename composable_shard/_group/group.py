@@ -306,6 +306,9 @@ class ParamGroup:
             with contextlib.suppress(Exception):  # the caller raises the first error already
                 job.finish()
         self._gathers, self.pinned = [], False
+        for bucket in self.buckets:
+            if bucket.slot is not None:
+                bucket.slot.wait_until_free()
         after = self._runtime.gather_lane.mark()
         for bucket in self.buckets:
             bucket.release(after)

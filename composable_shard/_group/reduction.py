@@ -256,7 +256,7 @@ class ReduceBucket:
         """A job whose slots are free behind another one, if that is on a stream."""
         if self._lane.streams:
             (after,) = scattered.ended()
-            job.occupied = [(slot, after) for slot in slots]
+            job.occupy([(slot, after) for slot in slots])
         return job
 
     def _start_apart(
@@ -365,7 +365,7 @@ class ReduceBucket:
             return slot.typed(self.dtype, written=True)[: self._layout.scratch]
 
 
-def free_queued(pool: BufferPool, jobs: Iterable[Job[Any]]) -> int:
+def free_queued(pool: BufferPool, jobs: Iterable[tuple[ReduceBucket, Job[Reduced]]]) -> int:
     """On a stream, what is queued behind these reductions may use their memory, so the next gather needs no more.
 
     It is free behind the last of them, for a plan counts the reductions of a group as one.
@@ -373,7 +373,7 @@ def free_queued(pool: BufferPool, jobs: Iterable[Job[Any]]) -> int:
     Returns:
         bytes of this memory.
     """
-    leased = [each for job in jobs for each in job.occupied]
+    leased = [each for _, job in jobs for each in job.occupied]
     for slot, _ in leased:
         pool.release_queued(slot, leased[-1][1])
     return sum(slot.nbytes for slot, _ in leased)

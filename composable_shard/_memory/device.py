@@ -50,9 +50,8 @@ class DeviceMemory:
         """
         if self._mem_pool is not None:
             self._mem_pool = torch.cuda.MemPool()
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is not None and accelerator.type == self.device.type:
-            torch.accelerator.empty_cache()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """New memory as a 1D tensor of bytes, with undefined content."""

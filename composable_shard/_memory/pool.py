@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -188,14 +188,18 @@ class BufferPool:
 
     def release(self, slot: Slot, after: torch.Event | None = None) -> None:
         """Give a slot back; the next lease may write to it once the event `after` has happened."""
-        self.release_queued(slot, after)
-        self.give_back((slot,))
+        self._free_slot(slot, after)
+        self._return((slot,))
 
     def release_queued(self, slot: Slot, after: torch.Event | None) -> None:
         """`release`, but memory that would go back to the allocator stays, until `give_back` or the next lease.
 
         For work that is only queued: the stream of whoever frees memory waits for the last work on it.
         """
+        self.arena.note_busy(1)
+        self._free_slot(slot, after)
+
+    def _free_slot(self, slot: Slot, after: torch.Event | None) -> None:
         request = slot.request
         assert request is not None
         self._live.remove(request)
@@ -208,10 +212,12 @@ class BufferPool:
             self._free.setdefault(slot.nbytes, []).append(slot)
 
     def give_back(self, slots: Sequence[Slot], _after: torch.Event | None = None) -> None:
-        """Memory of these slots goes back to the allocator if they have it only while leased, and are not leased anew.
+        """Work has ended whose slots were given to `release_queued`: memory that is not leased anew goes back."""
+        self.arena.note_busy(-len(slots))
+        self._return(slots)
 
-        What the events say behind which they were released is known already.
-        """
+    def _return(self, slots: Iterable[Slot]) -> None:
+        """Memory of these slots goes back to the allocator if it does not stay between leases, and is free."""
         for slot in slots:
             if slot.request is not None:
                 continue
@@ -277,9 +283,10 @@ class BufferPool:
             self.release(slot, after)
 
     def give_up(self, slots: Sequence[Slot]) -> None:
-        """After a failure, release those of these slots that are still leased."""
+        """After a failure, release those of these slots that are still leased, behind all that was to be waited for."""
         for slot in slots:
             if slot.request is not None:
+                slot.wait_until_free()
                 self.release(slot, *self.memory.queued())
 
     def _poisoned(self, slot: Slot, after: torch.Event | None) -> torch.Event | None:
@@ -290,10 +297,11 @@ class BufferPool:
 
     @property
     def wants_arena(self) -> bool:
-        """Whether a new arena would know more than the present one, and can be made now, since nothing is leased."""
+        """Whether a new arena would know more than the present one, and can be made now, since nothing is in use."""
         if self._lacks and self._counted_out:
             self.reclaim()
-        return self._lacks and bool(self._known) and not self.live_bytes and not self.owns
+        in_use = self.live_bytes or self.arena.busy
+        return self._lacks and bool(self._known) and not in_use and not self.owns
 
     def make_arena(self) -> None:
         """Replace all slots by those of a new arena. Nobody may hold any of them."""

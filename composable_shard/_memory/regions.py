@@ -33,7 +33,8 @@ class Region:
 
     Attributes:
         offset: as given.
-        is_large: whether it is for a request that is much larger than others: it has memory only while that is leased.
+        is_large: whether it is for a request that is much larger than others: its memory goes back when that is
+            released, or when what was queued on it is waited for.
         nbytes: its size.
         storage: of its memory, and of all views of its slots.
         slots: those that lie in it; `at` has them by their spans.
@@ -87,6 +88,7 @@ class Arena:
         held_bytes: bytes of those that have memory now.
         dry: how many have none.
         allocations: how many regions were made.
+        busy: how many slots, in regions or not, work is queued on that was not waited for yet.
     """
 
     def __init__(self, memory: DeviceMemory, addresses: Addresses) -> None:
@@ -95,7 +97,11 @@ class Arena:
         self._resting: dict[Request, None] = {}  # what stays leased between forward and backward
         self.slots: list[Slot] = []
         self.is_planned, self.keeps_idle, self.least_large = False, True, float("inf")
-        self.nbytes = self.held_bytes = self.dry = self.allocations = 0
+        self.nbytes = self.held_bytes = self.dry = self.allocations = self.busy = 0
+
+    def note_busy(self, slots: int) -> None:
+        """Work was queued on so many slots more, or (if negative) was waited for."""
+        self.busy += slots
 
     def is_free(self) -> bool:
         """Whether no slot is leased."""

@@ -118,7 +118,8 @@ class Slot:
         rivals: other slots of an arena that overlap it.
         region: the part of the arena in which it lies; None if in none.
         reach: the highest end of this slot and its rivals.
-        resizes: whether it has memory only while it is leased, each time elsewhere.
+        resizes: whether its memory goes back when it is released, or when what was queued on it is waited for; it gets
+            other memory then.
     """
 
     __slots__ = (
@@ -199,6 +200,11 @@ class Slot:
     def resume(self, owner: weakref.ref[Any] | None) -> None:
         """Weights of `owner` lie in it again."""
         self.owner, self.lent = owner, False
+
+    def wait_until_free(self) -> None:
+        """The current stream waits until the memory may be written to."""
+        for event in self.free_after:
+            event.wait()
 
     def wait_for(self, events: Events) -> None:
         """The next writer waits for these events, too."""

@@ -219,7 +219,8 @@ class ShardPlan:
 
     def courses(self) -> tuple[list[CourseStep], list[CourseStep]]:
         """The launches, waits and compute of a step, in forward and in backward."""
-        nbytes = {fqn: (self.group(fqn).unsharded_bytes, self.group(fqn).reduce_bytes) for fqn in self._sizes()}
+        sizes = self._sizes()
+        nbytes = {fqn: (self.group(fqn).unsharded_bytes, size.reduction - size.queued) for fqn, size in sizes.items()}
         return courses_of(self.timed(), nbytes)
 
     def _streamed(self) -> Arena | None:

@@ -326,7 +326,11 @@ def is_of_cuda_graph(tensor: torch.Tensor) -> bool:
     if _is_cached(tensor):
         return True
     trees = sys.modules.get("torch._inductor.cudagraph_trees") if tensor.is_cuda else None
-    return trees is not None and trees.get_manager(tensor.get_device(), create_if_none_exists=False) is not None
+    if trees is None:
+        return False
+    if not torch._C._is_key_in_tls("tree_manager_containers"):  # this thread cannot see them, and must make no others
+        return True
+    return trees.get_manager(tensor.get_device(), create_if_none_exists=False) is not None
 
 
 def captures(device: torch.device) -> bool:

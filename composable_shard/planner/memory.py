@@ -16,7 +16,7 @@ from operator import attrgetter
 from .._plan.arena import Lifetime, aligned
 from .._plan.plan import ShardPlan
 from .._plan.schedule import MARKS, Kind
-from .._plan.simulation import live_bytes
+from .._plan.simulation import lifetimes, live_bytes
 from .profile import BACKWARD, Profile
 
 
@@ -204,8 +204,10 @@ def pool_of(plan: ShardPlan, stays: bool) -> Pool:
 def _without_arena(plan: ShardPlan, stays: bool) -> list[int]:
     """Bytes of the pool after so many actions, if only buffers of one size share memory, and none is given back."""
     steps = len(plan.actions())
+    # A reduction's memory stands until it is waited for, and only in an arena something else lies there before.
+    by_fqn = {group.fqn: replace(group.sizes, frees_queued=False) for group in plan.groups}
     sizes: dict[int, list[Lifetime]] = {}
-    for life in plan.lifetimes():
+    for life in lifetimes(plan.actions(), by_fqn):
         closed = steps if stays and life.name.startswith("weights ") else life.closed
         sizes.setdefault(aligned(life.nbytes), []).append(replace(life, closed=closed))
     live = [itertools.accumulate(live_bytes(each, steps), max) for each in sizes.values()]

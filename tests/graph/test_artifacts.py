@@ -117,7 +117,8 @@ def test_ranks_with_uneven_pieces_need_files_of_their_own():
     assert list(_differences(about[0], about[2])) == []
     (difference,) = _differences(about[1], about[0])
     assert difference.startswith("pieces of 1.weight, 1.bias: those of rank 1 here have other shapes")
-    (difference,) = _differences(about[1], about[0] | {"composable_shard": "another"})  # whose keys are others anyway
+    another = {"composable_shard": "another", "plan": "{}"}  # whose keys, and perhaps plans, are others anyway
+    (difference,) = _differences(about[1], about[0] | another)
     assert difference.startswith("composable_shard: ")
 
 

@@ -178,6 +178,24 @@ def test_memory_of_queued_work_stays_until_it_is_waited_for_or_leased_anew(owns,
     assert (pool.live_bytes, pool.held_bytes) == (0, 0)
 
 
+def test_a_lease_that_is_given_up_was_free_only_behind_earlier_work():
+    pool, event = make_pool(), Waited()
+    pool.release(pool.lease(512), event)
+    slot = pool.lease(512)
+    assert not event.waited
+    pool.give_up([slot])
+    assert (event.waited, pool.live_bytes) == (True, 0)
+
+
+def test_no_arena_is_made_while_queued_work_has_a_slot():
+    pool = make_pool()
+    slot = pool.lease(512)
+    pool.release_queued(slot, None)
+    assert (pool.live_bytes, pool.wants_arena) == (0, False)
+    pool.give_back([slot])
+    assert pool.wants_arena
+
+
 # ---- find
 
 

@@ -17,6 +17,7 @@ from _race_plants import (
     behind_at_once,
     forget_optimizer,
     free_at_once,
+    free_behind_first,
     gather_whatever_was,
     hook_at_once,
     instead,
@@ -29,6 +30,7 @@ from _race_plants import (
 from composable_shard._comm.collectives import All
 from composable_shard._comm.lanes import Job, StreamLane, Waiting
 from composable_shard._engine.actions import Actions
+from composable_shard._group import gradients
 from composable_shard._group.bucket import Gatherer
 from composable_shard._group.exchange import _Gathers
 from composable_shard._group.extension import ExtensionBucket
@@ -123,6 +125,12 @@ MUTANTS = {
         instead(ReduceBucket, "_leasing", free_at_once),
         "replicas-two-streams",
     ),
+    "slots-freed-behind-first-scatter": Mutant(
+        "ReduceBucket._leasing",
+        "slots are free when the last reduce-scatter of their group has ended",
+        instead(gradients, "free_queued", free_behind_first),
+        "two-dtypes",
+    ),
     "hooks-run-early": Mutant(
         "_on_stream.call", "all-reduce hooks wait for reductions", hook_at_once("before"), "all-reduce-hook"
     ),
@@ -182,9 +190,9 @@ MUTANTS = {
         "own-memory",
     ),
     "given-back-after-reading": Mutant(
-        "BufferPool.give_back",
+        "BufferPool._return",
         "memory that a slot gives back waits for its last user",
-        within(BufferPool, "give_back", (DeviceMemory, "give_back", _nothing)),
+        within(BufferPool, "_return", (DeviceMemory, "give_back", _nothing)),
         "branches-counted",
     ),
     "poisoned-early": Mutant(
@@ -274,6 +282,12 @@ MUTANTS = {
 
 # Waits that are never the only ones, as far as is known: nothing shows that they are missing.
 COVERED = {
+    "given-up-before-free": Mutant(
+        "Slot.wait_until_free",
+        "a lease that is given up was free only behind earlier work: slots of other sizes keep those events themselves",
+        instead(Slot, "wait_until_free", _no_wait),
+        "failing-extension",
+    ),
     "current-stream-does-not-wait": Mutant(
         "DeviceMemory.give_back",
         "the current stream waits for memory that goes back: it goes to the streams on which it was allocated, which "
@@ -299,11 +313,11 @@ PASSED_ON = {
     "DeviceMemory.queued": "records for others",
     "GatherBucket.forget": "BufferPool.release",
     "BufferPool.give_up": "StreamLane._give_up",
-    "BufferPool.release": "BufferPool.give_back",
-    "BufferPool.release_queued": "holds events",
+    "BufferPool._free_slot": "holds events",
     "Job.__init__": "holds events",
     "Launched.__init__": "holds events",
-    "ReduceBucket._ending": "BufferPool.give_back",
+    "Job.occupy": "holds events",
+    "ReduceBucket._ending": "BufferPool._return",
     "free_queued": "ReduceBucket._leasing",
     "Slot.__init__": "holds events",
     "Slot.drained": "Arena.drain",

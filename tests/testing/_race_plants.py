@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +104,14 @@ def pack_into_used(real: Any, bucket: ReduceBucket, gradients: Any, out: Any, sl
 
 def gather_whatever_was(real: Any, gatherer: Gatherer, slot: Slot, shards: Any, after: Any, read: Any = ()) -> Any:
     return real(gatherer, slot, shards, tuple(after)[:1], read)
+
+
+def free_behind_first(real: Any, pool: BufferPool, jobs: Iterable[tuple[ReduceBucket, Job[Any]]]) -> int:
+    """The slots of several reductions look free behind the first one."""
+    occupied = [each for _, job in jobs for each in job.occupied]
+    for slot, _ in occupied:
+        pool.release_queued(slot, occupied[0][1])
+    return sum(slot.nbytes for slot, _ in occupied)
 
 
 def free_at_once(real: Any, bucket: ReduceBucket, job: Job[Any], slots: Sequence[Slot], scattered: Job[Any]) -> Any:

@@ -104,6 +104,25 @@ class Halved(torch.Tensor):
         return wide, (wide,)
 
 
+class InDouble(nn.Module):
+    """A layer in float64, of inputs and outputs in another dtype."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.double()).to(x.dtype)
+
+
+def in_two_dtypes() -> nn.Module:
+    """Each block has a gather and a reduction in float32, and one in float64."""
+    model: Any = decoder()
+    for block in model.blocks:
+        block.feed_forward = InDouble(block.feed_forward)
+    return model
+
+
 def extended() -> nn.Module:
     model: Any = decoder()
     for block in model.blocks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from _race_settings import Gathers, Halved
 from _race_training import Training, plain_step
 from composable_shard import PoolPolicy, testing
-from composable_shard._group.reduction import free_queued
+from composable_shard._group.reduction import ReduceBucket, free_queued
 from composable_shard._module.state import state_of
 from composable_shard._torch.distributed import local_tensor
 
@@ -240,7 +241,7 @@ def reshard_between(model: Any, checked: testing.Checked) -> None:
 def reduce_by(bucket: Any, gradients: list[torch.Tensor]) -> None:
     """Reduce gradients by a bucket, and wait."""
     job = bucket.start(gradients)
-    free_queued(bucket._pool, [job])
+    free_queued(bucket._pool, [(bucket, job)])
     job.finish()
 
 
@@ -310,6 +311,42 @@ def fail_to_gather(training: Training) -> None:
         training.forward()
     gc.collect()
     torch.ones(4)
+
+
+def fail_to_reduce(training: Training) -> None:
+    """The second reduction of a block cannot begin, and the memory of the first one goes back; then as a graph."""
+    plain_step(training)
+    engine, group = state_of(training.model).bound.engine, state_of(training.model.blocks[1]).bound.group
+
+    def assert_at_rest() -> None:
+        engine.pool.reclaim()
+        assert not [request for request in engine.pool._live if request.name.startswith("reduction")]
+        assert engine.pool.arena.busy == 0
+
+    with second_fails(), pytest.raises(ZeroDivisionError):
+        training.backward()
+    assert_at_rest()
+    training.optimizer.zero_grad()
+    gradients = [torch.ones(param.shape, dtype=param.dtype) for param in group.params]
+    exchange = group.exchange()
+    with torch.no_grad(), second_fails(), pytest.raises(ZeroDivisionError):
+        exchange.reduce(gradients, range(len(gradients)), None, False)
+    assert_at_rest()
+    plain_step(training)
+
+
+@contextlib.contextmanager
+def second_fails() -> Iterator[None]:
+    """Within, the second reduction that is to begin fails."""
+    real, calls = ReduceBucket.start, itertools.count()
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 1:
+            raise ZeroDivisionError
+        return real(*args, **kwargs)
+
+    with mock.patch.object(ReduceBucket, "start", start):
+        yield
 
 
 def fail_to_send(training: Training) -> None:

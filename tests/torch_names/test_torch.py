@@ -302,6 +302,9 @@ def test_where_there_are_cuda_graphs_a_tensor_on_their_device_may_be_of_one(monk
     monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)
     assert not core.is_of_cuda_graph(of_device)
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", Trees)
+    monkeypatch.setattr(torch._C, "_is_key_in_tls", lambda key: False)
+    assert core.is_of_cuda_graph(of_device), "where a thread cannot see them"
+    monkeypatch.setattr(torch._C, "_is_key_in_tls", lambda key: key == "tree_manager_containers")
     assert core.is_of_cuda_graph(of_device) == has_graphs
     assert not core.is_of_cuda_graph(of_host)
     assert asked == [0]
