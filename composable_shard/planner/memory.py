@@ -202,7 +202,10 @@ def pool_of(plan: ShardPlan, stays: bool) -> Pool:
 
 
 def _without_arena(plan: ShardPlan, stays: bool) -> list[int]:
-    """Bytes of the pool after so many actions, if only buffers of one size share memory, and none is given back."""
+    """Bytes of the pool after so many actions of a first step.
+
+    Only buffers of one size share memory, and none is given back; on an accelerator each has its own, which goes back.
+    """
     steps = len(plan.actions())
     # A reduction's memory stands until it is waited for, and only in an arena something else lies there before.
     by_fqn = {group.fqn: replace(group.sizes, frees_queued=False) for group in plan.groups}
@@ -210,5 +213,7 @@ def _without_arena(plan: ShardPlan, stays: bool) -> list[int]:
     for life in lifetimes(plan.actions(), by_fqn):
         closed = steps if stays and life.name.startswith("weights ") else life.closed
         sizes.setdefault(aligned(life.nbytes), []).append(replace(life, closed=closed))
+    if any(group.frees_queued for group in plan.groups) and not plan.pool.keep_idle:
+        return [0, *live_bytes(list(itertools.chain(*sizes.values())), steps)]
     live = [itertools.accumulate(live_bytes(each, steps), max) for each in sizes.values()]
     return [0, *map(sum, zip(*live, strict=True))]

@@ -347,12 +347,12 @@ def test_advice_in_words():
 the shape, bfloat16-mixed, 2,048 tokens a step on 2 devices (RTX 4090 24 GB, PCIe 4.0, 25 Gb/s, 23.0 GiB each)
 
 strategy                        fits  memory  params  optimizer  grads  activ.  gathered      step  tokens/s  waits
-zero2                           yes     1.84    0.23       0.46   0.23    0.62      0.29  0.0251 s    81,586  48.7%
-zero1                           yes     2.07    0.23       0.46   0.23    0.62      0.52  0.0251 s    81,586  48.7%
-zero1, selective checkpointing  yes     1.89    0.23       0.46   0.23    0.45      0.52  0.0254 s    80,694  43.8%
-zero2, selective checkpointing  yes     1.66    0.23       0.46   0.23    0.45      0.29  0.0254 s    80,694  43.8%
-zero1, full checkpointing       yes     1.83    0.23       0.46   0.23    0.39      0.52  0.0259 s    79,219  42.8%
-zero2, full checkpointing       yes     1.60    0.23       0.46   0.23    0.39      0.29  0.0259 s    79,219  42.8%
+zero2                           yes     1.80    0.23       0.46   0.23    0.62      0.25  0.0251 s    81,586  48.7%
+zero1                           yes     2.02    0.23       0.46   0.23    0.62      0.48  0.0251 s    81,586  48.7%
+zero1, selective checkpointing  yes     1.85    0.23       0.46   0.23    0.45      0.48  0.0254 s    80,694  43.8%
+zero2, selective checkpointing  yes     1.63    0.23       0.46   0.23    0.45      0.25  0.0254 s    80,694  43.8%
+zero1, full checkpointing       yes     1.79    0.23       0.46   0.23    0.39      0.48  0.0259 s    79,219  42.8%
+zero2, full checkpointing       yes     1.57    0.23       0.46   0.23    0.39      0.25  0.0259 s    79,219  42.8%
 
 memory in GiB a device, each kind at its most; waits: the share of a step in which compute waits for others
 
