@@ -375,7 +375,7 @@ def free_queued(pool: BufferPool, jobs: Iterable[tuple[ReduceBucket, Job[Reduced
     """
     leased = [each for _, job in jobs for each in job.occupied]
     for slot, _ in leased:
-        pool.release_queued(slot, leased[-1][1])
+        pool.release(slot, leased[-1][1], queued=True)
     return sum(slot.nbytes for slot, _ in leased)
 
 

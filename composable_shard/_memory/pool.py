@@ -186,20 +186,15 @@ class BufferPool:
             self._known[request] = None
         request.meet(self._live)
 
-    def release(self, slot: Slot, after: torch.Event | None = None) -> None:
-        """Give a slot back; the next lease may write to it once the event `after` has happened."""
-        self._free_slot(slot, after)
-        self._return((slot,))
+    def release(self, slot: Slot, after: torch.Event | None = None, *, queued: bool = False) -> None:
+        """Give a slot back; the next lease may write to it once the event `after` has happened.
 
-    def release_queued(self, slot: Slot, after: torch.Event | None) -> None:
-        """`release`, but memory that would go back to the allocator stays, until `give_back` or the next lease.
-
-        For work that is only queued: the stream of whoever frees memory waits for the last work on it.
+        Args:
+            slot: leased until now.
+            after: behind the last work on it.
+            queued: whether that work is only queued, and not waited for. Whoever frees memory waits for the last work
+                on it, so memory that would go back to the allocator stays until `give_back`, or the next lease.
         """
-        self.arena.note_busy(1)
-        self._free_slot(slot, after)
-
-    def _free_slot(self, slot: Slot, after: torch.Event | None) -> None:
         request = slot.request
         assert request is not None
         self._live.remove(request)
@@ -210,9 +205,13 @@ class BufferPool:
         self.live_bytes -= slot.nbytes
         if request.slot is not slot and not slot.resizes:
             self._free.setdefault(slot.nbytes, []).append(slot)
+        if queued:
+            self.arena.note_busy(1)
+        elif slot.resizes or (slot.region is not None and slot.region.is_large):
+            self._return((slot,))
 
     def give_back(self, slots: Sequence[Slot], _after: torch.Event | None = None) -> None:
-        """Work has ended whose slots were given to `release_queued`: memory that is not leased anew goes back."""
+        """Work is waited for whose slots were released when it was queued: memory that is not leased anew goes back."""
         self.arena.note_busy(-len(slots))
         self._return(slots)
 

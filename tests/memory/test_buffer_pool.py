@@ -163,7 +163,7 @@ def test_memory_of_queued_work_stays_until_it_is_waited_for_or_leased_anew(owns,
     pool.own(owns)
     request = pool.request("reduction", 4096)
     slot = pool.lease_for(request)
-    pool.release_queued(slot, event)
+    pool.release(slot, event, queued=True)
     assert (pool.live_bytes, pool.held_bytes, slot.free_after, event.waited) == (0, 4096, (event,), False)
     if again:
         assert pool.lease_for(request) is slot
@@ -190,7 +190,7 @@ def test_a_lease_that_is_given_up_was_free_only_behind_earlier_work():
 def test_no_arena_is_made_while_queued_work_has_a_slot():
     pool = make_pool()
     slot = pool.lease(512)
-    pool.release_queued(slot, None)
+    pool.release(slot, None, queued=True)
     assert (pool.live_bytes, pool.wants_arena) == (0, False)
     pool.give_back([slot])
     assert pool.wants_arena

@@ -110,7 +110,7 @@ def free_behind_first(real: Any, pool: BufferPool, jobs: Iterable[tuple[ReduceBu
     """The slots of several reductions look free behind the first one."""
     occupied = [each for _, job in jobs for each in job.occupied]
     for slot, _ in occupied:
-        pool.release_queued(slot, occupied[0][1])
+        pool.release(slot, occupied[0][1], queued=True)
     return sum(slot.nbytes for slot, _ in occupied)
 
 
