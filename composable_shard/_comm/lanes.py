@@ -6,7 +6,7 @@ stream, `start` queues all of the work and `finish` lets the current stream wait
 the work up to its first handle, and `finish` blocks and runs the rest.
 
 On a CPU, `finish` gives back the memory that a job has leased. On a stream, that of a gather stays leased until then,
-for compute reads it next; that of a reduction is free as soon as it is queued, behind an event (`Job.occupied`).
+for compute reads it next; that of a reduction is free as soon as it is queued, behind an event (`frees_queued`).
 """
 
 from __future__ import annotations
@@ -208,9 +208,16 @@ class Lane:
 
     Attributes:
         streams: whether a stream, and never the host, waits for queued work.
+        frees_queued: whether memory of queued work is free for what is queued behind it, and not only for what comes
+            once it is waited for. That costs no time where what the host issues later is behind it on the network, too.
     """
 
     streams = False
+    frees_queued = False
+
+    def queue_behind(self, wanted: bool) -> None:
+        """Set `frees_queued`, if this is a stream."""
+        self.frees_queued = wanted and self.streams
 
     def start(
         self, steps: Steps[T], after: Events = (), held: object = None, when_done: WhenDone | None = None

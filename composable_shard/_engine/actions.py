@@ -226,7 +226,7 @@ class Actions:
 
         A step that runs as planned fits anyway. Otherwise reductions are waited for first, then weights are given up.
         """
-        while self._reductions and not self._runtime.gather_lane.streams and self.budget.exceeded_by(nbytes):
+        while self._reductions and not self._runtime.reduce_lane.frees_queued and self.budget.exceeded_by(nbytes):
             self._settle_oldest()  # on a stream it leases nothing any more
         for group in self.budget.yielding(to, self.staying) if self.budget.exceeded_by(nbytes) else ():
             if self.budget.exceeded_by(nbytes):

@@ -250,11 +250,11 @@ class ReduceBucket:
 
     def _ending(self, slots: Sequence[Slot]) -> WhenDone:
         """What to do with slots when their job is waited for: on a stream they were free before."""
-        return functools.partial(self._pool.give_back if self._lane.streams else self._pool.release_all, slots)
+        return functools.partial(self._pool.give_back if self._lane.frees_queued else self._pool.release_all, slots)
 
     def _leasing(self, job: Job[Reduced], slots: Sequence[Slot], scattered: Job[Any]) -> Job[Reduced]:
         """A job whose slots are free behind another one, if that is on a stream."""
-        if self._lane.streams:
+        if self._lane.frees_queued:
             (after,) = scattered.ended()
             job.occupy([(slot, after) for slot in slots])
         return job

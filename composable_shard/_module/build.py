@@ -69,13 +69,18 @@ class _Tree:
 
     def plan(self, transports: Mapping[ShardState, Transports]) -> ShardPlan:
         """The plan of the groups in the order of their modules, as users have asked for it."""
+        queues = self.has_one_mesh()
         groups = tuple(
-            _describe(fqn, state.declaration, state in self.of_root, transports[state])
+            _describe(fqn, state.declaration, state in self.of_root, transports[state], queues)
             for state, fqn in self.fqns.items()
         )
         plan = ShardPlan(groups, tuple(group.fqn for group in groups), around=self._around())
         own = state_of(self.root)
         return plan if own is None else own.asked.applied(plan)
+
+    def has_one_mesh(self) -> bool:
+        """Whether all groups are sharded over the same ranks: then their collectives queue behind each other anyway."""
+        return len({str(state.declaration.info) for state in self.states}) == 1
 
     def _around(self) -> tuple[tuple[str, str], ...]:
         """Pairs of FQNs: a group, and the innermost other group whose modules enclose the modules of the first.
@@ -204,7 +209,7 @@ def _above(name: str) -> Iterator[str]:
         yield name
 
 
-def _describe(fqn: str, asked: Declaration, is_root: bool, transports: Transports) -> GroupPlan:
+def _describe(fqn: str, asked: Declaration, is_root: bool, transports: Transports, queues: bool) -> GroupPlan:
     """A group's part of a plan, made from declarations alone, so parameters may be on the meta device."""
     options, streams = asked.settings.current, has_streams(asked.info.device)
     return GroupPlan(
@@ -229,7 +234,7 @@ def _describe(fqn: str, asked: Declaration, is_root: bool, transports: Transport
         reshard_after_forward=options.reshards(is_root),
         route=None if transports.gather is None else transports.gather.route,
         reduces_first=not streams and transports.replicate is None and options.max_reductions is None,
-        frees_queued=streams,
+        frees_queued=streams and queues,
         reduces_last=options.reduce_unused,
         comm_policy=options.comm_policy,
         small_size=0 if options.few_ranks == 0 or any(map(is_extended, asked.params)) else options.few_ranks,
@@ -316,6 +321,7 @@ def build_engine(root: nn.Module, agrees: bool = True, runs: bool = True) -> Eng
     tree.set_holders()
     device = own.declaration.info.device
     gather_lane, reduce_lane = own.lanes or (lane_for(device), lane_for(device))
+    reduce_lane.queue_behind(tree.has_one_mesh())
     runtime = Runtime(BufferPool(device, gather_lane), gather_lane, reduce_lane)
     groups = tree.groups(transports, runtime, seat)
     without = [state.entries for state in tree.states if state not in groups]
