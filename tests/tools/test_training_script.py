@@ -327,7 +327,7 @@ def test_text_that_is_too_short_and_checkpoints_of_another_model_are_refused(ran
 def test_auto_takes_what_advise_recommends_and_says_why(tmp_path, capsys):
     machine = tmp_path / "machine.json"
     chosen = {}
-    for memory in (1 << 30, 800_000):
+    for memory in (1 << 30, 740_000):
         machine.write_text(replace(KNOWN["l40s"], memory=memory).to_json())
         options, _ = check(train.parse([*FEW, "--strategy", "auto", "--machine", str(machine)]), 2)
         chosen[options.strategy, options.checkpointing] = capsys.readouterr().out
