@@ -80,7 +80,7 @@ class _Tree:
 
     def has_one_mesh(self) -> bool:
         """Whether all groups are sharded over the same ranks: then their collectives queue behind each other anyway."""
-        return len({str(state.declaration.info) for state in self.states}) == 1
+        return len({state.declaration.info.mesh for state in self.states}) == 1
 
     def _around(self) -> tuple[tuple[str, str], ...]:
         """Pairs of FQNs: a group, and the innermost other group whose modules enclose the modules of the first.
