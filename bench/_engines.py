@@ -7,6 +7,7 @@ root, with the defaults of their library.
 import argparse
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -97,9 +98,9 @@ def shard_units(name: str, model: nn.Module, units: Sequence[nn.Module], mesh: D
 
     `ours-two` is told that two reductions may be in flight, which is its rule on an accelerator; on a CPU it waits for
     them before it gathers in backward. `ours-far` is told too to gather two groups ahead. `ours-auto` measures its
-    second and third step and schedules by that, within the memory that one ahead takes; `ours-auto-fsdp2` within that
-    of FSDP2 for one ahead, by the figures of memory.py; `ours-auto-whole` within that of the whole model, with the
-    largest gather and reductions of all groups besides.
+    second and third step and schedules by that, within the memory that one ahead takes where reductions keep theirs to
+    their end, as on a CPU; `ours-auto-fsdp2` within that of FSDP2 for one ahead, by the figures of memory.py;
+    `ours-auto-whole` within that of the whole model, with the largest gather and reductions of all groups besides.
 
     `ours-compiled...` is to be compiled after its first steps (`compiled_whole`), under a policy that graphs follow:
     one group ahead, two (`-far`), two within the memory that one ahead takes (`-budget`), and `auto` as `ours-auto` and
@@ -121,6 +122,7 @@ def shard_units(name: str, model: nn.Module, units: Sequence[nn.Module], mesh: D
         model.set_prefetch_policy(composable_shard.PrefetchPolicy.auto())  # type: ignore[operator]
     if measures or name.endswith("-budget"):
         plan = composable_shard.make_plan(model).with_policies(composable_shard.PrefetchPolicy.depth(1))
+        plan = replace(plan, groups=tuple(replace(group, frees_queued=False) for group in plan.groups))
         share = FSDP2_MEMORY if name.endswith("-auto-fsdp2") else 1.0
         whole = 2 * sum(group.unsharded_bytes + group.landing_bytes for group in plan.groups)
         budget = whole if name == "ours-auto-whole" else int(share * plan.peak_bytes)

@@ -7,7 +7,8 @@ one process that completes collectives at modelled times. The link is so fast th
 0.3, 1 and 3 times the whole forward. Two clocks: `virtual`, where waiting holds the host up as on a CPU, and `streams`,
 where it holds a stream up as on an accelerator; both are exact, so figures have no spread. Beside the engines stands
 what a simulation of groups says of gathering one ahead and all ahead, what no order can fall below, and, for `auto`,
-the least that any schedule within its budget can reach. The exit status is 1 if `auto`, eager or compiled, exceeds that
+the least that any schedule within its budget can reach whose reductions keep their memory to their end (where streams
+order memory, others may leave less exposed). The exit status is 1 if `auto`, eager or compiled, exceeds that
 by more than a tenth and by more than 2 % of compute, or if it exceeds FSDP2 (streams clock); or if engines moved other
 bytes.
 
@@ -210,8 +211,9 @@ def foreseen(case: Case, side: Side) -> dict[str, float | int | None]:
 
 @functools.cache
 def bound_of(plan: ShardPlan) -> float:
-    """The least exposed seconds within the budget of a plan with costs."""
+    """The least exposed seconds within the budget of a plan with costs, where reductions keep their memory."""
     steps, sizes, times = plan.parts()
+    sizes = {fqn: dataclasses.replace(size, frees_queued=False) for fqn, size in sizes.items()}
     assert times is not None
     known = plan.predicted().exposed
     assert known is not None

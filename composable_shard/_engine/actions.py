@@ -226,8 +226,8 @@ class Actions:
 
         A step that runs as planned fits anyway. Otherwise reductions are waited for first, then weights are given up.
         """
-        while self._reductions and not self._runtime.reduce_lane.frees_queued and self.budget.exceeded_by(nbytes):
-            self._settle_oldest()  # on a stream it leases nothing any more
+        while self.budget.exceeded_by(nbytes) and not all(each.queued_bytes for _, each in self._reductions):
+            self._settle_oldest()  # those with queued bytes lease nothing any more
         for group in self.budget.yielding(to, self.staying) if self.budget.exceeded_by(nbytes) else ():
             if self.budget.exceeded_by(nbytes):
                 self.drop(group)
@@ -373,7 +373,9 @@ class Actions:
         if self._ask_first is not None:
             self._ask_first()
             self._ask_first = None
-        start = partial(group.gradients.start_reduce, alone=True) if alone else group.gradients.start_reduce
+        start = group.gradients.start_reduce
+        if alone or group in self.order.backward.holds:
+            start = partial(start, alone=alone, holds=group in self.order.backward.holds)
         reduction = self._act(REDUCE, group, start, gradients)
         self._reductions.append((group, reduction))
         self.history.lasted(reduction.queued_bytes)

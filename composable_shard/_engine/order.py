@@ -52,6 +52,7 @@ class PhaseSchedule:
         in_flight: groups for whose reduction another number holds than `max_reductions`, and that number.
         reduces_first: whether reductions are waited for before backward gathers, whatever the groups' settings say.
         stays_for_next: whether weights stay for the next backward of their group, where that follows at once.
+        holds: groups whose reductions keep their memory until they are waited for, also on a stream.
         budget: the most bytes that may be leased at once; None for no bound.
     """
 
@@ -64,6 +65,7 @@ class PhaseSchedule:
     in_flight: Mapping[ParamGroup, int] = field(default_factory=dict)
     reduces_first: bool = False
     stays_for_next: bool = True
+    holds: frozenset[ParamGroup] = frozenset()
     budget: int | None = None
 
     def reshards(self, group: ParamGroup) -> bool:
@@ -164,6 +166,7 @@ class Order:
             in_flight={named[fqn]: number for fqn, number in schedule.in_flight},
             reduces_first=schedule.reduces_first,
             stays_for_next=schedule.stays_for_next,
+            holds=frozenset(named[fqn] for fqn in schedule.holds),
         )
 
     def described(self) -> ShardPlan:
@@ -200,8 +203,13 @@ class Order:
         kept: Counter[str] = Counter()
         for fqn in edges.kept if budget is not None else ():
             kept[module_of(fqn)] += plan.group(fqn).unsharded_bytes
-        queued = budget is not None and any(group.frees_queued for group in plan.groups)
-        return GraphSchedule(*ahead, self._in_flight(edges), first, budget, dict(kept), queued)
+        freed = () if budget is None else self._freed(edges)
+        return GraphSchedule(*ahead, self._in_flight(edges), first, budget, dict(kept), freed)
+
+    def _freed(self, edges: Schedule) -> list[str]:
+        """The modules whose reductions take memory only until they are queued."""
+        queued = {module_of(group.fqn) for group in self.plan.groups if group.frees_queued}
+        return sorted(queued.difference(map(module_of, edges.holds)))
 
     def _in_flight(self, edges: Schedule) -> dict[str, int]:
         """By module, how many reductions may be in flight."""

@@ -266,12 +266,13 @@ class GroupGradients:
         with without_torch_function():  # else each DTensor is asked for a `__torch_function__`
             return tuple(map(_requires_grad, self._shards))
 
-    def start_reduce(self, gradients: Gradients, alone: bool = False) -> Reduction:
+    def start_reduce(self, gradients: Gradients, alone: bool = False, holds: bool = False) -> Reduction:
         """Issue the reduction of unsharded gradients, in the order of the parameters; None counts as zeros.
 
         Args:
             gradients: the gradients.
             alone: whether to reduce these alone, over all ranks, whatever is accumulated or set.
+            holds: whether its memory stays leased until it is waited for, also on a stream.
         """
         whole = alone or self._transports.replicate is None or self._settings.current.requires_all_reduce
         buckets = self._buckets()
@@ -281,7 +282,8 @@ class GroupGradients:
         asked = self._asked(gradients, buckets) if whole else []
         try:
             for bucket in buckets:
-                jobs.append((bucket, bucket.start(gradients, partial, whole, bool(asked) and self._lane.streams)))
+                asks = bool(asked) and self._lane.streams
+                jobs.append((bucket, bucket.start(gradients, partial, whole, asks, holds)))
         except BaseException:
             self._notes.take_back()
             free_queued(self._pool, jobs)

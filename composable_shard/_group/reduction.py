@@ -207,6 +207,7 @@ class ReduceBucket:
         partial: Partial | None = None,
         whole: bool = True,
         asks: bool = False,
+        holds: bool = False,
     ) -> Job[Reduced]:
         """Begin to average unsharded gradients over the ranks; `free_queued` is to follow.
 
@@ -215,49 +216,51 @@ class ReduceBucket:
             partial: pieces of earlier reductions that stopped after the reduce-scatter, by index, to be added.
             whole: False to stop after the reduce-scatter, without the all-reduce over replicas.
             asks: whether the marks are to be copied to the host.
+            holds: whether its memory stays leased until it is waited for, on every lane.
         """
         # The result outlives the step as `.grad`, so it is allocated here, on the stream that will read it.
         numel, like = self._layout.numel, self._copies.ones
         out = like.new_empty(numel)
         slots = list(map(self._pool.lease_for, self.requests))
+        frees = self._lane.frees_queued and not holds
+        when_done = functools.partial(self._pool.give_back if frees else self._pool.release_all, slots)
         try:
             # Packed here, on the current stream: then autograd's gradients need not live until the collective is done.
             with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
                 self._pack(gradients, out, slots)
-            return self._queued(out, slots, partial, whole, asks)
+            job, scattered = self._queued(out, slots, partial, whole, asks, when_done)
+            if frees:
+                (after,) = scattered.ended()
+                job.occupy([(slot, after) for slot in slots])
+            return job
         except BaseException:
             self._pool.give_up(slots)
             raise
 
     def _queued(
-        self, out: torch.Tensor, slots: list[Slot], partial: Partial | None, whole: bool, asks: bool
-    ) -> Job[Reduced]:
+        self,
+        out: torch.Tensor,
+        slots: list[Slot],
+        partial: Partial | None,
+        whole: bool,
+        asks: bool,
+        when_done: WhenDone,
+    ) -> tuple[Job[Reduced], Job[Any]]:
+        """The job, and the one behind which its slots are not used any more."""
         after = [self._lane.mark()]
         for slot in slots[1:]:
             after += slot.free_after
-        when_done = self._ending(slots)
         if self._is_launched and whole and not (partial or asks):
             assert self._shard is not None
             result, arguments = Reduced(self._copies, out, self._divide_after), self._scattered(out, slots)
             job = self._lane.launch(self._shard.reduce_scatter, arguments, after, result, when_done)
-            return self._leasing(job, slots, job)
+            return job, job
         others = {dtype: torch.empty_like(out, dtype=dtype) for dtype in self._others}
         held, steps = (out, others, partial), self._steps(partial, whole, out, others, asks)
         if whole and self._is_apart:
             return self._start_apart(out, slots, after, steps, held, when_done)
         job = self._lane.start(self._after_scatter(out, slots, steps), after, held, when_done)
-        return self._leasing(job, slots, job)
-
-    def _ending(self, slots: Sequence[Slot]) -> WhenDone:
-        """What to do with slots when their job is waited for: on a stream they were free before."""
-        return functools.partial(self._pool.give_back if self._lane.frees_queued else self._pool.release_all, slots)
-
-    def _leasing(self, job: Job[Reduced], slots: Sequence[Slot], scattered: Job[Any]) -> Job[Reduced]:
-        """A job whose slots are free behind another one, if that is on a stream."""
-        if self._lane.frees_queued:
-            (after,) = scattered.ended()
-            job.occupy([(slot, after) for slot in slots])
-        return job
+        return job, job
 
     def _start_apart(
         self,
@@ -267,7 +270,7 @@ class ReduceBucket:
         steps: Steps[Reduced],
         held: tuple[Any, ...],
         when_done: WhenDone,
-    ) -> Job[Reduced]:
+    ) -> tuple[Job[Reduced], Job[Any]]:
         """Queue the reduce-scatter on the lane, and the steps that follow on the lane behind it."""
         scattered = self._lane.start(self._scatter(out, slots), after, out)
         try:
@@ -275,7 +278,7 @@ class ReduceBucket:
         except BaseException:
             scattered.finish()
             raise
-        return self._leasing(job, slots, scattered)
+        return job, scattered
 
     def _pack(self, gradients: Sequence[torch.Tensor | None], out: torch.Tensor, slots: Sequence[Slot]) -> None:
         """Copy the gradients into the bucket, or right into the result if there is nobody on the shard axis but us."""

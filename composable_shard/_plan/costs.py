@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -36,6 +36,11 @@ class Sizes:
     def queued(self) -> int:
         """Bytes of a reduction that are leased only until it is queued."""
         return self.reduction if self.frees_queued else 0
+
+
+def held(sizes: Mapping[str, Sizes], fqns: Container[str]) -> dict[str, Sizes]:
+    """These sizes, with reductions of the groups `fqns` that keep their memory until they are waited for."""
+    return {fqn: replace(size, frees_queued=False) if fqn in fqns else size for fqn, size in sizes.items()}
 
 
 class Moved(NamedTuple):

@@ -37,10 +37,10 @@ from .schedule import (
     training_step,
 )
 from .search import scheduled
-from .simulation import Costs, Prediction, Sizes, Times, Trace, lifetimes, live_bytes, predict, trace
+from .simulation import Costs, Prediction, Sizes, Times, Trace, held, lifetimes, live_bytes, predict, trace
 from .text import around_changes, group_changes, mib, order_changes, other_model, plan_text, schedule_changes
 
-JSON_VERSION = 8
+JSON_VERSION = 9
 UNBOUNDED = PoolPolicy()
 
 Around = tuple[tuple[str, str], ...]  # FQNs of groups, each with its innermost enclosing group
@@ -260,7 +260,7 @@ class ShardPlan:
         steps, budget = self._steps(), self.pool.budget
         if self.phase.startswith((NO_GRAD, NO_SYNC)):
             steps = [replace(step, trains=False) for step in steps]  # nothing is reduced
-        made = scheduled(steps, self._sizes(), self.prefetch, budget, self.times())
+        made = scheduled(steps, self.parts()[1], self.prefetch, budget, self.times())
         if self.phase.startswith(NO_GRAD):
             stays = kept_by_setting(steps)
             made = replace(made, backward=(), kept=tuple(fqn for fqn in made.kept if fqn in stays))
@@ -277,11 +277,11 @@ class ShardPlan:
         return [steps[fqn] for fqn in self.order]
 
     def _sizes(self) -> dict[str, Sizes]:
-        return {fqn: self.group(fqn).sizes for fqn in dict.fromkeys(self.order)}
+        return held(self.parts()[1], self.edges().holds)
 
     def parts(self) -> tuple[list[Step], dict[str, Sizes], dict[str, Times] | None]:
         """What a schedule is made from: uses of groups in order, bytes of groups, and seconds where costs are known."""
-        return self._steps(), self._sizes(), self.times()
+        return self._steps(), {fqn: self.group(fqn).sizes for fqn in dict.fromkeys(self.order)}, self.times()
 
     def times(self) -> dict[str, Times] | None:
         """Seconds of a use of each group, by FQN; None without costs."""

@@ -106,6 +106,9 @@ class Schedule:
             some groups anyway.
         in_flight: groups for whose reduction another number than `max_reductions` holds, with that number.
         stays_for_next: whether weights stay between two backwards of one group that follow each other at once.
+        holds: groups whose reductions keep their memory until they are waited for, also on a stream, where it is else
+            free for what is queued behind them (`Sizes.frees_queued`). Then compute need not wait for them before it
+            packs the next gradients there.
     """
 
     forward: Edges
@@ -115,6 +118,7 @@ class Schedule:
     reduces_first: bool = False
     in_flight: tuple[tuple[str, int], ...] = ()
     stays_for_next: bool = True
+    holds: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_reductions < 1:
@@ -134,6 +138,7 @@ class Schedule:
     def names(self) -> Iterator[tuple[str, Iterable[str]]]:
         """The FQNs of groups that each field names."""
         yield "kept", self.kept
+        yield "holds", self.holds
         yield "in_flight", (fqn for fqn, _ in self.in_flight)
         yield "forward", (fqn for at, ahead in self.forward for fqn in (at, *ahead))
         yield "backward", (fqn for at, ahead in self.backward for fqn in (at, *ahead))
@@ -141,16 +146,16 @@ class Schedule:
     def part(self, fqns: Set[str]) -> Schedule:
         """What the schedule says of these groups alone."""
 
-        def those(edges: Edges) -> Edges:
-            return tuple((at, tuple(fqn for fqn in ahead if fqn in fqns)) for at, ahead in edges if at in fqns)
+        def only(names: Iterable[str]) -> tuple[str, ...]:
+            return tuple(fqn for fqn in names if fqn in fqns)
 
-        return replace(
-            self,
-            forward=those(self.forward),
-            backward=those(self.backward),
-            kept=tuple(fqn for fqn in self.kept if fqn in fqns),
-            in_flight=tuple(each for each in self.in_flight if each[0] in fqns),
-        )
+        def those(edges: Edges) -> Edges:
+            return tuple((at, only(ahead)) for at, ahead in edges if at in fqns)
+
+        in_flight = tuple(each for each in self.in_flight if each[0] in fqns)
+        forward, backward = those(self.forward), those(self.backward)
+        kept, holds = only(self.kept), only(self.holds)
+        return replace(self, forward=forward, backward=backward, kept=kept, in_flight=in_flight, holds=holds)
 
     def telling(self) -> Schedule:
         """This schedule without the edges of groups that gather nothing at any of their uses."""

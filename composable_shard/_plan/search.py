@@ -16,17 +16,21 @@ The search is bounded by work, never by a clock: all ranks must come to the same
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+from .._errors import PoolBudgetError
 from .._policies import PrefetchPolicy
+from .arena import Lifetime, solve
 from .fitting import SMALL, Bare, bare_step, by_bytes, by_depth, fitting, levels
 from .optimum import Found, Optimum
-from .schedule import MAX_REDUCTIONS, Action, Kind, Schedule, Step, forward_order, kept_by_setting, timed_step
-from .simulation import Sizes, Timeline, Times, lifetimes, live_bytes, simulate
+from .schedule import MARKS, MAX_REDUCTIONS, Action, Kind, Schedule, Step, forward_order, kept_by_setting, timed_step
+from .simulation import Sizes, Timeline, Times, held, lifetimes, live_bytes, simulate
 
 _MOST_WORK = 1_200_000  # of all searches for one schedule, in comparisons (see `Optimum.work`): less than a second
 _ACTION_WORK = 10  # what an action that is written down costs, in comparisons
@@ -51,7 +55,8 @@ def scheduled(
         sizes: bytes of each group.
         policy: how far to gather ahead; `auto` means one module ahead as long as there are no times.
         budget: the most bytes that may be live at once: weights, landing buffers and reductions. None for no limit,
-            except that `auto` then takes no more than one module ahead does.
+            except that `auto` then takes no more than one module ahead does where a reduction keeps its memory to its
+            end.
         times: seconds of a use of each group, where they are known.
 
     Raises:
@@ -72,11 +77,29 @@ def _searched(
 ) -> Schedule:
     """The schedule of `auto`; the same question is searched only once."""
     asked = tuple((step, sizes[step.fqn], times[step.fqn]) for step in steps), budget
-    schedule = _made.pop(asked, None) or Auto(steps, sizes, times, budget).best().schedule
+    schedule = _made.pop(asked, None) or _least_exposed(steps, sizes, times, budget)
     _made[asked] = schedule
     while len(_made) > _REMEMBERED:
         _made.popitem(last=False)
     return schedule
+
+
+def _least_exposed(
+    steps: Sequence[Step], sizes: Mapping[str, Sizes], times: Mapping[str, Times], budget: int | None
+) -> Schedule:
+    auto = Auto(steps, sizes, times, budget)
+    best = auto.best().schedule
+    if not any(size.queued for size in sizes.values()):
+        return best
+    # The search does not know where buffers lie. On streams compute waits for memory as well, before it packs gradients
+    # where an earlier reduction still reads, so schedules are compared once more, with an arena.
+    bare = fitting(steps, sizes, budget)
+    schedules = [best, bare.under(by_depth(bare, 1), budget)[0]]
+    with contextlib.suppress(PoolBudgetError):  # it may fit only where reductions give their memory up at once
+        schedules.append(Auto(steps, held(sizes, sizes), times, budget).best().schedule)
+    tries = [each for schedule in schedules for each in auto.placed(schedule) if each.peak <= auto.budget]
+    least = min(each.exposed for each in tries) + auto.slack
+    return min((each for each in tries if each.exposed <= least), key=lambda each: (each.peak, each.exposed)).schedule
 
 
 class _Try(NamedTuple):
@@ -95,6 +118,12 @@ def _is_chain(steps: Sequence[Step]) -> bool:
     return plain and len({step.fqn for step in steps}) == len(steps)
 
 
+def _one_ahead_bytes(steps: Sequence[Step], sizes: Mapping[str, Sizes]) -> int:
+    """The most bytes of one module ahead where reductions keep their memory to their end: the same on all devices."""
+    bare = fitting(steps, held(sizes, sizes), None)
+    return bare.peak_of(bare.under(by_depth(bare, 1), None)[0])
+
+
 class Auto:
     """The search for the schedule that waits least, and for the smallest of those that wait hardly longer."""
 
@@ -107,7 +136,7 @@ class Auto:
         # What settings keep stays, unless the budget has taken some of it: then others may be the better choice.
         fits = self.kept == kept_by_setting(steps)
         self.fixed = {step.fqn for step in steps if step.fqn in self.kept and (fits or step.is_root)}
-        self.budget = bare.peak_of(bare.under(by_depth(bare, 1), None)[0]) if budget is None else budget
+        self.budget = _one_ahead_bytes(steps, sizes) if budget is None else budget
         self.reduces_first = any(step.reduces_first for step in steps)
         self.work = 0
         self.slack = 0.002 * sum(times[step.fqn].forward + times[step.fqn].backward for step in steps)
@@ -236,6 +265,33 @@ class Auto:
         timeline = simulate(actions, self.times)
         live = live_bytes(lifetimes(actions, self.sizes), len(actions))
         return _Try(timeline.exposed, max(live), sum(live), schedule, timeline)
+
+    def placed(self, schedule: Schedule) -> Iterator[_Try]:
+        """A schedule with its buffers in an arena, and the same with as many held reductions as the budget allows."""
+        actions = timed_step(self.steps, schedule)
+        leasing = [action for action in actions if action.kind not in MARKS]
+        for holds in dict.fromkeys([(), self._holds(leasing)]):
+            lives = lifetimes(leasing, held(self.sizes, holds))
+            live = live_bytes(lives, len(leasing))
+            timeline = simulate(actions, self.times, solve(lives))
+            yield _Try(timeline.exposed, max(live), sum(live), replace(schedule, holds=holds), timeline)
+
+    def _holds(self, actions: Sequence[Action]) -> tuple[str, ...]:
+        """Groups whose reductions may keep their memory to their end within the budget, the first ones first."""
+        live = live_bytes(lifetimes(actions, self.sizes), len(actions))
+        longer: dict[str, list[Lifetime]] = {}
+        for life in lifetimes(actions, held(self.sizes, self.sizes)):
+            what, _, fqn = life.name.partition(" ")
+            if what == "reduction" and self.sizes[fqn].queued:
+                longer.setdefault(fqn, []).append(life)
+        holds = []
+        for fqn, lives in longer.items():
+            if all(max(live[life.opened + 1 : life.closed], default=0) + life.nbytes <= self.budget for life in lives):
+                holds.append(fqn)
+                for life in lives:
+                    for at in range(life.opened + 1, life.closed):
+                        live[at] += life.nbytes
+        return tuple(holds)
 
     def _put_off(self, bare: Bare, early: _Try, issued: Sequence[int]) -> list[int]:
         """The last event at which each gather can be issued and still arrive before its event begins in `early`."""

@@ -25,6 +25,7 @@ from .arena import Arena, Lifetime, followers, peak_bytes
 from .costs import Costs as Costs
 from .costs import Sizes as Sizes
 from .costs import Times as Times
+from .costs import held as held
 from .schedule import MARKS, Action, Kind
 
 

@@ -105,6 +105,10 @@ def _schedule_lines(schedule: Schedule) -> list[str]:
     first = ", before gathers of backward" if schedule.reduces_first else ""
     others = "".join(f", {number} with that of {fqn or ROOT_NAME}" for fqn, number in schedule.in_flight)
     lines.append(f"  reductions in flight: {schedule.max_reductions}{others}{first}")
+    if schedule.holds:
+        lines.append(
+            f"  reductions keep their memory to their end: {_listed([fqn or ROOT_NAME for fqn in schedule.holds])}"
+        )
     return lines if schedule.stays_for_next else [*lines, "  weights are gathered anew for each backward of a group"]
 
 
@@ -211,7 +215,7 @@ def schedule_changes(old: Schedule, new: Schedule) -> list[str]:
     ]
     kept, keeps = ([fqn or ROOT_NAME for fqn in schedule.kept] for schedule in (old, new))
     lines += _apart(kept, keeps, "kept after forward: {} no more", "kept after forward: {} now")
-    for name in ("max_reductions", "in_flight", "reduces_first", "stays_for_next"):
+    for name in ("max_reductions", "in_flight", "reduces_first", "stays_for_next", "holds"):
         old_value, new_value = getattr(old, name), getattr(new, name)
         lines += [f"{name}: {old_value} -> {new_value}"] if old_value != new_value else []
     if not lines and old.kept != new.kept:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 from _plans import all_issues, random_model
 from composable_shard import PoolPolicy, PrefetchPolicy, ShardConfigValueError
 from composable_shard._errors import PoolBudgetError
+from composable_shard._plan.arena import solve
 from composable_shard._plan.fitting import bare_step, least_step, levels
-from composable_shard._plan.schedule import Action, Kind, Schedule, Step, one_ahead, timed_step, training_step
+from composable_shard._plan.schedule import MARKS, Action, Kind, Schedule, Step, one_ahead, timed_step, training_step
 from composable_shard._plan.search import _MOST_WORK, Auto, scheduled
-from composable_shard._plan.simulation import Costs, Sizes, Times, lifetimes, live_bytes, peak_bytes, simulate
+from composable_shard._plan.simulation import Costs, Sizes, Times, held, lifetimes, live_bytes, peak_bytes, simulate
 
 AUTO = PrefetchPolicy.auto()
 steadily = settings(deadline=None, derandomize=True, max_examples=25)
@@ -29,11 +31,19 @@ POLICIES = st.one_of(
 
 
 def peak(steps, sizes, schedule):
-    return peak_bytes(lifetimes(timed_step(steps, schedule), sizes))
+    return peak_bytes(lifetimes(timed_step(steps, schedule), held(sizes, schedule.holds)))
 
 
 def exposed(steps, times, schedule):
     return simulate(timed_step(steps, schedule), times).exposed
+
+
+def in_memory(steps, sizes, times, schedule):
+    """With waits for memory, on streams."""
+    actions = timed_step(steps, schedule)
+    lives = lifetimes([each for each in actions if each.kind not in MARKS], held(sizes, schedule.holds))
+    queued = any(size.frees_queued for size in sizes.values())
+    return simulate(actions, times, solve(lives) if queued else None).exposed
 
 
 def uniform(blocks=4, nbytes=1024, landing=0, gather=1.0, forward=2.0):
@@ -178,7 +188,9 @@ def test_auto_waits_no_longer_than_one_ahead_with_as_many_bytes(model):
     budget = peak(steps, sizes, one_ahead(steps))
     schedule = scheduled(steps, sizes, AUTO, budget, times)
     assert peak(steps, sizes, schedule) <= budget
-    assert exposed(steps, times, schedule) <= exposed(steps, times, one_ahead(steps)) + 1e-12
+    compute = sum(time.forward + time.backward for time in times.values())
+    slack = 0.002 * compute if any(size.frees_queued for size in sizes.values()) else 1e-12
+    assert in_memory(*model, schedule) <= in_memory(*model, one_ahead(steps)) + slack
 
 
 def least_exposed(steps, sizes, times, budget):
@@ -210,8 +222,23 @@ def test_auto_comes_near_the_best_of_all_schedules(seed):
 def test_auto_without_a_budget_takes_no_more_memory_than_one_ahead(model):
     steps, sizes, times = model
     schedule = scheduled(steps, sizes, AUTO, None, times)
-    assert peak(steps, sizes, schedule) <= peak(steps, sizes, one_ahead(steps))
-    assert exposed(steps, times, schedule) <= exposed(steps, times, one_ahead(steps)) + 1e-12
+    assert peak(steps, sizes, schedule) <= peak(steps, held(sizes, sizes), one_ahead(steps))
+    compute = sum(time.forward + time.backward for time in times.values())
+    slack = 0.002 * compute if any(size.frees_queued for size in sizes.values()) else 1e-12
+    assert in_memory(*model, schedule) <= in_memory(*model, one_ahead(steps)) + slack
+
+
+def test_where_memory_allows_auto_holds_reductions_that_compute_would_wait_for_before_it_packs_the_next_gradients():
+    large = {f"b{i}": 4.0 if i % 2 == 0 else 1.0 for i in range(8)}
+    steps = [Step(fqn, False, True, True) for fqn in large]
+    sizes = {fqn: Sizes(int(1024 * size), 0, int(1024 * size)) for fqn, size in large.items()}
+    times = {fqn: Times(2.0, 4.0, 0.9 * size, 0.9 * size) for fqn, size in large.items()}
+    queued = {fqn: replace(size, frees_queued=True) for fqn, size in sizes.items()}
+    schedule = scheduled(steps, queued, AUTO, None, times)
+    assert schedule.holds == ("b3", "b2", "b1", "b0")
+    assert in_memory(steps, queued, times, schedule) < in_memory(steps, queued, times, replace(schedule, holds=()))
+    assert peak(steps, queued, schedule) <= peak(steps, sizes, one_ahead(steps))
+    assert scheduled(steps, sizes, AUTO, None, times).holds == ()  # on a CPU nothing is free before
 
 
 def test_the_same_schedule_comes_out_each_time():

@@ -114,10 +114,9 @@ def free_behind_first(real: Any, pool: BufferPool, jobs: Iterable[tuple[ReduceBu
     return sum(slot.nbytes for slot, _ in occupied)
 
 
-def free_at_once(real: Any, bucket: ReduceBucket, job: Job[Any], slots: Sequence[Slot], scattered: Job[Any]) -> Any:
+def free_at_once(real: Any, job: Job[Any], memory: Sequence[tuple[Slot, Any]]) -> None:
     """Slots of a reduction that is queued look free at once."""
-    job.occupied = [(slot, None) for slot in slots]
-    return job
+    real(job, [(slot, None) for slot, _ in memory])
 
 
 def hook_at_once(wait: str) -> Plant:

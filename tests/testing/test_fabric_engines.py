@@ -6,6 +6,7 @@ import math
 import re
 import statistics
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,6 +96,27 @@ def test_replicas_train_across_nodes(shard):
     found = trained(shard, 8, (2, 4), clock="virtual", **nodes)
     expected = reference(4)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("clock", ["virtual", "streams"])
+def test_reductions_that_a_schedule_holds_keep_their_memory_until_they_are_waited_for(clock):
+    with net(4, clock=clock):
+        model = sharded(cs.fully_shard, blocks(), init_device_mesh("cpu", (4,)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        peaks = []
+        for x, holds in zip(batches(), ((), ("0", "1", "2"), ()), strict=True):
+            plan = cs.make_plan(model)
+            model.set_plan(replace(plan, schedule=replace(plan.edges(), holds=holds)))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert cs.last_record(model).peak_bytes == cs.current_plan(model).peak_bytes
+            peaks.append(cs.current_plan(model).peak_bytes)
+        shards = {name: p.detach().to_local() for name, p in model.named_parameters()}
+    assert peaks[0] == peaks[2]
+    assert (peaks[0] < peaks[1]) == (clock == "streams")
+    expected = reference(4)
+    assert all(torch.equal(shards[name], expected[name]) for name in expected)
 
 
 def steady_step(shard, clock):
