@@ -406,5 +406,5 @@ def _is_taken(slot: Slot) -> bool:
         if rival.request is not None:
             return True
         if rival.free_after:
-            slot.wait_for(rival.free_after)
+            slot.wait_for(rival)
     return False

@@ -124,6 +124,7 @@ class Slot:
 
     __slots__ = (
         "__weakref__",
+        "_awaited",
         "_bytes",
         "_typed",
         "begin",
@@ -152,6 +153,7 @@ class Slot:
         self.lent = False
         self.free_after = free_after
         self.rivals: tuple[Slot, ...] = ()
+        self._awaited: dict[Slot, Events] = {}  # by rival, its events for which a writer of this slot waits, or did
         self.region: Any = None
         self.resizes = resizes
 
@@ -183,6 +185,7 @@ class Slot:
     def leave(self) -> None:
         """Its arena is gone: let go of the memory, now and not when a cycle of slots and views is found."""
         self.region, self.rivals = None, ()
+        self._awaited.clear()
         self.views.clear()
         self._typed.clear()
         self._bytes = (_NO_BYTES, _NO_BYTES)
@@ -190,6 +193,7 @@ class Slot:
     def set_rivals(self, rivals: Sequence[Slot]) -> None:
         """These slots of the arena overlap it."""
         self.rivals = tuple(rivals)
+        self._awaited.clear()
         self.reach = max([self.end, *[rival.end for rival in rivals]])
 
     def suspend(self, after: torch.Event | None, lent: bool) -> None:
@@ -206,9 +210,15 @@ class Slot:
         for event in self.free_after:
             event.wait()
 
-    def wait_for(self, events: Events) -> None:
-        """The next writer waits for these events, too."""
-        self.free_after = tuple(dict.fromkeys([*self.free_after, *events]))
+    def wait_for(self, rival: Slot) -> None:
+        """The next writer waits for what the memory of an overlapping slot was used for, too.
+
+        What an earlier writer of this slot has waited for is left out: it came before the events of this slot.
+        """
+        events, before = rival.free_after, self._awaited.get(rival, ())
+        if events is not before:
+            self._awaited[rival] = events
+            self.free_after = tuple(dict.fromkeys([*self.free_after, *(each for each in events if each not in before)]))
 
     def resize(self, nbytes: int, free_after: Events = ()) -> None:
         """Allocate or (with 0) free its memory; all views of the slot then see the new memory."""

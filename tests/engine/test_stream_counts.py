@@ -148,11 +148,11 @@ def test_a_group_adds_few_operators_and_events_to_a_step():
     assert_expected_inline(
         "\n".join(lines),
         """\
-ours float32 direct: _chunk_cat 1, record 6, wait 8.5
-ours float32 packed: _chunk_cat 1, _foreach_copy_ 2, split_with_sizes_copy 2, record 6, wait 10.5
+ours float32 direct: _chunk_cat 1, record 6, wait 7
+ours float32 packed: _chunk_cat 1, _foreach_copy_ 2, split_with_sizes_copy 2, record 6, wait 9
 fsdp2 float32: 5 operators
-ours bfloat16 direct: _chunk_cat 1, _foreach_copy_ 2, _to_copy 2, record 6, wait 9
-ours bfloat16 packed: _chunk_cat 1, _foreach_copy_ 2, _to_copy 2, split_with_sizes_copy 2, record 6, wait 20
+ours bfloat16 direct: _chunk_cat 1, _foreach_copy_ 2, _to_copy 2, record 6, wait 8
+ours bfloat16 packed: _chunk_cat 1, _foreach_copy_ 2, _to_copy 2, split_with_sizes_copy 2, record 6, wait 15
 fsdp2 bfloat16: 9 operators""",
     )
 
@@ -166,7 +166,7 @@ def test_micro_batches_without_sync_add_up_by_one_operator_a_group():
         "\n".join(lines),
         """\
 float32: _assert_async 1, _chunk_cat 1, _foreach_add 1, _foreach_add_ 2, add_ -18, all 1, cat 1, full 1,
-  record 14, wait 18.5
+  record 14, wait 15
 bfloat16: _assert_async 1, _chunk_cat 1, _foreach_add_ 3, _foreach_copy_ 7, _to_copy 6, add_ -18, all 1, cat
-  1, full 1, record 14, wait 19""",
+  1, full 1, record 14, wait 14""",
     )
