@@ -454,22 +454,29 @@ def _run_around(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ..
 
 
 def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """The hook before forward, ahead of all other hooks: install the unsharded parameters, cast the inputs."""
+    """The hook before forward, ahead of all other hooks: install the unsharded parameters, move and cast the inputs."""
     state: ShardState = module.__dict__[STATE]
     way = state.way
     if way is TRACED:
-        if not (torch.compiler.is_compiling() and same_graph()):
-            say_broken(type(module).__name__)
-        state.begin_traced(module)
+        _begin_traced(state, module)
     elif way is EAGER:
         state.begin(module)
     policy = state.declaration.settings.current.mp_policy
+    moved = None
+    if state.inputs_to is not None:
+        moved = args, kwargs = _moved(args, state.inputs_to), _moved(kwargs, state.inputs_to)
     if policy.param_dtype is None or not policy.cast_forward_inputs:
-        return None
+        return moved
     if way is EAGER and state.bound is not None and state.bound.engine.profiled:
         with record("FSDP::cast_forward_inputs"):
             return _cast(args, policy.param_dtype), _cast(kwargs, policy.param_dtype)
     return _cast(args, policy.param_dtype), _cast(kwargs, policy.param_dtype)
+
+
+def _begin_traced(state: ShardState, module: nn.Module) -> None:
+    if not (torch.compiler.is_compiling() and same_graph()):
+        say_broken(type(module).__name__)
+    state.begin_traced(module)
 
 
 def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -523,6 +530,10 @@ def _apart_from_weights(output: Any, engine: Engine) -> tuple[Any, Sequence[torc
         views = {id(part) for part in among_weights}
         output = map_tensors(lambda t: t.clone() if any(id(p) in views for p in plain_parts(t)) else t, output)
     return output, among_weights
+
+
+def _moved(tree: Any, device: torch.device) -> Any:
+    return map_tensors(lambda tensor: tensor if tensor.device == device else tensor.to(device), tree)
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -147,6 +147,7 @@ class ShardState:
         entries: where the modules look up the parameters.
         others: on the first state, the states of the other meshes.
         bound: the part in an engine; None until the engine is built.
+        inputs_to: the device to which a forward moves its inputs: that of an accelerator, on the root alone.
         way: how the call that runs now runs.
         open_calls: for each forward that runs, its use and the outputs of its node; None if it made no use, because no
             backward can follow or because a use exists already (see `Engine.before_forward`).
@@ -172,6 +173,7 @@ class ShardState:
         self.compiled_as = -1
         self.traced = TracedGroup(declaration.params, declaration.info, declaration.settings)
         self.bound: Bound | None = None
+        self.inputs_to: torch.device | None = None
         self.open_calls: list[tuple[Use, Outputs] | None] = []
         self._to_run: set[int] = set()
         self.lanes: tuple[Lane, Lane] | None = None
@@ -215,6 +217,8 @@ class ShardState:
         self.traced.bind(bound.group, bound.is_root, bound.engine.between_graphs)
         if bound.is_root:
             self.set_for_root(**self._for_root)
+            device = self.declaration.info.device
+            self.inputs_to = None if device.type in ("cpu", "meta") else device
 
     def set_for_root(self, **settings: Any) -> None:
         """Set attributes of the engine now or, before the engine is built, if this module becomes its root."""
