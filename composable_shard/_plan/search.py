@@ -88,18 +88,26 @@ def _least_exposed(
     steps: Sequence[Step], sizes: Mapping[str, Sizes], times: Mapping[str, Times], budget: int | None
 ) -> Schedule:
     auto = Auto(steps, sizes, times, budget)
-    best = auto.best().schedule
+    best = auto.best()
     if not any(size.queued for size in sizes.values()):
-        return best
-    # The search does not know where buffers lie. On streams compute waits for memory as well, before it packs gradients
-    # where an earlier reduction still reads, so schedules are compared once more, with an arena.
-    bare = fitting(steps, sizes, budget)
-    schedules = [best, bare.under(by_depth(bare, 1), budget)[0]]
+        return best.schedule
+    tries = [best]
     with contextlib.suppress(PoolBudgetError):  # it may fit only where reductions give their memory up at once
-        schedules.append(Auto(steps, held(sizes, sizes), times, budget).best().schedule)
-    tries = [each for schedule in schedules for each in auto.placed(schedule) if each.peak <= auto.budget]
-    least = min(each.exposed for each in tries) + auto.slack
-    return min((each for each in tries if each.exposed <= least), key=lambda each: (each.peak, each.exposed)).schedule
+        tries.append(Auto(steps, held(sizes, sizes), times, auto.budget).best())
+    tries.sort(key=lambda each: each.exposed)
+    # The search does not know where buffers lie. On streams compute waits for memory as well, before it packs gradients
+    # where an earlier reduction still reads. If that takes time, schedules are compared with an arena.
+    bare = fitting(steps, sizes, budget)
+    schedules = [*(each.schedule for each in tries), bare.under(by_depth(bare, 1), budget)[0]]
+    enough = tries[0].exposed + auto.slack
+    least: _Try | None = None
+    for each in itertools.chain.from_iterable(map(auto.placed, schedules)):
+        if least is None or each.exposed < least.exposed:
+            least = each
+        if least.exposed <= enough:
+            break
+    assert least is not None
+    return least.schedule
 
 
 class _Try(NamedTuple):
