@@ -1,4 +1,4 @@
-"""What is tried in an environment that has the package: commands that run in an empty folder, and what they must say."""
+"""What is tried in an environment that has the package: commands in an empty folder, and what they must say."""
 
 from __future__ import annotations
 
