@@ -34,7 +34,7 @@ from torch import nn
 LINUX_ALONE = {
     os: "memfd_create posix_fallocate posix_fadvise fdatasync sched_getaffinity sched_setaffinity sched_getscheduler "
     "pidfd_open eventfd splice copy_file_range setns unshare preadv2 preadv pwritev getrandom O_TMPFILE O_DIRECT "
-    "O_PATH O_NOATIME O_LARGEFILE O_RSYNC MFD_CLOEXEC POSIX_FADV_DONTNEED POSIX_FADV_SEQUENTIAL RWF_DSYNC GRND_NONBLOCK",
+    "O_PATH O_NOATIME O_LARGEFILE O_RSYNC MFD_CLOEXEC POSIX_FADV_DONTNEED RWF_DSYNC GRND_NONBLOCK",
     mmap: "MADV_HUGEPAGE MADV_NOHUGEPAGE MADV_DONTFORK MADV_POPULATE_WRITE MAP_POPULATE MAP_STACK",
     resource: "prlimit RLIMIT_MSGQUEUE RLIMIT_NICE RLIMIT_SIGPENDING",
     select: "epoll EPOLLIN EPOLLOUT",
