@@ -15,7 +15,7 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.ready-torch-$(TORCH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint matrix downstream bench release-check changelog format clean
+.PHONY: help setup demo test lint matrix downstream bench release release-check format clean
 
 help:
 	@echo "make demo    train a small GPT on two processes (options: DEMO='--strategy zero2')"
@@ -24,7 +24,7 @@ help:
 	@echo "make downstream  other people's libraries, beside torch's FSDP2 (ONLY=accelerate)"
 	@echo "make bench   the benchmarks, half an hour; JSON and charts under $(RESULTS)/ (BENCH='--only memory')"
 	@echo "make release-check  wheel and sdist, installed where nothing else is and tried (RELEASE=--all)"
-	@echo "make changelog VERSION=0.1.0  the fragments in changelog.d become a section of CHANGELOG.md"
+	@echo "make release VERSION=0.1.0  the version in pyproject.toml and the section in CHANGELOG.md; commits nothing"
 	@echo "make format  rewrite the sources as ruff likes them"
 	@echo "make clean   remove the environment, caches and runs"
 
@@ -64,9 +64,9 @@ bench: $(READY)
 release-check:
 	$(PYTHON) release/check.py $(RELEASE)
 
-changelog: $(READY)
-	test -n "$(VERSION)" || { echo "make changelog VERSION=0.1.0: say which"; exit 2; }
-	$(BIN)/towncrier build --yes --version "$(VERSION)"
+# Changes files of the working tree and nothing else: no commit, no tag, no upload.
+release: $(READY)
+	$(BIN)/python release/prepare.py $(VERSION)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

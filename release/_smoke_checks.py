@@ -119,6 +119,14 @@ def last_line(text: str) -> str:
 # ------------------------------------------------------------------------------------------------------- the checks
 
 
+def compiles(it: Installation) -> str:
+    """This Python can read all files of the package, and warns of none; without torch."""
+    source = "import importlib.util; print(importlib.util.find_spec('composable_shard').submodule_search_locations[0])"
+    folder = last_line(it.run("-c", source))
+    it.run("-W", "error", "-m", "compileall", "-q", "-f", folder)
+    return f"{sum(1 for _ in Path(folder).rglob('*.py'))} files"
+
+
 def imports(it: Installation) -> str:
     return last_line(it.run("imports.py", it.version))
 
@@ -206,7 +214,9 @@ def project_extra(it: Installation, extra: str) -> list[str]:
     return [name.strip() for name, _, marker in lines if re.search(rf"extra == ['\"]{extra}['\"]", marker)]
 
 
+WITHOUT_TORCH = "compiles"
 CHECKS: dict[str, Callable[[Installation], str]] = {
+    WITHOUT_TORCH: compiles,
     "imports": imports,
     "training": training,
     "command": command,
@@ -215,8 +225,9 @@ CHECKS: dict[str, Callable[[Installation], str]] = {
     "extras": extras,
     "tutorials": tutorials,
     "tests": tests,
-}  # in this order: the first four have torch and numpy alone beside them
+}  # in this order: the first five have torch and numpy alone beside them
 SHOWS = {
+    WITHOUT_TORCH: "it can be installed, and this Python can read every file",
     "imports": "version, py.typed, and every module, with torch and numpy alone",
     "training": "two gloo ranks beside the unsharded model: losses, weights; a checkpoint saved and loaded",
     "command": "python -m composable_shard, and composable-shard",

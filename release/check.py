@@ -7,8 +7,8 @@
 
 Each pair of Python and torch gets an environment for the wheel and one for the sdist. Commands run in an empty folder,
 so that what is imported is what was installed. A build of torch for CUDA would bring gigabytes along and is not taken
-(--cuda takes it); without a Python, a pair is not checked either. The table says what was not, and `--complete` makes
-that an error.
+(--cuda takes it): there the package is installed without torch, and Python reads its files, no more. The table says what
+was not checked, and `--complete` makes that an error.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ import _interpreters as interpreters
 import _smoke_checks as smoke
 from _interpreters import NotToBeHadError
 
+FOUND = (
+    "import sys, numpy, torch; "
+    "print(f'Python {sys.version.split()[0]}, torch {torch.__version__}, numpy {numpy.__version__}')"
+)
 NO_RAY = "tutorials/07_ray_train.py: it needs Ray"
 
 
@@ -42,7 +46,7 @@ class Row:
         artifact: "wheel" or "sdist".
         found: exact versions of both, where they were installed.
         results: of the checks, in their order.
-        not_checked: why it was not tried; empty if it was.
+        not_checked: why no check was tried that needs torch; empty if they were.
     """
 
     python: str
@@ -78,13 +82,14 @@ class Report:
     def exit_code(self, complete: bool = False) -> int:
         """0 if all that was tried has passed and something was; with `complete`, if also nothing was left out."""
         tried = [row for row in self.rows if not row.not_checked]
-        good = bool(tried) and all(row.passed for row in tried) and not any(self.contents.values())
+        failed = any(each.outcome == smoke.FAILED for row in self.rows for each in row.results)
+        good = bool(tried) and not failed and not any(self.contents.values())
         return 0 if good and not (complete and len(tried) < len(self.rows)) else 1
 
     def text(self) -> str:
         """A table of the rows, the failures, and what was not checked."""
         names = [name for name in smoke.CHECKS if any(each.name == name for row in self.rows for each in row.results)]
-        head = ["Python", "torch", "from", *names]
+        head = ["Python", "torch", "from", *names, ""]
         lines = [head, *([row.python, row.torch, row.artifact, *_cells(row, names)] for row in self.rows)]
         widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
@@ -108,10 +113,9 @@ class Report:
 
 
 def _cells(row: Row, names: Sequence[str]) -> list[str]:
-    if row.not_checked:
-        return ["not checked", *("" for _ in names[1:])] if names else []
     results = {each.name: each for each in row.results}
-    return [_cell(results.get(name)) for name in names]
+    last = "not checked" if row.not_checked else "passed" if row.passed else "FAILED"
+    return [*(_cell(results.get(name)) for name in names), last]
 
 
 def _cell(result: smoke.Result | None) -> str:
@@ -130,6 +134,12 @@ def try_pair(
     rows = [Row(*pair, kind) for kind in artifacts]
     try:
         python = interpreters.interpreter(pair[0], options.python)
+    except NotToBeHadError as error:
+        for row in rows:
+            row.not_checked = str(error)
+        return rows
+    torch: str | None = None
+    try:
         probe = distributions.make_environment(folder / "probe", python)
         index = ["--extra-index-url", options.torch_index] if options.torch_index else []
         offer = interpreters.torch_offer(probe, pair[1], index)
@@ -138,38 +148,44 @@ def try_pair(
                 f"pip offers torch {offer.version} for CUDA, with {len(offer.cuda_packages)} packages beside it; "
                 "--torch-index names an index with builds for CPUs, --cuda takes this one"
             )
+        torch = offer.version
     except NotToBeHadError as error:
         for row in rows:
             row.not_checked = str(error)
-        return rows
     for row in rows:
-        note(f"Python {row.python}, torch {offer.version}, {row.artifact}")
-        try_artifact(row, python, offer.version, artifacts[row.artifact], version, folder, options)
+        note(f"Python {row.python}, torch {torch or f'{row.torch} not to be had'}, {row.artifact}")
+        try_artifact(row, python, torch, artifacts[row.artifact], version, folder, options)
     return rows
 
 
 def try_artifact(
-    row: Row, python: Path, torch: str, artifact: Path, version: str, folder: Path, options: argparse.Namespace
+    row: Row, python: Path, torch: str | None, artifact: Path, version: str, folder: Path, options: argparse.Namespace
 ) -> None:
-    """Fill a row in: an environment is made, the artifact installed with its requirements, and checked."""
+    """Fill a row in: an environment is made, the artifact installed with its requirements, and checked.
+
+    Without torch, which may be None, nothing else is installed, and one check is left.
+    """
     place = folder / f"{row.python}-{row.torch}-{row.artifact}"
-    empty = place / "empty"
     inside = distributions.make_environment(place / "environment", python)
-    empty.mkdir()
+    empty = place / "empty"
+    empty.mkdir(parents=True, exist_ok=True)
     index = ["--extra-index-url", options.torch_index] if options.torch_index else []
-    it = smoke.Installation(inside, empty, artifact, version, [*index, f"torch=={torch}"], options.limit)
+    keep = [*index, f"torch=={torch}"] if torch else ["--no-deps"]
+    it = smoke.Installation(inside, empty, artifact, version, keep, options.limit)
+    names = smoke.checks_for(artifact, options.checks)
     try:
-        it.install()  # torch first, and by its exact version
-        it.install(str(artifact))
-        source = (
-            "import sys, numpy, torch; print(*map(str, (sys.version.split()[0], torch.__version__, numpy.__version__)))"
-        )
-        row.found = "Python {}, torch {}, numpy {}".format(*it.run("-c", source).split())
-        for result in smoke.run_checks(it, smoke.checks_for(artifact, options.checks)):
+        if torch:
+            it.install()  # by its exact version, and before anything can ask for another one
+            it.install(str(artifact))
+            row.found = it.run("-c", FOUND).strip()
+        else:
+            it.install(str(artifact))
+            names = [name for name in names if name == smoke.WITHOUT_TORCH]
+        for result in smoke.run_checks(it, names):
             row.results.append(result)
             note(f"  {result.name}: {result.outcome}, {result.seconds:.0f} s; {smoke.last_line(result.detail)}")
     except RuntimeError as error:
-        row.results.append(smoke.Result("imports", smoke.FAILED, 0.0, f"cannot be installed: {error}"))
+        row.results.append(smoke.Result(smoke.WITHOUT_TORCH, smoke.FAILED, 0.0, f"cannot be installed: {error}"))
     if not options.keep:
         shutil.rmtree(place)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ import _distributions as distributions  # noqa: E402
 import _interpreters as interpreters  # noqa: E402
 import _smoke_checks as smoke  # noqa: E402
 import check as release  # noqa: E402
+import prepare as preparing  # noqa: E402
 
 WHEEL, SDIST = Path("composable_shard-1-py3-none-any.whl"), Path("composable_shard-1.tar.gz")
 
@@ -199,14 +201,15 @@ def test_the_exit_code_is_zero_only_if_something_was_tried_and_all_of_it_passed(
     assert report(good).exit_code(complete=True) == 0
     assert report(good, bad).exit_code() == report(missing).exit_code() == report().exit_code() == 1
     assert report(good, contents=["missing: LICENSE"]).exit_code() == 1
+    assert report(good, row("failed", not_checked="no torch")).exit_code() == 1
 
 
 def test_the_table_says_what_failed_and_what_was_not_checked():
     text = report(row("passed", "failed"), row(not_checked="no python"), contents=["missing: b.py"]).text()
     lines = text.splitlines()
     assert lines[1].split() == ["Python", "torch", "from", "imports", "training"]
-    assert lines[2].split() == ["3.11", "2.13.0", "wheel", "3", "FAILED"]
-    assert lines[3].split() == ["3.11", "2.13.0", "wheel", "not", "checked"]
+    assert lines[2].split() == ["3.11", "2.13.0", "wheel", "3", "FAILED", "FAILED"]
+    assert lines[3].split() == ["3.11", "2.13.0", "wheel", "-", "-", "not", "checked"]
     assert "  missing: b.py" in lines
     assert "FAILED 3.11, torch 2.13.0, wheel: training" in lines
     assert lines[lines.index("NOT CHECKED:") :] == [
@@ -233,9 +236,13 @@ def test_a_pair_that_cannot_be_had_is_a_row_that_says_why(tmp_path, monkeypatch)
     monkeypatch.setattr(interpreters, "torch_offer", lambda *_: offer)
     monkeypatch.setattr(interpreters, "interpreter", lambda *_: Path(sys.executable))
     monkeypatch.setattr(distributions, "make_environment", lambda folder, python: python)
+    installed = []
+    monkeypatch.setattr(smoke.Installation, "install", lambda it, *names: installed.append((*it.pip, *names)))
+    monkeypatch.setattr(smoke, "CHECKS", {name: lambda it: "well" for name in smoke.CHECKS})
     rows = release.try_pair(("3.11", "2.13.0"), artifacts, "1", tmp_path, options)
     assert "for CUDA, with 1 packages" in rows[0].not_checked
-    assert not any(each.results for each in rows)
+    assert [[each.name for each in row.results] for row in rows] == [["compiles"], ["compiles"]]
+    assert installed == [("--no-deps", str(WHEEL)), ("--no-deps", str(SDIST))]
 
 
 def test_make_runs_the_check_without_an_environment_of_its_own():
@@ -244,3 +251,56 @@ def test_make_runs_the_check_without_an_environment_of_its_own():
     command = [sys.executable, "-S", str(ROOT / "release" / "check.py"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert "--torch-index" in done.stdout
+
+
+# ---- the version and the changelog
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """What a release changes, outside of the repository."""
+    for name in ("pyproject.toml", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    fragments = tmp_path / "changelog.d"
+    fragments.mkdir()
+    shutil.copy(ROOT / "changelog.d" / "HOWTO.md", fragments)
+    (fragments / "+a.added.md").write_text("A thing.\n")
+    (fragments / "+b.fixed.md").write_text("Another thing,\nin two lines.\n")
+    return tmp_path
+
+
+def test_a_release_has_its_version_and_its_section_and_the_fragments_are_gone(tree):
+    preparing.prepare(tree, "98.0.0")
+    assert '\nversion = "98.0.0"\n' in (tree / "pyproject.toml").read_text()
+    page = (tree / "CHANGELOG.md").read_text()
+    assert page.startswith((ROOT / "CHANGELOG.md").read_text().split("<!--")[0])
+    section = page.partition("## 98.0.0 (")[2]
+    assert section.index("Added") < section.index("- A thing.") < section.index("Fixed") < section.index("Another")
+    assert [path.name for path in (tree / "changelog.d").iterdir()] == ["HOWTO.md"]
+    with pytest.raises(ValueError, match="has no fragments"):
+        preparing.prepare(tree, "98.1.0")
+    preparing.prepare(tree, "98.1.0.dev0")
+    assert '\nversion = "98.1.0.dev0"\n' in (tree / "pyproject.toml").read_text()
+    assert (tree / "CHANGELOG.md").read_text() == page
+
+
+@pytest.mark.parametrize(
+    ("version", "message"), [("0.0.1", "not later than"), ("v99", "is no version"), ("99.0", "is no version")]
+)
+def test_a_version_that_cannot_be_next_changes_nothing(tree, version, message):
+    before = (tree / "pyproject.toml").read_text()
+    with pytest.raises(ValueError, match=message):
+        preparing.prepare(tree, version)
+    assert (tree / "pyproject.toml").read_text() == before
+    assert (tree / "changelog.d" / "+a.added.md").exists()
+
+
+def test_versions_are_ordered_as_they_are_released():
+    course = ["0.1.0.dev0", "0.1.0rc1", "0.1.0rc2", "0.1.0", "0.1.1", "0.2.0.dev0", "0.10.0", "1.0.0"]
+    assert sorted(course, key=preparing.order_of) == course
+
+
+def test_the_version_is_written_once():
+    version = str(distributions.project()["version"])
+    files = [ROOT / "pyproject.toml", *(ROOT / "composable_shard").rglob("*.py")]
+    assert [path.name for path in files if version in path.read_text()] == ["pyproject.toml"]
