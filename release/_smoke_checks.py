@@ -187,7 +187,7 @@ def extras(it: Installation) -> str:
 
 def tutorials(it: Installation) -> str:
     """Each tutorial at a small size, from copies; the one for Ray is left out."""
-    it.install(next(each for each in project_extra(it, "dev") if re.match(r"pytest\W", each)))
+    it.install(next(each for each in project_extra(it, "dev") if re.match(r"pytest[~=<>]", each)))
     folder = it.folder / "tutorials"
     shutil.copytree(ROOT / "tutorials", folder, ignore=shutil.ignore_patterns("__pycache__", "runs"))
     for name, arguments in TUTORIALS.items():

@@ -7,7 +7,7 @@
 
 Each pair of Python and torch gets an environment for the wheel and one for the sdist. Commands run in an empty folder,
 so that what is imported is what was installed. A build of torch for CUDA would bring gigabytes along and is not taken
-(--cuda takes it): there the package is installed without torch, and Python reads its files, no more. The table says what
+(--cuda takes it): there the package is installed without torch, and Python reads its files. The table says what
 was not checked, and `--complete` makes that an error.
 """
 
@@ -145,7 +145,7 @@ def try_pair(
         offer = interpreters.torch_offer(probe, pair[1], index)
         if offer.cuda_packages and not options.cuda:
             raise NotToBeHadError(
-                f"pip offers torch {offer.version} for CUDA, with {len(offer.cuda_packages)} packages beside it; "
+                f"pip offers torch {offer.version} for CUDA, with {', '.join(offer.cuda_packages)} and what they need; "
                 "--torch-index names an index with builds for CPUs, --cuda takes this one"
             )
         torch = offer.version

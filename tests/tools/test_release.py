@@ -39,6 +39,14 @@ def test_the_usual_pairs_have_each_python_and_each_torch_and_all_pairs_are_nine(
     assert release.parse(["--pair", "3.12:2.13.0"]).pairs == [("3.12", "2.13.0")]
 
 
+def test_the_page_on_versions_has_a_row_for_each_that_is_tried():
+    rows = [line.split("|")[1] for line in (ROOT / "docs" / "versions.md").read_text().splitlines() if "|" in line]
+    for version in interpreters.PYTHONS:
+        assert sum(f"Python {version} " in row for row in rows) == 1, version
+    for version in interpreters.TORCHS:
+        assert sum("torch" in row and version in row for row in rows) == 1, version
+
+
 @pytest.mark.parametrize("arguments", [["--pair", "3.12"], ["--checks", "imports,smell"], ["--artifacts", "egg"]])
 def test_options_that_make_no_sense_are_refused(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -240,7 +248,7 @@ def test_a_pair_that_cannot_be_had_is_a_row_that_says_why(tmp_path, monkeypatch)
     monkeypatch.setattr(smoke.Installation, "install", lambda it, *names: installed.append((*it.pip, *names)))
     monkeypatch.setattr(smoke, "CHECKS", {name: lambda it: "well" for name in smoke.CHECKS})
     rows = release.try_pair(("3.11", "2.13.0"), artifacts, "1", tmp_path, options)
-    assert "for CUDA, with 1 packages" in rows[0].not_checked
+    assert "for CUDA, with nvidia-nccl-cu13 and" in rows[0].not_checked
     assert [[each.name for each in row.results] for row in rows] == [["compiles"], ["compiles"]]
     assert installed == [("--no-deps", str(WHEEL)), ("--no-deps", str(SDIST))]
 
