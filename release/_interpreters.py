@@ -26,15 +26,17 @@ class NotToBeHadError(Exception):
 
 @dataclass(frozen=True)
 class TorchOffer:
-    """What pip would install as torch.
+    """What would be taken as torch.
 
     Attributes:
         version: of it, with what stands behind a plus sign.
-        cuda_packages: names of packages for CUDA that it would bring along.
+        cuda_packages: names of packages for CUDA that pip would bring along.
+        lies_in: where another environment has it; None if pip is to install it.
     """
 
     version: str
-    cuda_packages: tuple[str, ...]
+    cuda_packages: tuple[str, ...] = ()
+    lies_in: Path | None = None
 
 
 def pair_of(text: str) -> tuple[str, str]:
@@ -93,6 +95,19 @@ def torch_offer(python: Path, version: str, options: Sequence[str] = ()) -> Torc
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
         raise NotToBeHadError(f"pip offers no torch {version}: {errors[0][7:] if errors else 'it says not why'}")
     return offer_of(json.loads(done.stdout), sys.platform)
+
+
+def lent_torch(pair: tuple[str, str], pythons: Iterable[Path]) -> TorchOffer | None:
+    """The torch of another environment, if one of these is of this Python and has this torch."""
+    source = "from importlib.metadata import distribution as d; t = d('torch'); print(t.version, t.locate_file(''))"
+    for python in pythons:
+        if _version_of(python) != pair[0]:
+            continue
+        done = subprocess.run([str(python), "-c", source], capture_output=True, text=True, timeout=60)
+        version, _, folder = done.stdout.strip().partition(" ")
+        if done.returncode == 0 and version.partition("+")[0] == pair[1]:
+            return TorchOffer(version, lies_in=Path(folder))
+    return None
 
 
 def offer_of(report: dict[str, object], platform: str) -> TorchOffer:

@@ -27,12 +27,13 @@ from pathlib import Path
 import _distributions as distributions
 import _interpreters as interpreters
 import _smoke_checks as smoke
-from _interpreters import NotToBeHadError
+from _interpreters import NotToBeHadError, TorchOffer
 
 FOUND = (
     "import sys, numpy, torch; "
     "print(f'Python {sys.version.split()[0]}, torch {torch.__version__}, numpy {numpy.__version__}')"
 )
+LENT = "the Python of an environment that has torch: it is lent, with numpy and what else lies beside it"
 NO_RAY = "tutorials/07_ray_train.py: it needs Ray"
 
 
@@ -96,6 +97,7 @@ class Report:
         parts = [f"composable_shard {self.version} on {self.platform}; seconds of each check", *table, ""]
         for name, faults in self.contents.items():
             parts += [f"{name}: {'holds what it should' if not faults else ''}", *(f"  {fault}" for fault in faults)]
+        parts += ["", *(f"{row.artifact}: {row.found}" for row in self.rows if row.found)]
         for row in self.rows:
             for each in row.results:
                 if each.outcome == smoke.FAILED:
@@ -138,28 +140,36 @@ def try_pair(
         for row in rows:
             row.not_checked = str(error)
         return rows
-    torch: str | None = None
+    torch: TorchOffer | None = None
     try:
-        probe = distributions.make_environment(folder / "probe", python)
-        index = ["--extra-index-url", options.torch_index] if options.torch_index else []
-        offer = interpreters.torch_offer(probe, pair[1], index)
+        offer = interpreters.lent_torch(pair, options.torch_from)
+        if offer is None:
+            probe = distributions.make_environment(folder / "probe", python)
+            offer = interpreters.torch_offer(probe, pair[1], index_of(options))
         if offer.cuda_packages and not options.cuda:
             raise NotToBeHadError(
                 f"pip offers torch {offer.version} for CUDA, with {', '.join(offer.cuda_packages)} and what they need; "
                 "--torch-index names an index with builds for CPUs, --cuda takes this one"
             )
-        torch = offer.version
+        torch = offer
     except NotToBeHadError as error:
         for row in rows:
             row.not_checked = str(error)
     for row in rows:
-        note(f"Python {row.python}, torch {torch or f'{row.torch} not to be had'}, {row.artifact}")
+        version_of_torch = torch.version if torch else f"{row.torch} not to be had"
+        note(f"Python {row.python}, torch {version_of_torch}, {row.artifact}")
         try_artifact(row, python, torch, artifacts[row.artifact], version, folder, options)
     return rows
 
 
 def try_artifact(
-    row: Row, python: Path, torch: str | None, artifact: Path, version: str, folder: Path, options: argparse.Namespace
+    row: Row,
+    python: Path,
+    torch: TorchOffer | None,
+    artifact: Path,
+    version: str,
+    folder: Path,
+    options: argparse.Namespace,
 ) -> None:
     """Fill a row in: an environment is made, the artifact installed with its requirements, and checked.
 
@@ -169,15 +179,17 @@ def try_artifact(
     inside = distributions.make_environment(place / "environment", python)
     empty = place / "empty"
     empty.mkdir(parents=True, exist_ok=True)
-    index = ["--extra-index-url", options.torch_index] if options.torch_index else []
-    keep = [*index, f"torch=={torch}"] if torch else ["--no-deps"]
+    keep = [*index_of(options), f"torch=={torch.version}"] if torch else ["--no-deps"]
     it = smoke.Installation(inside, empty, artifact, version, keep, options.limit)
     names = smoke.checks_for(artifact, options.checks)
     try:
+        if torch and torch.lies_in:
+            (site,) = (place / "environment").glob("lib/python*/site-packages")
+            site.joinpath("lent.pth").write_text(f"{torch.lies_in}\n")
         if torch:
             it.install()  # by its exact version, and before anything can ask for another one
             it.install(str(artifact))
-            row.found = it.run("-c", FOUND).strip()
+            row.found = it.run("-c", FOUND).strip() + (" (torch and numpy lent)" if torch.lies_in else "")
         else:
             it.install(str(artifact))
             names = [name for name in names if name == smoke.WITHOUT_TORCH]
@@ -188,6 +200,11 @@ def try_artifact(
         row.results.append(smoke.Result(smoke.WITHOUT_TORCH, smoke.FAILED, 0.0, f"cannot be installed: {error}"))
     if not options.keep:
         shutil.rmtree(place)
+
+
+def index_of(options: argparse.Namespace) -> list[str]:
+    """Options of pip by which it finds torch."""
+    return ["--extra-index-url", options.torch_index] if options.torch_index else []
 
 
 def note(line: str) -> None:
@@ -205,6 +222,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--artifacts", type=_names_of(("wheel", "sdist")), default=["wheel", "sdist"], help="wheel, sdist or both")
     add("--checks", type=_names_of(tuple(smoke.CHECKS)), default=list(smoke.CHECKS), help=", ".join(smoke.CHECKS))
     add("--python", type=Path, action="append", default=[], metavar="PATH", help="an interpreter that may be used")
+    add("--torch-from", type=Path, action="append", default=[], metavar="PATH", help=LENT)
     add("--torch-index", metavar="URL", help="where pip looks for torch as well; one with builds for CPUs")
     add("--cuda", action="store_true", help="take a build of torch for CUDA, too: gigabytes")
     add("--complete", action="store_true", help="fail if a pair could not be checked")
