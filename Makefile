@@ -8,13 +8,14 @@ JOBS   ?= 2
 RESULTS ?= bench/results
 BENCH  ?=
 ONLY   ?=
+RELEASE ?=
 
 VENV  := .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready-torch-$(TORCH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint matrix downstream bench format clean
+.PHONY: help setup demo test lint matrix downstream bench release release-check format clean
 
 help:
 	@echo "make demo    train a small GPT on two processes (options: DEMO='--strategy zero2')"
@@ -22,6 +23,8 @@ help:
 	@echo "make matrix  the larger sweeps of the test suite"
 	@echo "make downstream  other people's libraries, beside torch's FSDP2 (ONLY=accelerate)"
 	@echo "make bench   the benchmarks, half an hour; JSON and charts under $(RESULTS)/ (BENCH='--only memory')"
+	@echo "make release-check  wheel and sdist, installed where nothing else is and tried (RELEASE=--all)"
+	@echo "make release VERSION=0.1.0  the version in pyproject.toml and the section in CHANGELOG.md; commits nothing"
 	@echo "make format  rewrite the sources as ruff likes them"
 	@echo "make clean   remove the environment, caches and runs"
 
@@ -56,6 +59,14 @@ downstream: $(READY)
 
 bench: $(READY)
 	$(BIN)/python bench/run_all.py --results $(RESULTS) $(BENCH)
+
+# Needs no environment of its own: it makes one for each pair of Python and torch.
+release-check:
+	$(PYTHON) release/check.py $(RELEASE)
+
+# Changes files of the working tree and nothing else: no commit, no tag, no upload.
+release: $(READY)
+	$(BIN)/python release/prepare.py $(VERSION)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

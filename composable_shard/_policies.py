@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 
-from ._errors import ShardConfigTypeError, ShardConfigValueError
+from ._errors import ShardConfigTypeError, ShardConfigUnsupportedError, ShardConfigValueError
 from ._torch.core import default_reduce_dtype
 from ._torch.distributed import AllGather as AllGather
 from ._torch.distributed import DataParallelMeshDims as DataParallelMeshDims
@@ -360,7 +361,8 @@ class DiskOffloadPolicy(OffloadPolicy):
 
     Raises:
         ShardConfigTypeError: `directory` is no path, or `pin_memory` no bool.
-        ShardConfigValueError: `memory` is not positive or no whole number.
+        ShardConfigValueError: `memory` is not positive or no whole number; or the system is not Linux (as a
+            `ShardConfigUnsupportedError`, which is also a NotImplementedError).
     """
 
     directory: str | os.PathLike[str]
@@ -368,6 +370,11 @@ class DiskOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
+        if not sys.platform.startswith("linux"):
+            raise ShardConfigUnsupportedError(
+                f"DiskOffloadPolicy: this system is {sys.platform}, and state on disk needs Linux (files without "
+                "names, reads and writes past the page cache); keep it in memory, or train on Linux"
+            )
         if not isinstance(self.directory, str | os.PathLike) or not isinstance(os.fspath(self.directory), str):
             raise ShardConfigTypeError(f"DiskOffloadPolicy.directory={self.directory!r}: expected a path")
         if not isinstance(self.pin_memory, bool):

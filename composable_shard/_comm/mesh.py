@@ -222,13 +222,20 @@ def _axis(mesh: DeviceMesh, axis: int | None) -> tuple[int, int, dist.ProcessGro
     return (1, 0, None) if axis is None else (mesh.size(axis), mesh.get_local_rank(axis), mesh.get_group(axis))
 
 
-def default_device_type() -> str:
-    """The device type of this machine's accelerator, else ``cpu``.
+def accelerator() -> torch.device | None:
+    """This machine's accelerator, without an index; None if it has none that ranks can communicate from.
 
-    The check matters: a build of torch for an accelerator names its type also on machines that have none.
+    The check matters: a build of torch for an accelerator names its type also on machines that have none. On a Mac it
+    names Apple's (``mps``), for whose tensors it has no collectives.
     """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator.type if accelerator is not None else "cpu"
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None or device.type == "mps" else device
+
+
+def default_device_type() -> str:
+    """The device type of this machine's accelerator, else ``cpu``."""
+    device = accelerator()
+    return device.type if device is not None else "cpu"
 
 
 def ensure_process_group() -> None:

@@ -260,11 +260,18 @@ def _torch(seen: Environment) -> Support:
 def _system(seen: Environment) -> Support:
     if sys.platform == "linux":
         return Support("operating system", "yes", "Linux")
+    if sys.platform == "darwin":
+        return Support("operating system", "untested", "macOS: on CPUs, and without offload to disk")
     return Support("operating system", "no", f"{seen.platform['system']}: the library needs Linux")
 
 
+def _accelerators(seen: Environment) -> list[str]:
+    """The kinds of devices that ranks can train on, beside the CPU."""
+    return sorted({device.kind for device in seen.devices} - {"cpu", "mps"})
+
+
 def _transports(seen: Environment) -> Support:
-    kinds = sorted({device.kind for device in seen.devices} - {"cpu"})
+    kinds = _accelerators(seen)
     backend = {"cuda": "nccl", "xpu": "xccl"}.get(kinds[0] if kinds else "", "gloo")
     forced = seen.variables.get("COMPOSABLE_SHARD_TRANSPORT")
     ending = f"; COMPOSABLE_SHARD_TRANSPORT asks for {forced!r}" if forced else ""
@@ -280,7 +287,7 @@ def _transports(seen: Environment) -> Support:
 
 
 def _compiling(seen: Environment) -> Support:
-    needed = ["C++ compiler", "Python.h", *(["triton"] if len(seen.devices) > 1 else [])]
+    needed = ["C++ compiler", "Python.h", *(["triton"] if _accelerators(seen) else [])]
     missing = [name for name in needed if seen.tools[name] is None]
     if missing:
         where = "" if "triton" in missing else " on CPU"

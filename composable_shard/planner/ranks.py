@@ -25,6 +25,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
+from .._comm.mesh import accelerator
 from .._errors import ComposableShardError, RankFailedError, ShardConfigValueError, WorldTimeoutError
 from .._torch.distributed import launched
 from . import host
@@ -85,8 +86,7 @@ def check_ranks(ranks: int) -> None:
 
 def default_ranks(asked: str) -> int:
     """How many ranks a node gets: one for each of several accelerators, if these are asked for; else 2."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return 2 if asked == "cpu" or accelerator is None else max(2, torch.accelerator.device_count())
+    return 2 if asked == "cpu" or accelerator() is None else max(2, torch.accelerator.device_count())
 
 
 def device_kind(asked: str, local_ranks: int) -> str:
@@ -95,11 +95,11 @@ def device_kind(asked: str, local_ranks: int) -> str:
     Raises:
         ShardConfigValueError: there is no such device, or less than one for each rank.
     """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    kind = ("cpu" if accelerator is None else accelerator.type) if asked == "auto" else asked
+    device = accelerator()
+    kind = ("cpu" if device is None else device.type) if asked == "auto" else asked
     if kind == "cpu":
         return kind
-    if accelerator is None or accelerator.type != kind:
+    if device is None or device.type != kind:
         raise ShardConfigValueError(f"device: this process sees no {kind} device; measure the processors with 'cpu'")
     count = torch.accelerator.device_count()
     if count < local_ranks:

@@ -150,6 +150,11 @@ def test_an_accelerator_that_torch_is_built_for_is_the_default_only_where_it_is_
     assert default_device_type() == expected
 
 
+def test_apples_accelerator_is_no_default_for_torch_has_no_collectives_for_it(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
+    assert default_device_type() == "cpu"
+
+
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator: its devices have numbers")
 def test_the_device_of_an_accelerator_has_its_number():
     kind = torch.accelerator.current_accelerator().type

@@ -290,7 +290,7 @@ class _View(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         view = view[: max(0, self._length - self._at)]
-        count = os.preadv(self._descriptor, [view], self._begin + self._at) if len(view) else 0
+        count = files.read_at(self._descriptor, view, self._begin + self._at) if len(view) else 0
         self._at += count
         return count
 
@@ -376,4 +376,4 @@ def check(stored: Stored, wanted: Mapping[str, Sequence[tuple[SavedTensor, torch
 
 
 def _read(descriptor: int, buffer: memoryview, begin: int, end: int) -> int:
-    return os.preadv(descriptor, [buffer[: end - begin]], begin)
+    return files.read_at(descriptor, buffer[: end - begin], begin)

@@ -180,9 +180,24 @@ def read_into(descriptor: int, view: memoryview, at: int, path: Path) -> int:
     try:  # without `_doing`, which takes longer than to read a small tensor
         if observe is not None:
             observe("read", path)
-        return os.preadv(descriptor, [view], at)
+        return read_at(descriptor, view, at)
     except OSError as error:
         raise _of(path, error) from None
+
+
+def _copied(descriptor: int, view: memoryview, at: int) -> int:
+    """`read_at` on a system that reads only into memory of its own, as macOS before version 11."""
+    data = os.pread(descriptor, len(view), at)
+    view[: len(data)] = data
+    return len(data)
+
+
+def _direct(descriptor: int, view: memoryview, at: int) -> int:
+    return os.preadv(descriptor, [view], at)
+
+
+read_at: Callable[[int, memoryview, int], int] = _direct if hasattr(os, "preadv") else _copied
+"""Read bytes of an open file from a place in it into a view of bytes; gives how many, none at its end."""
 
 
 def buffer(size: int) -> memoryview:

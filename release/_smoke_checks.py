@@ -1,0 +1,257 @@
+"""What is tried in an environment that has the package: commands in an empty folder, and what they must say."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from _distributions import ROOT, unpack
+
+SMOKE = Path(__file__).parent / "smoke"
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+TUTORIALS = {
+    "01": "01_train_gpt.py --size tiny --steps 6 --sample 20 --evaluation 32 --precision float32 --out runs/01",
+    "02": "02_compile.py --size tiny --steps 2 --backend aot_eager --device cpu",
+    "03": "03_plan_memory_and_overlap.py",
+    "04": "-m pytest -q -p no:cacheprovider 04_test_a_layer.py",
+    "05": "05_checkpoint_and_resume.py",
+    "06": "06_launch.py --steps 4 --save-every 2",
+    "train": "train.py --model tiny --sequence 16 --steps 6 --evaluation 16 --sample 0",
+}
+# Of the suite: a few files that take seconds. `make test` runs all of it, in the checkout.
+TESTS = ("tests/tools/test_words.py", "tests/plan/test_layout.py", "tests/planner/test_link_fit.py")
+EXTRAS = "cli,plot,checkpoint"
+PASSED, FAILED = "passed", "failed"
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a check ended.
+
+    Attributes:
+        name: of the check.
+        outcome: "passed" or "failed".
+        seconds: that it took.
+        detail: its last line of output, or the end of what it wrote where it failed.
+    """
+
+    name: str
+    outcome: str
+    seconds: float
+    detail: str = ""
+
+
+@dataclass
+class Installation:
+    """An environment that has the package, and an empty folder.
+
+    Attributes:
+        python: its interpreter.
+        folder: where commands run. Nothing of the checkout is in it but copies of the files that are run.
+        artifact: the wheel or the sdist that was installed.
+        version: that the package must have.
+        pip: options of pip for each installation that follows, such as the torch to keep.
+        limit_s: seconds that a command may take.
+    """
+
+    python: Path
+    folder: Path
+    artifact: Path
+    version: str
+    pip: Sequence[str] = ()
+    limit_s: float = 900.0
+    environment: dict[str, str] = field(default_factory=lambda: clean_environment(os.environ))
+
+    def run(self, *arguments: object, folder: Path | None = None) -> str:
+        """Run the environment's Python; gives what it wrote.
+
+        Raises:
+            RuntimeError: it failed, or did not end; the message is the end of what it wrote.
+        """
+        return self.call(str(self.python), *arguments, folder=folder)
+
+    def call(self, *command: object, folder: Path | None = None) -> str:
+        """Run any command, as `run` does."""
+        process = subprocess.Popen(
+            [str(each) for each in command],
+            cwd=folder or self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=self.limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with the ranks that it has started
+            output, _ = process.communicate()
+            raise RuntimeError(f"still running after {self.limit_s:.0f} s\n{output[-2000:]}") from None
+        if process.returncode:
+            raise RuntimeError(f"exit code {process.returncode}\n{output[-2000:]}")
+        return output
+
+    def install(self, *packages: str) -> str:
+        return self.run("-m", "pip", "install", "--quiet", *self.pip, *packages)
+
+
+def clean_environment(variables: dict[str, str] | os._Environ[str]) -> dict[str, str]:
+    """Variables under which nothing outside of an environment can be imported, and ranks meet on this machine."""
+    kept = {name: value for name, value in variables.items() if not name.startswith(("PYTHON", "COMPOSABLE_SHARD_"))}
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    fixed = {"PYTHONNOUSERSITE": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {"GLOO_SOCKET_IFNAME": loopback, **kept, **fixed}
+
+
+def last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else ""
+
+
+# ------------------------------------------------------------------------------------------------------- the checks
+
+
+def compiles(it: Installation) -> str:
+    """This Python can read all files of the package, and warns of none; without torch."""
+    source = "import importlib.util; print(importlib.util.find_spec('composable_shard').submodule_search_locations[0])"
+    folder = last_line(it.run("-c", source))
+    it.run("-W", "error", "-m", "compileall", "-q", "-f", folder)
+    return f"{sum(1 for _ in Path(folder).rglob('*.py'))} files"
+
+
+def imports(it: Installation) -> str:
+    return last_line(it.run("imports.py", it.version))
+
+
+def training(it: Installation) -> str:
+    here = ("--standalone", "--local-addr", "127.0.0.1")
+    return last_line(it.run(*TORCHRUN, *here, "training.py"))
+
+
+def command(it: Installation) -> str:
+    for output in (it.run("-m", "composable_shard", "--help"), it.call(it.python.with_name("composable-shard"), "-h")):
+        if "measure-links" not in output:
+            raise RuntimeError(f"the help names no commands:\n{output}")
+    return "both show their help"
+
+
+def first_page(it: Installation) -> str:
+    """The script of the description that came with the package, by the command beside it."""
+    source = "from importlib.metadata import metadata; print(metadata('composable-shard').get_payload())"
+    it.folder.joinpath("train.py").write_text(script_of(it.run("-c", source)))
+    output = it.run(*TORCHRUN, "train.py")
+    losses = [float(loss) for loss in re.findall(r"^step +\d+: loss ([\d.]+)$", output, flags=re.MULTILINE)]
+    if len(losses) < 2 or losses[-1] > losses[0] - 1:
+        raise RuntimeError(f"the loss does not fall:\n{output[-2000:]}")
+    return f"loss {losses[0]} to {losses[-1]}"
+
+
+def script_of(page: str) -> str:
+    """The first script of the first page."""
+    if not (match := re.search(r"^```python\n(.*?)^```$", page.replace("\r\n", "\n"), re.MULTILINE | re.DOTALL)):
+        raise RuntimeError("the description of the package has no script")
+    return match[1]
+
+
+def types(it: Installation) -> str:
+    """mypy knows the package's types: of `typed.py` it refuses the last line, and no other."""
+    it.install(next(each for each in project_extra(it, "dev") if each.startswith("mypy")))
+    cache = it.folder / "mypy_cache"
+    source = (
+        "import sys; from mypy import api; out, err, code = api.run(sys.argv[1:]); print(out, err)"  # its code is 1
+    )
+    output = it.run("-c", source, "--strict", f"--cache-dir={cache}", "typed.py")
+    return verdict_of_mypy(output, last=len(it.folder.joinpath("typed.py").read_text().splitlines()))
+
+
+def verdict_of_mypy(output: str, last: int) -> str:
+    """What mypy must say of `typed.py`, whose wrong line is the last one."""
+    errors = re.findall(r"^typed\.py:(\d+): error: .*\[([\w-]+)\]$", output, flags=re.MULTILINE)
+    if errors != [(str(last), "arg-type")]:
+        raise RuntimeError(f"mypy should refuse the last line alone:\n{output[-2000:]}")
+    return "mypy sees them"
+
+
+def extras(it: Installation) -> str:
+    it.install(f"{it.artifact}[{EXTRAS}]")
+    return last_line(it.run("imports.py", it.version))
+
+
+def tutorials(it: Installation) -> str:
+    """Each tutorial at a small size, from copies; the one for Ray is left out."""
+    it.install(next(each for each in project_extra(it, "dev") if re.match(r"pytest[~=<>]", each)))
+    folder = it.folder / "tutorials"
+    shutil.copytree(ROOT / "tutorials", folder, ignore=shutil.ignore_patterns("__pycache__", "runs"))
+    for name, arguments in TUTORIALS.items():
+        try:
+            it.run(*arguments.split(), folder=folder)
+        except RuntimeError as error:
+            raise RuntimeError(f"{name}: {error}") from None
+    return f"{len(TUTORIALS)} scripts"
+
+
+def tests(it: Installation) -> str:
+    """Of an sdist: pytest collects all tests of the unpacked files, and a few of them run."""
+    it.install(f"{it.artifact}[dev]")
+    inside = unpack(it.artifact, it.folder / "unpacked")
+    pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    collected = last_line(it.run(*pytest, "--collect-only", "-m", "", "tests", folder=inside))
+    return f"{collected}; {last_line(it.run(*pytest, *TESTS, folder=inside))}"
+
+
+def project_extra(it: Installation, extra: str) -> list[str]:
+    """Requirements of an extra, as the installed package names them."""
+    source = "from importlib.metadata import requires; print('\\n'.join(requires('composable-shard')))"
+    lines = (line.partition(";") for line in it.run("-c", source).splitlines())
+    return [name.strip() for name, _, marker in lines if re.search(rf"extra == ['\"]{extra}['\"]", marker)]
+
+
+WITHOUT_TORCH = "compiles"
+CHECKS: dict[str, Callable[[Installation], str]] = {
+    WITHOUT_TORCH: compiles,
+    "imports": imports,
+    "training": training,
+    "command": command,
+    "first page": first_page,
+    "types": types,
+    "extras": extras,
+    "tutorials": tutorials,
+    "tests": tests,
+}  # in this order: the first five have torch and numpy alone beside them
+SHOWS = {
+    WITHOUT_TORCH: "it can be installed, and this Python can read every file",
+    "imports": "version, py.typed, and every module, with torch and numpy alone",
+    "training": "two gloo ranks beside the unsharded model: losses, weights; a checkpoint saved and loaded",
+    "command": "python -m composable_shard, and composable-shard",
+    "first page": "the script of the description that came with the package",
+    "types": "mypy --strict on a file that uses the package",
+    "extras": f"imports again, with the extras {EXTRAS}",
+    "tutorials": "each at a small size, but the one for Ray",
+    "tests": "of an sdist: pytest collects all tests from its files, and runs a few",
+}
+
+
+def checks_for(artifact: Path, chosen: Sequence[str]) -> list[str]:
+    """Names of the checks of an artifact, in their order."""
+    return [name for name in CHECKS if name in chosen and (name != "tests" or artifact.name.endswith(".tar.gz"))]
+
+
+def run_checks(it: Installation, names: Sequence[str]) -> Iterator[Result]:
+    """Run them one after another; one that fails does not end the others."""
+    for file in SMOKE.glob("*.py"):
+        shutil.copy(file, it.folder)
+    for name in names:
+        begun = time.monotonic()
+        try:
+            detail, outcome = CHECKS[name](it), PASSED
+        except (RuntimeError, StopIteration, OSError) as error:
+            detail, outcome = f"{error}" or type(error).__name__, FAILED
+        yield Result(name, outcome, time.monotonic() - begun, detail)
