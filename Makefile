@@ -14,7 +14,7 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.ready-torch-$(TORCH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint matrix downstream bench format clean
+.PHONY: help setup demo test lint matrix downstream bench docs format clean
 
 help:
 	@echo "make demo    train a small GPT on two processes (options: DEMO='--strategy zero2')"
@@ -22,6 +22,7 @@ help:
 	@echo "make matrix  the larger sweeps of the test suite"
 	@echo "make downstream  other people's libraries, beside torch's FSDP2 (ONLY=accelerate)"
 	@echo "make bench   the benchmarks, half an hour; JSON and charts under $(RESULTS)/ (BENCH='--only memory')"
+	@echo "make docs    the documentation as a site: open site/index.html; a warning is an error"
 	@echo "make format  rewrite the sources as ruff likes them"
 	@echo "make clean   remove the environment, caches and runs"
 
@@ -30,7 +31,7 @@ help:
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "torch==$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[cli,plot,checkpoint,dev]" "torch==$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[cli,plot,checkpoint,dev,docs]" "torch==$(TORCH)"
 	rm -f $(VENV)/.ready-torch-*
 	touch $@
 
@@ -57,9 +58,12 @@ downstream: $(READY)
 bench: $(READY)
 	$(BIN)/python bench/run_all.py --results $(RESULTS) $(BENCH)
 
+docs: $(READY)
+	$(BIN)/python tools/build_site.py
+
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis runs
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis runs build/site site
