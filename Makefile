@@ -15,7 +15,7 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.ready-torch-$(TORCH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint matrix downstream bench release release-check format clean
+.PHONY: help setup demo test lint matrix downstream bench docs release release-check format clean
 
 help:
 	@echo "make demo    train a small GPT on two processes (options: DEMO='--strategy zero2')"
@@ -25,6 +25,7 @@ help:
 	@echo "make bench   the benchmarks, half an hour; JSON and charts under $(RESULTS)/ (BENCH='--only memory')"
 	@echo "make release-check  wheel and sdist, installed where nothing else is and tried (RELEASE=--all)"
 	@echo "make release VERSION=0.1.0  the version in pyproject.toml and the section in CHANGELOG.md; commits nothing"
+	@echo "make docs    the documentation as a site: open site/index.html; a warning is an error"
 	@echo "make format  rewrite the sources as ruff likes them"
 	@echo "make clean   remove the environment, caches and runs"
 
@@ -33,7 +34,7 @@ help:
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "torch==$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[cli,plot,checkpoint,dev]" "torch==$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[cli,plot,checkpoint,dev,docs]" "torch==$(TORCH)"
 	rm -f $(VENV)/.ready-torch-*
 	touch $@
 
@@ -68,9 +69,12 @@ release-check:
 release: $(READY)
 	$(BIN)/python release/prepare.py $(VERSION)
 
+docs: $(READY)
+	$(BIN)/python tools/build_site.py
+
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis runs
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis runs build/site site

@@ -114,8 +114,6 @@ def explain_out_of_memory(model: nn.Module, *optimizers: Optimizer) -> Iterator[
     Put it around a step; without an error it costs a walk through the modules. It can decorate a function, too. An
     error in an eager forward, a gather or a reduction of a sharded model has the note anyway. No error has it twice.
 
-    ::
-
         with cs.explain_out_of_memory(model, optimizer):
             loss_of(model, batch).backward()
             optimizer.step()

@@ -392,8 +392,6 @@ def log_to(
 ) -> TrainingLog:
     """Log figures of training: what the user knows of a step beside what the library knows of it.
 
-    ::
-
         with cs.log_to(model, "runs/1/steps.jsonl", every=10) as log:
             for batch in batches:
                 loss = loss_of(model, batch)

@@ -108,12 +108,10 @@ def average_by_tokens(
     (padding, packing, the end of an epoch). With this loss, the averaged gradients are those of one process that takes
     the mean over the tokens of all ranks. Where all ranks have as many tokens, gradients stay the same to the bit.
 
-    ::
-
         loss = cs.average_by_tokens(mean_loss, tokens)  # 0-dim; equal on all ranks
         loss.backward()
 
-    With gradient accumulation the tokens of all microbatches have to be known before the first backward::
+    With gradient accumulation the tokens of all microbatches have to be known before the first backward:
 
         total = cs.total_tokens(sum(tokens_of(batch) for batch in microbatches))
         losses = []

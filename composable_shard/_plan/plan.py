@@ -245,7 +245,9 @@ class ShardPlan:
         """This plan with a new schedule.
 
         Args:
-            prefetch, pool, costs: replace this plan's; None leaves them as they are.
+            prefetch: replaces this plan's policy; None leaves it as it is, and so for the others.
+            pool: replaces this plan's budget.
+            costs: replaces what this plan knows of times, in seconds.
 
         Raises:
             PoolBudgetError: a group does not fit into the budget.

@@ -30,7 +30,7 @@ class Ragged(Placement):
     """Cut dim 0 into shards of unequal size, each a multiple of so many rows, the last one excepted.
 
     What `shard_placement_fn` gives for parameters whose blocks of rows must stay together, as those of an optimizer
-    that quantizes its state by blocks. Of b blocks each of n ranks holds ``ceil(b / n)``, the last ones fewer or none::
+    that quantizes its state by blocks. Of b blocks each of n ranks holds ``ceil(b / n)``, the last ones fewer or none:
 
         cs.fully_shard(block, shard_placement_fn=lambda p: cs.Ragged(16) if p.ndim == 2 else None)
 

@@ -43,7 +43,13 @@ def async_save(
     then does nothing else. What nobody has asked for is waited for, and its failure printed, when the interpreter ends.
 
     Args:
-        directory, state, step, keep, overwrite, checksum, process_group: as `save` takes them.
+        directory: of the checkpoints of a run, as of `save`; so are all arguments but the last.
+        state: what to save, by name.
+        step: of the training.
+        keep: after the save, remove all but so many newest checkpoints.
+        overwrite: replace a checkpoint of the same step.
+        checksum: "xxh3", "crc32" or "sha256".
+        process_group: of the ranks that save; by default all.
         progress: is called with the bytes that this rank has written, and those that it is to write, now and then, in
             a thread of its own.
 
@@ -51,7 +57,7 @@ def async_save(
         the save: its result, whether it has ended, how far it is.
 
     Raises:
-        What `save` raises before it writes; a CheckpointError if the save before this one has failed.
+        CheckpointError: the save before this one has failed; besides, what `save` raises before it writes.
     """
     ranks = Ranks(process_group)
     writer = background().writer

@@ -43,7 +43,7 @@ def in_backward(
 ) -> InBackward:
     """Step each group of parameters inside of backward, as soon as its gradients are reduced, and free these at once.
 
-    So the gradients of all groups never exist together::
+    So the gradients of all groups never exist together:
 
         optimizer = cs.optim.in_backward(model, lambda params: torch.optim.AdamW(params, lr=1e-3))
         for batch in batches:

@@ -57,8 +57,6 @@ def owned(
 ) -> Owned:
     """An optimizer of any class that needs whole matrices, for sharded parameters.
 
-    ::
-
         matrices = [(n, p) for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
         muon = cs.optim.owned(torch.optim.Muon, matrices, lr=0.02, blocks={"*.qkv.weight": cs.optim.Blocks(64)})
         others = {id(p) for _, p in matrices}

@@ -142,7 +142,8 @@ def advise(
         memory_per_device: bytes, in the place of the machine's.
         host_memory_per_device: bytes of the host for each device, likewise. If they are known, offload must fit into
             them, and strategies with the optimizer's state on disk are considered.
-        intra_node, inter_node: bytes per second of the links within nodes and between them, likewise.
+        intra_node: bytes per second of the links within nodes, likewise.
+        inter_node: bytes per second of the links between nodes, likewise.
         batch: sequences of a step for each device.
         sequence: tokens of a sequence, in the place of the shape's; a factory needs it.
         precision: ``float32``, ``bfloat16-mixed`` (parameters, optimizer and reductions in float32),

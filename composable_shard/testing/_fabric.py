@@ -234,7 +234,8 @@ def fabric(
         bandwidth_Bps: bytes per second that a rank sends while it receives as many.
         rank: which of them this process is.
         ranks_per_node: ranks of a node; it divides the world.
-        inter_latency_s, inter_bandwidth_Bps: the same of groups that span nodes; needed beside `ranks_per_node`.
+        inter_latency_s: the same of groups that span nodes; needed beside `ranks_per_node`.
+        inter_bandwidth_Bps: likewise.
         clock: `"real"`, `"virtual"` or `"streams"`.
 
     Raises:

@@ -19,7 +19,7 @@ def fake(world_size: int, rank: int = 0, *, mesh: Axes | None = None, device: st
     """Be one rank of a world whose other ranks do not exist.
 
     Collectives return at once and what they give is meaningless; shapes, plans, records and memory are those of a world
-    of that size::
+    of that size:
 
         with testing.fake(512) as world:
             cs.fully_shard(layer, mesh=world.mesh)
@@ -27,7 +27,7 @@ def fake(world_size: int, rank: int = 0, *, mesh: Axes | None = None, device: st
             testing.assert_peak_bytes(layer, at_most=3 << 20)
 
     Under torch's ``FakeTensorMode`` (of ``torch._subclasses.fake_tensor``) nothing takes memory or time: so a model of
-    any size, made and sharded there, is traced, at any batch and length::
+    any size, made and sharded there, is traced, at any batch and length:
 
         with testing.fake(512, mesh={"dp": 64, "tp": 8}) as world, FakeTensorMode():
             ...

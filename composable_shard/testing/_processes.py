@@ -319,7 +319,7 @@ class Processes:
 def processes(world_size: int, *, mesh: Axes | None = None, timeout: float = JOB_LIMIT_S) -> Processes:
     """A world of `world_size` ranks that are processes and talk over gloo, to run functions in.
 
-    It is used as `spmd` is::
+    It is used as `spmd` is:
 
         losses = testing.processes(2)(body)  # by rank
 

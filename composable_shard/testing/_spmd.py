@@ -191,8 +191,6 @@ def spmd(
 ) -> Spmd:
     """A world of `world_size` ranks in this process, to run functions in.
 
-    ::
-
         def body(world):
             layer = cs.fully_shard(nn.Linear(8, 8), mesh=world.mesh)
             ...

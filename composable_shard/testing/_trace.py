@@ -94,7 +94,7 @@ def trace(model: nn.Module, step: Callable[[], object]) -> str:
 
     The lines of the record (``UNSHARD blocks.3``; see `Record`) with ``COMPUTE blocks.3`` where the forward of a
     sharded module begins, ``COMPUTE blocks.3 backward`` where its backward does, and ``COMPUTE blocks.3 again`` where a
-    checkpoint runs its forward once more::
+    checkpoint runs its forward once more:
 
         print(testing.trace(model, lambda: model(x).sum().backward()))
 
@@ -153,8 +153,6 @@ def collectives() -> Iterator[Counter[str]]:
 
 def assert_collectives(what: Callable[[], T], /, **expected: int) -> T:
     """Call `what` and assert that this rank launches exactly these collectives, and no other kind; returns its result.
-
-    ::
 
         testing.assert_collectives(lambda: layer(x).sum().backward(), all_gather=2, reduce_scatter=1)
 

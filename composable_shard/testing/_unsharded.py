@@ -265,7 +265,8 @@ def assert_matches_unsharded(
             cannot escape, as it does with Adam.
         steps: number of steps.
         compile: True compiles both sides with Inductor, a name with that backend.
-        atol, rtol: how far a value may be off: ``atol + rtol * |unsharded value|``.
+        atol: how far a value may be off, beside what `rtol` allows: ``atol + rtol * |unsharded value|``.
+        rtol: the part of the unsharded value by which a value may be off.
         seed: of all random numbers; dropout draws the same on both sides.
         timeout: seconds for the sharded side.
 

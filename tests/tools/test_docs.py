@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import os
 import re
 import shlex
@@ -21,7 +22,8 @@ PACKAGE = ROOT / "composable_shard"
 README = ROOT / "README.md"
 TRAINING = ROOT / "docs" / "training.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "bench" / "README.md"]
+REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
+LINKED = [*PAGES, *REFERENCE, ROOT / "CONTRIBUTING.md", ROOT / "bench" / "README.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -85,6 +87,7 @@ def test_the_life_of_a_parameter_has_twelve_steps_whose_files_and_names_exist():
     assert wings == {"_module", "_group", "_engine", "_plan", "_memory", "_comm", "_graph"}
 
 
+CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#\s]*)(?:#([\w-]+))?\)")
 
 
@@ -98,7 +101,7 @@ HEADING = re.compile(r"^#+ .*$", re.MULTILINE)
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_between_pages_leads_somewhere(page):
-    for target, anchor in LINK.findall(page.read_text()):
+    for target, anchor in LINK.findall(CODE.sub("", page.read_text())):
         leads_to = (page.parent / target) if target else page
         assert leads_to.exists(), target
         assert not anchor or anchor in anchors(leads_to.read_text()), f"{target}#{anchor}"
@@ -185,6 +188,111 @@ def test_the_examples_about_quantized_weights_run(tmp_path, monkeypatch):
 
     merged, before = spmd(2)(body)[0]
     assert abs(merged - before) < 0.5 * before
+
+
+# Of each how-to page: the ranks, and which of them see the same batch and so have the same losses.
+HOW_TO = {
+    "tensor_parallel": (4, [{0, 1}, {2, 3}]),
+    "hsdp": (4, []),
+    "experts": (4, []),
+    "pipelines": (4, []),
+    "long_sequences": (4, [{0, 1}, {2, 3}]),
+    "lora": (2, []),
+}
+
+
+def run_examples(page, ranks, tmp_path, monkeypatch):
+    """Run the Python blocks of a page one after the other, as all ranks; gives the names that each has at the end."""
+    monkeypatch.chdir(tmp_path)
+    path = ROOT / "docs" / f"{page}.md"
+    examples = re.findall(r"^```python\n(.*?)^```$", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert examples
+
+    def body(world):
+        names = {}
+        for example in examples:
+            exec(compile(example, str(path), "exec"), names)
+        return names
+
+    return spmd(ranks)(body)
+
+
+def test_the_examples_on_the_how_to_pages_train(tmp_path, monkeypatch):
+    for page, (ranks, alike) in HOW_TO.items():
+        losses = [names["losses"] for names in run_examples(page, ranks, tmp_path, monkeypatch)]
+        assert any(losses), page
+        for each in filter(None, losses):  # the first stage of a pipeline has no losses
+            assert len(each) > 3, page
+            assert each[-1] < 0.95 * each[0], page
+        for same in alike:
+            assert len({tuple(losses[rank]) for rank in same}) == 1, page
+        assert len({tuple(each) for each in losses if each}) > 1, "batches differ by rank"
+
+
+def test_the_examples_about_monitoring_run(tmp_path, monkeypatch):
+    level = logging.getLogger("composable_shard").level
+    try:
+        names = run_examples("monitoring", 2, tmp_path, monkeypatch)[0]
+    finally:
+        logging.getLogger("composable_shard").setLevel(level)
+    folder = tmp_path / "runs" / "monitored"
+    lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4]
+    assert json.loads((folder / "step.json").read_text())["traceEvents"]
+    assert names["figures"]["pool/peak_bytes"] == names["figures"]["plan/peak_bytes"] > 0
+    assert {name for line in lines for name in line} >= {"train/loss", "train/skipped_steps", "step/tokens_per_second"}
+    assert names["figures"].keys() >= {"pool/fallbacks", "plan/replans"}
+
+
+def started(folder, *arguments):
+    """What torchrun prints when it is called with these arguments in a folder."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    output, errors = finish(process, limit_s=280)
+    assert process.returncode == 0, errors
+    return output
+
+
+@pytest.mark.timeout(600)
+def test_the_page_for_the_beginning_is_a_script_that_plans_trains_compiles_and_goes_on(tmp_path):
+    """Its first command runs eagerly here, as the page allows, and the second one compiled."""
+    page = (ROOT / "docs" / "getting_started.md").read_text()
+    by_language = {}
+    for language, block in re.findall(r"^```(\w+)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL):
+        by_language.setdefault(language, []).append(block)
+    assert by_language.keys() == {"python", "text", "sh"}
+    commands = [shlex.split(block) for block in by_language["sh"]]
+    assert [command[0] for command in commands] == ["torchrun", "torchrun"]
+    script = "\n".join(by_language["python"])
+    eager = script.replace("run = cs.compile(model)", "run = model")
+    assert eager != script
+    losses = []
+    for command, source in zip(commands, (eager, script), strict=True):
+        (tmp_path / "train.py").write_text(source)
+        output = started(tmp_path, *command[1:])
+        found_plan = "".join(by_language["text"]) in output
+        assert found_plan == (command[2] == "2")  # the page shows that of two ranks
+        losses.append([(int(step), float(loss)) for step, loss in re.findall(r"^step (\d+): loss (.+)$", output, re.M)])
+    assert [step for run in losses for step, _ in run] == [10, 20, 30, 40, 50, 60]
+    first, second = ([loss for _, loss in run] for run in losses)
+    assert first == sorted(first, reverse=True)
+    assert second[-1] < first[-1]
+
+
+def test_every_error_is_explained():
+    page = (ROOT / "docs" / "errors.md").read_text()
+    kinds = defined((PACKAGE / "_errors.py").read_text())
+    kinds = {name for name in kinds if "." not in name}
+    assert len(kinds) > 25
+    assert {name for name in kinds if not re.search(rf"`(composable_shard\.)?{name}`", page)} == set()
 
 
 def test_the_picture_on_the_first_page_is_made_by_the_script_beside_it():

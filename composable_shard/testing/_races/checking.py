@@ -87,7 +87,7 @@ def races(world: int = 4, rank: int = 0, *, mesh: Axes | None = None, check: boo
     On an accelerator streams run side by side. What is launched on one comes after what was launched on another only if
     an event says so; where one is missing, results are wrong now and then. Here everything runs in the order of the
     program, and what is looked at is whether the streams would have had to keep that order. It counts in any timing, so
-    one step shows it; but only for what ran, in the order in which it ran::
+    one step shows it; but only for what ran, in the order in which it ran:
 
         def test_my_hook_has_no_race():
             with testing.races(world=4) as checked:
