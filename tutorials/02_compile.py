@@ -90,7 +90,7 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def draw(sides: dict[str, Side], path: Path) -> None:
+def draw_graphs(sides: dict[str, Side], path: Path) -> None:
     """The nodes of the graphs, from left to right, and the step times below."""
     letters = {"G": ("all-gather", PALE), "m": ("matrix product", BLUE), "R": ("reduce-scatter", SAND)}
     letters["w"] = ("wait", GREY)
@@ -143,7 +143,7 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, Side]:
     apart = max((max(step) - min(step)) / min(step) for step in zip(*(s.losses for s in sides.values()), strict=True))
     say(f"losses of all ways agree: {apart:.0e} apart at most, relatively")
     if dist.get_rank() == 0:
-        draw(sides, options.out / "graphs.png")
+        draw_graphs(sides, options.out / "graphs.png")
         print(f"the graphs and the step times: {options.out / 'graphs.png'}", flush=True)
     dist.barrier()
     return sides

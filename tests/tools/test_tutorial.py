@@ -23,7 +23,8 @@ from _launched import descendants, finish, kill
 from _pool import POOL, distributed, more
 from composable_shard import checkpoint
 
-TUTORIALS = Path(__file__).parents[2] / "tutorials"
+ROOT = Path(__file__).parents[2]
+TUTORIALS, PAGE = ROOT / "tutorials", ROOT / "docs" / "tutorials.md"
 
 
 # ------------------------------------------------------------------------------- strategies agree
@@ -291,3 +292,21 @@ def test_the_tutorial_on_adapters_trains_them_alone_as_the_planner_advises(tmp_p
     saved = [key for key in manifest["manifest"]["tensors"] if key.startswith("adapters.")]
     assert len(saved) == 2 * 2 * 4  # two of each of four layers of two blocks
     assert all(key.endswith(("/up/weight", "/down/weight")) for key in saved)
+
+
+# ---------------------------------------------------------------------------------------- the page
+
+
+def test_every_command_of_the_page_is_taken_and_every_picture_is_one_of_its_script():
+    page = PAGE.read_text()
+    commands = re.findall(r"^\.venv/bin/python tutorials/(\w+)\.py(.*)$", page, re.MULTILINE)
+    assert [name[:2] for name, _ in commands] == ["02", "03", "04", "05", "06"]
+    for name, arguments in commands:
+        assert (TUTORIALS / f"{name}.py").exists()
+        parse = getattr(importlib.import_module(name), "parse", None)
+        assert parse is None or parse(arguments.split()) is not None
+    pictures = set(re.findall(r"`runs/(\d\d)/(\w+\.png)`", page))
+    assert {number for number, _ in pictures} == {"02", "04", "05", "06"}
+    for number, picture in pictures:
+        (script,) = TUTORIALS.glob(f"{number}_*.py")
+        assert re.search(rf"\b{picture}\"", script.read_text()), f"{script.name}: {picture}"
