@@ -1,5 +1,6 @@
 """One rank of `figures.py`, losses: the demo's training (`tutorials/01_train_gpt.py`), step by step."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from _models import GPTBlock, tutorial
 from _step_worker import run
 
 # The demo's own code shards; what is compiled is compiled as by `_engines.build`.
-STRATEGIES = {"single": "none", "ours": "zero3", "fsdp2": "fsdp2", "ddp": "ddp"}
+STRATEGIES = {"single": "none", "ours": "zero3", "fsdp2": "fsdp2"}
 
 
 def measure(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
@@ -25,7 +26,6 @@ def measure(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
         size=settings["size"],
         steps=settings["steps"],
         batch=settings["windows"] // world,
-        evaluation=0,
         precision="float32",
     )
     device = torch.device("cpu")
@@ -36,7 +36,9 @@ def measure(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     optimizer = demo.make_optimizer(model, options)
     if name.endswith(_engines.PLACED):
         model = _engines.placed(model, settings["backend"])
-    history = demo.train(model, optimizer, demo.load_corpus(), options, device)
+    position = demo.begin(options)
+    position.next_evaluation = math.inf  # none: what is compiled would be compiled for it again
+    history = demo.train(model, optimizer, demo.load_corpus(), options, device, position)
     return {"losses": [moment.loss for moment in history], "seconds": history[-1].seconds}
 
 

@@ -32,7 +32,7 @@ WORKER, LOSSES_WORKER = (Path(__file__).with_name(f"_{name}_worker.py") for name
 REFERENCE, COMPUTE, SINGLE = "fsdp2", "compute", "single"
 ENGINES = "single,ddp,fsdp1,fsdp2,fsdp2-blocks,ours,ours-blocks,ours-placed-whole"
 WITH_KINDS = ("plain", "ddp", "fsdp2", "ours")  # of which memory.py knows whose memory is whose
-WITH_LOSSES = (SINGLE, "ddp", "fsdp2", "fsdp2-blocks", "ours", "ours-blocks", "ours-placed-whole")
+WITH_LOSSES = (SINGLE, "fsdp2", "fsdp2-blocks", "ours", "ours-blocks", "ours-placed-whole")
 LOSS_STEPS_SHOWN = (1, 10, 100, 1000)
 
 
@@ -78,7 +78,7 @@ class LossResult:
     Attributes:
         world: ranks, which share the windows of a step out among them.
         apart: for `fsdp2` and `single`, how far the losses are from those at most, relatively, and at which step.
-        seconds: of the training, evaluations included.
+        seconds: of the training, what compiles included.
     """
 
     size: str
