@@ -135,13 +135,26 @@ def shard_units(name: str, model: nn.Module, units: Sequence[nn.Module], mesh: D
 
 def compiled_whole(model: nn.Module) -> nn.Module:
     """A model that has run, compiled as one graph each way, its operators executed one by one where they are placed."""
+    return placed(model, "aot_eager")
+
+
+def placed(model: nn.Module, backend: str) -> nn.Module:
+    """A sharded model of ours compiled as one graph each way, in which the library places the communication."""
     import composable_shard
 
-    return composable_shard.compile(model, backend="aot_eager")
+    return composable_shard.compile(model, backend=backend)
+
+
+def compile_blocks(model: nn.Module, block: type[nn.Module], backend: str) -> None:
+    """Let each block of a model be compiled on its own, in place; before it is sharded."""
+    for child in model.modules():
+        if isinstance(child, block):
+            child.compile(fullgraph=True, backend=backend)
 
 
 ENGINES: dict[str, Build] = {
     "plain": _plain,
+    "single": _plain,
     "compute": _plain,
     "ours": _ours,
     "ours-none-ahead": _ours_none_ahead,
@@ -169,14 +182,10 @@ def build(
     sharded.
     """
     if name.endswith(BLOCKS):
-        for child in model.modules():
-            if isinstance(child, block):
-                child.compile(fullgraph=True, backend=backend)
+        compile_blocks(model, block, backend)
     built = ENGINES[name](model, block, mesh)
     if name.endswith(PLACED):
-        import composable_shard
-
-        return composable_shard.compile(built, backend=backend)
+        return placed(built, backend)
     return torch.compile(built, fullgraph=True, backend=backend) if name.endswith(WHOLE) else built
 
 

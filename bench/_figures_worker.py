@@ -1,4 +1,4 @@
-"""One rank of `figures.py`: the five figures of one engine."""
+"""One rank of `figures.py`: the figures of one engine in a training run."""
 
 import os
 import statistics
@@ -91,6 +91,7 @@ def measure(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     warnings.filterwarnings("ignore")  # older engines and checkpoints speak of what is to come
     size, name, device = settings["size"], settings["engine"], settings["device"]
     mesh = init_device_mesh(device, (world,))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(os.environ["BENCH_FOLDER"], "compiled"))  # nothing is in it
     forget_peak()
     before = memory()
     _engines.load(name)
@@ -99,7 +100,7 @@ def measure(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
         whole = [GPT(SIZES[size])]
 
     def start() -> Side:
-        model = _engines.build(name, whole.pop(), GPTBlock, mesh)
+        model = _engines.build(name, whole.pop(), GPTBlock, mesh, settings["backend"])
         return Side(name, model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
 
     def step(number: int) -> None:

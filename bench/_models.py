@@ -1,6 +1,6 @@
 """The models that the benchmarks run."""
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -90,19 +90,15 @@ class GPT2Stack(nn.Module):
         return self.norm(x)
 
 
-def _tutorial_gpt() -> ModuleType:
-    """The tutorials' GPT: one model for what is shown and what is measured."""
-    path = Path(__file__).parents[1] / "tutorials" / "_gpt.py"
-    spec = importlib.util.spec_from_file_location("_gpt", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["_gpt"] = module
-    spec.loader.exec_module(module)
-    return module
+def tutorial(name: str) -> ModuleType:
+    """A module of the tutorials: one model, and one training, for what is shown and what is measured."""
+    folder = str(Path(__file__).parents[1] / "tutorials")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(name)
 
 
-_gpt = _tutorial_gpt()
+_gpt = tutorial("_gpt")
 GPT: type[nn.Module] = _gpt.GPT
 GPTBlock: type[nn.Module] = _gpt.Block
 GPTConfig = _gpt.GPTConfig

@@ -72,6 +72,24 @@ def _lowest(figures: dict[tuple[str, str], Any]) -> float:
     return min(middle - down for middle, down, _ in map(_whiskers, figures.values()))
 
 
+@dataclass
+class Curves:
+    """Lines over the numbers of steps; of those that lie on one another the first is the widest."""
+
+    title: str
+    unit: str
+    figures: dict[str, list[float]] = field(default_factory=dict)
+
+    def draw(self, axes: Axes) -> None:
+        for i, (name, curve) in enumerate(self.figures.items()):
+            width = 1.0 + 2.0 * (len(self.figures) - 1 - i)
+            axes.plot(range(1, len(curve) + 1), curve, linewidth=width, alpha=0.6, label=name)
+        axes.set_title(self.title, fontsize=10)
+        axes.set_ylabel(self.unit)
+        axes.set_xlabel("step")
+        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
 def overhead(results: Results) -> Iterable[Panel]:
     added = Panel("Host time that the runtime adds", "us per module and step")
     device = Panel("From first kernel to last", "us per module and step")
@@ -139,8 +157,9 @@ def memory(results: Results) -> Iterable[Panel]:
     return *panels.values(), resident
 
 
-def figures(results: Results) -> Iterable[Panel]:
+def figures(results: Results) -> Iterable[Panel | Curves]:
     titles = {
+        "step_ms": ("Time of a step", "ms"),
         "peak_mb": ("Peak memory", "MB"),
         "start_s": ("Start-up", "s"),
         "tokens_s": ("Speed", "tokens / s"),
@@ -149,13 +168,27 @@ def figures(results: Results) -> Iterable[Panel]:
         "read_s": ("Checkpoint read", "s"),
     }
     panels = {key: Panel(*title) for key, title in titles.items()}
+    regimes = Panel("A step by regime: tokens a rank, Gb/s", "over FSDP2's")
+    waits = Panel("Share of communication by regime", "of a step")
+    losses = Curves("The demo's losses", "nats a byte")
+    apart = Curves("The demo's losses, apart from FSDP2's", "relatively")
+    living = [r for r in results if "runtime" in r]
     for r in results:
-        for key, figure in r["figures"].items():
+        for key, figure in r.get("figures", {}).items():
             panels[key].add(r["engine"], r["size"], figure)
-    return panels.values()
+        if "gbps" in r:
+            group = f"{r['tokens']:,}\n{r['gbps']:g}"
+            regimes.add(group, r["engine"], r["over_fsdp2"])
+            waits.add(group, r["engine"], r["share"])
+        if "losses" in r:
+            losses.figures[r["engine"]] = r["losses"]
+    if (reference := losses.figures.get("fsdp2")) is not None:
+        for name, curve in losses.figures.items():
+            apart.figures[name] = [abs(a - b) / b for a, b in zip(curve, reference, strict=True)]
+    return *panels.values(), *memory(living), regimes, waits, losses, apart
 
 
-PANELS: dict[str, Callable[[Results], Iterable[Panel]]] = {
+PANELS: dict[str, Callable[[Results], Iterable[Panel | Curves]]] = {
     "overhead": overhead,
     "overlap": overlap,
     "step": step,

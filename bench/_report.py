@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,11 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values))
 
     def __str__(self) -> str:
-        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return self.shown(3)
+
+    def shown(self, digits: int) -> str:
+        """The median and, in brackets, what is beside it."""
+        return f"{self.median:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
 def integers(text: str) -> list[int]:
@@ -70,8 +75,9 @@ def ratios(text: str) -> list[float]:
 
 
 def about(device: str) -> dict[str, Any]:
-    """Versions, the device on which the figures are made, and the machine."""
+    """The day, versions, the device on which the figures are made, and the machine."""
     return {
+        "date": datetime.now(UTC).date().isoformat(),
         "device": device,
         "card": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
@@ -97,6 +103,13 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], cap
 def console() -> Console:
     """A console that is wide enough for the tables also where the output is a file."""
     return Console() if sys.stdout.isatty() else Console(width=180)
+
+
+def save(options: argparse.Namespace, name: str, results: Sequence[Any], device: str = "cpu") -> None:
+    """Writes one benchmark's figures with all of its options, if they name a file for it (`--json`)."""
+    if options.json:
+        settings = {key: value for key, value in vars(options).items() if key != "json"}
+        write_json(options.json, name, settings, results, device)
 
 
 def write_json(path: Path, name: str, settings: dict[str, Any], results: Sequence[Any], device: str = "cpu") -> None:

@@ -1,27 +1,39 @@
-"""Five figures of a training run side by side: torch's FSDP1, FSDP2 and DDP, and ours.
+"""A training run side by side: one process, torch's DDP, FSDP1 and FSDP2, and ours, eager and compiled.
 
     python bench/figures.py --size 50m
+    python bench/figures.py --parts regimes
+    python bench/figures.py --parts losses --loss-size 3m
 
-Peak memory, start-up, tokens a second, the share of a step that communication takes, and the time to
-write and read a checkpoint; the GPT of the tutorials in float32 with AdamW on gloo, or on NCCL with a
-card for each rank. Every engine runs in processes of its own; the launches take turns and ratios are
-formed within a turn.
+*Run*: step time, tokens a second, start-up, peak memory, the share of a step that communication takes, and the time to
+write and read a checkpoint; the GPT of the tutorials in float32 with AdamW on gloo, or on NCCL with a card for each
+rank. Every engine runs in processes of its own; the launches take turns and ratios are formed within a turn. *Kinds*:
+the peak by kind of bytes, by memory.py. *Regimes*: steps with few tokens a rank or many, on slow links and on fast
+ones, on a simulated network (`_regimes.py`). *Losses*: the demo's training step by step, beside FSDP2 and beside one
+process; the exit status is 1 if they differ by more than `--tolerance`. All but the run are of the CPU.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import _device
 import _engines
 import _launch
+import _regimes
 import _report
+import memory
 from _models import SIZES
 
-WORKER = Path(__file__).with_name("_figures_worker.py")
-REFERENCE, COMPUTE = "fsdp2", "compute"
+WORKER, LOSSES_WORKER = (Path(__file__).with_name(f"_{name}_worker.py") for name in ("figures", "losses"))
+REFERENCE, COMPUTE, SINGLE = "fsdp2", "compute", "single"
+ENGINES = "single,ddp,fsdp1,fsdp2,fsdp2-blocks,ours,ours-blocks,ours-placed-whole"
+WITH_KINDS = ("plain", "ddp", "fsdp2", "ours")  # of which memory.py knows whose memory is whose
+WITH_LOSSES = (SINGLE, "fsdp2", "fsdp2-blocks", "ours", "ours-blocks", "ours-placed-whole")
+LOSS_STEPS_SHOWN = (1, 10, 100, 1000)
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,7 @@ class Figure:
 
 
 FIGURES = {
+    "step_ms": Figure("step, ms", 1),
     "peak_mb": Figure("peak memory, MB", 0),
     "start_s": Figure("start-up, s", 2),
     "tokens_s": Figure("tokens / s", 0),
@@ -47,7 +60,8 @@ FIGURES = {
 class EngineResult:
     """The figures of an engine by name (see `FIGURES`), and the ratios to those of FSDP2.
 
-    `communication` is (step - compute alone) / step: what the engine itself costs is in it.
+    `communication` is (step - compute alone) / step: what the engine itself costs is in it. What is compiled is
+    compared with compute that is compiled.
     """
 
     size: str
@@ -57,28 +71,66 @@ class EngineResult:
     ratios: dict[str, _report.Spread]
 
 
+@dataclass(frozen=True)
+class LossResult:
+    """The demo's losses with an engine, nats a byte, one a step.
+
+    Attributes:
+        world: ranks, which share the windows of a step out among them.
+        apart: for `fsdp2` and `single`, how far the losses are from those at most, relatively, and at which step.
+        seconds: of the training, what compiles included.
+    """
+
+    size: str
+    world: int
+    engine: str
+    losses: list[float]
+    apart: dict[str, tuple[float, int]]
+    seconds: float
+
+
+Result = EngineResult | memory.LiveResult | _regimes.RegimeResult | LossResult
+
+
+# ------------------------------------------------------------------------------- a run, on gloo or NCCL
+
+
+def launched(
+    script: Path, world: int, settings: dict[str, Any], options: argparse.Namespace, device: str
+) -> dict[str, Any]:
+    """What a worker with these settings found. Raises _launch.WorkerError."""
+    text = _launch.launch(
+        script,
+        json.dumps(settings | {"backend": options.backend}),
+        world=world,
+        timeout=options.timeout,
+        tuned=options.malloc == "tuned",
+        device=device,
+    )
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def compute_of(engine: str) -> str:
+    """Whose step it is without communication."""
+    return f"{COMPUTE}{_engines.WHOLE}" if engine.endswith((_engines.WHOLE, _engines.BLOCKS)) else COMPUTE
+
+
 def once(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """One launch of every engine. Raises _launch.WorkerError."""
     found = {}
-    for name in dict.fromkeys([COMPUTE, *options.engines]):
-        settings = {key: getattr(options, key) for key in ("size", "batch", "steps", "device")} | {"engine": name}
-        text = _launch.launch(
-            WORKER,
-            json.dumps(settings),
-            world=options.world,
-            timeout=options.timeout,
-            tuned=options.malloc == "tuned",
-            device=options.device,
-        )
-        found[name] = json.loads(text)
-    compute = found.pop(COMPUTE)["step_s"]
+    for name in dict.fromkeys([*map(compute_of, options.engines), *options.engines]):
+        world = 1 if name == SINGLE else options.world  # the one process has the sequences of all
+        settings = {key: getattr(options, key) for key in ("size", "steps", "device")}
+        settings |= {"engine": name, "batch": options.batch * options.world // world}
+        found[name] = launched(WORKER, world, settings, options, options.device)
     tokens = options.world * options.batch * SIZES[options.size].context
-    return {name: _figures(raw, compute, tokens) for name, raw in found.items()}
+    return {name: _figures(found[name], found[compute_of(name)]["step_s"], tokens) for name in options.engines}
 
 
 def _figures(raw: dict[str, float], compute_s: float, tokens: int) -> dict[str, float]:
     figures = {key: raw[key] for key in ("start_s", "write_s", "read_s")}
-    figures["tokens_s"] = tokens / raw["step_s"]
+    figures |= {"step_ms": 1e3 * raw["step_s"], "tokens_s": tokens / raw["step_s"]}
     figures["communication"] = (raw["step_s"] - compute_s) / raw["step_s"]
     if raw["peak"] is not None:
         figures["peak_mb"] = raw["peak"] / 1e6
@@ -92,32 +144,31 @@ def evaluate(turns: list[dict[str, dict[str, float]]], options: argparse.Namespa
         return _report.Spread.of([turn[name][key] / turn[REFERENCE][key] for turn in turns])
 
     compared = [key for key in turns[0][options.engines[0]] if FIGURES[key].compared and REFERENCE in options.engines]
-    return [
-        EngineResult(
-            size=options.size,
-            world=options.world,
-            engine=name,
-            figures={key: _report.Spread.of([turn[name][key] for turn in turns]) for key in turns[0][name]},
-            ratios={key: ratio(name, key) for key in compared},
-        )
-        for name in options.engines
-    ]
+    results = []
+    for name in options.engines:
+        figures = {key: _report.Spread.of([turn[name][key] for turn in turns]) for key in turns[0][name]}
+        if name == SINGLE:
+            del figures["communication"]  # it has none
+        ratios = {key: ratio(name, key) for key in compared}
+        results.append(EngineResult(options.size, options.world, name, figures, ratios))
+    return results
 
 
 def show(results: list[EngineResult], options: argparse.Namespace) -> None:
     """Prints the figures and the ratios."""
-
-    def text(spread: _report.Spread, digits: int) -> str:
-        return f"{spread.median:.{digits}f} [{spread.low:.{digits}f}, {spread.high:.{digits}f}]"
-
     joined = "gloo" if options.device == _device.CPU else "NCCL"
     where = f"{options.size}, {joined}, world {options.world}"
+    keys = [key for key in FIGURES if any(key in r.figures for r in results)]
     _report.table(
         f"Figures of a training run: {where}",
-        ("engine", *(FIGURES[key].label for key in results[0].figures)),
-        [(r.engine, *(text(spread, FIGURES[key].digits) for key, spread in r.figures.items())) for r in results],
+        ("engine", *(FIGURES[key].label for key in keys)),
+        [
+            (r.engine, *(r.figures[key].shown(FIGURES[key].digits) if key in r.figures else "-" for key in keys))
+            for r in results
+        ],
         f"median [quartiles] of {options.repeats} launches an engine, in turns; {options.steps} steps each with AdamW; "
-        f"communication: (step - compute alone) / step; malloc: {options.malloc}",
+        f"communication: (step - compute alone) / step; malloc: {options.malloc}; {SINGLE}: one process, of one thread "
+        "as each rank, with the sequences of all",
     )
     if results[0].ratios:
         _report.table(
@@ -128,19 +179,112 @@ def show(results: list[EngineResult], options: argparse.Namespace) -> None:
         )
 
 
+def run(options: argparse.Namespace) -> list[EngineResult]:
+    results = evaluate([once(options) for _ in range(options.repeats)], options)
+    show(results, options)
+    return results
+
+
+# ------------------------------------------------------------------------------- kinds, regimes, losses
+
+
+def kinds(options: argparse.Namespace) -> list[memory.LiveResult]:
+    """Peaks by kind of bytes, of a step without the optimizer whose blocks are checkpoints."""
+    settings = {key: getattr(options, key) for key in ("batch", "steps", "timeout")}
+    settings |= {"engines": WITH_KINDS, "world": [options.kinds_world], "context": 32, "jobs": 1, "device": _device.CPU}
+    return memory.living(options.size, argparse.Namespace(**settings))
+
+
+def regimes(options: argparse.Namespace) -> list[_regimes.RegimeResult]:
+    results = [*_regimes.regimes(options)]
+    _regimes.show(results, options)
+    return results
+
+
+def losses(options: argparse.Namespace) -> list[LossResult]:
+    """The demo with each engine. Raises _launch.WorkerError."""
+    found = {}
+    for name in options.loss_engines:
+        world = 1 if name == SINGLE else options.world
+        settings = {
+            "engine": name,
+            "size": options.loss_size,
+            "steps": options.loss_steps,
+            "windows": 2 * options.world,
+        }
+        found[name] = world, launched(LOSSES_WORKER, world, settings, options, _device.CPU)
+        print(f"losses, {name}: {found[name][1]['seconds']:.0f} s", flush=True)
+    curves = {name: raw["losses"] for name, (_, raw) in found.items()}
+    beside = [name for name in (REFERENCE, SINGLE) if name in curves]
+    results = [
+        LossResult(
+            size=options.loss_size,
+            world=world,
+            engine=name,
+            losses=raw["losses"],
+            apart={other: furthest(raw["losses"], curves[other]) for other in beside},
+            seconds=raw["seconds"],
+        )
+        for name, (world, raw) in found.items()
+    ]
+    shown = [step for step in LOSS_STEPS_SHOWN if step <= options.loss_steps]
+    where = f"{options.loss_size}, {options.loss_steps:,} steps, gloo, world {options.world}"
+    _report.table(
+        f"Losses of the demo, nats a byte: {where}",
+        ("engine", *(f"step {step:,}" for step in shown), *(f"from {name} at most" for name in beside)),
+        [
+            (
+                r.engine,
+                *(f"{r.losses[step - 1]:.6f}" for step in shown),
+                *(f"{apart:.1e}" + (f" at {step:,}" if apart else "") for apart, step in r.apart.values()),
+            )
+            for r in results
+        ],
+        f"all engines see the same {2 * options.world} windows a step; differences are relative; the demo's AdamW, "
+        "learning rate and clipping, float32",
+    )
+    return results
+
+
+def furthest(one: Sequence[float], other: Sequence[float]) -> tuple[float, int]:
+    """The greatest relative difference of two curves, and the step, from 1, where it is."""
+    return max((abs(a - b) / b, step) for step, (a, b) in enumerate(zip(one, other, strict=True), start=1))
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Sequence[Result]]] = {
+    "run": run,
+    "kinds": kinds,
+    "regimes": regimes,
+    "losses": losses,
+}
+
+
 def parse() -> argparse.Namespace:
     """The command line's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     _device.add_option(parser)
-    add = parser.add_argument
-    add("--size", choices=SIZES, default="50m", help="of the model (default: %(default)s)")
-    add("--engines", type=_engines.parse, default="ours,fsdp2,fsdp1,ddp", help="default: %(default)s")
-    add("--world", type=int, default=2, help="ranks (default: %(default)s)")
-    add("--batch", type=int, default=1, help="sequences a rank (default: %(default)s)")
-    add("--steps", type=int, default=6, help="measured steps of a launch (default: %(default)s)")
-    add("--repeats", type=int, default=3, help="launches an engine (default: %(default)s)")
+    add, shown = parser.add_argument, "(default: %(default)s)"
+    add("--parts", type=_report.names(tuple(PARTS)), default=",".join(PARTS), help=f"what to measure {shown}")
+    add("--size", choices=SIZES, default="50m", help=f"of the model {shown}")
+    add("--engines", type=_engines.parse, default=ENGINES, help=shown)
+    add("--world", type=int, default=2, help=f"ranks {shown}")
+    add("--batch", type=int, default=1, help=f"sequences a rank {shown}")
+    add("--steps", type=int, default=6, help=f"measured steps of a launch {shown}")
+    add("--repeats", type=int, default=3, help=f"launches an engine {shown}")
     add("--malloc", choices=("default", "tuned"), default="default", help="tuned: glibc keeps pages")
-    add("--timeout", type=float, default=600.0, help="seconds for each launch (default: %(default)s)")
+    add("--backend", default="inductor", help=f"of torch.compile {shown}")
+    add("--kinds-world", type=int, default=8, help=f"simulated ranks of the kinds {shown}")
+    add("--tokens", type=_report.integers, default="512,2048,8192", help=f"regimes: of a rank {shown}")
+    add("--gbps", type=_report.ratios, default="25,100,400", help=f"regimes: gigabits a second of a rank {shown}")
+    add("--teraflops", type=float, default=400.0, help=f"regimes: of a rank {shown}")
+    add("--width", type=int, default=4096, help=f"regimes: of the model {shown}")
+    add("--regime-world", type=int, default=8, help=f"regimes: simulated ranks {shown}")
+    add("--regime-engines", type=_report.names(_regimes.ENGINES), default=",".join(_regimes.ENGINES), help=shown)
+    add("--loss-size", choices=SIZES, default="tiny", help=f"losses: of the demo's model {shown}")
+    add("--loss-steps", type=int, default=1000, help=f"losses: {shown}")
+    add("--loss-engines", type=_report.names(WITH_LOSSES), default=",".join(WITH_LOSSES), help=shown)
+    add("--tolerance", type=float, default=1e-2, help=f"losses: largest relative difference {shown}")
+    add("--timeout", type=float, default=900.0, help=f"seconds for each launch {shown}")
     add("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     options = parser.parse_args()
     if _device.too_few(options.device, options.world):
@@ -151,15 +295,18 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
+    results: list[Result] = []
     try:
-        results = evaluate([once(options) for _ in range(options.repeats)], options)
+        for part in options.parts:
+            results += PARTS[part](options)
     except _launch.WorkerError as error:
         print(f"figures.py: {error}", file=sys.stderr)
         return 1
-    show(results, options)
-    if options.json:
-        settings = {key: value for key, value in vars(options).items() if key != "json"}
-        _report.write_json(options.json, "figures", settings, results, options.device)
+    _report.save(options, "figures", results, options.device)
+    apart = [difference for r in results if isinstance(r, LossResult) for difference, _ in r.apart.values()]
+    if max(apart, default=0.0) > options.tolerance:
+        print(f"figures.py: losses differ by {max(apart):.1e}", file=sys.stderr)
+        return 1
     return 0
 
 

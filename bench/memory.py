@@ -252,7 +252,7 @@ def residing(size: str, options: argparse.Namespace) -> list[ResidentResult]:
         [
             (
                 r.engine,
-                f"{r.resident_mb.median:.0f} [{r.resident_mb.low:.0f}, {r.resident_mb.high:.0f}]",
+                r.resident_mb.shown(0),
                 str(r.ratio or "-"),
             )
             for r in results
@@ -318,9 +318,7 @@ def main() -> int:
             except _launch.WorkerError as error:
                 print(f"memory.py: {size}, {part}: {error}", file=sys.stderr)
                 return 1
-    if options.json:
-        settings = {key: value for key, value in vars(options).items() if key != "json"}
-        _report.write_json(options.json, "memory", settings, results, options.device)
+    _report.save(options, "memory", results, options.device)
     return 0
 
 

@@ -171,9 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results += [result for world in options.fabric for result in on_fabric(world, options)]
     print_table(results, f"A step of Muon: {options.layers} layers of {options.width} on gloo, "
                 f"{options.fabric_layers} of {options.fabric_width} on the fabric")  # fmt: skip
-    if options.json:
-        settings = {name: value for name, value in vars(options).items() if name != "json"}
-        _report.write_json(options.json, "optimizers", settings, results)
+    _report.save(options, "optimizers", results)
     return 0
 
 

@@ -38,7 +38,7 @@ import _simulate
 from _engines import COMPILED, compiled_whole, shard_units
 from _optimum import least_exposed
 from _simulate import Unit
-from _stand_ins import MODELS, units_of
+from _stand_ins import MODELS, Model, units_of
 from composable_shard import Costs, ShardPlan, current_plan, last_record, testing
 
 WARM_STEPS = 6
@@ -130,6 +130,10 @@ class Case:
     latency_s: float
     units: list[Unit]
 
+    def make(self) -> Model:
+        """The model of this case."""
+        return MODELS[self.model]()
+
     @property
     def compute_ms(self) -> float:
         return 1e3 * sum(unit.forward_s + unit.backward_s for unit in self.units)
@@ -159,7 +163,7 @@ class Case:
 
 def build(name: str, case: Case, mesh: DeviceMesh) -> Side:
     torch.manual_seed(0)
-    model = MODELS[case.model]()
+    model = case.make()
     return Side(name, shard_units(name, model, list(model.units()), mesh))
 
 

@@ -102,7 +102,7 @@ def show(results: list[EngineResult], options: argparse.Namespace) -> None:
     """Prints the figures and the ratios."""
     where = f"{options.size}, gloo, world {options.world}"
     rows = [
-        (r.base, r.engine, *(_text(r.figures[key], FIGURES[key][1]) for key in FIGURES), f"{r.loss:.5f}")
+        (r.base, r.engine, *(r.figures[key].shown(FIGURES[key][1]) for key in FIGURES), f"{r.loss:.5f}")
         for r in results
         if not r.error
     ]
@@ -124,10 +124,6 @@ def show(results: list[EngineResult], options: argparse.Namespace) -> None:
     for r in results:
         if r.error:
             print(f"{r.base}, {r.engine}: {r.error}")
-
-
-def _text(spread: _report.Spread, digits: int) -> str:
-    return f"{spread.median:.{digits}f} [{spread.low:.{digits}f}, {spread.high:.{digits}f}]"
 
 
 def parse() -> argparse.Namespace:
@@ -155,9 +151,7 @@ def main() -> int:
         print(f"qlora.py: {error}", file=sys.stderr)
         return 1
     show(results, options)
-    if options.json:
-        settings = {key: value for key, value in vars(options).items() if key != "json"}
-        _report.write_json(options.json, "qlora", settings, results)
+    _report.save(options, "qlora", results)
     return 0
 
 

@@ -75,9 +75,10 @@ RUNS = {
     ),
     "figures": Run(
         "figures.py",
-        "--size 10m --steps 6",
-        "--size 150m --batch 8 --steps 10",
-        "--size tiny --steps 1 --repeats 1",
+        "--size 10m --steps 6 --repeats 2",
+        "--parts run --size 150m --batch 8 --steps 10",
+        "--size tiny --steps 1 --repeats 1 --backend aot_eager --tokens 2048 --gbps 100 --loss-steps 4 "
+        "--loss-engines single,fsdp2,ours,ours-placed-whole",
     ),
     "checkpoint": Run(
         "checkpoint.py",

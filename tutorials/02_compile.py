@@ -12,7 +12,8 @@ each node that counts, in their order.
     m  matrix product                           R  reduce-scatter of its gradients
 
 The whole model is one graph each way. Forward gathers every group once; backward gathers the blocks
-again, instead of keeping their weights from forward, and reduces every group once.
+again, instead of keeping their weights from forward, and reduces every group once. runs/02/graphs.png shows them,
+with the step times.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 
 import composable_shard as cs
 from _gpt import SIZES, Block, build_gpt, next_byte_loss
+from _pictures import BLUE, GREY, PALE, SAND, picture
 from _ranks import launch, start_ranks
 from composable_shard.report import GraphReport, watch_graphs
 
@@ -57,6 +60,11 @@ class Side:
     optimizer: torch.optim.Optimizer
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    graphs: Sequence[GraphReport] = ()
+
+    @property
+    def median_ms(self) -> float:
+        return 1e3 * statistics.median(self.seconds)
 
     def step(self, windows: Tensor) -> None:
         began = time.perf_counter()
@@ -82,9 +90,29 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def run(options: argparse.Namespace) -> None:
-    """All ways on one rank."""
-    device = start_ranks(options.device)
+def draw_graphs(sides: dict[str, Side], path: Path) -> None:
+    """The nodes of the graphs, from left to right, and the step times below."""
+    letters = {"G": ("all-gather", PALE), "m": ("matrix product", BLUE), "R": ("reduce-scatter", SAND)}
+    letters["w"] = ("wait", GREY)
+    graphs = [(f"{way}, {graph.direction}", graph.sequence) for way, side in sides.items() for graph in side.graphs]
+    with picture(path, 10, 4.5, rows=2, height_ratios=(2, 1)) as (above, below):
+        for row, (_, nodes) in enumerate(graphs):
+            for letter, (_, color) in letters.items():
+                bars = [(at, 0.9) for at, node in enumerate(nodes) if node == letter]
+                above.broken_barh(bars, (row - 0.4, 0.8), facecolor=color)
+        for name, color in letters.values():
+            above.plot([], [], "s", color=color, label=name)
+        above.set_yticks(range(len(graphs)), [name for name, _ in graphs])
+        above.invert_yaxis()
+        above.set_xlabel("nodes of a graph, in their order")
+        above.legend(ncols=4, frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+        below.barh([*sides], [side.median_ms for side in sides.values()], color=BLUE)
+        below.invert_yaxis()
+        below.set_xlabel("milliseconds of a step, median")
+
+
+def run(options: argparse.Namespace, device: torch.device) -> dict[str, Side]:
+    """All ways on one rank; gives them by name."""
     config = SIZES[options.size]
     generator = torch.Generator().manual_seed(dist.get_rank())
 
@@ -99,6 +127,7 @@ def run(options: argparse.Namespace) -> None:
         side = sides[way] = Side(model, torch.optim.SGD(model.parameters(), lr=0.1))
         with watch_graphs() as graphs:
             side.step(windows)
+        side.graphs = [*graphs]
         say(describe(way, side.seconds.pop(), graphs))
 
     for i in range(2 + options.steps):  # in turns, so that what else the machine does falls on all alike
@@ -110,14 +139,17 @@ def run(options: argparse.Namespace) -> None:
                 side.seconds.clear()
     say(f"\nmedian of {options.steps} steps, in turns:")
     for way, side in sides.items():
-        say(f"  {way:<8} {1e3 * statistics.median(side.seconds):8.1f} ms")
+        say(f"  {way:<8} {side.median_ms:8.1f} ms")
     apart = max((max(step) - min(step)) / min(step) for step in zip(*(s.losses for s in sides.values()), strict=True))
     say(f"losses of all ways agree: {apart:.0e} apart at most, relatively")
+    if dist.get_rank() == 0:
+        draw_graphs(sides, options.out / "graphs.png")
+        print(f"the graphs and the step times: {options.out / 'graphs.png'}", flush=True)
     dist.barrier()
-    dist.destroy_process_group()
+    return sides
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Compile a sharded GPT in two ways, and show its graphs and step times.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -129,14 +161,16 @@ def parse() -> argparse.Namespace:
     add("--backend", default="inductor", help="of torch.compile")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--processes", type=int, default=2, help="how many to start")
-    return parser.parse_args()
+    add("--out", type=Path, default=Path("runs/02"), help="where the picture goes")
+    return parser.parse_args(arguments)
 
 
 def main() -> int:
     options = parse()
     if "LOCAL_RANK" not in os.environ:
         return launch(__file__, options.processes)
-    run(options)
+    run(options, start_ranks(options.device))
+    dist.destroy_process_group()
     return 0
 
 

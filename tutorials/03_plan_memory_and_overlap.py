@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import composable_shard as cs
+from _pictures import BLUE, GREY, PALE, SAND, picture
 from composable_shard import PoolPolicy, PrefetchPolicy, report, testing
 
 RANKS = 8
@@ -161,39 +162,32 @@ def write(run: Run, costs: cs.Costs, stem: str, out: Path) -> None:
 
 def draw_overlap(runs: list[Run], path: Path) -> None:
     """When the blocks compute and what the link carries, a panel a run."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with picture(path, 9, 1.7 * len(runs), rows=len(runs), sharex=True) as panels:
+        for axes, run in zip(panels, runs, strict=True):
+            draw_times(axes, run)
+        panels[-1].set_xlabel("milliseconds of a training step")
+        panels[0].legend(ncols=4, frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 1.0))
 
-    figure = Figure(figsize=(9, 1.7 * len(runs)), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(runs), sharex=True)
-    for axes, run in zip(panels, runs, strict=True):
-        spans = [span for span in run.record.spans if span.fqn and span.kind in ("FORWARD", "BACKWARD")]
-        waits = [span for span in run.record.spans if span.kind in ("WAIT", "REDUCED")]
-        link = {
-            kind: [each for each in run.collectives if each.kind == kind] for kind in ("all_gather", "reduce_scatter")
-        }
-        for row, color, label, times in (
-            (1, "#30638e", "compute", [(span.begin, span.end) for span in spans]),
-            (1, "#e9ecef", "waiting", [(span.begin, span.end) for span in waits]),
-            (0, "#9cc3e0", "gathers", [(each.start_s, each.finish_s) for each in link["all_gather"]]),
-            (0, "#e3a15f", "reductions", [(each.start_s, each.finish_s) for each in link["reduce_scatter"]]),
-        ):
-            bars = [(1e3 * begin, 1e3 * (end - begin)) for begin, end in times]
-            axes.broken_barh(bars, (row + 0.1, 0.8), facecolor=color, edgecolor="white", linewidth=0.5, label=label)
-        axes.set_yticks([0.5, 1.5], ["link", "compute"])
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_title(f"{run.name}: {run.exposed_ms:.1f} ms exposed", fontsize=9, loc="left")
-    panels[-1].set_xlabel("milliseconds of a training step")
-    panels[0].legend(ncols=4, frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 1.0))
-    figure.savefig(path, dpi=110)
+
+def draw_times(axes, run: Run) -> None:
+    """One panel of it."""
+    spans = [span for span in run.record.spans if span.fqn and span.kind in ("FORWARD", "BACKWARD")]
+    waits = [span for span in run.record.spans if span.kind in ("WAIT", "REDUCED")]
+    link = {kind: [each for each in run.collectives if each.kind == kind] for kind in ("all_gather", "reduce_scatter")}
+    for row, color, label, times in (
+        (1, BLUE, "compute", [(span.begin, span.end) for span in spans]),
+        (1, "#e9ecef", "waiting", [(span.begin, span.end) for span in waits]),
+        (0, PALE, "gathers", [(each.start_s, each.finish_s) for each in link["all_gather"]]),
+        (0, SAND, "reductions", [(each.start_s, each.finish_s) for each in link["reduce_scatter"]]),
+    ):
+        bars = [(1e3 * begin, 1e3 * (end - begin)) for begin, end in times]
+        axes.broken_barh(bars, (row + 0.1, 0.8), facecolor=color, edgecolor="white", linewidth=0.5, label=label)
+    axes.set_yticks([0.5, 1.5], ["link", "compute"])
+    axes.set_title(f"{run.name}: {run.exposed_ms:.1f} ms exposed", fontsize=9, loc="left")
 
 
 def draw_step(run: Run, path: Path) -> None:
     """One step, a row a group: its gathers until they are waited for, how long it stays gathered, its reduction."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     begun: dict[tuple[str, str], float] = {}
     bars: dict[str, list[tuple[int, float, float]]] = {}
     rows = {"": len(BLOCKS)} | {f"blocks.{i}": len(BLOCKS) - 1 - i for i in range(len(BLOCKS))}
@@ -210,20 +204,16 @@ def draw_step(run: Run, path: Path) -> None:
                 begun[label, span.fqn] = span.end if label == "gathered" else span.begin
         if span.kind in ("FORWARD", "BACKWARD") and span.fqn:
             bars.setdefault("forward, backward", []).append((rows[span.fqn], span.begin, span.end))
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    colors = {"gather": "#9cc3e0", "gathered": "#d5dde4", "forward, backward": "#30638e", "reduction": "#e3a15f"}
-    for label, color in colors.items():
-        for row, begin, end in bars[label]:
-            axes.broken_barh([(1e3 * begin, 1e3 * (end - begin))], (row + 0.15, 0.7), facecolor=color, label=label)
-            label = "_"  # matplotlib lists each once
-    axes.set_yticks([row + 0.5 for row in rows.values()], [name or "root" for name in rows])
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("milliseconds of a training step")
-    axes.legend(ncols=4, frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    figure.savefig(path, dpi=110)
+    colors = {"gather": PALE, "gathered": GREY, "forward, backward": BLUE, "reduction": SAND}
+    with picture(path, 9, 3.2) as axes:
+        for label, color in colors.items():
+            for row, begin, end in bars[label]:
+                axes.broken_barh([(1e3 * begin, 1e3 * (end - begin))], (row + 0.15, 0.7), facecolor=color, label=label)
+                label = "_"  # matplotlib lists each once
+        axes.set_yticks([row + 0.5 for row in rows.values()], [name or "root" for name in rows])
+        axes.tick_params(labelsize=8)
+        axes.set_xlabel("milliseconds of a training step")
+        axes.legend(ncols=4, frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def main(arguments: list[str] | None = None) -> int:

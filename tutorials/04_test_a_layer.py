@@ -1,9 +1,13 @@
 """Test a sharded layer: on a laptop, without a launcher, in one process.
 
 Copy this file, put your layer in the place of `Layer`, and run it: ``pytest tutorials/04_test_a_layer.py``.
+``python tutorials/04_test_a_layer.py`` draws the memory of a step first, in runs/04/memory.png (it needs matplotlib).
 `composable_shard` brings a pytest plugin; it knows the marker `world`. A simulated world takes some hundredths of a
 second. Ranks are threads that take turns, so a test does the same every time, and what would hang is an error at once.
 """
+
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 import composable_shard as cs
-from composable_shard import testing
+from composable_shard import report, testing
 
 
 class Layer(nn.Module):
@@ -81,4 +85,31 @@ def test_memory_at_512_ranks_is_what_the_plan_says():
         testing.assert_peak_bytes(layer)
 
 
-# 4. Tests that need a real network run on gloo, in processes that stay warm: `@pytest.mark.world(2, processes=True)`.
+# 4. What does the memory of such a step look like, when several of these layers follow one another?
+
+
+def draw_memory(path, layers=4, world_size=512):
+    """Bytes by kind and their places in the arena, as planned and as they were, on one rank of so many."""
+    with testing.fake(world_size) as world:
+        model = nn.Sequential(*(sharded(world.mesh) for _ in range(layers)))
+        cs.fully_shard(model, mesh=world.mesh)
+        for step in range(2):  # the first one learns the order
+            model(make_inputs(0, step)).sum().backward()
+        report.memory(cs.current_plan(model), path, cs.last_record(model))
+
+
+def test_the_picture_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    draw_memory(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+# 5. Tests that need a real network run on gloo, in processes that stay warm: `@pytest.mark.world(2, processes=True)`.
+
+
+if __name__ == "__main__":
+    picture = Path("runs/04/memory.png")
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    draw_memory(picture)
+    print(f"the memory of a step of four layers on 512 ranks: {picture}")
+    sys.exit(pytest.main([__file__]))

@@ -169,6 +169,15 @@ def load_weights(model: nn.Module, folder: Path, has_adapters: bool) -> None:
         raise cs.CheckpointMismatchError(f"{folder}: lacks {', '.join(sorted(missing)[:5])} of the model")
 
 
+def traced(plan: Blueprint, sequence: int, adapters: int = 0) -> Callable[[], object]:
+    """What `cs.advise` traces: a function that makes the model and its loss on sequences of so many tokens."""
+
+    def loss(model: nn.Module, sequences: int) -> Tensor:
+        return next_token_loss(model, torch.zeros(sequences, sequence + 1, dtype=torch.int64))
+
+    return lambda: (build(plan, torch.float32, adapters), loss)
+
+
 def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
     """Of the token that follows each: (batch, time, vocabulary) of (batch, time)."""
     output = model(tokens)

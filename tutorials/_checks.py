@@ -4,17 +4,15 @@ import argparse
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 import torch
-from torch import Tensor, nn
 
 import composable_shard as cs
-from _blueprints import Blueprint, blueprint, build, next_token_loss
+from _blueprints import Blueprint, blueprint, traced
 from _text import Text, files_below, tokenizer_in
-from composable_shard.planner import KNOWN
+from composable_shard.planner import KNOWN, Advice, Strategy
 
 _AT_LEAST_ONE = ("sequence", "replicas", "batch", "accumulate", "evaluation", "processes", "steps", "minutes")
 _AT_LEAST_ZERO = ("lora", "evaluate_every", "save_every", "sample")
@@ -107,30 +105,28 @@ def _check_strategy(options: argparse.Namespace, world: int) -> None:
 def _advised(options: argparse.Namespace, plan: Blueprint, world: int) -> dict[str, object]:
     """What `cs.advise` recommends, after a line that says why."""
     advice = cs.advise(
-        _traced(options, plan),
+        traced(plan, options.sequence, options.lora),
         devices=world,
         machine=options.machine or _known_machine(),
         batch=options.batch,
         sequence=options.sequence,
         precision=options.precision,
     )
-    fitting = [each for each in advice.estimates if each.fits and not each.strategy.offload]
-    if advice.recommended is None or not fitting:
+    chosen = on_devices(advice)
+    if chosen is None:
         raise SystemExit(f"--strategy auto: {advice.reason}")
-    chosen = advice.recommended.strategy if advice.recommended in fitting else fitting[0].strategy
     if os.environ.get("RANK", "0") == "0":
         print(f"strategy {chosen}: {advice.reason}", flush=True)
     settled: dict[str, object] = {"strategy": chosen.name, "replicas": chosen.layout.replicas}
     return settled | ({"checkpointing": chosen.checkpointing} if options.checkpointing == "none" else {})
 
 
-def _traced(options: argparse.Namespace, plan: Blueprint) -> Callable[[], object]:
-    """What `cs.advise` traces: a function that makes the model and its loss."""
-
-    def loss(model: nn.Module, sequences: int) -> Tensor:
-        return next_token_loss(model, torch.zeros(sequences, options.sequence + 1, dtype=torch.int64))
-
-    return lambda: (build(plan, torch.float32, options.lora), loss)
+def on_devices(advice: Advice) -> Strategy | None:
+    """The strategy to take if nothing is to be offloaded: the recommended one, or the best that fits; None if none."""
+    fitting = [each for each in advice.estimates if each.fits and not each.strategy.offload]
+    if not fitting:
+        return None
+    return advice.recommended.strategy if advice.recommended in fitting else fitting[0].strategy
 
 
 def _known_machine() -> str:

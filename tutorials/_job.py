@@ -1,6 +1,6 @@
 """A training that any launcher can start, kill and start again, also on another number of ranks.
 
-06_launch.py and 07_ray_train.py start it. What it needs of a launcher is a process group, and a directory that all of
+07_launch.py and 08_ray_train.py start it. What it needs of a launcher is a process group, and a directory that all of
 its ranks see.
 """
 

@@ -34,7 +34,7 @@ def killed_worker(run: Run) -> None:
     try:
         with launched_by(run, LIMIT_S) as launched:
             for name, kills in (("whole", False), ("cut", True)):
-                job = script(run, "07_ray_train.py", "--out", name, *long_steps)
+                job = script(run, "08_ray_train.py", "--out", name, *long_steps)
                 process = launched.start(
                     [sys.executable, *job], RAY_TMPDIR=short, RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S="150"
                 )

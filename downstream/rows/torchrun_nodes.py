@@ -37,7 +37,7 @@ def agent(where: str, is_host: bool, *arguments: str) -> list[str]:
 
 @rows("two nodes of two ranks each (c10d rendezvous), HSDP with a replica a node", **SETTINGS)
 def two_nodes(run: Run) -> None:
-    job = script(run, "06_launch.py", "--out", "run", "--steps", "12", "--replicas", "2")
+    job = script(run, "07_launch.py", "--out", "run", "--steps", "12", "--replicas", "2")
     where = endpoint()
     with launched_by(run, LIMIT_S) as launched:
         nodes = (True, False)
@@ -61,7 +61,7 @@ def two_nodes(run: Run) -> None:
 def killed_rank(run: Run) -> None:
     with launched_by(run, LIMIT_S) as launched:
         for name, kills in (("whole", False), ("cut", True)):
-            job = script(run, "06_launch.py", "--out", name, *LONG_STEPS)
+            job = script(run, "07_launch.py", "--out", name, *LONG_STEPS)
             own = ["--nnodes=1", "--nproc-per-node=2", "--max-restarts=3", "--monitor-interval=0.2"]
             process = launched.start([*agent(endpoint(), True, *own), *job], **OWN_STORE)
             if kills:
@@ -77,7 +77,7 @@ def killed_rank(run: Run) -> None:
 
 @rows("two nodes, one is killed: the other goes on alone from the checkpoint (--nnodes 1:2)", **SETTINGS)
 def lost_node(run: Run) -> None:
-    job = script(run, "06_launch.py", "--out", "run", *LONG_STEPS)
+    job = script(run, "07_launch.py", "--out", "run", *LONG_STEPS)
     where = endpoint()
     elastic = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.2"]
     with launched_by(run, LIMIT_S) as launched:

@@ -11,4 +11,4 @@ TUTORIAL = Path(__file__).parents[2] / "tutorials" / "04_test_a_layer.py"
 def test_the_tutorial_passes_where_it_was_copied_to(pytester, torch_is_loaded):
     pytester.makepyfile(test_my_layer=TUTORIAL.read_text())
     run = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "pytest_composable_shard", "--strict-markers")
-    run.assert_outcomes(passed=6)
+    run.assert_outcomes(passed=7)

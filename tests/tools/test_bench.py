@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -484,17 +485,80 @@ def test_memory_accounts_for_every_byte_and_prints_both_parts(tmp_path: Path) ->
     assert live["fsdp2"]["runtime"]["by_kind"]["reduce buffers"] > 0
 
 
+@pytest.mark.timeout(460)
 @pytest.mark.matrix
 def test_figures_stand_beside_those_of_fsdp2(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    tiny = ["--size=tiny", "--repeats=1", "--steps=1", "--timeout=120"]
-    shown = bench("figures.py", *tiny, "--engines=ours,fsdp2", f"--json={file}", limit_s=200.0)
+    tiny = ["--size=tiny", "--repeats=1", "--steps=1", "--timeout=120", "--backend=aot_eager"]
+    engines = ["single", "fsdp2", "fsdp2-blocks", "ours", "ours-blocks", "ours-placed-whole"]
+    shown = bench(
+        "figures.py", *tiny, "--parts=run,kinds", f"--engines={','.join(engines)}", f"--json={file}", limit_s=440.0
+    )
     assert "share of communication" in shown
-    results = {result["engine"]: result for result in read(file)["results"]}
-    figures = ["peak_mb", "start_s", "tokens_s", "communication", "write_s", "read_s"]
-    assert all([*result["figures"]] == figures for result in results.values())
+    assert "All bytes at their peak" in shown
+    document = read(file)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", document["about"]["date"])
+    results = {result["engine"]: result for result in document["results"] if "figures" in result}
+    assert [*results] == engines
+    figures = {"step_ms", "peak_mb", "start_s", "tokens_s", "communication", "write_s", "read_s"}
+    assert all({*result["figures"]} == figures for name, result in results.items() if name != "single")
+    assert {*results["single"]["figures"]} == figures - {"communication"}
     assert "communication" not in results["ours"]["ratios"]
     assert all(ratio["median"] == 1 for ratio in results["fsdp2"]["ratios"].values())
+    kinds = {result["engine"]: result["total"]["by_kind"] for result in document["results"] if "total" in result}
+    assert [*kinds] == ["plain", "ddp", "fsdp2", "ours"]
+    assert kinds["ours"]["unsharded parameters"] > 0 == kinds["plain"]["unsharded parameters"]
+
+
+@pytest.mark.timeout(460)
+@pytest.mark.matrix
+def test_losses_of_the_demo_are_those_of_fsdp2_and_of_one_process(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    few = ["--parts=losses", "--loss-steps=12", "--backend=aot_eager"]
+    shown = bench("figures.py", *few, f"--json={file}", limit_s=440.0)
+    assert "Losses of the demo" in shown
+    results = {result["engine"]: result for result in read(file)["results"]}
+    assert len(results) == 6
+    for name, result in results.items():
+        assert len(result["losses"]) == 12
+        assert result["losses"][-1] < result["losses"][0]
+        assert result["world"] == (1 if name == "single" else 2)
+        assert all(apart < 1e-5 for apart, _ in result["apart"].values()), name
+    done = python(str(BENCH / "figures.py"), *few, "--loss-engines=single,fsdp2", "--tolerance=1e-30", timeout=240.0)
+    assert done.returncode == 1
+    assert "losses differ by" in done.stderr
+
+
+REGIMES = r"""
+import argparse
+
+import _regimes
+import figures
+
+assert figures.furthest([1.0, 2.0, 3.0], [1.0, 4.0, 3.0]) == (0.5, 2)
+assert figures.furthest([1.0], [1.0]) == (0.0, 1)
+assert figures.compute_of("ours") == "compute"
+assert figures.compute_of("ours-placed-whole") == figures.compute_of("fsdp2-blocks") == "compute-whole"
+
+shape = {"width": 1024, "teraflops": 100.0, "regime_world": 4, "regime_engines": ["fsdp2", "ours"]}
+results = {
+    gbps: {each.engine: each for each in _regimes.results_of(512, gbps, argparse.Namespace(**shape))}
+    for gbps in (10.0, 1000.0)
+}
+parameters = (8 * 14 + 2) * 1024**2  # of blocks and head, in squares of the width
+for slow_or_fast in results.values():
+    alone, fsdp2, ours = (slow_or_fast[name] for name in ("no communication", "fsdp2", "ours"))
+    assert abs(alone.step_ms - 1e3 * 6 * 512 * parameters / 100e12) < 0.02 * alone.step_ms, alone.step_ms
+    assert fsdp2.over_fsdp2 == 1.0
+    assert alone.share == 0.0 < fsdp2.share < 1.0
+    assert abs(ours.over_fsdp2 - ours.step_ms / fsdp2.step_ms) < 1e-9
+    assert abs(ours.tokens_s - 512e3 / ours.step_ms) < 1e-6
+assert results[10.0]["fsdp2"].share > 0.8 > results[1000.0]["fsdp2"].share
+"""
+
+
+def test_regimes_take_the_compute_of_their_tokens_and_wait_more_on_slow_links(beside: Beside) -> None:
+    beside(REGIMES)
 
 
 @pytest.mark.matrix

@@ -30,8 +30,8 @@ REAL_TORCHRUN = f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run --lo
 def taken(command):
     """What torchrun takes from the words after its name, and what the script then does; or it exits."""
     options = get_args_parser().parse_args(command)
-    assert Path(options.training_script).name == "06_launch.py"
-    job = importlib.import_module("06_launch").parse(options.training_script_args)
+    assert Path(options.training_script).name == "07_launch.py"
+    job = importlib.import_module("07_launch").parse(options.training_script_args)
     ranks = int(options.nnodes.rpartition(":")[2]) * int(options.nproc_per_node)
     assert job.windows % ranks == 0, "what these ranks could not share out"
     return options, job

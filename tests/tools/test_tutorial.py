@@ -10,6 +10,7 @@ import math
 import re
 import signal
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +20,11 @@ import torch
 import _launched
 from _gpt import Corpus, bigram_entropy, build_gpt, load_corpus, next_byte_loss, spaced_windows
 from _launched import descendants, finish, kill
-from _pool import distributed, more
+from _pool import POOL, distributed, more
 from composable_shard import checkpoint
 
-TUTORIALS = Path(__file__).parents[2] / "tutorials"
+ROOT = Path(__file__).parents[2]
+TUTORIALS, PAGE = ROOT / "tutorials", ROOT / "docs" / "tutorials.md"
 
 
 # ------------------------------------------------------------------------------- strategies agree
@@ -123,6 +125,10 @@ def test_the_learning_rate_climbs_then_falls_to_a_fiftieth():
 # ------------------------------------------------------------------------------------- the command
 
 
+def assert_picture(path):
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
 def start(script, *arguments):
     return _launched.start(TUTORIALS / script, *arguments)
 
@@ -145,7 +151,7 @@ def test_the_demo_shows_its_plan_and_leaves_metrics_figures_and_a_checkpoint(tmp
     assert {"blocks.0", "blocks.1"} < {event["name"] for event in trace if event["ph"] == "X"}
     assert str(tmp_path / "timeline.json") in output
     for name in ("loss.png", "memory.png", "plan_memory.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+        assert_picture(tmp_path / name)
 
     # What was saved in shards is a whole model: one that is not sharded has the same loss.
     model = build_gpt("tiny", seed=1)
@@ -155,7 +161,6 @@ def test_the_demo_shows_its_plan_and_leaves_metrics_figures_and_a_checkpoint(tmp
     assert held_out == pytest.approx(rows[-1]["final"], rel=1e-4)
 
 
-@pytest.mark.matrix
 def test_the_tutorial_on_plans_goes_from_a_slow_schedule_to_a_hidden_one_as_predicted(tmp_path, capsys):
     threads = torch.get_num_threads()
     try:
@@ -223,34 +228,85 @@ def test_ctrl_c_ends_every_rank_and_keeps_what_was_saved(tmp_path):
         kill(ranks)
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.matrix
-def test_the_tutorial_on_compiling_shows_every_graph_and_ways_that_agree():
-    process = start("02_compile.py", "--size", "tiny", "--backend", "aot_eager", "--steps", "2")
-    output, errors = finish(process, limit_s=200)
-    assert process.returncode == 0, errors
-    eager, blocks, whole = (output.index(f"\n{way}: ") for way in ("eager", "blocks", "whole"))
-    assert "forward" not in output[eager:blocks]
-    alike = [line.split()[:2] for line in output[blocks:whole].splitlines() if "ward " in line]
-    assert alike == [["forward", "Gwmmmm"], ["backward", "GmwmmmmmmmRw"]]  # once: the blocks share them
-    graphs = [line.split()[:2] for line in output[whole:].splitlines() if "ward " in line]
-    # One group ahead, and reductions waited for behind the launch of the next one.
-    assert graphs == [["forward", "GwGwGmmmmwmmmmm"], ["backward", "GmmmwGmmmmmmmRmwmmmmmmmwRwRw"]]
-    assert "losses of all ways agree: 0e+00 apart" in output
+def ways_on_a_rank(rank, world, arguments):
+    """The tutorial on compiling on a rank of a pool; gives the graphs and the losses of each way."""
+    warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")  # where Inductor is loaded
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # which Dynamo looks for
+    tutorial = importlib.import_module("02_compile")
+    sides = tutorial.run(tutorial.parse(arguments), torch.device("cpu"))
+    return {
+        way: ([(graph.direction, graph.sequence) for graph in side.graphs], side.losses) for way, side in sides.items()
+    }
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.matrix
+def test_the_tutorial_on_compiling_shows_every_graph_and_ways_that_agree(tmp_path):
+    arguments = ["--size", "tiny", "--backend", "aot_eager", "--steps", "1", "--out", str(tmp_path)]
+    for found in POOL.run(f"{__name__}:ways_on_a_rank", 2, {"arguments": arguments}):
+        graphs, losses = ({way: each[i] for way, each in found.items()} for i in (0, 1))
+        assert graphs["eager"] == []
+        assert graphs["blocks"] == [("forward", "Gwmmmm"), ("backward", "GmwmmmmmmmRw")]  # once: the blocks share them
+        # One group ahead, and reductions waited for behind the launch of the next one.
+        assert graphs["whole"] == [("forward", "GwGwGmmmmwmmmmm"), ("backward", "GmmmwGmmmmmmmRmwmmmmmmmwRwRw")]
+        assert losses["blocks"] == losses["whole"] == losses["eager"]
+    assert_picture(tmp_path / "graphs.png")
+
+
+@pytest.mark.timeout(240)
 def test_the_tutorial_on_checkpoints_kills_itself_and_goes_on_to_the_bit(tmp_path):
-    process = start("05_checkpoint_and_resume.py", "--out", tmp_path / "05")
+    few = ["--steps", "16", "--save-every", "3", "--worlds", "1"]
+    process = start("05_checkpoint_and_resume.py", "--out", tmp_path / "05", *few)
     output, errors = finish(process, limit_s=200)
     assert process.returncode == 0, output + errors
     assert re.search(r"both ranks killed; left behind: \.step-\d{8}\.tmp-\w+, which does not count", output)
     assert re.search(r"rank 1 killed after step \d+\n  rank 0 has ended: ", output)
     assert "rank 0 of 2 goes on after step " in output
     assert "0 left behind" in output
-    assert "all 40 losses are equal, bit by bit" in output
-    for world in (1, 3):
-        assert f"rank 0 of {world} goes on after step 20" in output
-        (apart,) = re.findall(rf"^number of ranks {world}: losses differ by (\S+) at most", output, re.MULTILINE)
-        assert float(apart) < 1e-5
+    assert "all 16 losses are equal, bit by bit" in output
+    assert "rank 0 of 1 goes on after step 6" in output
+    (apart,) = re.findall(r"^number of ranks 1: losses differ by (\S+) at most", output, re.MULTILINE)
+    assert float(apart) < 1e-5
+    assert_picture(tmp_path / "05" / "losses.png")
+
+
+def adapters_on_a_rank(rank, world, arguments):
+    """The tutorial on adapters on a rank of a pool; gives the held-out losses, and the bytes that the rank keeps."""
+    tutorial = importlib.import_module("06_lora")
+    return tutorial.run(tutorial.parse(arguments), torch.device("cpu"))
+
+
+def test_the_tutorial_on_adapters_trains_them_alone_as_the_planner_advises(tmp_path, capsys):
+    tutorial = importlib.import_module("06_lora")
+    arguments = ["--shape", "layers=2,width=128,heads=4,vocabulary=512,sequence=2048", "--devices", "2"]
+    arguments += ["--size", "tiny", "--sequence", "64", "--rank", "2", "--memory", "0.8", "--out", str(tmp_path / "06")]
+    arguments += ["--base-steps", "12", "--steps", "12", "--evaluation", "16"]
+    advised = tutorial.settled(tutorial.parse(arguments))
+    output = capsys.readouterr().out
+    assert re.search(r"^  adapters: zero\d.*, in 0\.\d MiB$", output, re.MULTILINE), output
+    assert re.fullmatch(r"--strategy=zero\d", advised[0])
+    assert_picture(tmp_path / "06" / "strategies.png")
+    for losses in POOL.run(f"{__name__}:adapters_on_a_rank", 2, {"arguments": [*arguments, *advised]}):
+        assert losses["after"] < losses["before"]
+    assert_picture(tmp_path / "06" / "lora.png")
+    manifest = json.loads((tmp_path / "06" / "checkpoints" / "step-00000012" / "manifest.json").read_text())
+    saved = [key for key in manifest["manifest"]["tensors"] if key.startswith("adapters.")]
+    assert len(saved) == 2 * 2 * 4  # two of each of four layers of two blocks
+    assert all(key.endswith(("/up/weight", "/down/weight")) for key in saved)
+
+
+# ---------------------------------------------------------------------------------------- the page
+
+
+def test_every_command_of_the_page_is_taken_and_every_picture_is_one_of_its_script():
+    page = PAGE.read_text()
+    commands = re.findall(r"^\.venv/bin/python tutorials/(\w+)\.py(.*)$", page, re.MULTILINE)
+    assert [name[:2] for name, _ in commands] == ["02", "03", "04", "05", "06"]
+    for name, arguments in commands:
+        assert (TUTORIALS / f"{name}.py").exists()
+        parse = getattr(importlib.import_module(name), "parse", None)
+        assert parse is None or parse(arguments.split()) is not None
+    pictures = set(re.findall(r"`runs/(\d\d)/(\w+\.png)`", page))
+    assert {number for number, _ in pictures} == {"02", "04", "05", "06"}
+    for number, picture in pictures:
+        (script,) = TUTORIALS.glob(f"{number}_*.py")
+        assert re.search(rf"\b{picture}\"", script.read_text()), f"{script.name}: {picture}"

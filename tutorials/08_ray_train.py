@@ -1,11 +1,11 @@
 """Train under Ray: it starts the workers, starts them again when one is lost, and is told of each checkpoint.
 
     pip install "ray[train]"
-    python tutorials/07_ray_train.py   # two workers of this machine
+    python tutorials/08_ray_train.py   # two workers of this machine
 
 A worker's function is a training like any other: Ray has made the process group, and the checkpoint is this library's,
 written by all workers into a directory that all of them see. The training itself is in `_job.py`. To see it go on, give
-it `--pause 1` and kill a worker with `kill -9`; runs/07/rank-1.json has its process id.
+it `--pause 1` and kill a worker with `kill -9`; runs/08/rank-1.json has its process id.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def parse(arguments: list[str] | None = None) -> Job:
         description="Train a small GPT under Ray.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--out", type=Path, default=Path("runs/07"), help="where checkpoints go, the same directory on all nodes")
+    add("--out", type=Path, default=Path("runs/08"), help="where checkpoints go, the same directory on all nodes")
     add("--steps", type=int, default=Job.steps, help="after how many it ends")
     add("--save-every", type=int, default=Job.save_every, help="steps between checkpoints")
     add("--windows", type=int, default=Job.windows, help="of text in a step, a multiple of the number of ranks")

@@ -1,8 +1,8 @@
 """What a launcher starts on each rank: it trains, saves, and goes on from the last checkpoint when it is started again.
 
-    python tutorials/06_launch.py                                        # two processes of this machine
-    torchrun --standalone --nproc-per-node 2 tutorials/06_launch.py      # the same
-    torchrun --nnodes 2 ... tutorials/06_launch.py --replicas 2          # two nodes, each with a whole model: HSDP
+    python tutorials/07_launch.py                                        # two processes of this machine
+    torchrun --standalone --nproc-per-node 2 tutorials/07_launch.py      # the same
+    torchrun --nnodes 2 ... tutorials/07_launch.py --replicas 2          # two nodes, each with a whole model: HSDP
 
 docs/launching.md has the whole commands for nodes, and launch/ the files for Slurm and Kubernetes. The training is in
 `_job.py`. Nothing in here knows what has started it: torchrun tells each process its rank by the environment.
@@ -41,7 +41,7 @@ def parse(arguments: list[str] | None = None) -> Job:
         description="Train a small GPT, whatever starts it.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--out", type=Path, default=Path("runs/06"), help="where checkpoints go, the same directory on all nodes")
+    add("--out", type=Path, default=Path("runs/07"), help="where checkpoints go, the same directory on all nodes")
     add("--steps", type=int, default=Job.steps, help="after how many it ends")
     add("--save-every", type=int, default=Job.save_every, help="steps between checkpoints")
     add("--windows", type=int, default=Job.windows, help="of text in a step, a multiple of the number of ranks")

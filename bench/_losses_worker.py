@@ -1,0 +1,46 @@
+"""One rank of `figures.py`, losses: the demo's training (`tutorials/01_train_gpt.py`), step by step."""
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import _engines
+from _models import GPTBlock, tutorial
+from _step_worker import run
+
+# The demo's own code shards; what is compiled is compiled as by `_engines.build`.
+STRATEGIES = {"single": "none", "ours": "zero3", "fsdp2": "fsdp2"}
+
+
+def measure(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
+    """The mean loss of all ranks in each step; a step is of the same windows of text whatever the number of ranks."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(os.environ["BENCH_FOLDER"], "compiled"))
+    demo = tutorial("01_train_gpt")
+    name = settings["engine"]
+    plain = name.removesuffix(_engines.PLACED).removesuffix(_engines.BLOCKS)
+    options = demo.Options(
+        strategy=STRATEGIES[plain],
+        size=settings["size"],
+        steps=settings["steps"],
+        batch=settings["windows"] // world,
+        precision="float32",
+    )
+    device = torch.device("cpu")
+    model = demo.build_gpt(options.size, options.seed)
+    if name.endswith(_engines.BLOCKS):
+        _engines.compile_blocks(model, GPTBlock, settings["backend"])
+    demo.shard(model, options, device)
+    optimizer = demo.make_optimizer(model, options)
+    if name.endswith(_engines.PLACED):
+        model = _engines.placed(model, settings["backend"])
+    position = demo.begin(options)
+    position.next_evaluation = math.inf  # none: what is compiled would be compiled for it again
+    history = demo.train(model, optimizer, demo.load_corpus(), options, device, position)
+    return {"losses": [moment.loss for moment in history], "seconds": history[-1].seconds}
+
+
+if __name__ == "__main__":
+    run(measure)
