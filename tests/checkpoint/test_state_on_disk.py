@@ -114,7 +114,7 @@ MEASURED = """
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_a_save_in_the_background_takes_no_memory_for_state_on_disk(tmp_path, on_disk):
     command = [sys.executable, "-c", textwrap.dedent(MEASURED), str(tmp_path), str((16 << 20) * on_disk)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     background_save, ordinary = map(int, done.stdout.split())
     size = 3 * 8 * (4 << 20)

@@ -60,7 +60,7 @@ MEASURED = """
 def test_a_rehearsal_counts_what_is_resident_in_a_run(tmp_path, memory):
     count = 12
     command = [sys.executable, "-c", textwrap.dedent(MEASURED), str(tmp_path), str(memory), str(count)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     measured, peak, host, disk = map(int, done.stdout.split())
     size = count * (4 << 20)
