@@ -118,6 +118,12 @@ class File:
             weakref.finalize(self, os.close, self._direct)
         mapped: Any = torch.UntypedStorage.from_file(_path_of(self._buffered), True, nbytes)
         self._mapped: Any = torch.empty(0, dtype=torch.uint8).set_(mapped).numpy()
+        self._begin: int = mapped.data_ptr()
+        _mapped_files.add(self)
+
+    def holds(self, address: int) -> bool:
+        """Whether what lies at an address is mapped from this file."""
+        return self._begin <= address < self._begin + self._size
 
     @property
     def direct(self) -> bool:
@@ -174,6 +180,17 @@ class File:
     def _forget(self, offset: int, nbytes: int) -> None:
         """Let the page cache drop pages, or begin to write those that are yet to be written."""
         os.posix_fadvise(self._buffered, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+_mapped_files: weakref.WeakSet[File] = weakref.WeakSet()
+
+
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes lie in a file of this module, and come into memory when they are read."""
+    if not _mapped_files or not tensor.is_cpu or not tensor.numel():
+        return False
+    address = tensor.data_ptr()
+    return any(file.holds(address) for file in list(_mapped_files))
 
 
 def _all_of(memory: memoryview, offset: int, move: Callable[[memoryview, int], int]) -> None:

@@ -17,8 +17,9 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .._errors import OffloadError, ShardConfigStateError, ShardConfigTypeError, ShardConfigValueError
-from .._policies import DiskOffloadPolicy, HostOffloadPolicy, OffloadPolicy
+from .._policies import DiskOffloadPolicy, HostOffloadPolicy, OffloadPolicy, keeps_shards_on_host
 from .._torch.core import HANDLES, between_graphs, has_memory, never_trace
+from .elsewhere import StateElsewhere, rehearsed
 from .state_on_disk import StateOnDisk, Step, local_part
 from .state_on_host import StateOnHost
 
@@ -69,6 +70,10 @@ class _Keeper(Protocol):
 
 def note_policy(params: Iterable[Sharded], policy: OffloadPolicy) -> None:
     """Note of the parameters of a group that their optimizer's state is to be kept as a policy says."""
+    params = list(params)
+    rehearsal = rehearsed()
+    if rehearsal is not None and keeps_shards_on_host(policy):
+        rehearsal.note(params)
     if _keeps_state_apart(policy):
         for each in params:
             key = id(each)
@@ -317,7 +322,7 @@ def offload_optimizer(optimizer: AnyOptimizer, policy: OffloadPolicy | None = No
 
     Returns:
         `optimizer`; as it was where the policy changes nothing, as `HostOffloadPolicy` without an accelerator, or
-        for fake tensors.
+        for fake tensors outside of `estimate`.
 
     Raises:
         ShardConfigTypeError: `optimizer` is no optimizer of torch's, or LBFGS, or holds state that cannot be offloaded.
@@ -329,6 +334,8 @@ def offload_optimizer(optimizer: AnyOptimizer, policy: OffloadPolicy | None = No
     _check(optimizer, policy)
     params = _params_of(optimizer)
     chosen = policy if policy is not None else _policy_of(params)
+    if _keeps_state_apart(chosen) and rehearsed() is not None:
+        return take_over(optimizer, StateElsewhere(chosen), keeps_all=policy is not None)
     if not _keeps_state_apart(chosen) or not any(_applies(chosen, param) for param in params):
         return optimizer
     keeper: _Keeper
@@ -338,6 +345,13 @@ def offload_optimizer(optimizer: AnyOptimizer, policy: OffloadPolicy | None = No
         # DTensors know no other fused step of torch's.
         keeper = StateOnHost(bool(getattr(chosen, "pin_memory", True)), isinstance(optimizer, torch.optim.Adam))
     return take_over(optimizer, keeper, keeps_all=policy is not None)
+
+
+def rehearsed_apart(optimizer: Optimizer) -> tuple[StateElsewhere, list[torch.Tensor]] | None:
+    """Who would keep the state of an optimizer in a rehearsal, and of which parameters; None of other optimizers."""
+    if not isinstance(optimizer, OffloadedOptimizer) or not isinstance(optimizer._keeper, StateElsewhere):
+        return None
+    return optimizer._keeper, optimizer.apart(list(optimizer.state))  # within a step, param groups have a part
 
 
 def in_memory(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

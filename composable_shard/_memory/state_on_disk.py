@@ -226,7 +226,7 @@ class StateOnDisk:
         self.workspace = workspace_of(policy)
         self.files = Files(policy.directory)  # type: ignore[arg-type]  # a Path since the policy was made
         self._name_of = name_of
-        self._large = max(BLOCK, min(_LARGE, self.workspace.capacity // 4 & -BLOCK))
+        self._large = most_in_a_unit(self.workspace.capacity)
         self._units: dict[torch.Tensor, Unit | None] = {}  # of each parameter; None where its state has nothing to move
         self._ratio = 0.0  # at most, of a state's bytes to its parameter's
 
@@ -472,6 +472,16 @@ class StateOnDisk:
                 f"{where} is on {local.device}; an optimizer with state on disk steps on the CPU, so shard with "
                 "fully_shard(..., offload_policy=DiskOffloadPolicy(...)), which keeps shards there"
             )
+
+
+def most_in_a_unit(memory: int) -> int:
+    """Bytes of state that a unit has at most, where a policy allows so much memory; a parameter may have more."""
+    return max(BLOCK, min(_LARGE, memory // 4 & -BLOCK))
+
+
+def bytes_on_disk(state: Mapping[str, Any]) -> int:
+    """Bytes of a parameter's state that are read and written in a step."""
+    return sum(aligned(_nbytes(local_part(value)), _LINE) for value in state.values() if _moves(value))
 
 
 def _moves(value: Any) -> bool:

@@ -21,6 +21,8 @@ from .state_on_disk import local_part
 
 _PART = 64 << 20  # bytes of shards that are stepped at a time
 _AHEAD = 2  # parts that are on the host at once beside the one that is stepped
+_AT_ONCE = 2 * _AHEAD + 1  # parts: those that come, the one that is stepped, and those that go back
+MOST_COPIES = 2 * _AT_ONCE * _PART  # bytes of copies of shards and gradients, where no parameter is larger than a part
 States = MutableMapping[Any, dict[str, Any]]
 Step = Callable[[Sequence[Any], Sequence[Any]], None]  # parameters, and what is stepped in their place
 
@@ -128,6 +130,14 @@ class StateOnHost:
         return dtensor_at(host, tensor.device_mesh, tensor.placements, tensor) if isinstance(tensor, DTensor) else host
 
 
+def bytes_of_copies(params: Sequence[torch.Tensor]) -> int:
+    """Bytes of the copies of shards and gradients that are on the host at once, at most, in a step of parameters."""
+    if not params:
+        return 0
+    sizes = [sum(map(_nbytes, part)) for part in _parts_of(params)]
+    return 2 * max(sum(sizes[begin : begin + _AT_ONCE]) for begin in range(len(sizes)))
+
+
 def _back(part: Sequence[torch.Tensor], twins: Sequence[torch.Tensor]) -> Steps[None]:
     for param, twin in zip(part, twins, strict=True):
         local_part(param.detach()).copy_(local_part(twin.detach()), non_blocking=True)
@@ -143,11 +153,15 @@ def _parts_of(params: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     part: list[torch.Tensor] = []
     nbytes = 0
     for param in params:
-        local = local_part(param)
-        size = local.numel() * local.element_size()
+        size = _nbytes(param)
         if part and nbytes + size > _PART:
             yield part
             part, nbytes = [], 0
         part.append(param)
         nbytes += size
     yield part
+
+
+def _nbytes(param: torch.Tensor) -> int:
+    local = local_part(param)
+    return local.numel() * local.element_size()

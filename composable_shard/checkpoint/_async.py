@@ -6,18 +6,20 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from .._errors import CheckpointError
+from .._memory.disk import is_mapped
 from ._format.manifest import NAME, SavedFile
 from ._format.writing import FileLayout, stage
 from ._io.process import WriterProcess
 from ._pending import PendingSave, background
 from ._ranks import Ranks
-from ._save import Prepared, Request, finish, prepare, prune, write_own
+from ._save import Prepared, Request, finish, prepare, prune, see, write_own
 from ._store import RankLostError, StoreRanks, can_talk
 
 
@@ -38,6 +40,9 @@ def async_save(
     with a process of its own, which writes it. That memory is as large as this rank's file, is kept for the next save,
     and there is only one: a save that is called while another one goes on waits for it first. The checkpoint is
     committed when all ranks have written, as `save` does it.
+
+    Where an optimizer's state is on disk (`DiskOffloadPolicy`), which is there to save memory, nothing is copied: the
+    call itself writes this rank's file, some of the state in memory at a time, and only the commit goes on after it.
 
     A failure is raised on all ranks: by `PendingSave.result`, or else by the next `save`, `async_save` or `wait`, which
     then does nothing else. What nobody has asked for is waited for, and its failure printed, when the interpreter ends.
@@ -69,6 +74,8 @@ def async_save(
         return _at_once(ranks, asked, state, progress)
 
     def copy(layout: FileLayout) -> None:
+        if _has_state_on_disk(layout):
+            return
         writer.start()
         stage(layout, writer.buffer(layout.size))
 
@@ -77,8 +84,10 @@ def async_save(
     beside: StoreRanks | None = None
     try:
         beside = StoreRanks(process_group, prepared.attempt.partial.name)
-        thread = threading.Thread(target=_run, args=(pending, beside, prepared, writer), name="checkpoint-save")
         beside.start()
+        write = _written_now(pending, prepared) if _has_state_on_disk(prepared.layout) else None
+        write = write or (lambda: _write(pending, prepared, writer))
+        thread = threading.Thread(target=_run, args=(pending, beside, prepared, write), name="checkpoint-save")
         thread.start()
     except BaseException as error:  # the other ranks find this one silent, or are told
         if beside is not None:
@@ -89,20 +98,35 @@ def async_save(
     return pending
 
 
-def _run(pending: PendingSave, ranks: StoreRanks, prepared: Prepared, writer: WriterProcess) -> None:
+def _has_state_on_disk(layout: FileLayout) -> bool:
+    return any(is_mapped(part.box.local) for part in layout.parts)
+
+
+def _written_now(pending: PendingSave, prepared: Prepared) -> Callable[[], SavedFile]:
+    """Write this rank's file; gives what gives the file, or raises what went wrong, when all ranks ask for it."""
+    outcome: Future[SavedFile] = Future()
+    try:
+        see(prepared.attempt)
+        outcome.set_result(write_own(prepared, pending.advance))
+    except Exception as error:
+        outcome.set_exception(error)
+    return outcome.result
+
+
+def _run(pending: PendingSave, ranks: StoreRanks, prepared: Prepared, write: Callable[[], SavedFile]) -> None:
     """Have the file written, commit with the other ranks, and note how that went."""
     with contextlib.suppress(Exception), ranks.alive():
         try:
-            path = _finish(pending, ranks, prepared, writer)
+            path = _finish(ranks, prepared, write)
         except BaseException as error:
             pending.fail(error)
             raise
         pending.succeed(path)
 
 
-def _finish(pending: PendingSave, ranks: StoreRanks, prepared: Prepared, writer: WriterProcess) -> Path:
+def _finish(ranks: StoreRanks, prepared: Prepared, write: Callable[[], SavedFile]) -> Path:
     try:
-        path = finish(ranks, prepared, lambda: _write(pending, prepared, writer))
+        path = finish(ranks, prepared, write)
     except RankLostError:
         path = prepared.attempt.final
         if ranks.rank == 0 or not (path / NAME).is_file():

@@ -255,7 +255,8 @@ def _removed_if_it_fails(ranks: Ranks, attempt: commits.Attempt) -> Iterator[Non
         raise
 
 
-def _see(attempt: commits.Attempt) -> None:
+def see(attempt: commits.Attempt) -> None:
+    """Raise ShardConfigValueError where this rank does not see the directory that rank 0 has made."""
     if not attempt.partial.is_dir():
         raise ShardConfigValueError(
             f"directory: rank 0 has made {attempt.partial}, which this rank does not see; all ranks must save to "
@@ -348,10 +349,10 @@ def _shared(value: Any) -> Any:
     return value
 
 
-def write_own(prepared: Prepared) -> SavedFile:
-    """Write this rank's file."""
+def write_own(prepared: Prepared, tell: Callable[[int], None] | None = None) -> SavedFile:
+    """Write this rank's file; `tell` is called with the bytes that are written."""
     file = files.NewFile(prepared.attempt.partial / prepared.layout.name)
-    return write(file, stream(prepared.layout), prepared.request.algorithm)
+    return write(file, stream(prepared.layout), prepared.request.algorithm, tell)
 
 
 def finish(ranks: Ranks, prepared: Prepared, written: Callable[[], SavedFile]) -> Path:
@@ -359,7 +360,7 @@ def finish(ranks: Ranks, prepared: Prepared, written: Callable[[], SavedFile]) -
     attempt = prepared.attempt
 
     def write_if_seen() -> SavedFile:
-        _see(attempt)
+        see(attempt)
         return written()
 
     with _removed_if_it_fails(ranks, attempt):

@@ -52,6 +52,7 @@ def add_command(commands: Any) -> None:
     )
     add("--intra-node", type=size, metavar="SIZE", help="bytes a second between devices of a node, such as 300GB")
     add("--inter-node", type=size, metavar="SIZE", help="bytes a second of a device to other nodes, such as 25GB")
+    add("--disk", type=size, metavar="SIZE", help="bytes a second of a disk for each device, such as 2GB")
     add("--batch", type=int, default=1, metavar="N", help="sequences of a step for each device (default: 1)")
     add("--sequence", type=int, metavar="N", help="tokens of a sequence")
     add(
@@ -84,6 +85,7 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             host_memory_per_device=parsed.host_memory,
             intra_node=parsed.intra_node,
             inter_node=parsed.inter_node,
+            disk_bandwidth=parsed.disk,
             batch=parsed.batch,
             sequence=parsed.sequence,
             precision=parsed.precision,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from .._errors import ComposableShardError
 from .bits import add_bits, bits_of
 from .program import NotFoundError, described, import_from_here, output_aside, run_program
-from .terminal import Table, add_debug, count, in_bytes, say_error, show, size
+from .terminal import Table, add_debug, count, in_bytes, in_seconds, say_error, show, size
 
 if TYPE_CHECKING:
+    from ..planner.off_device import Offloaded
     from ..planner.rehearsal import Rehearsal
 
 NAME = "estimate"
@@ -36,6 +37,12 @@ examples:
 exit codes: 0 done, and fits into --memory; 1 it does not fit; 2 the arguments are wrong, or the script has failed.
 """
 STRATEGIES = ("none", "ddp", "zero1", "zero2", "zero3", "hsdp")
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "all": {"offload": True},  # shards, gradients and optimizer, on the host
+    "optimizer": {"state": True},  # on the host, alone
+    "disk": {"offload": True, "disk": True},
+}
 
 
 def add_command(commands: Any) -> None:
@@ -54,6 +61,7 @@ def add_command(commands: Any) -> None:
     add("--devices", type=int, default=1, metavar="N", help="how many ranks train (default: 1)")
     add("--memory", type=size, metavar="SIZE", help="of a device, such as 40GiB, into which it shall fit")
     add("--json", action="store_true", help="print one object of JSON")
+    add("--disk", type=size, metavar="SIZE", help="bytes a second of a disk, such as 2GB, for seconds of what is there")
     scripts = parser.add_argument_group("of scripts")
     scripts.add_argument("--steps", type=int, default=3, metavar="N", help="of the optimizer (default: 3)")
     scripts.add_argument("--install", action="store_true", help="this library in the place of FSDP2, as `run` does")
@@ -62,6 +70,7 @@ def add_command(commands: Any) -> None:
     add("--strategy", choices=STRATEGIES, default="zero3", help="how it is sharded (default: zero3)")
     add("--replicas", type=int, default=2, metavar="N", help="of hsdp (default: 2)")
     add("--checkpointing", choices=("none", "selective", "full"), default="none", help="of blocks (default: none)")
+    add("--offload", choices=OFFLOADS, default="none", help="what is not on the device (default: none)")
     add("--batch", type=int, default=1, metavar="N", help="sequences of a step for each device (default: 1)")
     add("--sequence", type=int, metavar="N", help="tokens of a sequence")
     add("--precision", default="bfloat16-mixed", metavar="NAME", help="as for `advise` (default: bfloat16-mixed)")
@@ -87,7 +96,7 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if parsed.json:
         print(json.dumps({**asdict(seen), "total": seen.peak.total, "fits": fits}))
     else:
-        show(tables(seen))
+        show(tables(seen, parsed.disk))
         if not fits:
             print(
                 f"\nIt does not fit into {in_bytes(parsed.memory)}: {in_bytes(seen.peak.total - parsed.memory)} more."
@@ -116,11 +125,12 @@ def _of_model(parsed: argparse.Namespace) -> Rehearsal:
     import_from_here()
     precision, source = precision_of(parsed.precision), source_of(parsed.what[0], parsed.sequence)
     strategy = strategy_named(parsed.strategy, parsed.devices, parsed.checkpointing, parsed.replicas)
+    strategy = replace(strategy, **OFFLOADS[parsed.offload])
     return rehearse_source(source, strategy, precision, parsed.batch, parsed.optimizer, bits_of(parsed))
 
 
-def tables(seen: Rehearsal) -> list[Table]:
-    """A rehearsal in words."""
+def tables(seen: Rehearsal, disk_bandwidth: int | None = None) -> list[Table]:
+    """A rehearsal in words; with bytes a second of a disk, also how long a step is at it."""
     peak = seen.peak
     kinds = (
         ("parameters", peak.parameters),
@@ -144,5 +154,15 @@ def tables(seen: Rehearsal) -> list[Table]:
         notes.append("the program has ended itself; a second step begins with the optimizer's state and takes more")
     return [
         Table(f"Peak memory of 1 of {count(seen.ranks, 'rank')}: {phase} of step {seen.step}", rows),
+        *_offloaded(seen.offloaded, disk_bandwidth),
         Table("Notes", [(note,) for note in notes]),
     ]
+
+
+def _offloaded(seen: Offloaded, bandwidth: int | None) -> list[Table]:
+    rows = [("in the memory of the host", in_bytes(seen.host))] if seen.host else []
+    if seen.disk:
+        rows += [("on disk", in_bytes(seen.disk)), ("read and written in a step", in_bytes(seen.moved))]
+    if seen.disk and bandwidth:
+        rows += [(f"which takes, at {in_bytes(bandwidth)} a second", in_seconds(seen.moved / bandwidth))]
+    return [Table("Beside the device", rows)] if rows else []

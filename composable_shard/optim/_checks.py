@@ -7,7 +7,9 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from torch.optim import Optimizer
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Adafactor, Optimizer, Rprop, SparseAdam
 
 from .._errors import ShardConfigStateError, ShardConfigTypeError
 
@@ -30,6 +32,41 @@ def check_steps_once(argument: str, made: Optimizer) -> None:
         raise ShardConfigTypeError(
             f"{argument}: {title_of(made)} calls the closure several times in a step, and can only step all parameters "
             "at once; use it alone"
+        )
+
+
+def check_takes_dense(name: str, made: Optimizer) -> None:
+    """See that an optimizer takes dense gradients, as those of sharded parameters are.
+
+    Raises:
+        ShardConfigTypeError: it takes sparse ones alone.
+    """
+    if isinstance(made, SparseAdam):
+        raise ShardConfigTypeError(
+            f"parameter {name}: {title_of(made)} takes sparse gradients alone, and that of a sharded parameter is "
+            "dense; take Adam, or leave the parameter unsharded and give it to an optimizer of its own"
+        )
+
+
+def check_takes_parts(name: str, param: torch.Tensor, made: Optimizer) -> None:
+    """See that an optimizer of torch can step the shards of a parameter, if it is sharded.
+
+    Raises:
+        ShardConfigTypeError: it takes means over all of a parameter, has operators that torch's DTensors do not have,
+            or takes sparse gradients alone.
+    """
+    if not isinstance(param, DTensor):
+        return
+    check_takes_dense(name, made)
+    if isinstance(made, (Adafactor, Rprop)):
+        why = (
+            "writes where a mask says, which no DTensor can"
+            if isinstance(made, Rprop)
+            else "takes means over all of it"
+        )
+        raise ShardConfigTypeError(
+            f"parameter {name}: is sharded, and {title_of(made)} {why}; take cs.optim.owned(torch.optim."
+            f"{title_of(made)}, model), which steps whole parameters behind backward"
         )
 
 

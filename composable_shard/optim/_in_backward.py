@@ -19,7 +19,7 @@ from .._graph.traced import TracedSteps
 from .._module.state import states_below
 from .._torch.distributed import local_tensor, sum_over_ranks
 from .._torch.loss_scaling import in_scaled_backward, note_scaled_losses
-from ._checks import IN_PARTS, check_steps_once, check_unchanged, title_of
+from ._checks import IN_PARTS, check_steps_once, check_takes_parts, check_unchanged, title_of
 from ._layout import most_bytes
 from ._matrices import shard_of
 from ._owned import Owned
@@ -68,8 +68,9 @@ def in_backward(
             group that is clipped by its own norm is stepped as a whole.
 
     Raises:
-        ShardConfigTypeError: `make` makes no optimizer, or one that cannot step a group at a time.
-        ShardConfigValueError: an argument cannot be.
+        ShardConfigTypeError: `make` makes no optimizer, or one that cannot step a group at a time, or shards: an
+            Adafactor, a Rprop or a SparseAdam.
+        ShardConfigValueError: an argument cannot be, or the optimizer does not take a parameter, which is named.
         ShardConfigStateError: raised in backward, before any weight is changed, if a `GradScaler` has scaled the loss.
     """
     return InBackward(model, make, max_norm=max_norm, norm_of=norm_of, bucket_bytes=bucket_bytes)
@@ -210,10 +211,12 @@ class InBackward(Optimizer):
 
     def _arrived(self, param: torch.Tensor) -> None:
         """The gradient of a parameter is there."""
-        if self._accumulates or param.grad is None:
+        if param.grad is None:
             return
-        if in_scaled_backward():
+        if in_scaled_backward():  # also where it only accumulates: later steps would be of a sum with scaled gradients
             raise ShardConfigStateError(_SCALED)
+        if self._accumulates:
+            return
         unit = self._units[param]
         if self._open is not None and self._open is not unit:
             self._close(self._open)  # it lacks gradients that will not come
@@ -243,7 +246,12 @@ class InBackward(Optimizer):
             {**group, "params": [param for param in group["params"] if param in wanted]} for group in self.param_groups
         ]
         self._inner.param_groups[:] = groups
-        self._inner.step()
+        try:
+            self._inner.step()
+        except Exception as error:
+            names = ", ".join(self._names.get(param, "another one") for param in params)
+            error.add_note(f"in_backward: {title_of(self._inner)} has raised it in the step of {names}")
+            raise
         for group, given in zip(groups, options, strict=True):
             check_unchanged(self._inner, group, given, self._names.get(params[0], "of the model"))
         self._inner.zero_grad()
@@ -380,7 +388,16 @@ def _made(make: Make, model: nn.Module) -> Optimizer:
     Raises:
         ShardConfigTypeError: it is none, or cannot step a group at a time.
     """
-    made = make(list(model.parameters()))
+    try:
+        made = make(list(model.parameters()))
+    except ValueError as error:
+        name = _first_refused(make, model)
+        if name is None:
+            raise
+        raise ShardConfigValueError(
+            f"parameter {name}: the optimizer of `make` does not take it, but does take others: {error}; step it with "
+            "an optimizer of its own"
+        ) from error
     if not isinstance(made, Optimizer):
         raise ShardConfigTypeError(f"make: must make a torch.optim.Optimizer, and has made {title_of(made)}")
     if isinstance(made, Owned):
@@ -388,5 +405,21 @@ def _made(make: Make, model: nn.Module) -> Optimizer:
             "make: `owned` steps when all gradients are there, to send those of several groups together; use it alone"
         )
     check_steps_once("make", made)
+    stepped = {param for group in made.param_groups for param in group["params"]}
+    for name, param in model.named_parameters():
+        if param in stepped:
+            check_takes_parts(name, param, made)
     IN_PARTS.add(made)
     return made
+
+
+def _first_refused(make: Make, model: nn.Module) -> str | None:
+    """The first parameter that an optimizer cannot be made of; None where it takes none or all."""
+    refused = []
+    for name, param in model.named_parameters():
+        try:
+            make([param])
+        except ValueError:
+            refused.append(name)
+    takes_some = 0 < len(refused) < len(list(model.parameters()))
+    return refused[0] if takes_some else None

@@ -16,7 +16,7 @@ from .._errors import ComposableShardError, ShardConfigStateError, ShardConfigTy
 from .._faults.watch import WATCHER
 from .._group.param import SHARDED_IN
 from .._torch.core import never_trace
-from ._checks import IN_PARTS, check_steps_once, title_of
+from ._checks import IN_PARTS, check_steps_once, check_takes_dense, title_of
 from ._forecast import sent_by
 from ._layout import Layout, Route
 from ._matrices import (
@@ -85,7 +85,7 @@ def owned(
         options: of `kind`.
 
     Raises:
-        ShardConfigTypeError: `kind` makes no optimizer, or one whose step needs a closure.
+        ShardConfigTypeError: `kind` makes no optimizer, or one whose step needs a closure or sparse gradients.
         ShardConfigValueError: `kind` does not take a parameter, which is named; or an argument cannot be.
         ShardConfigUnsupportedError: a parameter is placed in another way than sharded or replicated.
     """
@@ -197,7 +197,9 @@ class Owned(Optimizer):
         for (shape, dtype), name in kinds.items():
             param = _parameter(torch.empty(shape, dtype=dtype, device="meta"))
             try:
-                self._make([{**options, "params": [param]}], **self._options)
+                check_takes_dense(name, self._make([{**options, "params": [param]}], **self._options))
+            except ShardConfigTypeError:
+                raise
             except Exception as error:
                 raise ShardConfigValueError(
                     f"parameter {name}: {title_of(self._make)} does not take it, of shape {shape} and {dtype}: {error}"

@@ -19,7 +19,7 @@ from ._state import Path, leaf_at, mapped, sketched, tensors_in
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of this shape with the memory of one element, for a matrix that nobody steps now."""
-    return torch.zeros(1, dtype=dtype, device=device).expand(tuple(shape))
+    return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
 
 
 def _part_of(item: Item) -> torch.Tensor | None:

@@ -45,8 +45,10 @@ class Estimate:
     Attributes:
         strategy: which.
         memory: of a device.
-        host_bytes: of the host's memory for each device, where parameters are offloaded.
+        host_bytes: of the host's memory for each device, where parameters or the optimizer's state are offloaded.
         disk_bytes: on disk for each device, where the optimizer's state is.
+        disk_moved: that a step reads from disk and writes there, together, for each device.
+        disk_seconds: that this takes; of `time.optimizer`, which is no less.
         moved: bytes that a rank sends in a step.
         exchanged: of these, what goes to owners of matrices and back.
         time: of a step.
@@ -60,6 +62,8 @@ class Estimate:
     memory: Memory
     host_bytes: int
     disk_bytes: int
+    disk_moved: int
+    disk_seconds: float
     moved: int
     exchanged: int
     time: Time
@@ -119,6 +123,7 @@ def advise(
     host_memory_per_device: int | None = None,
     intra_node: float | None = None,
     inter_node: float | None = None,
+    disk_bandwidth: float | None = None,
     batch: int = 1,
     sequence: int | None = None,
     precision: str = "bfloat16-mixed",
@@ -144,6 +149,7 @@ def advise(
             them, and strategies with the optimizer's state on disk are considered.
         intra_node: bytes per second of the links within nodes, likewise.
         inter_node: bytes per second of the links between nodes, likewise.
+        disk_bandwidth: bytes per second that a disk reads and writes, together, for one device, likewise.
         batch: sequences of a step for each device.
         sequence: tokens of a sequence, in the place of the shape's; a factory needs it.
         precision: ``float32``, ``bfloat16-mixed`` (parameters, optimizer and reductions in float32),
@@ -158,6 +164,8 @@ def advise(
         ShardConfigTypeError, ShardConfigValueError: an argument makes no sense; it says which and what would.
     """
     chosen = _adjusted(machine_of(machine), memory_per_device, intra_node, inter_node)
+    if disk_bandwidth is not None:
+        chosen = replace(chosen, disk_bandwidth=disk_bandwidth)
     if host_memory_per_device is not None:
         chosen = replace(chosen, host_memory=host_memory_per_device)
     for name, value in (("devices", devices), ("batch", batch)):
@@ -173,7 +181,7 @@ def advise(
         raise ShardConfigValueError(f"tensor: {list(tensor)} divide no {devices} devices within a node")
     estimates = [planner.estimate(each, chosen) for each in possible]
     estimates.sort(key=lambda each: (each.short + each.host_short, -each.tokens_per_second))
-    recommended, reason = _recommended(estimates, devices, chosen.memory)
+    recommended, reason = _recommended(estimates, devices, chosen)
     return Advice(
         model=source.name,
         machine=chosen,
@@ -249,6 +257,8 @@ class Planner:
             memory=memory,
             host_bytes=host,
             disk_bytes=disk,
+            disk_moved=2 * disk,
+            disk_seconds=2 * disk / machine.disk_bandwidth,
             moved=moved_bytes(plan, strategy) + stepping.sent,
             exchanged=stepping.sent,
             time=time,
@@ -279,7 +289,7 @@ class Planner:
         return self._plans[tensor]
 
 
-def _recommended(estimates: list[Estimate], devices: int, memory: int) -> tuple[Estimate | None, str]:
+def _recommended(estimates: list[Estimate], devices: int, machine: Machine) -> tuple[Estimate | None, str]:
     fitting = [each for each in estimates if each.fits]
     if not fitting:
         least = estimates[0]
@@ -289,14 +299,15 @@ def _recommended(estimates: list[Estimate], devices: int, memory: int) -> tuple[
         )
     fastest = fitting[0].tokens_per_second
     close = [each for each in fitting if each.tokens_per_second >= (1 - _CLOSE) * fastest]
-    chosen = min(close, key=lambda each: (each.needed > _TIGHT * memory, *_complexity(each.strategy), each.needed))
-    return chosen, _reason(chosen, fitting, estimates, devices)
+    loose = _TIGHT * machine.memory
+    chosen = min(close, key=lambda each: (each.needed > loose, *_complexity(each.strategy), each.needed))
+    return chosen, _reason(chosen, fitting, estimates, devices) + _offload(chosen, fitting, machine)
 
 
 def _complexity(strategy: Strategy) -> tuple[int, bool, int, int]:
     replicated = _REPLICATED.index(strategy.name) if strategy.name in _REPLICATED else len(_REPLICATED)
     checkpoints = CHECKPOINTING.index(strategy.checkpointing)
-    return strategy.offload + strategy.disk, strategy.layout.tensor > 1, replicated, checkpoints
+    return 2 * strategy.offload + strategy.disk + strategy.state, strategy.layout.tensor > 1, replicated, checkpoints
 
 
 def _reason(chosen: Estimate, fitting: list[Estimate], estimates: list[Estimate], devices: int) -> str:
@@ -317,6 +328,21 @@ def _reason(chosen: Estimate, fitting: list[Estimate], estimates: list[Estimate]
         ratio = chosen.tokens_per_second / best.tokens_per_second
         text += f" The best of the others, {best.strategy}, gives {1 / ratio:.2f} of its tokens."
     return text + _exchange(chosen.exchanged)
+
+
+def _offload(chosen: Estimate, fitting: list[Estimate], machine: Machine) -> str:
+    """What offload takes, and whether there is another way."""
+    if not chosen.strategy.offloads:
+        return ""
+    text = "" if any(not each.strategy.offloads for each in fitting) else " Without offload nothing fits."
+    text += f" The host holds {_gib(chosen.host_bytes)} for each device"
+    text += ", which is taken to be there: its memory is not known" if machine.host_memory is None else ""
+    if chosen.disk_bytes:
+        text += (
+            f", and the disk {_gib(chosen.disk_bytes)}; a step reads and writes {_gib(chosen.disk_moved)}, which takes "
+            f"{chosen.disk_seconds:.3g} s of its {chosen.time.seconds:.3g} s"
+        )
+    return f"{text}."
 
 
 def _exchange(nbytes: int) -> str:

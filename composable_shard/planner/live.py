@@ -20,6 +20,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         where: says where the program is; asked whenever there are more bytes than before.
         counts: whether a tensor that is seen shall be counted; all are by default.
+        elsewhere: gives tensors that are in other memory, as they are when it is asked, and do not count.
 
     Attributes:
         peak: most bytes since `reset`.
@@ -27,12 +28,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, where: Callable[[], Any] = lambda: None, counts: Callable[[torch.Tensor], bool] = lambda _: True
+        self,
+        where: Callable[[], Any] = lambda: None,
+        counts: Callable[[torch.Tensor], bool] = lambda _: True,
+        elsewhere: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self.at: Any = None
-        self._where, self._counts = where, counts
+        self._where, self._counts, self._elsewhere = where, counts, elsewhere
         self._at_peak: dict[int, int] = {}  # bytes, by number of storage
         self._numbers = itertools.count()
         self._storages: dict[int, tuple[int, Any]] = {}  # number and reference, by address
@@ -55,8 +59,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def bytes_at_peak(self, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes that storages of tensors, which are still alive, had when all were most; each counted once."""
-        keys = {_storage_of(tensor)._cdata for tensor in tensors}
-        return sum(self._at_peak.get(self._storages[key][0], 0) for key in keys if key in self._storages)
+        return sum(self._at_peak.get(number, 0) for number in self._numbers_of(tensors))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -70,9 +73,17 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = [(number, reference()) for number, reference in list(self._storages.values())]
         living = [(number, storage) for number, storage in known if storage is not None]
         total = _distinct(storage for _, storage in living)
+        if total > self.peak and (apart := self._numbers_of(self._elsewhere())):
+            living = [each for each in living if each[0] not in apart]
+            total = _distinct(storage for _, storage in living)
         if total > self.peak:  # sizes are asked for again, for a pool may have changed them
             self.peak, self.at = total, self._where()
             self._at_peak = {number: storage.nbytes() for number, storage in living}
+
+    def _numbers_of(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        """Of the storages of those tensors that have been seen."""
+        keys = {_storage_of(tensor)._cdata for tensor in tensors}
+        return {self._storages[key][0] for key in keys if key in self._storages}
 
 
 def _distinct(storages: Iterable[torch.UntypedStorage]) -> int:

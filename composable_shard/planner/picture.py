@@ -37,7 +37,7 @@ def draw(advice: Advice, path: str | Path, most: int = 12) -> None:
     best = {
         (each.strategy.name, each.strategy.layout): each
         for each in reversed(advice.estimates)
-        if not each.strategy.offload
+        if not each.strategy.offloads
     }
     _times(right, advice, list(reversed(best.values()))[:_LINES])
     figure.suptitle(f"{advice.model} on {advice.devices} x {advice.machine.name}", x=0.01, ha="left", fontsize=11)

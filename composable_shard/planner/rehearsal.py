@@ -15,7 +15,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -30,8 +30,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .. import checkpoint, testing
 from .._errors import ShardConfigStateError, ShardConfigValueError
+from .._memory.elsewhere import Rehearsed, rehearsing
+from .._memory.offload import offload_optimizer
 from .._memory.slots import Slot
-from .._policies import AS_IT_IS, CommPolicy
+from .._policies import AS_IT_IS, CommPolicy, CPUOffloadPolicy, DiskOffloadPolicy, HostOffloadPolicy, OffloadPolicy
 from .._torch.core import current_backward, tree_tensors
 from .._torch.tracing import Guesses, ProgramMode, is_fake, seen_as_real, with_values
 from .._wrap import shard_auto
@@ -40,11 +42,12 @@ from ..optim._checks import IN_PARTS
 from .checkpointing import checkpoint_modules
 from .live import LiveBytes
 from .memory import Bytes
+from .off_device import OffDevice, Offloaded
 from .precision import Precision
 from .profile import materialize
 from .sources import Source, named_blocks, parallelize
-from .stepping import ADAMW, IN_BACKWARD, check_optimizer
-from .strategies import Layout, Strategy
+from .stepping import ADAMW, IN_BACKWARD, check_optimizer, is_possible
+from .strategies import DISK_MEMORY, Layout, Strategy
 
 _STEPS = 3
 
@@ -61,6 +64,8 @@ class Rehearsal:
         step: in which that was, from 1.
         phase: what ran then: ``forward`` (and all else outside of the others), ``backward`` or ``optimizer``.
         guessed: operators whose outputs depend on values of tensors, and were taken to be as large as they can be.
+        offloaded: bytes on the host and on disk, the most after a step, which are none of `peak`: where offload
+            policies say so, as they would be on a machine with an accelerator.
     """
 
     ranks: int
@@ -69,6 +74,7 @@ class Rehearsal:
     step: int
     phase: str
     guessed: tuple[str, ...]
+    offloaded: Offloaded = field(default_factory=Offloaded)
 
 
 def rehearse(program: Callable[[], object], ranks: int = 1, steps: int = 3) -> Rehearsal:
@@ -100,7 +106,7 @@ def rehearse_source(
 
     Args:
         source: of the model.
-        strategy: without offload. With tensor parallelism, of a shape alone, the ranks that share tensors share as many
+        strategy: of it. With tensor parallelism, of a shape alone, the ranks that share tensors share as many
             batches.
         precision: of its parameters.
         sequences: of the batch of a rank.
@@ -112,8 +118,8 @@ def rehearse_source(
     """
     layout = strategy.layout
     check_optimizer(optimizer, (layout.tensor,))
-    if strategy.offload:
-        raise ShardConfigValueError(f"{strategy}: offload is planned, and cannot be rehearsed")
+    if strategy.offloads and not is_possible(optimizer, strategy):
+        raise ShardConfigValueError(f"{strategy}: cannot be planned with {optimizer!r}")
 
     def program(watch: _Watch) -> None:
         model, step = source.made()
@@ -122,8 +128,10 @@ def rehearse_source(
         checkpoint_modules(named_blocks(model).values(), strategy.checkpointing)
         if strategy.name != "none":
             settings: Any = {"strategy": strategy.name, "replicas": layout.replicas, "mp_policy": precision.policy}
-            shard_auto(model, mesh=mesh, comm_policy=comm, **settings)
+            shard_auto(model, mesh=mesh, comm_policy=comm, offload_policy=_policy(strategy), **settings)
         optimizers = _optimizers(model, optimizer)
+        if strategy.disk or strategy.state:
+            offload_optimizer(optimizers[0])  # there is no other one
         watch.counter.note(model.parameters())
         watch.counter.reset()  # the whole model was there before, which nobody needs who makes it on meta
         while True:
@@ -134,6 +142,14 @@ def rehearse_source(
                 each.zero_grad()
 
     return _rehearsed(program, layout.tensor * layout.shard * layout.replicas, _STEPS)
+
+
+def _policy(strategy: Strategy) -> OffloadPolicy:
+    if strategy.state:
+        return HostOffloadPolicy(parameters=False, gradients=False)
+    if strategy.disk:
+        return DiskOffloadPolicy("offload", DISK_MEMORY)  # nothing is written there
+    return CPUOffloadPolicy() if strategy.offload else OffloadPolicy()
 
 
 def _optimizers(model: nn.Module, name: str) -> list[Optimizer]:
@@ -166,16 +182,18 @@ def _cut(model: nn.Module, layout: Layout) -> DeviceMesh | None:
 def _rehearsed(program: Callable[[_Watch], object], ranks: int, steps: int) -> Rehearsal:
     if steps < 1:
         raise ShardConfigValueError(f"steps: a rehearsal has 1 or more, got {steps}")
-    watch, mode = _Watch(steps), ProgramMode()
+    mode = ProgramMode()
     guesses = Guesses(mode)
-    with _world(ranks), watch.hooked(), mode, watch.counter, guesses:
-        try:
-            program(watch)
-        except _Over:
-            pass
-        except SystemExit as left:
-            if left.code:
-                raise
+    with rehearsing() as elsewhere:
+        watch = _Watch(steps, elsewhere)
+        with _world(ranks), watch.hooked(), mode, watch.counter, guesses:
+            try:
+                program(watch)
+            except _Over:
+                pass
+            except SystemExit as left:
+                if left.code:
+                    raise
     return watch.result(ranks, tuple(sorted(guesses.operators)))
 
 
@@ -186,12 +204,14 @@ class _Over(BaseException):
 class _Watch:
     """Sees an optimizer's steps, and what the bytes were at the peak, while what they belong to is still there."""
 
-    def __init__(self, steps: int) -> None:
-        self.counter = LiveBytes(self._where, is_fake)
+    def __init__(self, steps: int, elsewhere: Rehearsed) -> None:
         self._wanted, self._steps, self._is_stepping = steps, 0, False
         self._first: weakref.ref[Optimizer] | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._peak, self._known = Bytes(), 0
+        self._elsewhere, self._offloaded = elsewhere, Offloaded()
+        self._off_device = OffDevice(elsewhere, self._optimizers)
+        self.counter = LiveBytes(self._where, self._counts, self._off_device.tensors)
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
@@ -213,7 +233,11 @@ class _Watch:
         if not self._steps:
             raise ShardConfigStateError("the program has ended before an optimizer has stepped: it trains nothing")
         step, phase = self.counter.at
-        return Rehearsal(ranks, self._steps, self._peak, step, phase, guessed)
+        return Rehearsal(ranks, self._steps, self._peak, step, phase, guessed, self._offloaded)
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        """Whether the device would have memory for a tensor; on meta there is none."""
+        return is_fake(tensor) and tensor.device.type != "meta" and not self._elsewhere.steps
 
     def _where(self) -> tuple[int, str]:
         if self._is_stepping:
@@ -235,6 +259,7 @@ class _Watch:
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._is_stepping &= optimizer in IN_PARTS
+        self._offloaded = self._offloaded.most(self._off_device.now())
         self._look()
 
     def _look(self) -> None:

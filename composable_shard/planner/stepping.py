@@ -12,7 +12,7 @@ from .._plan.plan import ShardPlan
 from ..optim._forecast import Forecast, Sharded, forecast
 from .machine import Machine
 from .strategies import MOMENTS, Layout, Strategy
-from .timing import ADAM_ACCESSES, ADAM_ON_DISK, ring
+from .timing import ADAM_ACCESSES, ADAM_ON_DISK, ADAM_ON_LINK, ring
 
 ADAMW, IN_BACKWARD, OWNED = "adamw", "in_backward", "owned"
 OPTIMIZERS = (ADAMW, IN_BACKWARD, OWNED)
@@ -36,8 +36,8 @@ def check_optimizer(optimizer: str, tensor: tuple[int, ...] = (1,)) -> None:
 
 
 def is_possible(optimizer: str, strategy: Strategy) -> bool:
-    """Whether an optimizer can be planned with a strategy: state at owners is on devices, and on disk only AdamW's."""
-    return optimizer == ADAMW or not (strategy.disk or (strategy.offload and optimizer == OWNED))
+    """Whether an optimizer can be planned with a strategy: of state that is elsewhere than shards, only AdamW's."""
+    return optimizer == ADAMW or not (strategy.disk or strategy.state or (strategy.offload and optimizer == OWNED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,10 @@ def _shard_bytes(param: ParamPlan, world: int) -> int:
 
 
 def _adam_seconds(trained: int, strategy: Strategy, machine: Machine) -> float:
-    bandwidth = machine.host_memory_bandwidth if strategy.offload else machine.memory_bandwidth
+    bandwidth = machine.host_memory_bandwidth if strategy.offloads else machine.memory_bandwidth
     seconds = ADAM_ACCESSES * trained / bandwidth
+    if strategy.state:  # shards and gradients come to the host meanwhile, and shards go back
+        return max(seconds, ADAM_ON_LINK * trained / machine.host_link.bandwidth)
     # It reads and writes both moments meanwhile.
     return max(seconds, ADAM_ON_DISK * trained / machine.disk_bandwidth) if strategy.disk else seconds
 

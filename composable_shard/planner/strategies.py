@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from .._comm.collectives import ALONE_FROM_BYTES
 from .._comm.transports import LARGE_FROM_BYTES
 from .._errors import ShardConfigValueError
+from .._memory.state_on_host import MOST_COPIES
 from .._plan.group_plan import GroupPlan
 from .._plan.layout import Route
 from .._plan.plan import ShardPlan
@@ -20,6 +21,7 @@ from .memory import Bytes, Pool, Reducing, pool_of
 _KEEPS_AFTER_FORWARD = ("ddp", "zero1", "zero2")
 _STAYS = ("ddp", "zero1")
 MOMENTS = 2  # of Adam, as large as the parameters
+DISK_MEMORY = 1 << 30  # bytes of a `DiskOffloadPolicy`, for the part of the state that is in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Strategy:
             second matrix product.
         offload: whether parameters, gradients and the optimizer are in the memory of the host.
         disk: whether, of these, the optimizer's state is in files.
+        state: whether the optimizer's state alone is in the memory of the host.
     """
 
     name: str
@@ -53,6 +56,12 @@ class Strategy:
     checkpointing: Checkpointing = "none"
     offload: bool = False
     disk: bool = False
+    state: bool = False
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything is elsewhere than on the device."""
+        return self.offload or self.state
 
     def __str__(self) -> str:
         parts = [self.name]
@@ -61,6 +70,7 @@ class Strategy:
         parts += [f"tp {self.layout.tensor}"] if self.layout.tensor > 1 else []
         parts += [f"{self.checkpointing} checkpointing"] if self.checkpointing != "none" else []
         parts += [f"offload{' to disk' if self.disk else ''}"] if self.offload else []
+        parts += ["offload of the optimizer"] if self.state else []
         return ", ".join(parts)
 
 
@@ -106,6 +116,7 @@ def strategies(
             for checkpointing in CHECKPOINTING:
                 yield Strategy(name, layout, checkpointing)
                 if name in ("zero3", "hsdp"):
+                    yield Strategy(name, layout, checkpointing, state=True)
                     yield Strategy(name, layout, checkpointing, offload=True)
                     if host_memory is not None:
                         yield Strategy(name, layout, checkpointing, offload=True, disk=True)
@@ -187,17 +198,24 @@ def held_bytes(
     parameters = sum(stored for stored, _ in shards.values())
     unsharded, communication = (pool.unsharded, pool.communication + rounding) if pool is not None else (cast, 0)
     if strategy.offload:
-        parameters = state = 0
+        parameters = 0
+    if strategy.offloads:
+        state = 0
     return Bytes(parameters, state, unsharded=unsharded, communication=communication)
 
 
 def off_device(strategy: Strategy, shards: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-    """Bytes of a rank's shards, gradients and optimizer that are in the memory of the host, and on disk."""
-    if not strategy.offload:
+    """Bytes of a rank's shards, gradients and optimizer that are in the memory of the host, and on disk.
+
+    With those of the host counts what steps have there: a part of the state on disk, or copies of shards and gradients.
+    """
+    if not strategy.offloads:
         return 0, 0
     stored, trained = (sum(each[index] for each in shards.values()) for index in (0, 1))
     moments = MOMENTS * trained
-    return (stored + trained, moments) if strategy.disk else (stored + trained + moments, 0)
+    if strategy.state:
+        return moments + min(2 * trained, MOST_COPIES), 0
+    return (stored + trained + min(DISK_MEMORY, moments), moments) if strategy.disk else (stored + trained + moments, 0)
 
 
 def reducing(plan: ShardPlan | None, strategy: Strategy, machine: Machine) -> Reducing:

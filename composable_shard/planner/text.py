@@ -10,7 +10,7 @@ from .._plan.text import table
 from .._policies import AS_IT_IS, CommPolicy
 from .advise import Advice, Estimate
 from .stepping import ADAMW, IN_BACKWARD, OWNED
-from .strategies import Strategy
+from .strategies import DISK_MEMORY, Strategy
 
 HEAD = ("strategy", "fits", "memory", "params", "optimizer", "grads", "activ.", "gathered", "step", "tokens/s", "waits")
 _POLICIES = {
@@ -114,7 +114,7 @@ def script(advice: Advice, estimate: Estimate) -> str:
         lines += [f'checkpoint_modules(repeated_blocks(model), "{strategy.checkpointing}")']
     lines += _sharding(strategy, _POLICIES[advice.precision], advice.comm_policy)
     lines += _OPTIMIZERS[advice.optimizer]
-    lines += ["cs.offload_optimizer(optimizer)"] if strategy.disk else []
+    lines += ["cs.offload_optimizer(optimizer)"] if strategy.disk or strategy.state else []
     lines += [""]
     return "\n".join(lines)
 
@@ -150,8 +150,14 @@ def _sharding(strategy: Strategy, policy: str, comm: CommPolicy) -> list[str]:
         arguments += ['mesh=mesh["replicate", "shard"]']
     arguments += [f"mp_policy={policy}"] if policy else []
     arguments += [f"comm_policy=cs.{comm!r}"] if comm != AS_IT_IS else []
-    on_disk = 'cs.DiskOffloadPolicy("offload", memory=1 << 30)'  # a directory on a fast disk of each node
-    policy_of_offload = on_disk if strategy.disk else "cs.CPUOffloadPolicy()"
-    arguments += [f"offload_policy={policy_of_offload}"] if strategy.offload else []
+    arguments += [f"offload_policy={_offload(strategy)}"] if strategy.offloads else []
     call = ["cs.shard_auto(", "    model,", *(f"    {each}," for each in arguments), ")"]
     return [*before, *call]
+
+
+def _offload(strategy: Strategy) -> str:
+    if strategy.state:
+        return "cs.HostOffloadPolicy(parameters=False, gradients=False)"
+    if strategy.disk:  # a directory on a fast disk of each node
+        return f'cs.DiskOffloadPolicy("offload", memory=1 << {DISK_MEMORY.bit_length() - 1})'
+    return "cs.CPUOffloadPolicy()"

@@ -21,6 +21,7 @@ from .strategies import Layout, Strategy, between_replicas, replicated_bytes
 
 ADAM_ACCESSES = 7  # reads of parameter, gradient and two moments, writes of all but the gradient
 ADAM_ON_DISK = 4  # of these, what is on disk: two moments, read and written
+ADAM_ON_LINK = 2  # what comes from the device where it steps on the host: shards and gradients; less goes back
 ROUNDED, ADDED = 20, 60  # bytes of memory for each element that is gathered, or reduced, in fewer bits
 
 

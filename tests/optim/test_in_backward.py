@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -331,6 +332,28 @@ def test_a_grad_scaler_is_refused_with_the_reason_before_a_weight_changes(rank, 
         each.step()
         each.zero_grad()
     assert_alike(model, untouched)
+
+
+@pytest.mark.parametrize("way", ["accumulating", "without synchronisation", "both"])
+@simulated(world=2)
+def test_a_grad_scaler_is_refused_in_micro_batches_before_a_weight_changes(rank, world, way):
+    untouched, model = models()
+    optimizer = cs.optim.in_backward(model, KINDS["adamw"])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    if way == "accumulating":  # in the first micro-batch, though it steps nothing
+        with optimizer.accumulating(), pytest.raises(ShardConfigStateError, match="with scaled gradients"):
+            scaler.scale(loss_of(model, rank, 0)).backward()
+    else:
+        model.set_requires_gradient_sync(False)
+        with optimizer.accumulating() if way == "both" else contextlib.nullcontext():
+            scaler.scale(loss_of(model, rank, 0)).backward()
+        model.set_requires_gradient_sync(True)
+        with pytest.raises(ShardConfigStateError, match="with scaled gradients"):
+            scaler.scale(loss_of(model, rank, 1)).backward()
+    with pytest.raises(ShardConfigStateError, match="train in bfloat16 without a scaler"):
+        scaler.step(optimizer)
+    assert_alike(model, untouched)
+    assert not optimizer.state
 
 
 @simulated(world=2)

@@ -26,6 +26,7 @@ from composable_shard.cli.program import NotFoundError
 from composable_shard.cli.terminal import show
 from composable_shard.planner.live import LiveBytes
 from composable_shard.planner.memory import Bytes
+from composable_shard.planner.off_device import Offloaded
 from composable_shard.planner.rehearsal import Rehearsal, rehearse
 
 SHARDS = {"none": None, "ours": cs.fully_shard, "fsdp2": torch_fully_shard}
@@ -81,11 +82,13 @@ def test_gradients_count_where_they_are_when_memory_is_fullest():
 
 
 def test_a_model_that_is_whole_before_it_is_sharded_may_be_the_peak():
-    def program():
-        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(8)))
+    def program(device="cpu"):
+        with torch.device(device):
+            model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(8)))
         for layer in model:
             cs.fully_shard(layer)
         cs.fully_shard(model)
+        model.to_empty(device="cpu")
         optimizer = torch.optim.SGD(model.parameters())
         for _ in range(3):
             model(torch.randn(1, 64)).sum().backward()
@@ -96,6 +99,9 @@ def test_a_model_that_is_whole_before_it_is_sharded_may_be_the_peak():
     assert (rehearsed.step, rehearsed.phase) == (1, "forward")
     assert (rehearsed.peak.optimizer, rehearsed.peak.unsharded) == (0, 0)
     assert whole <= rehearsed.peak.total < 1.2 * whole
+    on_meta = rehearse(lambda: program("meta"), 64, steps=2)
+    assert (on_meta.step, on_meta.phase) != (1, "forward")
+    assert on_meta.peak.total < whole / 2
 
 
 def test_a_program_sees_its_ranks_and_small_tensors_keep_their_values():
@@ -297,7 +303,8 @@ def test_the_command_takes_models_as_advise_does(capsys):
     assert command_line.main([*arguments, "--json", "--memory", "100kB", SMALL]) == 1
     content = json.loads(capsys.readouterr().out)
     assert (content.pop("fits"), content.pop("total")) == (False, sum(content["peak"].values()))
-    seen = Rehearsal(**{**content, "peak": Bytes(**content["peak"])})
+    offloaded = Offloaded(**content["offloaded"])
+    seen = Rehearsal(**{**content, "peak": Bytes(**content["peak"]), "offloaded": offloaded})
     show(tables(seen))
     assert_expected_inline(
         capsys.readouterr().out,

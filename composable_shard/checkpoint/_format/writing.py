@@ -11,7 +11,7 @@ import ctypes
 import itertools
 import json
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -119,9 +119,11 @@ def stream(layout: FileLayout) -> Iterator[memoryview]:
     yield buffer[:filled]
 
 
-def write(file: NewFile, data: Iterable[memoryview], algorithm: str) -> SavedFile:
-    """Write a file as a whole, so that it is on disk, and give its size and digests."""
-    return SavedFile(*write_stream(file, data, algorithm))
+def write(
+    file: NewFile, data: Iterable[memoryview], algorithm: str, tell: Callable[[int], None] | None = None
+) -> SavedFile:
+    """Write a file as a whole, so that it is on disk, and give its size and digests; `tell` hears how far it is."""
+    return SavedFile(*write_stream(file, data, algorithm, tell))
 
 
 @torch.no_grad()
