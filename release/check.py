@@ -34,7 +34,7 @@ FOUND = (
     "print(f'Python {sys.version.split()[0]}, torch {torch.__version__}, numpy {numpy.__version__}')"
 )
 LENT = "the Python of an environment that has torch: it is lent, with numpy and what else lies beside it"
-NO_RAY = "tutorials/07_ray_train.py: it needs Ray"
+NO_RAY = "tutorials/08_ray_train.py: it needs Ray"
 
 
 @dataclass
