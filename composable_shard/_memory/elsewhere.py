@@ -33,6 +33,15 @@ class Rehearsed:
         self.steps = False
         self._shards: list[weakref.ref[_Sharded]] = []
 
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """In this context, an optimizer steps there."""
+        self.steps = True
+        try:
+            yield
+        finally:
+            self.steps = False
+
     def note(self, params: Iterable[_Sharded]) -> None:
         """Note that the shards of parameters are there."""
         self._shards += map(weakref.ref, params)
@@ -76,13 +85,9 @@ class StateElsewhere:
 
     def step(self, states: States, params: Sequence[torch.Tensor], step: Step) -> None:
         """Step parameters in parts, on the host; those that have no state yet one by one."""
-        now = rehearsed() or Rehearsed()
-        now.steps = True
-        try:
+        with (rehearsed() or Rehearsed()).stepping():
             for part in self._parts(states, params):
                 step(part, part)
-        finally:
-            now.steps = False
 
     def keep_all(self, states: States, params: Sequence[torch.Tensor]) -> None:
         """Leave all of it where it is."""

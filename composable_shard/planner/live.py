@@ -71,14 +71,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _look(self) -> None:
         known = [(number, reference()) for number, reference in list(self._storages.values())]
-        living = [(number, storage) for number, storage in known if storage is not None]
-        total = _distinct(storage for _, storage in living)
+        living = {number: storage for number, storage in known if storage is not None}
+        total = _distinct(living.values())
         if total > self.peak and (apart := self._numbers_of(self._elsewhere())):
-            living = [each for each in living if each[0] not in apart]
-            total = _distinct(storage for _, storage in living)
+            for number in apart & living.keys():
+                del living[number]
+            total = _distinct(living.values())
         if total > self.peak:  # sizes are asked for again, for a pool may have changed them
             self.peak, self.at = total, self._where()
-            self._at_peak = {number: storage.nbytes() for number, storage in living}
+            self._at_peak = {number: storage.nbytes() for number, storage in living.items()}
 
     def _numbers_of(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         """Of the storages of those tensors that have been seen."""
