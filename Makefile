@@ -21,7 +21,7 @@ help:
 	@echo "make test    linters, types, the import contract and the test suite (JOBS=4 for more cores; each has worker processes)"
 	@echo "make matrix  the larger sweeps of the test suite"
 	@echo "make downstream  other people's libraries, beside torch's FSDP2 (ONLY=accelerate)"
-	@echo "make bench   the benchmarks, half an hour; JSON and charts under $(RESULTS)/ (BENCH='--only memory')"
+	@echo "make bench   the benchmarks, an hour or so; JSON and charts under $(RESULTS)/ (BENCH='--only memory')"
 	@echo "make format  rewrite the sources as ruff likes them"
 	@echo "make clean   remove the environment, caches and runs"
 
