@@ -22,7 +22,7 @@ help:
 	@echo "make test    linters, types, the import contract and the test suite (JOBS=4 for more cores; each has worker processes)"
 	@echo "make matrix  the larger sweeps of the test suite"
 	@echo "make downstream  other people's libraries, beside torch's FSDP2 (ONLY=accelerate)"
-	@echo "make bench   the benchmarks, half an hour; JSON and charts under $(RESULTS)/ (BENCH='--only memory')"
+	@echo "make bench   the benchmarks, an hour or so; JSON and charts under $(RESULTS)/ (BENCH='--only memory')"
 	@echo "make release-check  wheel and sdist, installed where nothing else is and tried (RELEASE=--all)"
 	@echo "make release VERSION=0.1.0  the version in pyproject.toml and the section in CHANGELOG.md; commits nothing"
 	@echo "make docs    the documentation as a site: open site/index.html; a warning is an error"

@@ -74,15 +74,16 @@ def _lowest(figures: dict[tuple[str, str], Any]) -> float:
 
 @dataclass
 class Curves:
-    """Lines over the numbers of steps; of those that lie on one another the first is the widest."""
+    """Lines over the numbers of steps; where they should lie on one another the first is the widest."""
 
     title: str
     unit: str
     figures: dict[str, list[float]] = field(default_factory=dict)
+    alike: bool = False
 
     def draw(self, axes: Axes) -> None:
         for i, (name, curve) in enumerate(self.figures.items()):
-            width = 1.0 + 2.0 * (len(self.figures) - 1 - i)
+            width = 1.0 + 2.0 * self.alike * (len(self.figures) - 1 - i)
             axes.plot(range(1, len(curve) + 1), curve, linewidth=width, alpha=0.6, label=name)
         axes.set_title(self.title, fontsize=10)
         axes.set_ylabel(self.unit)
@@ -170,7 +171,7 @@ def figures(results: Results) -> Iterable[Panel | Curves]:
     panels = {key: Panel(*title) for key, title in titles.items()}
     regimes = Panel("A step by regime: tokens a rank, Gb/s", "over FSDP2's")
     waits = Panel("Share of communication by regime", "of a step")
-    losses = Curves("The demo's losses", "nats a byte")
+    losses = Curves("The demo's losses", "nats a byte", alike=True)
     apart = Curves("The demo's losses, apart from FSDP2's", "relatively")
     living = [r for r in results if "runtime" in r]
     for r in results:

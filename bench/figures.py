@@ -283,7 +283,7 @@ def parse() -> argparse.Namespace:
     add("--loss-size", choices=SIZES, default="tiny", help=f"losses: of the demo's model {shown}")
     add("--loss-steps", type=int, default=1000, help=f"losses: {shown}")
     add("--loss-engines", type=_report.names(WITH_LOSSES), default=",".join(WITH_LOSSES), help=shown)
-    add("--tolerance", type=float, default=1e-2, help=f"losses: largest relative difference {shown}")
+    add("--tolerance", type=float, default=1e-3, help=f"losses: largest relative difference {shown}")
     add("--timeout", type=float, default=900.0, help=f"seconds for each launch {shown}")
     add("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     options = parser.parse_args()

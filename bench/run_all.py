@@ -1,4 +1,4 @@
-"""All benchmarks with settings that two cores, or one card, finish within half an hour.
+"""All benchmarks with settings that two cores, or one card, finish within an hour or so.
 
     python bench/run_all.py --results bench/results
     python bench/run_all.py --device cuda --only step,figures     # some of them, on a card

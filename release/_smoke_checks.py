@@ -23,8 +23,8 @@ TUTORIALS = {
     "03": "03_plan_memory_and_overlap.py",
     "04": "-m pytest -q -p no:cacheprovider 04_test_a_layer.py",
     "05": "05_checkpoint_and_resume.py",
-    "06": "06_lora.py --shape layers=2,width=128,heads=4,vocabulary=512,sequence=2048 --devices 2 --size tiny --sequence 64 "
-    "--rank 2 --memory 0.8 --base-steps 4 --steps 4 --evaluation 16 --out runs/06",
+    "06": "06_lora.py --shape layers=2,width=128,heads=4,vocabulary=512,sequence=2048 --devices 2 --memory 0.8 "
+    "--size tiny --sequence 64 --rank 2 --base-steps 4 --steps 4 --evaluation 16 --out runs/06",
     "07": "07_launch.py --steps 4 --save-every 2",
     "train": "train.py --model tiny --sequence 16 --steps 6 --evaluation 16 --sample 0",
 }
