@@ -202,7 +202,7 @@ def tutorials(it: Installation) -> str:
 
 def tests(it: Installation) -> str:
     """Of an sdist: pytest collects all tests of the unpacked files, and a few of them run."""
-    it.install(f"{it.artifact}[dev]")
+    it.install(f"{it.artifact}[{EXTRAS},dev]")
     inside = unpack(it.artifact, it.folder / "unpacked")
     pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
     collected = last_line(it.run(*pytest, "--collect-only", "-m", "", "tests", folder=inside))

@@ -102,8 +102,9 @@ class Report:
             for each in row.results:
                 if each.outcome == smoke.FAILED:
                     parts += ["", f"FAILED {row.python}, torch {row.torch}, {row.artifact}: {each.name}", each.detail]
-        parts += ["", "Shown by a check that passed:"]
-        parts += [f"  {name}: {smoke.SHOWS[name]}" for name in names]
+        failed = {each.name for row in self.rows for each in row.results if each.outcome == smoke.FAILED}
+        parts += ["", "Shown by the checks that passed:"]
+        parts += [f"  {name}: {smoke.SHOWS[name]}" for name in names if name not in failed]
         reasons = dict.fromkeys((row.python, row.torch, row.not_checked) for row in self.rows if row.not_checked)
         parts += ["", "NOT CHECKED:", *(f"  Python {python}, torch {torch}: {why}" for python, torch, why in reasons)]
         return "\n".join([*parts, *(f"  {each}" for each in self.left_out)])

@@ -231,6 +231,8 @@ def test_the_table_says_what_failed_and_what_was_not_checked():
     assert lines[3].split() == ["3.11", "2.13.0", "wheel", "-", "-", "not", "checked"]
     assert "  missing: b.py" in lines
     assert "FAILED 3.11, torch 2.13.0, wheel: training" in lines
+    shown = lines[lines.index("Shown by the checks that passed:") + 1 : lines.index("NOT CHECKED:") - 1]
+    assert [line.split(":")[0].strip() for line in shown] == ["imports"]
     assert lines[lines.index("NOT CHECKED:") :] == [
         "NOT CHECKED:",
         "  Python 3.11, torch 2.13.0: no python",
