@@ -63,11 +63,11 @@ bench: $(READY)
 
 # Needs no environment of its own: it makes one for each pair of Python and torch.
 release-check:
-	$(PYTHON) release/check.py $(RELEASE)
+	$(PYTHON) tools/release/check.py $(RELEASE)
 
 # Changes files of the working tree and nothing else: no commit, no tag, no upload.
 release: $(READY)
-	$(BIN)/python release/prepare.py $(VERSION)
+	$(BIN)/python tools/release/prepare.py $(VERSION)
 
 docs: $(READY)
 	$(BIN)/python tools/build_site.py

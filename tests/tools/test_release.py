@@ -17,7 +17,7 @@ import pytest
 from composable_shard.testing import spmd
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "release"))
+sys.path.append(str(ROOT / "tools" / "release"))
 
 import _distributions as distributions  # noqa: E402
 import _interpreters as interpreters  # noqa: E402
@@ -268,8 +268,8 @@ def test_a_pair_that_cannot_be_had_is_a_row_that_says_why(tmp_path, monkeypatch)
 
 def test_make_runs_the_check_without_an_environment_of_its_own():
     makefile = (ROOT / "Makefile").read_text()
-    assert "release-check:\n\t$(PYTHON) release/check.py $(RELEASE)\n" in makefile
-    command = [sys.executable, "-S", str(ROOT / "release" / "check.py"), "--help"]
+    assert "release-check:\n\t$(PYTHON) tools/release/check.py $(RELEASE)\n" in makefile
+    command = [sys.executable, "-S", str(ROOT / "tools" / "release" / "check.py"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert "--torch-index" in done.stdout
 

@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Collection
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OF_THE_REPOSITORY = (".ci/", ".github/")  # tracked files that no reader of the sdist needs
 
 
