@@ -101,7 +101,7 @@ def test_a_model_that_is_whole_before_it_is_sharded_may_be_the_peak():
     assert whole <= rehearsed.peak.total < 1.2 * whole
     on_meta = rehearse(lambda: program("meta"), 64, steps=2)
     assert (on_meta.step, on_meta.phase) != (1, "forward")
-    assert on_meta.peak.total < whole / 2
+    assert on_meta.peak.total < 0.6 * whole
 
 
 def test_a_program_sees_its_ranks_and_small_tensors_keep_their_values():
