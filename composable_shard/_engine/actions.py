@@ -226,8 +226,8 @@ class Actions:
 
         A step that runs as planned fits anyway. Otherwise reductions are waited for first, then weights are given up.
         """
-        while self.budget.exceeded_by(nbytes) and not all(each.queued_bytes for _, each in self._reductions):
-            self._settle_oldest()  # those with queued bytes lease nothing any more
+        while self.budget.exceeded_by(nbytes) and any(each.leased_bytes for _, each in self._reductions):
+            self._settle_oldest()
         for group in self.budget.yielding(to, self.staying) if self.budget.exceeded_by(nbytes) else ():
             if self.budget.exceeded_by(nbytes):
                 self.drop(group)

@@ -128,9 +128,8 @@ class Order:
         self.lists_changed()
 
     def _check_names(self, plan: ShardPlan) -> None:
-        edges = plan.edges()
-        ahead = [(fqn, *following) for fqn, following in (*edges.forward, *edges.backward)]
-        names = chain(plan.order, edges.kept, dict(edges.in_flight), *ahead, *plan.own_orders.values())
+        scheduled = (fqns for _, fqns in plan.edges().names())
+        names = chain(plan.order, *scheduled, *plan.own_orders.values())
         for fqn in names:
             if fqn not in self._by_fqn:
                 raise ShardConfigValueError(f"plan: names {fqn!r}, which is no group of this model")
@@ -203,13 +202,8 @@ class Order:
         kept: Counter[str] = Counter()
         for fqn in edges.kept if budget is not None else ():
             kept[module_of(fqn)] += plan.group(fqn).unsharded_bytes
-        freed = () if budget is None else self._freed(edges)
-        return GraphSchedule(*ahead, self._in_flight(edges), first, budget, dict(kept), freed)
-
-    def _freed(self, edges: Schedule) -> list[str]:
-        """The modules whose reductions take memory only until they are queued."""
-        queued = {module_of(group.fqn) for group in self.plan.groups if group.frees_queued}
-        return sorted(queued.difference(map(module_of, edges.holds)))
+        queued = budget is not None and any(group.frees_queued for group in plan.groups)
+        return GraphSchedule(*ahead, self._in_flight(edges), first, budget, dict(kept), queued)
 
     def _in_flight(self, edges: Schedule) -> dict[str, int]:
         """By module, how many reductions may be in flight."""

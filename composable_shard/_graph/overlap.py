@@ -266,8 +266,7 @@ def _within(
         hold(order.at[gather.launch], order.last_use(gather) + 1, gather.nbytes)
     for reduction, at in waits.items():
         launch = order.at[reduction.launch]
-        frees = order.name(reduction.launch) in schedule.frees_queued
-        hold(launch, launch + 1 if frees else at, reduction.nbytes)
+        hold(launch, launch + 1 if schedule.frees_queued else at, reduction.nbytes)
     for module, nbytes in schedule.kept.items() if order.backward else ():
         hold(0, order.end(module), nbytes)
     bounded: list[int] = []

@@ -292,7 +292,7 @@ class GroupGradients:
         queued = free_queued(self._pool, jobs)
         self._set_phase(GradPhase.REDUCING)
         self._in_flight += 1
-        return Reduction(jobs, asked, whole, queued)
+        return Reduction(jobs, asked, whole, queued, sum(bucket.nbytes for bucket in buckets) - queued)
 
     def _asked(self, gradients: Gradients, buckets: Sequence[ReduceBucket]) -> list[int]:
         """The parameters whose `.grad` stays None if no rank has a gradient of them; not those that are frozen."""

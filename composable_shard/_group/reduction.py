@@ -221,10 +221,12 @@ class ReduceBucket:
         # The result outlives the step as `.grad`, so it is allocated here, on the stream that will read it.
         numel, like = self._layout.numel, self._copies.ones
         out = like.new_empty(numel)
-        slots = list(map(self._pool.lease_for, self.requests))
+        slots: list[Slot] = []
         frees = self._lane.frees_queued and not holds
         when_done = functools.partial(self._pool.give_back if frees else self._pool.release_all, slots)
         try:
+            for request in self.requests:
+                slots.append(self._pool.lease_for(request))
             # Packed here, on the current stream: then autograd's gradients need not live until the collective is done.
             with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
                 self._pack(gradients, out, slots)
@@ -391,12 +393,14 @@ class Reduction:
         asked: indices of the parameters that had no gradient on this rank, if `.grad` stays None where none had one.
         whole: whether it includes the all-reduce over replicas, if any, so that its result belongs into `.grad`.
         queued_bytes: of the pool, that were leased while it was queued, and no longer.
+        leased_bytes: of the pool, that are leased until it is waited for.
     """
 
     jobs: list[tuple[ReduceBucket, Job[Reduced]]]
     asked: list[int]
     whole: bool
     queued_bytes: int
+    leased_bytes: int
 
 
 class GroupReduced:

@@ -200,8 +200,7 @@ class BufferPool:
         self._live.remove(request)
         if _debug.debugging:
             after = self._poisoned(slot, after)
-        slot.request = slot.owner = None
-        slot.free_after = () if after is None else (after,)
+        slot.released(after)
         self.live_bytes -= slot.nbytes
         if request.slot is not slot and not slot.resizes:
             self._free.setdefault(slot.nbytes, []).append(slot)

@@ -116,6 +116,7 @@ class Slot:
         free_after: the events behind the last work on it, for which the next writer waits.
         begin, end, nbytes: addresses of its first byte and of the first behind it, and its size in bytes.
         rivals: other slots of an arena that overlap it.
+        awaited: by rival, its events for which a writer of this slot waits, or did.
         region: the part of the arena in which it lies; None if in none.
         reach: the highest end of this slot and its rivals.
         resizes: whether its memory goes back when it is released, or when what was queued on it is waited for; it gets
@@ -124,9 +125,9 @@ class Slot:
 
     __slots__ = (
         "__weakref__",
-        "_awaited",
         "_bytes",
         "_typed",
+        "awaited",
         "begin",
         "end",
         "free_after",
@@ -153,7 +154,7 @@ class Slot:
         self.lent = False
         self.free_after = free_after
         self.rivals: tuple[Slot, ...] = ()
-        self._awaited: dict[Slot, Events] = {}  # by rival, its events for which a writer of this slot waits, or did
+        self.awaited: dict[Slot, Events] = {}
         self.region: Any = None
         self.resizes = resizes
 
@@ -185,7 +186,7 @@ class Slot:
     def leave(self) -> None:
         """Its arena is gone: let go of the memory, now and not when a cycle of slots and views is found."""
         self.region, self.rivals = None, ()
-        self._awaited.clear()
+        self.awaited.clear()
         self.views.clear()
         self._typed.clear()
         self._bytes = (_NO_BYTES, _NO_BYTES)
@@ -193,8 +194,17 @@ class Slot:
     def set_rivals(self, rivals: Sequence[Slot]) -> None:
         """These slots of the arena overlap it."""
         self.rivals = tuple(rivals)
-        self._awaited.clear()
+        self.awaited.clear()
         self.reach = max([self.end, *[rival.end for rival in rivals]])
+
+    def released(self, after: torch.Event | None) -> None:
+        """It is leased no more; the next writer waits for `after`."""
+        self.request = self.owner = None
+        if after is None:
+            self.free_after = ()
+            self.awaited.clear()  # nothing tells that a writer has waited for them
+        else:
+            self.free_after = (after,)
 
     def suspend(self, after: torch.Event | None, lent: bool) -> None:
         """Its weights are given up, though it stays leased; the next writer waits for `after`."""
@@ -215,9 +225,9 @@ class Slot:
 
         What an earlier writer of this slot has waited for is left out: it came before the events of this slot.
         """
-        events, before = rival.free_after, self._awaited.get(rival, ())
+        events, before = rival.free_after, self.awaited.get(rival, ())
         if events is not before:
-            self._awaited[rival] = events
+            self.awaited[rival] = events
             self.free_after = tuple(dict.fromkeys([*self.free_after, *(each for each in events if each not in before)]))
 
     def resize(self, nbytes: int, free_after: Events = ()) -> None:

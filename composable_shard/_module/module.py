@@ -463,14 +463,18 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         state.begin(module)
     policy = state.declaration.settings.current.mp_policy
     moved = None
-    if state.inputs_to is not None:
-        moved = args, kwargs = _moved(args, state.inputs_to), _moved(kwargs, state.inputs_to)
+    if state.inputs_to is not None and (moved := _moved(state.inputs_to, args, kwargs)) is not None:
+        args, kwargs = moved
     if policy.param_dtype is None or not policy.cast_forward_inputs:
         return moved
-    if way is EAGER and state.bound is not None and state.bound.engine.profiled:
+    return _cast_inputs(state, args, kwargs, policy.param_dtype)
+
+
+def _cast_inputs(state: ShardState, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    if state.way is EAGER and state.bound is not None and state.bound.engine.profiled:
         with record("FSDP::cast_forward_inputs"):
-            return _cast(args, policy.param_dtype), _cast(kwargs, policy.param_dtype)
-    return _cast(args, policy.param_dtype), _cast(kwargs, policy.param_dtype)
+            return _cast(args, dtype), _cast(kwargs, dtype)
+    return _cast(args, dtype), _cast(kwargs, dtype)
 
 
 def _begin_traced(state: ShardState, module: nn.Module) -> None:
@@ -532,8 +536,12 @@ def _apart_from_weights(output: Any, engine: Engine) -> tuple[Any, Sequence[torc
     return output, among_weights
 
 
-def _moved(tree: Any, device: torch.device) -> Any:
-    return map_tensors(lambda tensor: tensor if tensor.device == device else tensor.to(device), tree)
+def _moved(device: torch.device, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """The same arguments on a device; None if they are there: then forward gets the caller's own containers."""
+    if all(tensor.device == device for tensor in tree_tensors((args, kwargs))):
+        return None
+    args, kwargs = (map_tensors(lambda tensor: tensor.to(device), each) for each in (args, kwargs))
+    return args, kwargs
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

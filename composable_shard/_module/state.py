@@ -215,10 +215,10 @@ class ShardState:
         """Note the part in a new engine and, on the root, `lists`; pass on what users have set for the root before."""
         self.bound, self.lists = bound, lists
         self.traced.bind(bound.group, bound.is_root, bound.engine.between_graphs)
+        device = self.declaration.info.device
+        self.inputs_to = device if bound.is_root and device.type not in ("cpu", "meta") else None
         if bound.is_root:
             self.set_for_root(**self._for_root)
-            device = self.declaration.info.device
-            self.inputs_to = None if device.type in ("cpu", "meta") else device
 
     def set_for_root(self, **settings: Any) -> None:
         """Set attributes of the engine now or, before the engine is built, if this module becomes its root."""

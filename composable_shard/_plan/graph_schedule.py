@@ -20,8 +20,7 @@ class GraphSchedule:
         budget: the most bytes that weights may take from the launch of their gather, or from forward on, to their last
             use, and buckets of gradients until their reduction is over; None for no limit.
         kept: by module, the bytes of weights that stay between forward and backward, if there is a budget.
-        frees_queued: modules whose buckets of gradients take memory only until their reduction is queued, as on a
-            stream.
+        frees_queued: whether buckets of gradients take memory only until their reduction is queued, as on a stream.
     """
 
     forward: Listed = field(default_factory=dict)
@@ -30,7 +29,7 @@ class GraphSchedule:
     reduces_first: Sequence[str] = ()
     budget: int | None = None
     kept: Mapping[str, int] = field(default_factory=dict)
-    frees_queued: Sequence[str] = ()
+    frees_queued: bool = False
 
     def to_text(self) -> str:
         """This schedule as text, on which compiled code can be guarded; empty if nothing is prescribed."""

@@ -262,7 +262,7 @@ class ShardPlan:
         steps, budget = self._steps(), self.pool.budget
         if self.phase.startswith((NO_GRAD, NO_SYNC)):
             steps = [replace(step, trains=False) for step in steps]  # nothing is reduced
-        made = scheduled(steps, self.parts()[1], self.prefetch, budget, self.times())
+        made = scheduled(steps, self._bare_sizes(), self.prefetch, budget, self.times())
         if self.phase.startswith(NO_GRAD):
             stays = kept_by_setting(steps)
             made = replace(made, backward=(), kept=tuple(fqn for fqn in made.kept if fqn in stays))
@@ -279,11 +279,14 @@ class ShardPlan:
         return [steps[fqn] for fqn in self.order]
 
     def _sizes(self) -> dict[str, Sizes]:
-        return held(self.parts()[1], self.edges().holds)
+        return held(self._bare_sizes(), frozenset(self.edges().holds))
+
+    def _bare_sizes(self) -> dict[str, Sizes]:
+        return {fqn: self.group(fqn).sizes for fqn in dict.fromkeys(self.order)}
 
     def parts(self) -> tuple[list[Step], dict[str, Sizes], dict[str, Times] | None]:
         """What a schedule is made from: uses of groups in order, bytes of groups, and seconds where costs are known."""
-        return self._steps(), {fqn: self.group(fqn).sizes for fqn in dict.fromkeys(self.order)}, self.times()
+        return self._steps(), self._bare_sizes(), self.times()
 
     def times(self) -> dict[str, Times] | None:
         """Seconds of a use of each group, by FQN; None without costs."""

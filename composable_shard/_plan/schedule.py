@@ -108,7 +108,7 @@ class Schedule:
         stays_for_next: whether weights stay between two backwards of one group that follow each other at once.
         holds: groups whose reductions keep their memory until they are waited for, also on a stream, where it is else
             free for what is queued behind them (`Sizes.frees_queued`). Then compute need not wait for them before it
-            packs the next gradients there.
+            packs the next gradients there. Compiled graphs hold none.
     """
 
     forward: Edges

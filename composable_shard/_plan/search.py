@@ -294,11 +294,13 @@ class Auto:
                 longer.setdefault(fqn, []).append(life)
         holds = []
         for fqn, lives in longer.items():
-            if all(max(live[life.opened + 1 : life.closed], default=0) + life.nbytes <= self.budget for life in lives):
+            more = list(live)
+            for life in lives:
+                for at in range(life.opened + 1, life.closed):
+                    more[at] += life.nbytes
+            if max(more) <= self.budget:
                 holds.append(fqn)
-                for life in lives:
-                    for at in range(life.opened + 1, life.closed):
-                        live[at] += life.nbytes
+                live = more
         return tuple(holds)
 
     def _put_off(self, bare: Bare, early: _Try, issued: Sequence[int]) -> list[int]:

@@ -56,7 +56,7 @@ def async_save(
         checksum: "xxh3", "crc32" or "sha256".
         process_group: of the ranks that save; by default all.
         progress: is called with the bytes that this rank has written, and those that it is to write, now and then, in
-            a thread of its own.
+            a thread of its own; in the thread of the call where state is on disk.
 
     Returns:
         the save: its result, whether it has ended, how far it is.

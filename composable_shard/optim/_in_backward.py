@@ -391,7 +391,7 @@ def _made(make: Make, model: nn.Module) -> Optimizer:
     try:
         made = make(list(model.parameters()))
     except ValueError as error:
-        name = _first_refused(make, model)
+        name = _first_refused(make, model, str(error))
         if name is None:
             raise
         raise ShardConfigValueError(
@@ -413,13 +413,13 @@ def _made(make: Make, model: nn.Module) -> Optimizer:
     return made
 
 
-def _first_refused(make: Make, model: nn.Module) -> str | None:
-    """The first parameter that an optimizer cannot be made of; None where it takes none or all."""
+def _first_refused(make: Make, model: nn.Module, why: str) -> str | None:
+    """The first parameter that an optimizer refuses by the error `why`; None where it refuses none or all."""
     refused = []
     for name, param in model.named_parameters():
         try:
             make([param])
-        except ValueError:
-            refused.append(name)
+        except ValueError as error:
+            refused += [name] if str(error) == why else []
     takes_some = 0 < len(refused) < len(list(model.parameters()))
     return refused[0] if takes_some else None

@@ -309,3 +309,14 @@ def test_no_groups_have_an_empty_schedule():
 def test_a_value_that_cannot_work_is_named_with_its_field(make, field):
     with pytest.raises(ShardConfigValueError, match=field):
         make()
+
+
+def test_reductions_of_a_group_that_is_used_twice_are_held_together_or_not_at_all():
+    weights, reductions = {"a": 2, "b": 8, "c": 2}, {"a": 10, "b": 2, "c": 2}
+    steps = [Step(fqn, False, True, True) for fqn in "cbaa"]
+    sizes = {fqn: Sizes(1024 * weights[fqn], 0, 1024 * reductions[fqn], frees_queued=True) for fqn in "abc"}
+    times = {fqn: Times(1.0, 2.0, 1.0, 6.0) for fqn in "abc"}
+    for budget in range(18, 45):
+        auto = Auto(steps, sizes, times, 1024 * budget)
+        for each in auto.placed(auto.best().schedule):
+            assert peak(steps, sizes, each.schedule) == each.peak <= 1024 * budget
