@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from .._errors import ComposableShardError
+from .._errors import ComposableShardError, ShardConfigValueError
 from .bits import add_bits, bits_of
 from .program import NotFoundError, described, import_from_here, output_aside, run_program
 from .terminal import Table, add_debug, count, in_bytes, in_seconds, say_error, show, size
@@ -122,6 +122,10 @@ def _of_model(parsed: argparse.Namespace) -> Rehearsal:
     from ..planner.sources import source_of
     from ..planner.strategies import strategy_named
 
+    if parsed.strategy == "none" and parsed.offload != "none":
+        raise ShardConfigValueError(
+            f"offload: '{parsed.offload}' is a policy of sharded modules, and strategy 'none' shards nothing; take 'zero3'"
+        )
     import_from_here()
     precision, source = precision_of(parsed.precision), source_of(parsed.what[0], parsed.sequence)
     strategy = strategy_named(parsed.strategy, parsed.devices, parsed.checkpointing, parsed.replicas)

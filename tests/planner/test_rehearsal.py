@@ -329,6 +329,7 @@ Notes
         (["nowhere.py"], "can't open file 'nowhere.py'"),
         (["--devices", "3", "--strategy", "hsdp", SMALL], "replicas: 3 devices cannot hold 2 replicas"),
         (["--devices", "0", SMALL], "devices: 0 is not a number above 0"),
+        (["--strategy", "none", "--offload", "all", SMALL], "offload: 'all' is a policy of sharded modules"),
         (["--precision", "int1", SMALL], "precision: 'int1' is none of float32"),
     ],
 )
