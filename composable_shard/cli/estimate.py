@@ -124,7 +124,8 @@ def _of_model(parsed: argparse.Namespace) -> Rehearsal:
 
     if parsed.strategy == "none" and parsed.offload != "none":
         raise ShardConfigValueError(
-            f"offload: '{parsed.offload}' is a policy of sharded modules, and strategy 'none' shards nothing; take 'zero3'"
+            f"offload: '{parsed.offload}' is a policy of sharded modules, and strategy 'none' shards nothing; "
+            "take another one, such as 'zero3'"
         )
     import_from_here()
     precision, source = precision_of(parsed.precision), source_of(parsed.what[0], parsed.sequence)
