@@ -200,7 +200,8 @@ class BufferPool:
         self._live.remove(request)
         if _debug.debugging:
             after = self._poisoned(slot, after)
-        slot.released(after)
+        slot.request = slot.owner = None
+        slot.free_after = () if after is None else (after,)
         self.live_bytes -= slot.nbytes
         if request.slot is not slot and not slot.resizes:
             self._free.setdefault(slot.nbytes, []).append(slot)
@@ -401,6 +402,8 @@ def _ended(end: Callable[[], object]) -> bool:
 
 def _is_taken(slot: Slot) -> bool:
     """Whether an overlapping slot is leased; if none is, the slot's next writer will also wait for their events."""
+    if slot.awaited and not slot.free_after:
+        slot.awaited.clear()  # it was given up without an event: nothing tells that a writer has waited for them
     for rival in slot.rivals:
         if rival.request is not None:
             return True

@@ -197,15 +197,6 @@ class Slot:
         self.awaited.clear()
         self.reach = max([self.end, *[rival.end for rival in rivals]])
 
-    def released(self, after: torch.Event | None) -> None:
-        """It is leased no more; the next writer waits for `after`."""
-        self.request = self.owner = None
-        if after is None:
-            self.free_after = ()
-            self.awaited.clear()  # nothing tells that a writer has waited for them
-        else:
-            self.free_after = (after,)
-
     def suspend(self, after: torch.Event | None, lent: bool) -> None:
         """Its weights are given up, though it stays leased; the next writer waits for `after`."""
         self.owner, self.lent = None, lent

@@ -313,7 +313,7 @@ PASSED_ON = {
     "DeviceMemory.queued": "records for others",
     "GatherBucket.forget": "BufferPool.release",
     "BufferPool.give_up": "StreamLane._give_up",
-    "Slot.released": "holds events",
+    "BufferPool.release": "holds events",
     "Job.__init__": "holds events",
     "Launched.__init__": "holds events",
     "Job.occupy": "holds events",
