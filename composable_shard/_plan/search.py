@@ -87,6 +87,7 @@ def _searched(
 def _least_exposed(
     steps: Sequence[Step], sizes: Mapping[str, Sizes], times: Mapping[str, Times], budget: int | None
 ) -> Schedule:
+    """The schedule that the search finds; where streams order memory, the one that waits least with an arena."""
     auto = Auto(steps, sizes, times, budget)
     best = auto.best()
     if not any(size.queued for size in sizes.values()):
