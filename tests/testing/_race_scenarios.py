@@ -10,6 +10,7 @@ from _race_settings import (
     debugging,
     extended,
     freeze,
+    held,
     idle_memory_goes_back,
     in_two_dtypes,
     note,
@@ -88,6 +89,10 @@ SCENARIOS = {
     "gradients-touched": Scenario(step=touch_gradients),
     "two-backwards": Scenario(step=two_backwards),
     "budget": Scenario(make=functools.partial(decoder, 4), prepare=three_quarters),
+    "held": Scenario(make=functools.partial(decoder, 4), prepare=held, steps=3),
+    "held-packed": Scenario(
+        {"mp_policy": MIXED}, transport="packed", make=functools.partial(decoder, 4), prepare=held, steps=3
+    ),
     "few-ranks": Scenario({"reshard_after_forward": 2}),
     "few-ranks-by-hand": Scenario(
         {"reshard_after_forward": 2}, make=functools.partial(decoder, 6), prepare=reshard_between, steps=3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,13 @@ from composable_shard._torch.distributed import local_tensor
 
 def three_quarters(model: Any, checked: testing.Checked) -> None:
     model.set_pool_policy(PoolPolicy(budget=cs.make_plan(model).peak_bytes * 3 // 4))
+
+
+def held(model: Any, checked: testing.Checked) -> None:
+    """Every other reduction keeps its memory until it is waited for; the others give theirs to what is queued next."""
+    plan = cs.make_plan(model)
+    names = tuple(f"blocks.{index}" for index in range(0, len(model.blocks), 2))
+    model.set_plan(replace(plan, schedule=replace(plan.edges(), holds=names)))
 
 
 def idle_memory_goes_back(model: Any, checked: testing.Checked) -> None:
