@@ -30,7 +30,7 @@ from .._torch.core import (
     passed_by_checkpoints,
     saved_tensors_hooks_set_aside,
 )
-from .bucket import Bucket, GatherBucket
+from .bucket import Bucket
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -235,7 +235,7 @@ def _weight(handle: Handle) -> torch.Tensor:
         if generation != bucket.generation:  # the gather has noticed it
             raise _stale(bucket)
     if shown is not bucket.unedited and (edited := bucket.find_edited(shown)):
-        member = bucket.members[place] if type(bucket) is GatherBucket else place[1]  # type: ignore[index]
+        member = bucket.members[place] if type(place) is Place else place[1]  # type: ignore[attr-defined, index]
         if member in edited:
             raise _edited(bucket.fqns[member])
     if bucket.reads_left:

@@ -13,7 +13,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from _models import Stack, vectors
 from _pool import distributed
 from _stepping import OneLinear, assert_same_gradients, pool_of, shard_whole, twins
-from composable_shard import SavedTensorModifiedError
+from composable_shard import CommPolicy, SavedTensorModifiedError
 from composable_shard._group.saved_tensors import _Hooks
 from composable_shard._torch.core import active_saved_tensors_hooks
 
@@ -151,6 +151,19 @@ def test_an_activation_that_was_edited_in_place_raises_with_its_shape_and_versio
         assert isinstance(caught.value, RuntimeError)
         assert "at version 1, expected 0" in str(caught.value)
         assert "out-of-place" in str(caught.value)
+
+
+@pytest.mark.parametrize("policy", [None, CommPolicy("int8", "int8", block=8)])
+@distributed(world=2)
+def test_a_weight_that_was_edited_before_backward_is_named(rank, world, policy):
+    model, _ = twins(OneLinear, shard_whole, reshard_after_forward=False)
+    if policy is not None:
+        model.set_comm_policy(policy)
+    loss = model(vectors(0, 0)[0].requires_grad_()).sum()
+    with torch.no_grad():
+        model.lin.weight.mul_(2)
+    with pytest.raises(SavedTensorModifiedError, match=r"parameter lin\.weight: unsharded weights, saved in forward"):
+        loss.backward()
 
 
 @distributed(world=(1, 2))
