@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -23,6 +24,26 @@ Build = Callable[[nn.Module, type[nn.Module], DeviceMesh], nn.Module]
 
 def _plain(model: nn.Module, _block: type[nn.Module], _mesh: DeviceMesh) -> nn.Module:
     return model
+
+
+class _UnderHooks(nn.Module):
+    """A model whose tensors are saved and read by hooks that change nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        with saved_tensors_hooks(_as_it_is, lambda saved: saved):
+            return self.model(*inputs)
+
+
+def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
+    return saved.detach() if saved.requires_grad else saved  # an operator's output would hold its own node
+
+
+def _under_hooks(model: nn.Module, _block: type[nn.Module], _mesh: DeviceMesh) -> nn.Module:
+    return _UnderHooks(model)
 
 
 def _per_block(shard: Callable[..., object], model: nn.Module, block: type[nn.Module], mesh: DeviceMesh) -> nn.Module:
@@ -154,6 +175,7 @@ def compile_blocks(model: nn.Module, block: type[nn.Module], backend: str) -> No
 
 ENGINES: dict[str, Build] = {
     "plain": _plain,
+    "plain-under-hooks": _under_hooks,
     "single": _plain,
     "compute": _plain,
     "ours": _ours,
