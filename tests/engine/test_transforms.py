@@ -173,9 +173,14 @@ def without_hooks(model, x):
         return model(x)
 
 
+FSDP2_FAILS = torch.__version__ < "2.13"  # within transforms, before: it frees storage that they have wrapped
+
+
 @distributed(world=2)
 def test_what_a_transform_around_a_sharded_model_gives_is_right_whatever_runs_before_it_is_used(rank, world):
     found = sides()
+    if FSDP2_FAILS:
+        del found["fsdp2"]
     x, outs = torch.randn(4, 6), {}
     for name, model in found.items():
         out, pull = func.vjp(model, x)
@@ -183,7 +188,7 @@ def test_what_a_transform_around_a_sharded_model_gives_is_right_whatever_runs_be
             model(torch.randn(4, 6, generator=torch.Generator().manual_seed(number))).sum()
         outs[name] = [each.detach() for each in (out, *pull(torch.ones_like(out)))]
         del out, pull
-    for other in ("fsdp2", "ours"):
+    for other in outs:
         torch.testing.assert_close(outs[other], outs["plain"])
     for number in range(2):
         check(found, number)
@@ -197,7 +202,7 @@ def test_what_a_transform_around_a_sharded_model_gives_is_right_whatever_runs_be
 @distributed(world=2)
 def test_a_transform_around_a_sharded_model_leaves_nothing_of_itself_behind(rank, world, name, warm):
     found = sides()
-    if name in ("grad", "vjp", "jacrev", "hessian"):
+    if name in ("grad", "vjp", "jacrev", "hessian") or (FSDP2_FAILS and name != "no hooks allowed"):
         del found["fsdp2"]  # the loss is of a gradient, and FSDP2 has given the weights up that this backward reads
     for number in range(6):
         check(found, number, AROUND[name] if warm <= number < warm + 2 else None)

@@ -211,6 +211,10 @@ def test_packed_weights_in_one_full_graph(rank, world, storage, backend):
     torch._dynamo.reset()
     ignore_of_dynamo()
     runs = {name: torch.compile(model, backend=backend, fullgraph=True) for name, model in models.items()}
+    if backend == "inductor" and torch.__version__ < "2.13" and storage is not torch.uint8:
+        with pytest.raises(torch._inductor.exc.InductorError, match="must be 1 to view"):
+            runs["plain"](batch(0))
+        return
     optimizers = optimizers_of(models)
     for step in range(2):
         losses = {name: run(batch(step)).square().mean() for name, run in runs.items()}

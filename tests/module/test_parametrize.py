@@ -152,7 +152,8 @@ def test_functional_transforms_in_a_forward(rank, world, kind):
 
 @distributed(world=2)
 def test_a_transform_that_takes_no_hooks_may_be_around_a_sharded_module(rank, world):
-    models = models_of(partial(Transformed, "vmap"), shard_parts)
+    # Before torch 2.13 FSDP2 frees storage that the transform has wrapped.
+    models = models_of(partial(Transformed, "vmap"), shard_parts, fsdp2=torch.__version__ >= "2.13")
     for number in range(3):
         found = [torch.func.grad(lambda x, m=m: m(x).sum())(noise(3, 4, seed=number)).detach() for m in models.values()]
         for each in found[1:]:
