@@ -54,6 +54,6 @@ def _note(names: list[str], reader: nn.Module) -> str:
     named = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
         f"{_TITLE} {named}, which {type(reader).__name__} could read. A weight is whole only while the module runs "
-        "that fully_shard was called on for it. Call that module instead of reading its weights; or do not call fully_shard "
-        "on it, so that its weights belong to a module around it; or call its unshard() before"
+        "that fully_shard was called on for it. Call that module instead of reading its weights; or do not call "
+        "fully_shard on it, so that its weights belong to a module around it; or call its unshard() before"
     )
