@@ -51,6 +51,7 @@ from .._torch.core import (
 from .._torch.distributed import registered_by_torch
 from .build import build_engine, check_root
 from .methods import Methods
+from .sharded_reads import explain_sharded_read
 from .state import EAGER, STATE, TRACED, Bound, ShardState, Way, states_below
 
 _BUILDER = "_shard_builder"  # key in a root's `__dict__`: the thread that builds its engine; `setdefault` is atomic
@@ -242,6 +243,7 @@ def _run(module: nn.Module, call: _Call | None, args: tuple[Any, ...], kwargs: d
         return output
     except BaseException as error:
         engine.failed(error)
+        explain_sharded_read(error, engine.groups)
         state.abort(depth)
         engine.show_sharded()
         if refuses_saved_tensors_hooks(error) and not stays:

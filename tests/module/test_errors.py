@@ -227,6 +227,48 @@ def test_a_submodule_that_ran_before_the_root_is_rejected_at_the_first_forward(r
         model(*vectors(rank, 0))
 
 
+class ReadsOfOthers(nn.Module):
+    """Reads the weight of a sharded child, in its own method or through a module without `fully_shard` of its own."""
+
+    def __init__(self, through):
+        super().__init__()
+        self.inner, self.through = nn.Linear(4, 4), through
+        self.reader = nn.Module()
+        self.reader.norm = nn.Sequential(nn.LayerNorm(4))
+
+    def forward(self, x):
+        x = self.inner(x)
+        return self.reader.norm[0](x) if self.through else x @ self.inner.weight
+
+
+@pytest.mark.parametrize("through", [False, True], ids=["of a child", "through a module"])
+@simulated(world=2)
+def test_torchs_error_for_a_weight_that_is_read_while_sharded_names_it(rank, world, through):
+    model = nn.Sequential(nn.Linear(4, 4), ReadsOfOthers(through))
+    fully_shard(model[1].reader.norm if through else model[1].inner)
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
+        model(torch.randn(2, 4))
+    (note,) = caught.value.__notes__
+    expected = "1.reader.norm.0.weight, 1.reader.norm.0.bias" if through else "1.inner.weight, 1.inner.bias"
+    assert f"point: {expected}, which {'LayerNorm' if through else 'ReadsOfOthers'} could read" in note
+    parts = model[1].inner, *((model[1].reader.norm,) if through else ())
+    model[1].forward = nn.Sequential(*parts).forward
+    model(torch.randn(2, 4)).sum().backward()
+    assert all(param.grad is not None for param in model[1].inner.parameters()), "training goes on"
+
+
+@simulated(world=2)
+def test_errors_of_dtensors_that_are_no_sharded_weights_have_no_note(rank, world):
+    model = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
+        model(DTensor.from_local(torch.randn(2, 4), mesh, [Replicate()]))
+    assert not getattr(caught.value, "__notes__", [])
+
+
 @simulated(world=2)
 def test_parameters_left_on_meta_are_listed_at_the_first_forward(rank, world):
     with torch.device("meta"):

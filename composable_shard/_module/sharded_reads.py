@@ -1,0 +1,59 @@
+"""Weights that are read while they are sharded: a note on torch's error, which names neither parameter nor module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+
+from torch import nn
+
+from .._group.group import ParamGroup
+
+_WORDS = "got mixed torch.Tensor and DTensor"  # of torch, for an operator that was given both
+_TITLE = "sharded at this point:"
+
+
+def explain_sharded_read(error: BaseException, groups: Sequence[ParamGroup]) -> None:
+    """Say which weights were sharded where an operator got a `DTensor` that it did not expect, and what to do.
+
+    The note is about the innermost module in the traceback that has sharded weights, its own before those of its
+    submodules. There is none for another error, without such a module, or where a call within has failed by the same
+    error: its weights were whole, and are sharded again by now.
+
+    Args:
+        error: any; it has just ended the call of a sharded module, whose frame is the first one of its traceback.
+        groups: of the root.
+    """
+    if _WORDS not in str(error) or error.__traceback__ is None or _was_seen(error.__traceback__):
+        return
+    names = {id(param.sharded): param.fqn for group in groups for param in group.params}
+    for reader in reversed(list(_modules(error.__traceback__))):
+        for recurse in False, True:
+            if read := [names[id(param)] for param in reader.parameters(recurse) if id(param) in names]:
+                error.add_note(_note(read, reader))
+                return
+
+
+def _was_seen(trace: TracebackType) -> bool:
+    """Whether the error has come through the call of another sharded module within."""
+    call, within = trace.tb_frame.f_code, trace.tb_next
+    while within is not None and within.tb_frame.f_code is not call:
+        within = within.tb_next
+    return within is not None
+
+
+def _modules(trace: TracebackType | None) -> Iterator[nn.Module]:
+    """The modules whose methods a traceback goes through, from the outermost to the innermost."""
+    while trace is not None:
+        if isinstance(owner := trace.tb_frame.f_locals.get("self"), nn.Module):
+            yield owner
+        trace = trace.tb_next
+
+
+def _note(names: list[str], reader: nn.Module) -> str:
+    named = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"{_TITLE} {named}, which {type(reader).__name__} could read. A weight is whole only while the module runs "
+        "that fully_shard was called on for it. Call that module instead of reading its weights; or do not call "
+        "fully_shard on it, so that its weights belong to a module around it; or call its unshard() before"
+    )
