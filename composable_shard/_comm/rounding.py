@@ -199,12 +199,16 @@ class Rounding:
         return generator.manual_seed(seed)
 
 
+def _noise(count: int, device: torch.device, generator: torch.Generator) -> Tensor:
+    """Random int16, all values alike, of that number."""
+    words = torch.empty(-(-count // 4), dtype=torch.int64, device=device)
+    words.random_(-(2**63), None, generator=generator)  # a word is four numbers
+    return words.view(torch.int16)[:count]
+
+
 def noise_like(numbers: Tensor, generator: torch.Generator) -> Tensor:
     """Random int16, all values alike, of the shape of a tensor."""
-    count = numbers.numel()
-    words = torch.empty(-(-count // 4), dtype=torch.int64, device=numbers.device)
-    words.random_(-(2**63), None, generator=generator)  # a word is four numbers
-    return words.view(torch.int16)[:count].view(numbers.shape)
+    return _noise(numbers.numel(), numbers.device, generator).view(numbers.shape)
 
 
 class Rounder:
@@ -242,19 +246,25 @@ class Rounder:
             self._put_at_random(list(turn), generator)
 
     def _put_at_random(self, pairs: Sequence[tuple[Numbers, Tensor]], generator: torch.Generator) -> None:
-        """Round the parts of a turn; random numbers are in the order of the parameters."""
+        """Round the parts of a turn."""
         members = sorted(index for numbers, _ in pairs if numbers.part.form for index in numbers.part.members)
-        lead = pairs[0][0].flat().shape[:-1]
-        counts = [lead.numel() * self._sizes[index] for index in members]
-        begins = list(itertools.accumulate((-(-count // 4) * 4 for count in counts), initial=0))
-        drawn = noise_like(pairs[0][1].new_empty(begins.pop()), generator) if members else None
-        noise = {}
-        for index, begin, count in zip(members, begins, counts, strict=True):
-            assert drawn is not None
-            noise[index] = drawn[begin : begin + count].view(*lead, -1)
+        noise = self._noise_of(members, pairs[0][0].flat().shape[:-1], pairs[0][1].device, generator)
         for numbers, gradient in pairs:
             wanted = [noise[index] for index in numbers.part.members] if numbers.part.form else []
             numbers.put(gradient, _joined(wanted).reshape(gradient.shape) if wanted else None)
+
+    def _noise_of(
+        self, members: Sequence[int], lead: torch.Size, device: torch.device, generator: torch.Generator
+    ) -> dict[int, Tensor]:
+        """Random numbers for some parameters, (*lead, elements of a piece), that are drawn at once in their order."""
+        if not members:
+            return {}
+        counts = [lead.numel() * self._sizes[index] for index in members]
+        begins = itertools.accumulate((-(-count // 4) * 4 for count in counts), initial=0)
+        places = list(zip(members, begins, counts, strict=False))  # behind the last one is the end
+        _, begin, count = places[-1]
+        drawn = _noise(begin + count, device, generator)
+        return {index: drawn[begin : begin + count].view(*lead, -1) for index, begin, count in places}
 
     def _feed_back(self, numbers: Numbers, gradient: Tensor, marks: Tensor) -> None:
         part = numbers.part
