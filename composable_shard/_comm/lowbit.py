@@ -88,9 +88,7 @@ class LowBitGather(GatherCopies):
         rounds = numbers.scales is not None
         flat = numbers.flat()
         if rounds:
-            dtype = _widest({shards[index].dtype for index in members})
-            made = torch.empty if all(at.rows_of(self._rank) == at.chunk for at in places) else torch.zeros
-            flat = made(flat.shape, dtype=dtype, device=flat.device)
+            flat = self._room(flat, places, {shards[index].dtype for index in members})
         to, given = [], []
         for index, at, piece in zip(members, places, torch.split(flat, [at.piece for at in places]), strict=True):
             shard = _by_row(shards[index], at.dim)
@@ -101,6 +99,12 @@ class LowBitGather(GatherCopies):
             torch._foreach_copy_(to, given, non_blocking=self._non_blocking)
         if rounds:
             numbers.put(flat.view(numbers.values.shape))
+
+    def _room(self, flat: Tensor, places: Sequence[ParamLayout], dtypes: Set[torch.dtype]) -> Tensor:
+        """Memory for the numbers of shards of some dtypes, with zeros if not all of it will be filled."""
+        is_full = all(at.rows_of(self._rank) == at.chunk for at in places)
+        make = torch.empty if is_full else torch.zeros
+        return make(flat.shape, dtype=_widest(dtypes), device=flat.device)
 
 
 def _by_row(piece: Tensor, dim: int) -> Tensor:

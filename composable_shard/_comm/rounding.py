@@ -285,12 +285,7 @@ class Rounder:
         if not part.form:
             numbers.put(gradient)
             return
-        shapes = [
-            (*gradient.shape[:-2], self._sizes[index] // part.block, part.block)
-            if part.block
-            else (*gradient.shape[:-1], self._sizes[index])
-            for index in part.members
-        ]
+        shapes = self._shapes(part, gradient)
         lefts = [
             self._left_of(self._names[index], shape, gradient.device)
             for index, shape in zip(part.members, shapes, strict=True)
@@ -305,6 +300,13 @@ class Rounder:
         left.mul_(1.0 - has).add_(total)  # what is left of a gradient that this rank has not waits for the next
         if len(lefts) > 1:
             torch._foreach_copy_(lefts, torch.split(left, [each.shape[dim] for each in lefts], dim))
+
+    def _shapes(self, part: Part, gradient: Tensor) -> list[tuple[int, ...]]:
+        """The shapes of the members of a part, of which the gradient is given."""
+        sizes = [self._sizes[index] for index in part.members]
+        if not part.block:
+            return [(*gradient.shape[:-1], size) for size in sizes]
+        return [(*gradient.shape[:-2], size // part.block, part.block) for size in sizes]
 
     @staticmethod
     def _has(marks: Tensor, part: Part, shapes: Sequence[tuple[int, ...]], dim: int) -> Tensor:

@@ -94,11 +94,16 @@ def parcel(
         nbytes = sum(numels[index] for index in members) * _VALUE_BYTES.get(form, itemsize)
         parts.append(Part(form, end, nbytes, block, 0, tuple(members), turn))
         end = _aligned(end + nbytes)
-    for index, each in enumerate(parts):
-        if each.block:
-            parts[index] = replace(each, scales=end)
-            end += SCALE_BYTES * (each.nbytes // each.block)
-    return Parcel(tuple(parts), _aligned(end))
+    return _with_scales(parts, end)
+
+
+def _with_scales(parts: Sequence[Part], end: int) -> Parcel:
+    """The parcel of these parts, with their scales from byte `end` on."""
+    placed = []
+    for each in parts:
+        placed.append(replace(each, scales=end if each.block else 0))
+        end += SCALE_BYTES * (each.nbytes // each.block) if each.block else 0
+    return Parcel(tuple(placed), _aligned(end))
 
 
 def _batches(kinds: Sequence[tuple[str, int]], numels: Sequence[int]) -> dict[tuple[int, str, int], list[int]]:
